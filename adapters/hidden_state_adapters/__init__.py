@@ -1,0 +1,1 @@
+"""Adapters that connect hidden_state_accountants to training frameworks."""

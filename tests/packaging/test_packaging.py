@@ -1,0 +1,130 @@
+"""What is installed, and what importing it costs."""
+
+import importlib.util
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGES = {"hidden_state_accountants", "hidden_state_adapters"}
+FRAMEWORKS = {"opacus", "tensorflow", "tensorflow_privacy", "torch"}
+EXTRAS = {"matplotlib", "rich", "sklearn", "typer"}
+
+IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import dp_accounting
+upstream = time.perf_counter()
+before = set(sys.modules)
+import {package}
+end = time.perf_counter()
+modules = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})
+print(json.dumps({{"seconds": end - upstream, "upstream": upstream - start, "modules": modules}}))
+"""
+
+
+def run(*command, cwd):
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def import_in_new_process(package, cwd):
+    # The last line: what is imported may print a warning of its own.
+    output = run(sys.executable, "-c", IMPORT.format(package=package), cwd=cwd)
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_import_loads_no_framework_and_no_extra(package, tmp_path):
+    loaded = set(import_in_new_process(package, tmp_path)["modules"])
+    assert package in loaded
+    assert not loaded & (FRAMEWORKS | EXTRAS)
+
+
+def test_import_takes_under_a_second_beyond_dp_accounting(tmp_path):
+    runs = [import_in_new_process("hidden_state_accountants", tmp_path) for _ in range(3)]
+    assert min(run["seconds"] for run in runs) < 1.0, runs
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The sdist (None without build tools) and the wheel; nothing is written into the checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    if all(importlib.util.find_spec(tool) for tool in ("build", "hatchling")):
+        # Builds the sdist, and the wheel from the sdist.
+        arguments = ["build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    else:
+        arguments = ["pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    run(sys.executable, "-m", *arguments, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return next(folder.glob("*.tar.gz"), None), wheel
+
+
+@pytest.mark.slow
+def test_wheel_contains_both_packages_at_top_level(distributions):
+    _, wheel = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    top_level = {name.partition("/")[0] for name in names}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == PACKAGES
+    for package in PACKAGES:
+        assert {f"{package}/__init__.py", f"{package}/py.typed"} <= names
+    (license_file,) = (name for name in names if name.endswith("/LICENSE"))
+    assert ".dist-info/" in license_file
+
+
+@pytest.mark.slow
+def test_wheel_contains_every_module_of_the_checkout(distributions):
+    _, wheel = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.endswith(".py")}
+    parents = {"hidden_state_accountants": ROOT, "hidden_state_adapters": ROOT / "adapters"}
+    assert packed == {
+        path.relative_to(parent).as_posix()
+        for package, parent in parents.items()
+        for path in (parent / package).rglob("*.py")
+    }
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_the_tests_and_the_demo_need(distributions):
+    sdist, _ = distributions
+    if sdist is None:
+        pytest.skip("needs build and hatchling")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "Makefile", "constraints.txt"} <= names
+    assert "tests/packaging/test_packaging.py" in names
+    assert "adapters/hidden_state_adapters/py.typed" in names
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
+def test_scripts_and_tests_are_no_packages(folder):
+    """A test folder that is a package, "opacus" for one, would shadow the library."""
+    assert not list((ROOT / folder).rglob("__init__.py"))
+
+
+def test_adapters_folder_is_no_package():
+    assert not (ROOT / "adapters" / "__init__.py").exists()
+
+
+def test_version_is_the_same_everywhere():
+    (project,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    (citation,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert citation == project
+
+
+def test_both_constraints_files_pin_the_same_tools():
+    def pins(name):
+        tools = (ROOT / name).read_text().partition("# Tools")[2].splitlines()[1:]
+        return {line.partition(" ")[0] for line in tools}
+
+    assert pins("constraints.txt") == pins("constraints-numpy2.txt")
+    assert any(pin.startswith("pytest==") for pin in pins("constraints.txt"))
