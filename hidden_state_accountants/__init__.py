@@ -1,0 +1,47 @@
+"""Privacy accounting of the model that is released: the last iterate.
+
+Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read epsilon:
+
+    >>> import hidden_state_accountants as hsa
+    >>> run = hsa.LastIterateDpEvent(
+    ...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+    ...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
+    ...     loss=hsa.LossGeometry.convex(smoothness=0.5), weight_decay=0.1)
+    >>> print(f"{hsa.LastIterateAccountant().compose(run).get_epsilon(1e-5):.4f}")
+    1.9949
+"""
+
+from hidden_state_accountants.accountants import (
+    LastIterateAccountant,
+    ShiftedInterpolationAccountant,
+)
+from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import BatchOrder, LastIterateDpEvent
+from hidden_state_accountants.geometry import clipped_update_lipschitz
+from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.recorder import RunRecorder
+from hidden_state_accountants.running import RunningGuarantee
+from hidden_state_accountants.schedule import Schedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BOUNDS",
+    "Assumption",
+    "BatchOrder",
+    "Bound",
+    "Guarantee",
+    "LastIterateAccountant",
+    "LastIterateDpEvent",
+    "LossGeometry",
+    "LossKind",
+    "RunRecorder",
+    "RunningGuarantee",
+    "Schedule",
+    "ShiftedInterpolationAccountant",
+    "UnsupportedRunError",
+    "clipped_update_lipschitz",
+    "shifted_gdp_mu",
+]

@@ -1,0 +1,75 @@
+"""What every bound offers: the protocol that accountants, compare and docs iterate over."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import attrs
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process import UnmetCondition
+
+
+@attrs.frozen
+class Citation:
+    """Where a bound comes from."""
+
+    authors: str
+    theorem: str
+    arxiv: str | None = None
+
+    def __str__(self) -> str:
+        source = f", arXiv {self.arxiv}" if self.arxiv else ""
+        return f"{self.authors}, {self.theorem}{source}"
+
+
+@runtime_checkable
+class Bound(Protocol):
+    """One theorem. A new one is a file that defines a class like this and a line in BOUNDS."""
+
+    @property
+    def name(self) -> str:
+        """Short, stable identifier."""
+
+    @property
+    def citation(self) -> Citation:
+        """Paper, theorem, arXiv version."""
+
+    @property
+    def sound(self) -> bool:
+        """False for published formulas that are known to under-report."""
+
+    @property
+    def dominated_by(self) -> tuple[str, ...]:
+        """Names of bounds that are never larger where both apply."""
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """Conditions that the event does not meet; empty if the bound applies."""
+
+    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """The guarantee; raises UnsupportedRunError if a condition is not met."""
+
+
+def declared_assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
+    """What a hidden-state bound takes on the word of whoever wrote the event."""
+    assumptions = [
+        Assumption.declared(f"per-example loss: {event.loss!r}"),
+        Assumption.declared("one record per person, clipped as one unit"),
+        Assumption.declared(
+            "only the released iterates are seen: no averages of iterates, optimizer state or "
+            "metrics on the private data"
+        ),
+        Assumption.declared("number of steps, schedules and released steps fixed in advance"),
+    ]
+    if event.domain_diameter < float("inf"):
+        assumptions.append(
+            Assumption.declared(
+                "every iterate is projected on a convex set of diameter "
+                f"{event.domain_diameter:g} that contains the initial model"
+            )
+        )
+    return (*assumptions, Assumption.public("order of the batches, batch size, hyper-parameters"))

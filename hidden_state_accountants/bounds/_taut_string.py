@@ -1,0 +1,304 @@
+r"""Optimal shifts: isotonic regression that grows by blocks and survives any contraction product.
+
+Theorem A (docs/theory/theorem_a.md) asks for the smallest :math:`\sum_t (a_t/\sigma_t)^2` such that
+
+.. math:: z_t = c_t z_{t-1} + s_t - a_t \ge 0, \qquad z_T = 0.
+
+With :math:`C_t = \prod_{j>t} c_j`, :math:`r_t = s_t C_t`, :math:`w_t = (C_t \sigma_t)^2` the optimum
+is the increasing isotonic regression of :math:`r_t/w_t` with weights :math:`w_t`: its blocks of
+pooled steps cost :math:`(\sum r)^2 / \sum w` each. scipy's routine computes the same regression but
+needs every :math:`w_t` in one floating-point range; here a block is a triple (S, W, k) that stands
+for :math:`(S\,2^k, W\,4^k)`. Only sums of positive terms occur, so no digits are lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+Block = tuple[float, float, int]
+"""(S, W, k): shift S * 2**k and weight W * 4**k of a run of pooled steps."""
+
+_ZERO: Block = (0.0, 0.0, 0)
+
+_TINY_CONTRACTION = 1e-300  # a larger modulus is still a modulus; keeps 1/c finite
+
+
+def _add(left: Block, right: Block) -> Block:
+    s0, w0, k0 = left
+    s1, w1, k1 = right
+    if k0 == k1:
+        return s0 + s1, w0 + w1, k0
+    if s0 == 0 and w0 == 0:
+        return right
+    if s1 == 0 and w1 == 0:
+        return left
+    if k0 > k1:
+        return s0 + math.ldexp(s1, k1 - k0), w0 + math.ldexp(w1, 2 * (k1 - k0)), k0
+    return s1 + math.ldexp(s0, k0 - k1), w1 + math.ldexp(w0, 2 * (k0 - k1)), k1
+
+
+def _slopes_fall(left: Block, right: Block) -> bool:
+    """Whether S/W of `left` is at least that of `right`, so that the two must be pooled.
+
+    Where rounding decides, "no" is the safe answer: unpooled blocks are feasible shifts.
+    """
+    s0, w0, k0 = left
+    s1, w1, k1 = right
+    if k0 == k1:
+        return s0 * w1 >= s1 * w0
+    if k0 > k1:
+        return math.ldexp(s0 * w1, k1 - k0) >= s1 * w0
+    return s0 * w1 >= math.ldexp(s1 * w0, k0 - k1)
+
+
+def _cost(block: Block) -> float:
+    s, w, _ = block
+    if s == 0:
+        return 0.0
+    return s * s / w if w > 0 else math.inf
+
+
+class BlockStack:
+    """The blocks of an isotonic regression that is extended at one end.
+
+    Args:
+        grows_left: Whether `push` adds steps before (True) or after (False) those seen so far.
+
+    `push` takes amortised O(1), `cost_with` O(log(number of blocks)): every entry stores the
+    aggregate of the entries down to a skew-binary jump target (Myers 1983).
+    """
+
+    __slots__ = ("_aggregates", "_below", "_blocks", "_grows_left", "_jumps")
+
+    def __init__(self, *, grows_left: bool):
+        self._grows_left = grows_left
+        # Entry 0 is a sentinel, so that jump target 0 means "below the lowest block".
+        self._blocks: list[Block] = [_ZERO]
+        self._below = [0.0]  # cost of the blocks below and including this one
+        self._jumps = [0]
+        self._aggregates: list[Block] = [_ZERO]
+
+    @property
+    def cost(self) -> float:
+        """mu**2 of the steps pushed so far."""
+        return self._below[-1]
+
+    def _must_pool(self, new: Block, top: Block) -> bool:
+        return _slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)
+
+    def push(self, block: Block) -> None:
+        """Adds a run of steps of which only the first moves the record."""
+        if block[0] == 0 and block[1] == 0:
+            return
+        blocks = self._blocks
+        while len(blocks) > 1 and self._must_pool(block, blocks[-1]):
+            block = _add(block, blocks[-1])
+            blocks.pop()
+            self._below.pop()
+            self._jumps.pop()
+            self._aggregates.pop()
+        jumps = self._jumps
+        parent = len(blocks) - 1
+        target = jumps[parent]
+        if parent and target and parent - target == target - jumps[target]:
+            aggregate = _add(_add(block, self._aggregates[parent]), self._aggregates[target])
+            jumps.append(jumps[target])
+        else:
+            aggregate = block
+            jumps.append(parent)
+        blocks.append(block)
+        self._aggregates.append(aggregate)
+        self._below.append(self._below[-1] + _cost(block))
+
+    def cost_with(self, block: Block) -> float:
+        """mu**2 if `block` were pushed; changes nothing."""
+        if block[0] == 0 and block[1] == 0:
+            return self.cost
+        index = len(self._blocks) - 1
+        while index and self._must_pool(block, self._blocks[index]):
+            target = self._jumps[index]
+            if target:
+                # Pooling is monotone: if the block after the jump must be pooled, so must all
+                # the blocks that the jump skips.
+                jumped = _add(block, self._aggregates[index])
+                if self._must_pool(jumped, self._blocks[target]):
+                    block, index = jumped, target
+                    continue
+            block = _add(block, self._blocks[index])
+            index -= 1
+        return _cost(block) + self._below[index]
+
+
+def _normalised(
+    contraction: np.ndarray, sensitivity: np.ndarray, noise_std: np.ndarray, *others: float
+) -> tuple[np.ndarray, float, float]:
+    """Contractions away from underflow, and the units in which shifts and noise are of order 1."""
+    shift_unit = max(float(np.max(sensitivity)), *others, 0.0)
+    noise_unit = float(np.max(noise_std))
+    contraction = np.where(contraction > 0, np.maximum(contraction, _TINY_CONTRACTION), 0.0)
+    return contraction, shift_unit or 1.0, noise_unit or 1.0
+
+
+def least_mu_squared(
+    contraction: np.ndarray,
+    sensitivity: np.ndarray,
+    noise_std: np.ndarray,
+    *,
+    initial_shift: float = 0.0,
+    known_shift: np.ndarray | None = None,
+) -> float:
+    """Minimum of mu**2 over the shifts, and over the starts tau where a shift bound is known.
+
+    Args:
+        contraction: c_t, shape (T,).
+        sensitivity: s_t, shape (T,).
+        noise_std: sigma_t, shape (T,).
+        initial_shift: z_0.
+        known_shift: Shape (T,); entry tau bounds |X_tau - X'_tau| (NaN: nothing beyond what
+            the recursion gives). Entry 0 is ignored.
+
+    A longer suffix never costs less, so the scan from step T backwards stops as soon as the suffix
+    alone costs as much as the best start so far: O(window * log T) with a bounded domain, else O(T).
+    """
+    contraction, shift_unit, noise_unit = _normalised(
+        contraction, sensitivity, noise_std, initial_shift
+    )
+    scale = (shift_unit / noise_unit) ** 2
+    c = contraction.tolist()
+    s = (sensitivity / shift_unit).tolist()
+    sigma = (noise_std / noise_unit).tolist()
+    known = None if known_shift is None else (known_shift / shift_unit).tolist()
+    stack = BlockStack(grows_left=True)
+    product, exponent = 1.0, 0  # C_t = product * 2**exponent
+    best = math.inf
+    for t in range(len(c) - 1, -1, -1):
+        noise = sigma[t] * product
+        stack.push((s[t] * product, noise * noise, exponent))
+        product *= c[t]
+        if product == 0:
+            return min(best, stack.cost) * scale  # everything before step t is forgotten
+        if not 2.0**-64 < product < 2.0**64:
+            product, power = math.frexp(product)
+            exponent += power
+        if known is not None and t and not math.isnan(known[t]):
+            best = min(best, stack.cost_with((known[t] * product, 0.0, exponent)))
+        if stack.cost >= best:
+            return best * scale
+    start = (initial_shift / shift_unit * product, 0.0, exponent)
+    return min(best, stack.cost_with(start)) * scale
+
+
+class CyclicTautString:
+    """mu**2 of every position of a record in a cyclic order, step by step.
+
+    Between two participations nothing moves the record, so a participation and the steps up to the
+    next one are a single block, whose weight is a sliding-window sum: the tail of the last epoch
+    plus the head of this one. So a step costs amortised O(1) whatever the period is, and
+    `mu_squared` O(period).
+
+    The frame is that of the first step (r_t and w_t divided by the product of all contractions),
+    which changes no cost and needs no knowledge of T.
+
+    Args:
+        period: l, the number of batches per epoch.
+        first_position: The position of the first step.
+        shift_unit: A typical sensitivity, keeps squares in range.
+        noise_unit: A typical noise std, likewise.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        *,
+        first_position: int = 0,
+        shift_unit: float = 1.0,
+        noise_unit: float = 1.0,
+    ):
+        self._period = period
+        self._position = first_position
+        self._shift_unit, self._noise_unit = shift_unit, noise_unit
+        self._weights = [_ZERO] * period  # of the steps of this epoch
+        self._tail = [_ZERO] * period  # suffix sums of the weights of the epoch before
+        self._head = _ZERO  # sum of the weights of this epoch so far
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stacks: list[BlockStack | None] = [None] * self._period  # closed blocks
+        self._open: list[Block | None] = [None] * self._period  # the last participation
+        self._total = [_ZERO] * self._period  # sum of all shifts of a position
+        self._largest = 0.0  # the largest total, as _largest * 2**_largest_exponent
+        self._largest_exponent = 0
+        self._scale, self._exponent = 1.0, 0  # 1 / product of the contractions
+
+    @property
+    def distance(self) -> float:
+        """sup |X_t - X'_t| over all positions, from contractions and sensitivities alone."""
+        try:
+            ratio = math.ldexp(self._largest / self._scale, self._largest_exponent - self._exponent)
+        except OverflowError:
+            return math.inf
+        return ratio * self._shift_unit
+
+    def advance(self, contraction: float, sensitivity: float, noise_std: float) -> None:
+        """Adds one step."""
+        if contraction == 0:  # everything before is forgotten
+            self._forget()
+        else:
+            scale = self._scale / max(contraction, _TINY_CONTRACTION)
+            if not 2.0**-64 < scale < 2.0**64:
+                scale, power = math.frexp(scale)
+                self._exponent += power
+            self._scale = scale
+        p, exponent = self._position, self._exponent
+        opened = self._open[p]
+        if opened is not None:
+            stack = self._stacks[p]
+            if stack is None:
+                stack = self._stacks[p] = BlockStack(grows_left=False)
+            stack.push(_add(opened, _add(self._tail[p], self._head)))
+        shift = (sensitivity / self._shift_unit * self._scale, 0.0, exponent)
+        self._open[p] = shift
+        total = self._total[p] = _add(self._total[p], shift)
+        if _is_larger(total, self._largest, self._largest_exponent):
+            self._largest, _, self._largest_exponent = total
+        noise = noise_std / self._noise_unit * self._scale
+        weight = (0.0, noise * noise, exponent)
+        self._weights[p] = weight
+        self._head = _add(self._head, weight)
+        self._position = p + 1
+        if self._position == self._period:
+            self._tail = _suffix_sums(self._weights)
+            self._head = _ZERO
+            self._position = 0
+
+    def mu_squared(self, positions: Iterable[int]) -> list[float]:
+        """mu**2 of a record at each of the positions."""
+        q = self._position
+        head = _suffix_sums(self._weights[:q])
+        unit = (self._shift_unit / self._noise_unit) ** 2
+        result = []
+        for p in positions:
+            opened, stack = self._open[p], self._stacks[p]
+            if opened is None:
+                result.append(0.0)
+                continue
+            block = _add(opened, head[p] if p < q else _add(self._tail[p], self._head))
+            result.append((_cost(block) if stack is None else stack.cost_with(block)) * unit)
+        return result
+
+
+def _is_larger(total: Block, largest: float, exponent: int) -> bool:
+    s, _, k = total
+    if k >= exponent:
+        return s > math.ldexp(largest, exponent - k)
+    return math.ldexp(s, k - exponent) > largest
+
+
+def _suffix_sums(blocks: list[Block]) -> list[Block]:
+    result = blocks[:]
+    for index in range(len(result) - 2, -1, -1):
+        result[index] = _add(result[index], result[index + 1])
+    return result

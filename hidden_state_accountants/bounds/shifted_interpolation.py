@@ -1,0 +1,249 @@
+r"""Theorem A: the last iterate of a run with deterministic batches is exactly mu-GDP.
+
+Source: the shifted interpolation of Bok, Su, Altschuler 2024 (arXiv 2403.00278), with optimal
+shifts, domain windows and the worst position of the record (docs/theory/theorem_a.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
+from hidden_state_accountants.bounds._taut_string import CyclicTautString, least_mu_squared
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.guarantee import GaussianCurve, Guarantee
+from hidden_state_accountants.process import (
+    NoisyProcess,
+    UnmetCondition,
+    noisy_process,
+    unmet_conditions,
+)
+
+
+def shifted_gdp_mu(
+    contraction: npt.ArrayLike,
+    sensitivity: npt.ArrayLike,
+    noise_std: npt.ArrayLike,
+    initial_shift: float = 0.0,
+) -> float:
+    r"""The mu of the last iterate of X_t = phi_t(X_{t-1}) + N(0, sigma_t^2 I) with optimal shifts.
+
+    .. math::
+        \mu^2 = \min_{a \ge 0} \sum_{t=1}^T (a_t/\sigma_t)^2 \quad\text{with}\quad
+        z_t = c_t z_{t-1} + s_t - a_t \ge 0,\; z_0 = \text{initial\_shift},\; z_T = 0
+
+    Formal guarantees: the last iterate is mu-GDP in both directions (so D_alpha <= alpha mu^2/2 for
+    every alpha > 1) if |phi_t(x) - phi_t(y)| <= c_t |x - y|, |phi_t - phi'_t| <= s_t everywhere and
+    |X_0 - X'_0| <= initial_shift under a coupling. A projection after the noise changes nothing.
+
+    Args:
+        contraction: c_t >= 0, shape (T,). A number stands for a constant, here and below.
+        sensitivity: s_t >= 0, shape (T,); 0 where the batch does not hold the record.
+        noise_std: sigma_t >= 0, shape (T,).
+        initial_shift: z_0 >= 0, finite.
+
+    Returns:
+        mu in [0, inf]; inf if a shift is left that no noise covers.
+
+    Raises:
+        TypeError: An argument is not an array of real numbers.
+        ValueError: A value is negative, NaN or infinite, or the lengths differ.
+
+    Source: Bok, Su, Altschuler 2024 (arXiv 2403.00278) for the constraint; the optimal shifts as an
+    isotonic regression, in O(T), are this project's.
+
+    >>> round(shifted_gdp_mu([0.95] * 40, 1.0, 1.0), 12)
+    5.487946252467
+    """
+    names = ("contraction", "sensitivity", "noise_std")
+    arrays = [
+        _validate.real_array(name, np.atleast_1d(value), minimum=0.0)
+        for name, value in zip(names, (contraction, sensitivity, noise_std), strict=True)
+    ]
+    sizes = {len(array) for array in arrays} - {1}
+    if len(sizes) > 1:
+        shapes = ", ".join(f"{name} {len(a)}" for name, a in zip(names, arrays, strict=True))
+        raise ValueError(f"Expected arrays of one length, got {shapes}.")
+    shift = _validate.real("initial_shift", initial_shift, minimum=0)
+    c, s, sigma = np.broadcast_arrays(*arrays)
+    return math.sqrt(least_mu_squared(c, s, sigma, initial_shift=shift))
+
+
+@attrs.frozen
+class ShiftedInterpolation:
+    """Theorem A for FULL and CYCLIC runs of a loss with a linear modulus.
+
+    Formal guarantees:
+      - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
+      - Released: the last iterate and the iterates after `release_steps`; each segment between
+        releases starts from a shared state, so that their mu**2 add up.
+      - Cyclic order public: the worst position of the record (all of them together in O(T)).
+      - Assumptions: those of `LastIterateDpEvent`, and that `loss` holds for every record on the
+        (convex) domain, which contains x_0.
+    """
+
+    name: str = "shifted_interpolation"
+    sound: bool = True
+    dominated_by: tuple[str, ...] = ()
+    citation: Citation = Citation(
+        "Bok, Su, Altschuler 2024", "shifted interpolation, with optimal shifts", "2403.00278"
+    )
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """The conditions that `event` does not meet; empty if the bound applies."""
+        return unmet_conditions(event, relation)
+
+    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """The mu-GDP guarantee of the run.
+
+        Raises:
+            UnsupportedRunError: A condition of `check` is not met.
+        """
+        process = noisy_process(event, relation)
+        return self.from_mu_squared(event, relation, max(mu_squared_by_position(process)))
+
+    def from_mu_squared(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation, mu_squared: float
+    ) -> Guarantee:
+        """Wraps the mu**2 of the worst position."""
+        return Guarantee(
+            curve=GaussianCurve(math.sqrt(mu_squared)),
+            neighboring_relation=relation,
+            theorem=f"Theorem A ({self.citation.authors}, arXiv {self.citation.arxiv}), "
+            "optimal shifts",
+            assumptions=declared_assumptions(event),
+        )
+
+
+def mu_squared_by_position(process: NoisyProcess) -> list[float]:
+    """mu**2 of the positions that can be the worst (theory 1.2).
+
+    With constant parameters and one release that is the batch processed last, whatever c is: the
+    shifts for it, moved to the left, serve every other position.
+    """
+    ends = (*process.release_steps, process.num_steps)
+    positions: Sequence[int] = process.positions
+    if process.is_constant and len(ends) == 1 and len(positions) > 1:
+        positions = [(process.num_steps - 1) % process.period]
+    totals = np.zeros(len(positions))
+
+    @functools.cache
+    def of_shape(first_position: int, length: int) -> np.ndarray:
+        return _segment(process, first_position, first_position + length, positions)
+
+    start = 0
+    for end in ends:
+        if process.is_constant:  # equal segments cost the same
+            totals += of_shape(start % process.period, end - start)
+        else:
+            totals += _segment(process, start, end, positions)
+        start = end
+    return totals.tolist()
+
+
+def _segment(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
+) -> np.ndarray:
+    """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release."""
+    if len(positions) == 1:
+        return np.array([_segment_at(process, start, stop, positions[0])])
+    # A segment shorter than an epoch holds each record at most once: its own length is the period.
+    period = min(process.period, stop - start)
+    first = start % process.period
+    taut = taut_string(process, period, first if period == process.period else 0)
+    if not feed(taut, process, start, stop):
+        # The domain or the bounded drift helps: windows, one position after the other.
+        return np.array([_segment_at(process, start, stop, p) for p in positions])
+    result = np.zeros(len(positions))
+    if period == process.period:
+        result[:] = taut.mu_squared(positions)
+    else:
+        result[np.arange(first, first + period) % process.period] = taut.mu_squared(range(period))
+    return result
+
+
+def taut_string(process: NoisyProcess, period: int, first_position: int) -> CyclicTautString:
+    """An empty taut string in the units of the process."""
+    return CyclicTautString(
+        period,
+        first_position=first_position,
+        shift_unit=float(np.max(process.sensitivity)) or 1.0,
+        noise_unit=float(np.max(process.noise_std)) or 1.0,
+    )
+
+
+def feed(taut: CyclicTautString, process: NoisyProcess, start: int, stop: int) -> bool:
+    """Adds the steps start+1..stop; False as soon as a window could do better than tau = 0."""
+    steps = slice(start, stop)
+    for c, s, sigma, kappa, drift in zip(
+        process.contraction[steps].tolist(),
+        process.sensitivity[steps].tolist(),
+        process.noise_std[steps].tolist(),
+        process.drift_contraction[steps].tolist(),
+        process.drift[steps].tolist(),
+        strict=True,
+    ):
+        distance = taut.distance
+        if c * distance + s > min(kappa * distance + drift, process.domain_diameter):
+            return False
+        taut.advance(c, s, sigma)
+    return True
+
+
+def _segment_at(process: NoisyProcess, start: int, stop: int, position: int) -> float:
+    steps = slice(start, stop)
+    c, sensitivity = process.contraction[steps], process.sensitivity_at(position)[steps]
+    known = _known_shift(
+        c,
+        sensitivity,
+        process.drift_contraction[steps],
+        process.drift[steps],
+        process.domain_diameter,
+    )
+    return least_mu_squared(c, sensitivity, process.noise_std[steps], known_shift=known)
+
+
+def _known_shift(
+    contraction: np.ndarray,
+    sensitivity: np.ndarray,
+    drift_contraction: np.ndarray,
+    drift: np.ndarray,
+    diameter: float,
+) -> np.ndarray | None:
+    """Forward tracking of |X_tau - X'_tau|, theory 1: where the domain or the drift cuts it.
+
+        D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = 0
+
+    Entries that the first branch gives are NaN: starting there is never better than at 0.
+    """
+    cuts = {}
+    distance = 0.0
+    steps = zip(
+        contraction.tolist(),
+        sensitivity.tolist(),
+        drift_contraction.tolist(),
+        drift.tolist(),
+        strict=True,
+    )
+    for t, (c, s, kappa, offset) in enumerate(steps, start=1):
+        stretched = c * distance + s
+        capped = min(kappa * distance + offset, diameter)
+        if capped < stretched:
+            cuts[t] = distance = capped
+        else:
+            distance = stretched
+    if not cuts:
+        return None
+    known = np.full(len(contraction) + 1, np.nan)
+    known[list(cuts)] = list(cuts.values())
+    return known

@@ -1,0 +1,458 @@
+"""What the user declares: a training run of which only some iterates are released.
+
+    >>> import hidden_state_accountants as hsa
+    >>> event = hsa.LastIterateDpEvent(
+    ...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+    ...     dataset_size=50_000, num_steps=20_000, batch_order=hsa.BatchOrder.CYCLIC,
+    ...     loss=hsa.LossGeometry.convex(smoothness=0.5), weight_decay=0.1)
+    >>> event.batches_per_epoch
+    100
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.loss_geometry import LossGeometry
+from hidden_state_accountants.schedule import Schedule, per_step
+
+SCHEMA = 1
+"""Version of the dictionary form."""
+
+
+class BatchOrder(enum.Enum):
+    """How the records are dealt to the steps.
+
+    A seed that the user passes makes an order public: it then is CYCLIC.
+    """
+
+    FULL = "full"  # every record in every step
+    CYCLIC = "cyclic"  # fixed batches in a fixed, possibly public, order
+    SHUFFLED_ONCE = "shuffled_once"  # one uniform order, secret, used in every epoch
+    RESHUFFLED = "reshuffled"  # a fresh uniform order in every epoch, all secret
+    WITHOUT_REPLACEMENT = "without_replacement"  # a fresh uniform batch in every step
+    POISSON = "poisson"  # every record joins every batch independently
+
+
+_FIXED_SIZE = (
+    BatchOrder.CYCLIC,
+    BatchOrder.SHUFFLED_ONCE,
+    BatchOrder.RESHUFFLED,
+    BatchOrder.WITHOUT_REPLACEMENT,
+)
+_EPOCH_ORDERS = (BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED)
+_SCHEDULED = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
+
+
+def sensitivity_in_clip_norms(order: BatchOrder, relation: NeighboringRelation) -> int:
+    """How many clip norms one record can move the sum of a batch that is known to hold it.
+
+    Without replacement the sampled record replaces a stand-in, so the answer is 2 under both
+    replace relations. `unmet_relation` says which pairs make sense at all.
+    """
+    if relation is NeighboringRelation.REPLACE_ONE or order is BatchOrder.WITHOUT_REPLACEMENT:
+        return 2
+    return 1
+
+
+def unmet_relation(order: BatchOrder, relation: NeighboringRelation) -> str | None:
+    """The reason why no theorem covers `relation` with `order`, or None."""
+    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE:
+        return (
+            f"{order.name} batches of a fixed size cannot add or remove a record without moving "
+            "the others: use NeighboringRelation.REPLACE_SPECIAL (the record is replaced by one "
+            "whose gradient is zero) or REPLACE_ONE."
+        )
+    return None
+
+
+def _to_schedule(value: Any) -> Any:
+    if isinstance(value, Schedule) or value is None:
+        return value
+    if isinstance(value, np.ndarray | list | tuple | range):
+        return Schedule.from_sequence(value)
+    return value
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class LastIterateDpEvent(dp_accounting.DpEvent):
+    r"""A run of noisy (projected, decayed) clipped gradient descent that releases its last iterate.
+
+    .. math::
+        x_t = \Pi\Big( (1 - \eta_t w_t)\, x_{t-1}
+              - \frac{\eta_t}{b}\Big(\sum_{i \in B_t} \mathrm{clip}_{C_t}(\nabla f_i(x_{t-1}))
+              + \mathcal{N}(0, (z_t C_t)^2 I)\Big) \Big), \qquad t = 1, \dots, T
+
+    Formal guarantees of the mechanism that the event stands for:
+      - Released: the iterates after `release_steps` and :math:`x_T`, nothing else (no averages of
+        iterates, optimizer state, metrics on the private data).
+      - :math:`\Pi, \eta_t, z_t, C_t, w_t, T, b` and the released steps are public, fixed in advance
+        and the same for neighbouring data sets; :math:`x_0` does not depend on the data.
+      - One record is one row and is clipped on its own.
+
+    `noise_multiplier`, `learning_rate`, `clip_norm` and `weight_decay` take a number, a sequence
+    with one entry per step, or a `Schedule`.
+
+    Attributes:
+        noise_multiplier: z; the standard deviation of the noise on the SUM of the gradients is
+            z * clip_norm (z * loss.lipschitz if clip_norm is None). 0 gives epsilon = infinity.
+        learning_rate: eta >= 0.
+        clip_norm: C > 0, or None if gradients are not clipped; loss.lipschitz is then required.
+        batch_size: b, the public constant that the sum is divided by.
+        dataset_size: n, the number of records that take part.
+        num_steps: T.
+        batch_order: A `BatchOrder` or its value.
+        loss: What is known about the per-example loss; None leaves ordinary composition only.
+        weight_decay: w >= 0, decoupled: it acts outside the clip. learning_rate * w < 1.
+        domain_diameter: Diameter (twice the radius of a ball) of the convex set that contains x_0
+            and on which every iterate is projected.
+        release_steps: The steps (1..T-1) after which the iterate is released as well.
+        max_batch_size: POISSON only: the loader drops records beyond this size.
+        record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
+            record in question; None is the worst.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No run can have these values, or they are almost certainly a mistake
+            (learning_rate * weight_decay >= 1).
+    """
+
+    noise_multiplier: float | Schedule = attrs.field(converter=_to_schedule)
+    learning_rate: float | Schedule = attrs.field(converter=_to_schedule)
+    clip_norm: float | Schedule | None = attrs.field(converter=_to_schedule)
+    batch_size: int = attrs.field()
+    dataset_size: int = attrs.field()
+    num_steps: int = attrs.field()
+    batch_order: BatchOrder = attrs.field()
+    loss: LossGeometry | None = None
+    weight_decay: float | Schedule = attrs.field(default=0.0, converter=_to_schedule)
+    domain_diameter: float = math.inf
+    release_steps: tuple[int, ...] = ()
+    max_batch_size: int | None = None
+    record_position: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("dataset_size", _validate.integer("dataset_size", self.dataset_size, minimum=1))
+        put("num_steps", _validate.integer("num_steps", self.num_steps, minimum=1))
+        put("batch_size", _validate.integer("batch_size", self.batch_size, minimum=1))
+        put("batch_order", _batch_order(self.batch_order))
+        if self.loss is not None and not isinstance(self.loss, LossGeometry):
+            raise TypeError(f"Expected loss to be a LossGeometry or None, got {self.loss!r}.")
+        put("noise_multiplier", self._scheduled("noise_multiplier"))
+        put("learning_rate", self._scheduled("learning_rate"))
+        put("weight_decay", self._scheduled("weight_decay"))
+        if self.clip_norm is not None:
+            put("clip_norm", self._scheduled("clip_norm", positive=True))
+        elif self.loss is None or self.loss.lipschitz is None:
+            raise ValueError(
+                "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
+                "the per-example gradient norm, or clip."
+            )
+        put(
+            "domain_diameter",
+            _validate.real("domain_diameter", self.domain_diameter, above=0, allow_inf=True),
+        )
+        put("release_steps", self._released())
+        self._check_batches()
+        self._check_decay()
+
+    def _scheduled(self, name: str, *, positive: bool = False) -> float | Schedule:
+        value = getattr(self, name)
+        if not isinstance(value, Schedule):
+            if positive:
+                return _validate.real(name, value, above=0)
+            return _validate.real(name, value, minimum=0)
+        if value.num_steps != self.num_steps:
+            raise ValueError(
+                f"Expected {name} to cover num_steps = {self.num_steps} steps, "
+                f"got {value.num_steps}."
+            )
+        if positive and min(value.values) <= 0:
+            raise ValueError(f"Expected {name} > 0 at every step, got {min(value.values)!r}.")
+        return value.values[0] if len(value.values) == 1 else value
+
+    def _released(self) -> tuple[int, ...]:
+        if isinstance(self.release_steps, str) or not isinstance(self.release_steps, Iterable):
+            raise TypeError(
+                f"Expected release_steps to be a sequence of steps, got {self.release_steps!r}."
+            )
+        steps = {
+            _validate.integer(
+                "release_steps",
+                step,
+                minimum=1,
+                maximum=self.num_steps,
+                remedy="Steps count from 1 to num_steps.",
+            )
+            for step in self.release_steps
+        }
+        return tuple(sorted(steps - {self.num_steps}))  # the last iterate always is released
+
+    def _check_batches(self) -> None:
+        order = self.batch_order
+        if self.batch_size > self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
+            )
+        if order is BatchOrder.FULL and self.batch_size != self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
+                f"got {self.batch_size}. Use BatchOrder.CYCLIC."
+            )
+        if self.max_batch_size is not None:
+            if order is not BatchOrder.POISSON:
+                raise ValueError(
+                    f"Expected max_batch_size = None for {order.name} batches, "
+                    f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
+                )
+            value = _validate.integer("max_batch_size", self.max_batch_size, minimum=1)
+            object.__setattr__(self, "max_batch_size", value)
+        if self.record_position is not None:
+            if order is not BatchOrder.CYCLIC:
+                raise ValueError(
+                    f"Expected record_position = None for {order.name} batches, "
+                    f"got {self.record_position!r}. Only a CYCLIC order has positions."
+                )
+            value = _validate.integer(
+                "record_position",
+                self.record_position,
+                minimum=0,
+                maximum=self.batches_per_epoch - 1,
+                remedy="It is the index of a batch within the epoch.",
+            )
+            object.__setattr__(self, "record_position", value)
+
+    def _check_decay(self) -> None:
+        product = self.per_step("learning_rate") * self.per_step("weight_decay")
+        worst = float(np.max(product))
+        if worst >= 1:
+            raise ValueError(
+                f"Expected learning_rate * weight_decay < 1, got {worst:g} "
+                f"at step {int(np.argmax(product)) + 1}. Lower one of them."
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches of one pass over the data (1 for FULL)."""
+        return -(-self.dataset_size // self.batch_size)
+
+    @property
+    def has_schedules(self) -> bool:
+        """Whether a hyper-parameter changes during the run."""
+        return any(isinstance(getattr(self, name), Schedule) for name in _SCHEDULED)
+
+    def per_step(self, name: str) -> np.ndarray:
+        """The float64 values of shape (num_steps,) of a scheduled field."""
+        return per_step(getattr(self, name), self.num_steps)
+
+    def gradient_bound(self) -> np.ndarray:
+        """Bound, per step, on the norm of what one record adds to the sum: min(C_t, lipschitz)."""
+        lipschitz = None if self.loss is None else self.loss.lipschitz
+        if self.clip_norm is None:
+            assert lipschitz is not None  # checked at construction
+            return per_step(lipschitz, self.num_steps)
+        clip = self.per_step("clip_norm")
+        return clip if lipschitz is None else np.minimum(clip, lipschitz)
+
+    def noise_std_on_sum(self) -> np.ndarray:
+        """Standard deviation, per step, of the noise that is added to the sum of the gradients."""
+        unit = self.gradient_bound() if self.clip_norm is None else self.per_step("clip_norm")
+        return self.per_step("noise_multiplier") * unit
+
+    def as_composition(
+        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    ) -> dp_accounting.DpEvent:
+        """The same run with every iterate released, as a standard dp-accounting event.
+
+        The sensitivity of the relation is folded into the noise. Evaluate the event with an
+        accountant constructed with ADD_OR_REMOVE_ONE, whatever `neighboring_relation` is: stock
+        accountants disagree about Gaussian events under REPLACE_ONE. The one exception is
+        WITHOUT_REPLACEMENT, which only RdpAccountant under REPLACE_ONE can evaluate.
+
+        For constant parameters the event counts the participations of the worst record. With
+        schedules it is a single Gaussian event, which equals the composition of the Gaussian
+        mechanisms exactly. Steps with learning rate 0 release nothing new and are left out.
+
+        Args:
+            neighboring_relation: The relation that the guarantee is for.
+
+        Raises:
+            UnsupportedRunError: No standard event is proven to dominate the run.
+        """
+        relation = _validate.neighboring_relation(neighboring_relation)
+        order = self.batch_order
+        reason = unmet_relation(order, relation)
+        if reason:
+            raise UnsupportedRunError(reason)
+        if order in _EPOCH_ORDERS and self.dataset_size % self.batch_size:
+            raise UnsupportedRunError(indivisible_batches(self))
+        if order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+            return self._sampled_composition(relation)
+        return self._fixed_composition(relation)
+
+    def _effective_noise(self, relation: NeighboringRelation) -> np.ndarray:
+        """Noise std over sensitivity of the steps, NaN-free: 0/0 cannot happen, C_t > 0."""
+        sensitivity = sensitivity_in_clip_norms(self.batch_order, relation) * self.gradient_bound()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(sensitivity > 0, self.noise_std_on_sum() / sensitivity, np.inf)
+
+    def _fixed_composition(self, relation: NeighboringRelation) -> dp_accounting.DpEvent:
+        noise = self._effective_noise(relation)
+        with np.errstate(divide="ignore"):
+            cost = np.where(self.per_step("learning_rate") > 0, noise**-2.0, 0.0)
+        period = 1 if self.batch_order is BatchOrder.FULL else self.batches_per_epoch
+        padded = np.zeros(-(-self.num_steps // period) * period)
+        padded[: self.num_steps] = cost
+        epochs = padded.reshape(-1, period)
+        if self.batch_order is BatchOrder.RESHUFFLED:  # a different position in every epoch
+            mu_squared = float(epochs.max(axis=1).sum())
+        else:
+            by_position = epochs.sum(axis=0)
+            position = self.record_position
+            mu_squared = float(by_position.max() if position is None else by_position[position])
+        if mu_squared == 0:
+            return dp_accounting.NoOpDpEvent()
+        if self.has_schedules:
+            return dp_accounting.GaussianDpEvent(1 / math.sqrt(mu_squared))
+        event = dp_accounting.GaussianDpEvent(float(noise[0]))
+        if self.record_position is None:
+            return dp_accounting.SelfComposedDpEvent(event, len(epochs))
+        return dp_accounting.SelfComposedDpEvent(
+            event, -(-(self.num_steps - self.record_position) // period)
+        )
+
+    def _sampled_composition(self, relation: NeighboringRelation) -> dp_accounting.DpEvent:
+        if self.batch_order is BatchOrder.POISSON:
+            if relation is NeighboringRelation.REPLACE_ONE:
+                raise UnsupportedRunError(
+                    "No standard event that every dp-accounting version evaluates is proven to "
+                    "dominate POISSON batches under REPLACE_ONE: use "
+                    "NeighboringRelation.REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
+                )
+
+            def sampled(noise: float) -> dp_accounting.DpEvent:
+                return dp_accounting.PoissonSampledDpEvent(
+                    self.batch_size / self.dataset_size, dp_accounting.GaussianDpEvent(noise)
+                )
+        else:
+
+            def sampled(noise: float) -> dp_accounting.DpEvent:
+                return dp_accounting.SampledWithoutReplacementDpEvent(
+                    self.dataset_size, self.batch_size, dp_accounting.GaussianDpEvent(noise)
+                )
+
+        noise = self._effective_noise(relation)[self.per_step("learning_rate") > 0]
+        values, counts = np.unique(noise[np.isfinite(noise)], return_counts=True)
+        events = [
+            dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))
+            for value, count in zip(values, counts, strict=True)
+        ]
+        if not events:
+            return dp_accounting.NoOpDpEvent()
+        return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and TOML types with a schema number; defaults are left out."""
+        result: dict[str, Any] = {"schema": SCHEMA, "type": type(self).__name__}
+        for field in attrs.fields(type(self)):
+            value = getattr(self, field.name)
+            if value is None or (field.default is not attrs.NOTHING and value == field.default):
+                continue
+            result[field.name] = _plain(value)
+        return result
+
+    @classmethod
+    def from_dict(cls, dictionary: Mapping[str, Any]) -> LastIterateDpEvent:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: The schema or type differs, or a key is unknown or missing.
+        """
+        if not isinstance(dictionary, Mapping):
+            raise TypeError(f"Expected a dictionary, got {type(dictionary).__name__}.")
+        arguments = dict(dictionary)
+        for key, expected in (("schema", SCHEMA), ("type", cls.__name__)):
+            found = arguments.pop(key, None)
+            if found != expected:
+                raise ValueError(f"Expected {key} = {expected!r}, got {found!r}.")
+        for name in _SCHEDULED:
+            if isinstance(arguments.get(name), Mapping):
+                arguments[name] = _construct(Schedule, name, arguments[name])
+        if arguments.get("loss") is not None:
+            arguments["loss"] = _construct(LossGeometry, "loss", arguments["loss"])
+        arguments.setdefault("clip_norm", None)
+        return _construct(cls, cls.__name__, arguments)
+
+    def __repr__(self) -> str:
+        arguments = []
+        for field in attrs.fields(type(self)):
+            value = getattr(self, field.name)
+            if field.default is not attrs.NOTHING and value == field.default:
+                continue
+            text = str(value) if isinstance(value, BatchOrder) else repr(value)
+            if field.name == "release_steps" and len(value) > 6:
+                text = f"({value[0]}, {value[1]}, ..., {value[-1]}; {len(value)} steps)"
+            arguments.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def indivisible_batches(event: LastIterateDpEvent) -> str:
+    """The error text for a batch size that does not divide the data set."""
+    n, b = event.dataset_size, event.batch_size
+    used = n // b * b
+    return (
+        f"{event.batch_order.name} batches need a batch_size that divides dataset_size: got "
+        f"{b} and {n}, which leaves {n - used} records over. Drop them (dataset_size={used})."
+    )
+
+
+def _batch_order(value: Any) -> BatchOrder:
+    try:
+        return BatchOrder(value.lower() if isinstance(value, str) else value)
+    except ValueError:
+        known = ", ".join(order.value for order in BatchOrder)
+        raise ValueError(f"Expected batch_order to be one of {known}, got {value!r}.") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Schedule | LossGeometry):
+        return {
+            field.name: _plain(part)
+            for field in attrs.fields(type(value))
+            if (part := getattr(value, field.name)) is not None
+        }
+    return value
+
+
+def _construct(cls: Any, name: str, arguments: Any) -> Any:
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"Expected {name} to be a dictionary, got {arguments!r}.")
+    fields = {field.name: field for field in attrs.fields(cls)}
+    unknown = sorted(set(arguments) - set(fields))
+    if unknown:
+        raise ValueError(f"Unknown key in {name}: {', '.join(map(str, unknown))}.")
+    missing = [
+        key
+        for key, field in fields.items()
+        if field.default is attrs.NOTHING and key not in arguments
+    ]
+    if missing:
+        raise ValueError(f"Missing key in {name}: {', '.join(missing)}.")
+    return cls(**arguments)

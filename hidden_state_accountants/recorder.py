@@ -1,0 +1,286 @@
+"""What an adapter feeds at every step, and the event that really happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import SCHEMA, BatchOrder, LastIterateDpEvent
+from hidden_state_accountants.loss_geometry import LossGeometry
+from hidden_state_accountants.schedule import Schedule
+
+_FIELDS = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
+
+
+class _Runs:
+    """A run-length encoded list of numbers."""
+
+    __slots__ = ("lengths", "values")
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.lengths: list[int] = []
+
+    def append(self, value: float) -> None:
+        if self.values and self.values[-1] == value:
+            self.lengths[-1] += 1
+        else:
+            self.values.append(value)
+            self.lengths.append(1)
+
+    def since(self, start: int) -> float | Schedule:
+        """The values from step start + 1 on."""
+        if len(self.values) == 1:
+            return self.values[0]
+        values, lengths = list(self.values), list(self.lengths)
+        ends = 0
+        for index, length in enumerate(self.lengths):
+            ends += length
+            if ends > start:
+                values, lengths = values[index:], [ends - start, *self.lengths[index + 1 :]]
+                break
+        return Schedule(values, lengths)
+
+
+class RunRecorder:
+    """Records a run step by step and checks the batches against the declared order.
+
+    A step costs O(1) time; constant hyper-parameters cost O(1) memory however long the run is.
+
+    Args:
+        batch_order: A `BatchOrder` or its value.
+        batch_size: b, the divisor and, unless POISSON, the number of rows of every batch.
+        dataset_size: n.
+        loss: See `LastIterateDpEvent`, as are the others.
+        domain_diameter: inf if the iterates are not projected.
+        max_batch_size: POISSON only.
+
+    Raises:
+        TypeError, ValueError: As `LastIterateDpEvent`.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_order: BatchOrder | str,
+        batch_size: int,
+        dataset_size: int,
+        loss: LossGeometry | None = None,
+        domain_diameter: float = math.inf,
+        max_batch_size: int | None = None,
+    ):
+        # The constructor of the event is the one place that knows what is valid.
+        template = LastIterateDpEvent(
+            noise_multiplier=1.0,
+            learning_rate=0.0,
+            clip_norm=1.0,
+            batch_size=batch_size,
+            dataset_size=dataset_size,
+            num_steps=1,
+            batch_order=batch_order,  # type: ignore[arg-type]
+            loss=loss,
+            domain_diameter=domain_diameter,
+            max_batch_size=max_batch_size,
+        )
+        self._template = template
+        self._period = (
+            template.batches_per_epoch if template.batch_order is BatchOrder.CYCLIC else 1
+        )
+        self._runs = {name: _Runs() for name in _FIELDS}
+        self._clips: bool | None = None
+        self._last: tuple[float, float, float | None, float] | None = None
+        self._num_steps = 0
+        self._release_steps: list[int] = []
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps recorded so far."""
+        return self._num_steps
+
+    @property
+    def expected_batch_index(self) -> int:
+        """The index within the epoch that the next batch must have."""
+        return self._num_steps % self._period
+
+    def step(
+        self,
+        *,
+        noise_multiplier: float,
+        learning_rate: float,
+        clip_norm: float | None,
+        weight_decay: float = 0.0,
+        batch_index: int | None = None,
+        batch_rows: int | None = None,
+    ) -> None:
+        """Records one logical step, with the values that the step really used.
+
+        Args:
+            noise_multiplier: Noise std on the sum over clip_norm.
+            learning_rate: The step size that is about to be applied.
+            clip_norm: None if gradients are not clipped.
+            weight_decay: Decoupled.
+            batch_index: Index of the batch within the epoch; required for CYCLIC.
+            batch_rows: Rows of the logical batch; required for FULL and CYCLIC.
+
+        Raises:
+            UnsupportedRunError: The batch is not the declared one; nothing is recorded.
+            TypeError, ValueError: A hyper-parameter has an impossible value.
+        """
+        self._check_batch(batch_index, batch_rows)
+        arguments = (noise_multiplier, learning_rate, clip_norm, weight_decay)
+        if arguments != self._last:
+            self._validate(*arguments)
+            self._last = arguments
+        for runs, value in zip(self._runs.values(), arguments, strict=True):
+            if value is not None:
+                runs.append(float(value))
+        self._num_steps += 1
+
+    def _validate(
+        self,
+        noise_multiplier: float,
+        learning_rate: float,
+        clip_norm: float | None,
+        weight_decay: float,
+    ) -> None:
+        values = {
+            "noise_multiplier": _validate.real("noise_multiplier", noise_multiplier, minimum=0),
+            "learning_rate": _validate.real("learning_rate", learning_rate, minimum=0),
+            "weight_decay": _validate.real("weight_decay", weight_decay, minimum=0),
+        }
+        if clip_norm is not None:
+            _validate.real("clip_norm", clip_norm, above=0)
+        if self._clips is not None and self._clips is not (clip_norm is not None):
+            raise UnsupportedRunError(
+                f"step {self._num_steps + 1} "
+                f"{'clips' if clip_norm is not None else 'does not clip'} gradients, earlier steps "
+                f"{'do' if self._clips else 'do not'}: clip in every step or in none."
+            )
+        if values["learning_rate"] * values["weight_decay"] >= 1:
+            raise ValueError(
+                "Expected learning_rate * weight_decay < 1, got "
+                f"{values['learning_rate'] * values['weight_decay']:g} "
+                f"at step {self._num_steps + 1}. Lower one of them."
+            )
+        self._clips = clip_norm is not None
+
+    def _check_batch(self, batch_index: int | None, batch_rows: int | None) -> None:
+        order, step = self._template.batch_order, self._num_steps + 1
+        if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:
+            raise UnsupportedRunError(
+                f"step {step} used batch {batch_index}, expected batch "
+                f"{self.expected_batch_index}: a cyclic run visits batches 0 to "
+                f"{self._period - 1} in order, each exactly once per epoch. Iterate the private "
+                "loader to its end and step once per batch."
+            )
+        size, largest = self._template.batch_size, self._template.max_batch_size
+        if order is BatchOrder.POISSON:
+            if largest is not None and batch_rows is not None and batch_rows > largest:
+                raise UnsupportedRunError(
+                    f"step {step} used {batch_rows} rows, more than max_batch_size = {largest}."
+                )
+        elif batch_rows is None:
+            if order in (BatchOrder.FULL, BatchOrder.CYCLIC):
+                raise TypeError(f"Expected batch_rows for {order.name} batches, got None.")
+        elif batch_rows != size:
+            raise UnsupportedRunError(
+                f"step {step} used {batch_rows} rows, expected batch_size = {size}."
+            )
+
+    def release(self) -> None:
+        """Marks the current iterate as released (again changes nothing)."""
+        if self._num_steps and self._num_steps not in self._release_steps[-1:]:
+            self._release_steps.append(self._num_steps)
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """The steps after which `release` was called."""
+        return tuple(self._release_steps)
+
+    def event(self, since: int = 0) -> LastIterateDpEvent:
+        """The event that happened.
+
+        Args:
+            since: Leaves out the first `since` steps.
+
+        Raises:
+            ValueError: No step was recorded (since `since`).
+        """
+        steps = self._num_steps - _validate.integer("since", since, minimum=0)
+        if steps < 1:
+            raise ValueError("Expected at least one recorded step, got none.")
+        template = self._template
+        return LastIterateDpEvent(
+            batch_size=template.batch_size,
+            dataset_size=template.dataset_size,
+            num_steps=steps,
+            batch_order=template.batch_order,
+            loss=template.loss,
+            domain_diameter=template.domain_diameter,
+            max_batch_size=template.max_batch_size,
+            release_steps=tuple(step - since for step in self._release_steps if step > since),
+            noise_multiplier=self._runs["noise_multiplier"].since(since),
+            learning_rate=self._runs["learning_rate"].since(since),
+            clip_norm=self._runs["clip_norm"].since(since) if self._clips else None,
+            weight_decay=self._runs["weight_decay"].since(since),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types (numbers, strings, lists, dictionaries) that restore the recorder."""
+        declared = self._template.to_dict()
+        for name in _FIELDS:
+            declared.pop(name, None)
+        return {
+            "schema": SCHEMA,
+            "declared": declared,
+            "num_steps": self._num_steps,
+            "release_steps": list(self._release_steps),
+            "runs": {
+                name: {"values": list(runs.values), "lengths": list(runs.lengths)}
+                for name, runs in self._runs.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, into a recorder that declares the same run.
+
+        Raises:
+            ValueError: The declared runs differ (the text names the field), the state is damaged,
+                or it has fewer steps than are recorded here: spent budget is never forgotten.
+        """
+        missing = {"schema", "declared", "num_steps", "release_steps", "runs"} - set(state)
+        if missing or state["schema"] != SCHEMA:
+            raise ValueError(
+                f"Expected the state of a RunRecorder with schema {SCHEMA}, "
+                f"got schema {state.get('schema')!r}, missing keys {sorted(missing)}."
+            )
+        own, other = self.state_dict()["declared"], dict(state["declared"])
+        for name in sorted(set(own) | set(other)):
+            if own.get(name) != other.get(name):
+                raise ValueError(
+                    f"The state is of another run: expected {name} = {own.get(name)!r}, "
+                    f"got {other.get(name)!r}."
+                )
+        steps = _validate.integer("num_steps", state["num_steps"], minimum=0)
+        if steps < self._num_steps:
+            raise ValueError(
+                f"Expected a state with at least the {self._num_steps} steps recorded here, "
+                f"got {steps}. The steps in between were taken on the data and stay accounted: "
+                "restore into a fresh recorder and compose both runs."
+            )
+        runs = {}
+        for name in _FIELDS:
+            part = runs[name] = _Runs()
+            part.values = list(state["runs"][name]["values"])
+            part.lengths = list(state["runs"][name]["lengths"])
+            if len(part.values) != len(part.lengths) or sum(part.lengths) not in (
+                (steps, 0) if name == "clip_norm" else (steps,)
+            ):
+                raise ValueError(f"The state is damaged: {name} does not cover {steps} steps.")
+        self._runs, self._num_steps = runs, steps
+        self._clips = bool(runs["clip_norm"].lengths) if steps else None
+        self._last = None
+        self._release_steps = list(state["release_steps"])
