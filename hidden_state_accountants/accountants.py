@@ -1,15 +1,15 @@
 """dp_accounting.PrivacyAccountant subclasses: thin, no formulas.
 
-    >>> import hidden_state_accountants as hsa
-    >>> event = hsa.LastIterateDpEvent(
-    ...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
-    ...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
-    ...     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0), weight_decay=0.1)
-    >>> accountant = hsa.LastIterateAccountant().compose(event)
-    >>> round(accountant.get_epsilon(target_delta=1e-5), 4)
-    1.9949
-    >>> round(accountant.guarantee.mu, 5)
-    0.50041
+>>> import hidden_state_accountants as hsa
+>>> event = hsa.LastIterateDpEvent(
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
+...     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0), weight_decay=0.1)
+>>> accountant = hsa.LastIterateAccountant().compose(event)
+>>> round(accountant.get_epsilon(target_delta=1e-5), 4)
+1.9949
+>>> round(accountant.guarantee.mu, 5)
+0.50041
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import (
-    Assumption,
     Curve,
     GaussianCurve,
     Guarantee,
@@ -83,9 +82,26 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     def _run_guarantee(self, event: LastIterateDpEvent) -> Guarantee:
         raise NotImplementedError
 
-    def _maybe_compose(
-        self, event: dp_accounting.DpEvent, count: int, do_compose: bool
-    ) -> Any:
+    def compose(self, event: dp_accounting.DpEvent, count: int = 1) -> Any:
+        """Accounts for `count` runs of `event`; a failure changes nothing.
+
+        Args:
+            event: A `LastIterateDpEvent`, a standard event, or a composition of those.
+            count: How often it runs, each time on its own.
+
+        Returns:
+            The accountant.
+
+        Raises:
+            TypeError: `event` is not a DpEvent or `count` not an int.
+            UnsupportedRunError: No bound covers the event; the text names the condition.
+        """
+        try:
+            return super().compose(event, count)
+        except dp_accounting.UnsupportedEventError as error:
+            raise UnsupportedRunError(str(error)) from None
+
+    def _maybe_compose(self, event: dp_accounting.DpEvent, count: int, do_compose: bool) -> Any:
         state = self._state
         if not do_compose:  # `supports` asks with count 0; the ledger rejects a negative count
             count = max(count, 0)
@@ -212,9 +228,10 @@ class ShiftedInterpolationAccountant(_LastIterateBase):
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
 def _bound_guarantee(
-    bound: Bound, event: LastIterateDpEvent, relation: NeighboringRelation
+    bound: Any, event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    return bound.guarantee(event, relation)
+    guarantee: Guarantee = bound.guarantee(event, relation)
+    return guarantee
 
 
 def best_guarantee(event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:

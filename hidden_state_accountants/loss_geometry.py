@@ -58,9 +58,13 @@ class LossGeometry:
                 put("kind", LossKind(self.kind))
             except ValueError:
                 known = ", ".join(kind.value for kind in LossKind)
-                raise ValueError(f"Expected kind to be one of {known}, got {self.kind!r}.") from None
+                raise ValueError(
+                    f"Expected kind to be one of {known}, got {self.kind!r}."
+                ) from None
         put("smoothness", _validate.real("smoothness", self.smoothness, minimum=0))
-        put("strong_convexity", _validate.real("strong_convexity", self.strong_convexity, minimum=0))
+        put(
+            "strong_convexity", _validate.real("strong_convexity", self.strong_convexity, minimum=0)
+        )
         put("weak_convexity", _validate.real("weak_convexity", self.weak_convexity, minimum=0))
         put("exponent", _validate.real("exponent", self.exponent, above=0, maximum=1))
         if self.lipschitz is not None:
@@ -215,8 +219,9 @@ class LossGeometry:
         return cls.generalized_linear(square, threshold * math.sqrt(square))
 
     def __repr__(self) -> str:
-        arguments = [f"{'constant' if self.kind is LossKind.HOELDER else 'smoothness'}="
-                     f"{self.smoothness!r}"]
+        arguments = [
+            f"{'constant' if self.kind is LossKind.HOELDER else 'smoothness'}={self.smoothness!r}"
+        ]
         if self.kind is LossKind.LINEAR:
             arguments = []
         if self.strong_convexity:

@@ -12,7 +12,7 @@ from dp_accounting import dp_event
 from hidden_state_accountants import _validate
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, init=False)
 class Schedule:
     """One non-negative value per step, stored as runs of equal values.
 
@@ -48,9 +48,8 @@ class Schedule:
         if (counts < 1).any():
             raise ValueError(f"Expected schedule lengths >= 1, got {int(counts.min())}.")
         starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
-        self.__attrs_init__(
-            tuple(array[starts].tolist()), tuple(np.add.reduceat(counts, starts).tolist())
-        )
+        object.__setattr__(self, "values", tuple(array[starts].tolist()))
+        object.__setattr__(self, "lengths", tuple(np.add.reduceat(counts, starts).tolist()))
 
     @classmethod
     def from_sequence(cls, sequence: Iterable[float]) -> Schedule:

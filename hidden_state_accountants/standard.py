@@ -145,9 +145,7 @@ def pld_doubles_gaussians() -> bool:
     return epsilons[1] > 1.5 * epsilons[0]
 
 
-def gaussian_event_mu(
-    event: dp_accounting.GaussianDpEvent, relation: NeighboringRelation
-) -> float:
+def gaussian_event_mu(event: dp_accounting.GaussianDpEvent, relation: NeighboringRelation) -> float:
     """mu of a user's Gaussian event, whose noise multiplier is std / clip norm of a sum.
 
     Under REPLACE_ONE the sum moves by two clip norms. (PLDAccountant agrees from 0.5.0 on,

@@ -4,8 +4,8 @@ Theorem A (docs/theory/theorem_a.md) asks for the smallest :math:`\sum_t (a_t/\s
 
 .. math:: z_t = c_t z_{t-1} + s_t - a_t \ge 0, \qquad z_T = 0.
 
-With :math:`C_t = \prod_{j>t} c_j`, :math:`r_t = s_t C_t`, :math:`w_t = (C_t \sigma_t)^2` the optimum
-is the increasing isotonic regression of :math:`r_t/w_t` with weights :math:`w_t`: its blocks of
+With :math:`C_t = \prod_{j>t} c_j`, :math:`r_t = s_t C_t`, :math:`w_t = (C_t \sigma_t)^2` the
+optimum is the increasing isotonic regression of :math:`r_t/w_t` with weights :math:`w_t`: its blocks of
 pooled steps cost :math:`(\sum r)^2 / \sum w` each. scipy's routine computes the same regression but
 needs every :math:`w_t` in one floating-point range; here a block is a triple (S, W, k) that stands
 for :math:`(S\,2^k, W\,4^k)`. Only sums of positive terms occur, so no digits are lost.
@@ -23,7 +23,7 @@ Block = tuple[float, float, int]
 
 _ZERO: Block = (0.0, 0.0, 0)
 
-_TINY_CONTRACTION = 1e-300  # a larger modulus is still a modulus; keeps 1/c finite
+_LARGE = 2.0**64  # products are renormalised when they leave [1/_LARGE, _LARGE]
 
 
 def _add(left: Block, right: Block) -> Block:
@@ -132,16 +132,6 @@ class BlockStack:
         return _cost(block) + self._below[index]
 
 
-def _normalised(
-    contraction: np.ndarray, sensitivity: np.ndarray, noise_std: np.ndarray, *others: float
-) -> tuple[np.ndarray, float, float]:
-    """Contractions away from underflow, and the units in which shifts and noise are of order 1."""
-    shift_unit = max(float(np.max(sensitivity)), *others, 0.0)
-    noise_unit = float(np.max(noise_std))
-    contraction = np.where(contraction > 0, np.maximum(contraction, _TINY_CONTRACTION), 0.0)
-    return contraction, shift_unit or 1.0, noise_unit or 1.0
-
-
 def least_mu_squared(
     contraction: np.ndarray,
     sensitivity: np.ndarray,
@@ -161,13 +151,15 @@ def least_mu_squared(
             the recursion gives). Entry 0 is ignored.
 
     A longer suffix never costs less, so the scan from step T backwards stops as soon as the suffix
-    alone costs as much as the best start so far: O(window * log T) with a bounded domain, else O(T).
+    alone costs as much as the best start so far: O(window * log T) with a domain, else O(T).
     """
-    contraction, shift_unit, noise_unit = _normalised(
-        contraction, sensitivity, noise_std, initial_shift
-    )
+    shift_unit = max(float(np.max(sensitivity)), initial_shift) or 1.0
+    noise_unit = float(np.max(noise_std)) or 1.0
     scale = (shift_unit / noise_unit) ** 2
-    c = contraction.tolist()
+    extreme = (contraction > _LARGE) | (contraction < 1 / _LARGE)
+    mantissas, powers = np.frexp(contraction)
+    c = np.where(extreme, mantissas, contraction).tolist()
+    c_power = np.where(extreme, powers, 0).tolist()
     s = (sensitivity / shift_unit).tolist()
     sigma = (noise_std / noise_unit).tolist()
     known = None if known_shift is None else (known_shift / shift_unit).tolist()
@@ -178,9 +170,10 @@ def least_mu_squared(
         noise = sigma[t] * product
         stack.push((s[t] * product, noise * noise, exponent))
         product *= c[t]
+        exponent += c_power[t]
         if product == 0:
             return min(best, stack.cost) * scale  # everything before step t is forgotten
-        if not 2.0**-64 < product < 2.0**64:
+        if not 1 / _LARGE < product < _LARGE:
             product, power = math.frexp(product)
             exponent += power
         if known is not None and t and not math.isnan(known[t]):
@@ -247,8 +240,11 @@ class CyclicTautString:
         if contraction == 0:  # everything before is forgotten
             self._forget()
         else:
-            scale = self._scale / max(contraction, _TINY_CONTRACTION)
-            if not 2.0**-64 < scale < 2.0**64:
+            if not 1 / _LARGE < contraction < _LARGE:
+                contraction, power = math.frexp(contraction)
+                self._exponent -= power
+            scale = self._scale / contraction
+            if not 1 / _LARGE < scale < _LARGE:
                 scale, power = math.frexp(scale)
                 self._exponent += power
             self._scale = scale

@@ -151,9 +151,7 @@ def mu_squared_by_position(process: NoisyProcess) -> list[float]:
     return totals.tolist()
 
 
-def _segment(
-    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
-) -> np.ndarray:
+def _segment(process: NoisyProcess, start: int, stop: int, positions: Sequence[int]) -> np.ndarray:
     """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release."""
     if len(positions) == 1:
         return np.array([_segment_at(process, start, stop, positions[0])])

@@ -1,0 +1,257 @@
+"""The engine against scipy's isotonic regression, general solvers and exact arithmetic."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize
+from shift_programs import least_squares_mu_squared, slsqp_mu_squared, windows_mu_squared
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds._taut_string import (
+    BlockStack,
+    CyclicTautString,
+    least_mu_squared,
+)
+
+
+def random_problem(rng, steps):
+    contraction = np.exp(rng.normal(0, 0.5, steps))
+    sensitivity = rng.exponential(size=steps) * (rng.random(steps) < 0.6)
+    return contraction, sensitivity, np.exp(rng.normal(0, 0.5, steps))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_equals_least_squares_and_sequential_quadratic_programming(seed):
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, int(rng.integers(1, 13)))
+    shift = float(rng.exponential()) * (rng.random() < 0.5)
+    engine = hsa.shifted_gdp_mu(*problem, shift) ** 2
+    assert engine == pytest.approx(least_squares_mu_squared(*problem, shift), rel=1e-11)
+    assert engine == pytest.approx(slsqp_mu_squared(*problem, shift), rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_equals_scipy_isotonic_regression(seed):
+    rng = np.random.default_rng(seed)
+    c, s, sigma = random_problem(rng, int(rng.integers(1, 400)))
+    c = c ** (1 / 4)
+    suffix = np.append(np.cumprod(c[:0:-1])[::-1], 1.0)
+    r, w = s * suffix, (sigma * suffix) ** 2
+    fit = optimize.isotonic_regression(r / w, weights=w).x
+    assert hsa.shifted_gdp_mu(c, s, sigma) ** 2 == pytest.approx(float(fit**2 @ w), rel=1e-11)
+
+
+@pytest.mark.parametrize("c", [0.3, 0.95, 0.9999])
+@pytest.mark.parametrize("steps", [1, 2, 40, 3000])
+def test_full_batch_closed_form(c, steps):
+    closed = math.sqrt((1 + c) / (1 - c) * -math.expm1(steps * math.log(c)) / (1 + c**steps))
+    assert hsa.shifted_gdp_mu(c, np.full(steps, 3.0), 2.0) == pytest.approx(1.5 * closed, rel=1e-10)
+
+
+@pytest.mark.parametrize("c", [0.3, 0.95, 0.9999])
+@pytest.mark.parametrize(("period", "epochs"), [(2, 3), (40, 50), (7, 1)])
+def test_cyclic_closed_form_of_the_last_batch(c, period, epochs):
+    sensitivity = np.zeros(period * epochs)
+    sensitivity[period - 1 :: period] = 1.0
+    tail = c ** (period * (epochs - 1))
+    closed = math.sqrt(
+        1 + c ** (2 * period - 2) * (1 - c * c) / (1 - c**period) ** 2 * (1 - tail) / (1 + tail)
+    )
+    assert hsa.shifted_gdp_mu(c, sensitivity, 1.0) == pytest.approx(closed, rel=1e-10)
+
+
+def test_reference_values():
+    assert hsa.shifted_gdp_mu([0.95] * 40, 1.0, 1.0) == pytest.approx(5.48794625246674, abs=1e-11)
+    sensitivity = np.zeros(2000)
+    sensitivity[39::40] = 2 / 3
+    assert hsa.shifted_gdp_mu(0.9999, sensitivity, 1.0) == pytest.approx(
+        0.99249139689816, abs=1e-11
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_minimum_over_windows_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    steps = int(rng.integers(1, 11))
+    c, s, sigma = random_problem(rng, steps)
+    kappa, drift = c * rng.uniform(0.5, 1.2, steps), s + rng.exponential(2.0, steps)
+    diameter = float(rng.choice([np.inf, rng.exponential(2.0)]))
+    process = hsa.process.NoisyProcess(
+        c, s, sigma, kappa, drift, diameter, 1, (0,), (), is_constant=False
+    )
+    engine = max(hsa.bounds.shifted_interpolation.mu_squared_by_position(process))
+    brute = windows_mu_squared(c, s, sigma, kappa, drift, diameter)
+    assert engine == pytest.approx(brute, rel=1e-10)
+
+
+def test_windows_of_a_long_run_with_many_blocks():
+    # Rising slopes keep every step a block of its own: cost_with has to jump.
+    steps, diameter = 3000, 40.0
+    c, s = np.full(steps, 1.002), np.ones(steps)
+    known = np.full(steps + 1, diameter)
+    engine = least_mu_squared(c, s, np.ones(steps), known_shift=known)
+    brute = min(
+        least_mu_squared(c[tau:], s[tau:], np.ones(steps - tau), initial_shift=diameter)
+        for tau in range(steps - 400, steps, 1)
+    )
+    assert engine == pytest.approx(brute, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("grows_left", [True, False])
+def test_cost_with_equals_pushing(seed, grows_left):
+    rng = np.random.default_rng(seed)
+    stack = BlockStack(grows_left=grows_left)
+    blocks = [
+        (float(s), float(w), int(k))
+        for s, w, k in zip(
+            rng.exponential(size=200),
+            rng.exponential(size=200),
+            rng.integers(-3, 3, 200),
+            strict=True,
+        )
+    ]
+    ramp = np.linspace(3, 0.1, 200) if grows_left else np.linspace(0.1, 3, 200)
+    for index, (s, w, k) in enumerate(blocks):
+        block = (s * ramp[index], w, 0 if rng.random() < 0.5 else k)
+        expected = stack.cost_with(block)
+        stack.push(block)
+        assert stack.cost == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_positions_equal_one_by_one(seed):
+    rng = np.random.default_rng(seed)
+    period, steps = int(rng.integers(1, 6)), int(rng.integers(1, 40))
+    first = int(rng.integers(period))
+    c, s, sigma = random_problem(rng, steps)
+    if rng.random() < 0.3:
+        c[rng.integers(steps)] = 0.0
+    if rng.random() < 0.3:
+        sigma[rng.integers(steps)] = 0.0
+    taut = CyclicTautString(period, first_position=first)
+    for step in zip(c, s, sigma, strict=True):
+        taut.advance(*map(float, step))
+    for position, engine in enumerate(taut.mu_squared(range(period))):
+        alone = np.where((np.arange(steps) + first) % period == position, s, 0.0)
+        assert engine == pytest.approx(least_mu_squared(c, alone, sigma), rel=1e-11)
+
+
+@pytest.mark.parametrize("exponent", [-1e5, -3e3, 3e3, 1e5])
+def test_products_far_beyond_floating_point(exponent):
+    # A stretch of steps that multiplies distances by e**exponent, in either order.
+    steps = 2000
+    stretch = np.full(steps, math.exp(exponent / steps))
+    calm = np.full(20, 0.9)
+    sensitivity = np.ones(steps + 20)
+    for c in (np.concatenate((stretch, calm)), np.concatenate((calm, stretch))):
+        mu = hsa.shifted_gdp_mu(c, sensitivity, 1.0)
+        exact = math.sqrt(_exact_mu_squared(c, sensitivity))
+        assert mu == pytest.approx(exact, rel=1e-11)
+
+
+def _exact_mu_squared(contraction, sensitivity):
+    """Pool adjacent violators with 60 digits and any exponent."""
+    with mpmath.workdps(60):
+        blocks = []  # (shift, weight) in the frame of the last step
+        product = mpmath.mpf(1)
+        for c, s in zip(contraction[::-1].tolist(), sensitivity[::-1].tolist(), strict=True):
+            block = (s * product, product**2)
+            while blocks and block[0] * blocks[-1][1] >= blocks[-1][0] * block[1]:
+                top = blocks.pop()
+                block = (block[0] + top[0], block[1] + top[1])
+            blocks.append(block)
+            product *= c
+        return float(sum(s * s / w for s, w in blocks))
+
+
+def test_down_then_up_is_not_forgotten():
+    # Seen from the end, an expansion by e**2000 comes after a contraction by e**-2000.
+    c = np.concatenate((np.full(200, math.exp(10)), np.full(200, math.exp(-10))))
+    sensitivity = np.zeros(400)
+    sensitivity[0] = 1.0
+    mu = hsa.shifted_gdp_mu(c, sensitivity, 1.0)
+    assert mu == pytest.approx(math.exp(-10) * math.sqrt(1 - math.exp(-20)), rel=1e-8)
+    assert mu == pytest.approx(math.sqrt(_exact_mu_squared(c, sensitivity)), rel=1e-11)
+
+
+class TestDegenerateSteps:
+    def test_steps_without_learning_rate_change_nothing(self):
+        c, s, sigma = [0.9, 0.8, 0.7], [1.0, 2.0, 0.5], [1.0, 0.5, 2.0]
+        padded = [
+            np.insert(np.array(a), [0, 1, 3], v) for a, v in ((c, 1.0), (s, 0.0), (sigma, 0.0))
+        ]
+        assert hsa.shifted_gdp_mu(*padded) == pytest.approx(
+            hsa.shifted_gdp_mu(c, s, sigma), rel=1e-14
+        )
+
+    def test_zero_contraction_forgets(self):
+        assert hsa.shifted_gdp_mu([0.9, 0.0, 0.9], [9.0, 1.0, 1.0], 1.0, 5.0) == pytest.approx(
+            hsa.shifted_gdp_mu([0.9, 0.9], [1.0, 1.0], 1.0), rel=1e-14
+        )
+
+    def test_zero_noise_waits_for_later_noise(self):
+        assert hsa.shifted_gdp_mu([1.0, 1.0], [1.0, 1.0], [0.0, 1.0]) == pytest.approx(2.0)
+
+    def test_zero_noise_at_the_end_is_infinite(self):
+        assert hsa.shifted_gdp_mu([1.0, 1.0], [1.0, 1.0], [1.0, 0.0]) == math.inf
+        assert hsa.shifted_gdp_mu([1.0], [1.0], [0.0]) == math.inf
+
+    def test_nothing_to_hide(self):
+        assert hsa.shifted_gdp_mu([1.0, 1.0], [0.0, 0.0], [0.0, 0.0]) == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.just(0.0), st.floats(1e-300, 1e300)),
+            st.one_of(st.just(0.0), st.floats(1e-6, 1e6)),
+            st.one_of(st.just(0.0), st.floats(1e-6, 1e6)),
+        ),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_never_nan_and_never_above_composition(steps):
+    c, s, sigma = (np.array(column) for column in zip(*steps, strict=True))
+    mu = hsa.shifted_gdp_mu(c, s, sigma)
+    assert mu >= 0  # also false for NaN
+    with np.errstate(divide="ignore", invalid="ignore"):
+        composition = math.sqrt(np.sum(np.where(s > 0, (s / sigma) ** 2, 0.0)))
+    assert mu <= composition * (1 + 1e-12)
+
+
+def test_scale_invariance():
+    rng = np.random.default_rng(0)
+    c, s, sigma = random_problem(rng, 30)
+    mu = hsa.shifted_gdp_mu(c, s, sigma, 0.3)
+    for unit in (1e-120, 1e120):
+        assert hsa.shifted_gdp_mu(c, s * unit, sigma * unit, 0.3 * unit) == pytest.approx(mu)
+
+
+@pytest.mark.parametrize("c", [1.0, 1.05])
+def test_no_amplification_without_contraction(c):
+    # s/sigma^2 constant, c >= 1, no domain: the optimum is composition.
+    assert hsa.shifted_gdp_mu(np.full(50, c), 2.0, 1.0) == pytest.approx(2 * math.sqrt(50))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([0.5, np.nan], 1.0, 1.0), ValueError, "finite contraction >= 0 at every step"),
+        (([0.5], [-1.0], 1.0), ValueError, "got -1.0 at index 0"),
+        (([0.5], [1.0], [np.inf]), ValueError, "noise_std"),
+        (([0.5, 0.5], [1.0] * 3, 1.0), ValueError, "arrays of one length"),
+        (([], 1.0, 1.0), TypeError, "non-empty"),
+        (("abc", 1.0, 1.0), TypeError, "contraction"),
+        (([0.5], 1.0, 1.0, -1.0), ValueError, "initial_shift"),
+        (([0.5], 1.0, 1.0, math.inf), ValueError, "initial_shift"),
+    ],
+)
+def test_bad_input(arguments, error, text):
+    with pytest.raises(error, match=text):
+        hsa.shifted_gdp_mu(*arguments)

@@ -1,0 +1,58 @@
+"""dp-accounting's own conformance class, on each accountant and relation."""
+
+import dp_accounting
+import pytest
+from dp_accounting import NeighboringRelation, privacy_accountant_test
+
+import hidden_state_accountants as hsa
+
+ACCOUNTANTS = (hsa.LastIterateAccountant, hsa.ShiftedInterpolationAccountant)
+
+
+class LastIterateConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [hsa.LastIterateAccountant(relation) for relation in NeighboringRelation]
+
+
+class ShiftedInterpolationConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [hsa.ShiftedInterpolationAccountant(relation) for relation in NeighboringRelation]
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_relation_is_the_first_argument_and_has_a_default(accountant):
+    assert accountant().neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
+    relation = NeighboringRelation.REPLACE_ONE
+    assert accountant(relation).neighboring_relation is relation
+    with pytest.raises(TypeError, match="NeighboringRelation"):
+        accountant("replace one")
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("relation", list(NeighboringRelation))
+@pytest.mark.parametrize("bracket", [None, "explicit"])
+def test_calibrate_dp_mechanism(accountant, relation, bracket):
+    def make_event(noise_multiplier):
+        return hsa.LastIterateDpEvent(
+            noise_multiplier=noise_multiplier,
+            learning_rate=0.5,
+            clip_norm=1.0,
+            batch_size=100,
+            dataset_size=100,
+            num_steps=50,
+            batch_order="full",
+            loss=hsa.LossGeometry.convex(1.0),
+            weight_decay=0.3,
+        )
+
+    arguments = (
+        {}
+        if bracket is None
+        else {"bracket_interval": dp_accounting.ExplicitBracketInterval(1e-3, 100.0)}
+    )
+    noise = dp_accounting.calibrate_dp_mechanism(
+        lambda: accountant(relation), make_event, 2.0, 1e-5, tol=1e-6, **arguments
+    )
+    at_noise = accountant(relation).compose(make_event(noise)).get_epsilon(1e-5)
+    below = accountant(relation).compose(make_event(noise - 1e-4)).get_epsilon(1e-5)
+    assert at_noise <= 2.0 < below

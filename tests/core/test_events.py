@@ -1,0 +1,343 @@
+"""Declared runs: validation, equality, serialisation."""
+
+import json
+import math
+import pickle
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, full_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder, LossGeometry, Schedule
+
+RELATIONS = list(NeighboringRelation)
+VARIANTS = [
+    {},
+    {"learning_rate": np.linspace(0.5, 0.1, 24)},
+    {"learning_rate": [0.5] * 12 + [0.1] * 12, "noise_multiplier": [2.0] * 20 + [3.0] * 4},
+    {"clip_norm": None},
+    {"clip_norm": [1.0] * 10 + [0.5] * 14, "weight_decay": Schedule([0.1, 0.2], [4, 20])},
+    {"domain_diameter": 3.0, "release_steps": (4, 8), "record_position": 2},
+    {"loss": None},
+    {"loss": LossGeometry.strongly_convex(1.0, 0.1, lipschitz=2.0)},
+    {"loss": LossGeometry.hoelder(1.0, 0.5)},
+    {"batch_order": BatchOrder.POISSON, "max_batch_size": 9},
+    {"noise_multiplier": 0.0},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+class TestRoundTrips:
+    def test_named_tuple(self, changes):
+        event = cyclic_run(**changes)
+        assert dp_accounting.DpEvent.from_named_tuple(event.to_named_tuple()) == event
+
+    def test_dictionary_through_json(self, changes):
+        event = cyclic_run(**changes)
+        text = json.dumps(event.to_dict(), allow_nan=False)
+        assert hsa.LastIterateDpEvent.from_dict(json.loads(text)) == event
+
+    def test_pickle(self, changes):
+        event = cyclic_run(**changes)
+        assert pickle.loads(pickle.dumps(event)) == event
+
+    def test_hash_and_equality(self, changes):
+        assert cyclic_run(**changes) == cyclic_run(**changes)
+        assert hash(cyclic_run(**changes)) == hash(cyclic_run(**changes))
+        assert cyclic_run(**changes) != cyclic_run(**changes, dataset_size=40)
+
+    def test_repr_is_one_short_line(self, changes):
+        text = repr(cyclic_run(**changes))
+        assert "\n" not in text
+        assert len(text) < 500
+
+
+def test_repr_of_a_long_schedule_is_short():
+    event = cyclic_run(
+        num_steps=100_000,
+        learning_rate=np.linspace(0.5, 0.1, 100_000),
+        release_steps=range(1, 100_000),
+    )
+    assert len(repr(event)) < 500
+
+
+def test_equal_schedules_are_equal_however_they_are_written():
+    ones = [
+        [0.5] * 24,
+        tuple([0.5] * 24),
+        np.full(24, 0.5),
+        Schedule([0.5], [24]),
+        Schedule([0.5, 0.5], [20, 4]),
+        0.5,
+    ]
+    assert len({cyclic_run(learning_rate=value) for value in ones}) == 1
+    assert cyclic_run(learning_rate=ones[2]).learning_rate == 0.5
+
+
+def test_string_orders_and_releases_are_canonical():
+    assert cyclic_run(batch_order="cyclic") == cyclic_run(batch_order="CYCLIC") == cyclic_run()
+    assert cyclic_run(release_steps=[8, 4, 4, 24]).release_steps == (4, 8)
+    assert cyclic_run(release_steps=np.array([4, 8])).release_steps == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"noise_multiplier": -1.0}, ValueError, "Expected finite noise_multiplier >= 0, got -1.0"),
+        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, ValueError, "finite noise_multiplier"),
+        ({"noise_multiplier": "2"}, TypeError, "noise_multiplier to be a real number, got '2'"),
+        ({"noise_multiplier": True}, TypeError, "noise_multiplier"),
+        ({"noise_multiplier": None}, TypeError, "noise_multiplier"),
+        ({"learning_rate": -0.1}, ValueError, "learning_rate >= 0"),
+        ({"learning_rate": [0.1] * 23}, ValueError, "cover num_steps = 24 steps, got 23"),
+        ({"learning_rate": [0.1] * 23 + [math.nan]}, ValueError, "at index 23"),
+        ({"learning_rate": [[0.1] * 24]}, TypeError, "one-dimensional"),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm > 0"),
+        ({"clip_norm": [1.0] * 23 + [0.0]}, ValueError, "clip_norm > 0 at every step"),
+        ({"clip_norm": None, "loss": None}, ValueError, "loss.lipschitz when clip_norm is None"),
+        ({"clip_norm": None, "loss": LossGeometry.convex(1.0)}, ValueError, "loss.lipschitz"),
+        ({"batch_size": 0}, ValueError, "batch_size >= 1"),
+        ({"batch_size": 2.5}, TypeError, "batch_size to be an integer"),
+        ({"batch_size": 21}, ValueError, "batch_size <= dataset_size = 20"),
+        ({"dataset_size": -20}, ValueError, "dataset_size >= 1"),
+        ({"num_steps": 0}, ValueError, "num_steps >= 1"),
+        ({"num_steps": True}, TypeError, "num_steps"),
+        ({"batch_order": "sorted"}, ValueError, "batch_order to be one of full, cyclic"),
+        ({"batch_order": "full"}, ValueError, "batch_size = dataset_size"),
+        ({"loss": 0.5}, TypeError, "LossGeometry or None"),
+        ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1, got 1"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay >= 0"),
+        ({"domain_diameter": 0.0}, ValueError, "domain_diameter > 0"),
+        ({"domain_diameter": math.nan}, ValueError, "domain_diameter"),
+        ({"release_steps": (0,)}, ValueError, "release_steps >= 1"),
+        ({"release_steps": (25,)}, ValueError, "release_steps <= 24"),
+        ({"release_steps": 5}, TypeError, "sequence of steps"),
+        ({"release_steps": (1.5,)}, TypeError, "release_steps"),
+        ({"max_batch_size": 9}, ValueError, "Only POISSON batches vary"),
+        ({"record_position": 4}, ValueError, "record_position <= 3"),
+        ({"record_position": 0, "batch_order": "poisson"}, ValueError, "Only a CYCLIC order"),
+    ],
+)
+def test_bad_values(changes, error, text):
+    with pytest.raises(error, match=text):
+        cyclic_run(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"schema": 2}, ValueError, "schema = 1, got 2"),
+        ({"type": "Other"}, ValueError, "type = 'LastIterateDpEvent', got 'Other'"),
+        ({"color": 1}, ValueError, "Unknown key in LastIterateDpEvent: color"),
+        ({"loss": {"kind": "convex", "curvature": 1}}, ValueError, "Unknown key in loss"),
+        ({"loss": {"kind": "round", "smoothness": 1.0}}, ValueError, "kind to be one of"),
+        ({"loss": 3}, TypeError, "loss to be a dictionary"),
+    ],
+)
+def test_bad_dictionaries(changes, error, text):
+    with pytest.raises(error, match=text):
+        hsa.LastIterateDpEvent.from_dict(cyclic_run().to_dict() | changes)
+
+
+def test_missing_key():
+    dictionary = cyclic_run().to_dict()
+    del dictionary["num_steps"]
+    with pytest.raises(ValueError, match="Missing key in LastIterateDpEvent: num_steps"):
+        hsa.LastIterateDpEvent.from_dict(dictionary)
+    with pytest.raises(TypeError, match="dictionary"):
+        hsa.LastIterateDpEvent.from_dict([])
+
+
+class TestSchedule:
+    def test_is_canonical(self):
+        assert Schedule([1, 1, 2], [3, 4, 5]) == Schedule([1.0, 2.0], [7, 5])
+        assert Schedule.from_sequence([1, 1, 2]).lengths == (2, 1)
+        np.testing.assert_array_equal(Schedule([1, 2], [2, 1]).to_array(), [1.0, 1.0, 2.0])
+
+    @pytest.mark.parametrize(
+        ("values", "lengths", "error"),
+        [
+            ([], [], TypeError),
+            ([1.0], [0], ValueError),
+            ([1.0], [1.5], TypeError),
+            ([-1.0], [1], ValueError),
+            ([math.inf], [1], ValueError),
+            ([1.0, 2.0], [1], ValueError),
+            (["a"], [1], TypeError),
+        ],
+    )
+    def test_bad_values(self, values, lengths, error):
+        with pytest.raises(error):
+            Schedule(values, lengths)
+
+
+class TestLossGeometry:
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            (lambda: LossGeometry.convex(-1.0), "smoothness >= 0"),
+            (lambda: LossGeometry.convex(math.nan), "smoothness"),
+            (lambda: LossGeometry.strongly_convex(1.0, 0.0), "strong_convexity > 0"),
+            (lambda: LossGeometry.strongly_convex(1.0, 2.0), "strong_convexity <= smoothness"),
+            (lambda: LossGeometry.hoelder(1.0, 1.5), "exponent <= 1"),
+            (lambda: LossGeometry.hoelder(1.0, 0.0), "exponent > 0"),
+            (lambda: LossGeometry.linear(-1.0), "lipschitz >= 0"),
+            (lambda: LossGeometry.logistic(0.0), "feature_norm > 0"),
+            (lambda: LossGeometry.huber(1.0, -1.0), "threshold > 0"),
+            (lambda: LossGeometry(kind="convex", smoothness=1.0, weak_convexity=1.0), "weak"),
+            (lambda: LossGeometry(kind="smooth", smoothness=1.0), "weak_convexity = smoothness"),
+            (lambda: LossGeometry(kind="convex", smoothness=1.0, exponent=0.5), "exponent = 1"),
+            (lambda: LossGeometry(kind="linear", smoothness=1.0), "linear loss"),
+        ],
+    )
+    def test_bad_values(self, make, text):
+        with pytest.raises(ValueError, match=text):
+            make()
+
+    def test_bad_types(self):
+        with pytest.raises(TypeError, match="smoothness"):
+            LossGeometry.convex("1")
+        with pytest.raises(TypeError, match="bias"):
+            LossGeometry.logistic(1.0, bias=1)
+
+    def test_ready_made_constants(self):
+        assert LossGeometry.logistic(2.0).smoothness == 1.0
+        assert LossGeometry.logistic(2.0, bias=True).smoothness == 1.25
+        assert LossGeometry.softmax_cross_entropy(1.0) == LossGeometry.convex(0.5, math.sqrt(2))
+        assert LossGeometry.squared_error(3.0, scale=2.0).smoothness == 18.0
+        assert LossGeometry.squared_error(3.0).lipschitz is None
+        assert LossGeometry.huber(3.0, 0.5).lipschitz == 1.5
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            LossGeometry.convex(1.0),
+            LossGeometry.strongly_convex(1.0, 0.5, 2.0),
+            LossGeometry.weakly_convex(1.0, 0.5),
+            LossGeometry.smooth(1.0),
+            LossGeometry.hoelder(1.0, 0.5, lipschitz=3.0),
+            LossGeometry.linear(1.0),
+            LossGeometry.generalized_linear(1.0),
+        ],
+    )
+    def test_repr_evaluates_to_itself(self, loss):
+        assert eval(repr(loss)) == loss
+
+
+class TestAsComposition:
+    """`as_composition` under stock accountants with ADD_OR_REMOVE_ONE."""
+
+    @staticmethod
+    def epsilon(event):
+        return dp_accounting.pld.PLDAccountant().compose(event).get_epsilon(1e-5)
+
+    @staticmethod
+    def gaussian(mu):
+        return hsa.guarantee.GaussianCurve(mu).epsilon(1e-5)
+
+    @pytest.mark.parametrize("relation", RELATIONS)
+    @pytest.mark.parametrize(
+        ("changes", "participations"),
+        [
+            ({}, 6),
+            ({"num_steps": 25}, 7),
+            ({"num_steps": 25, "record_position": 0}, 7),
+            ({"num_steps": 25, "record_position": 1}, 6),
+            ({"num_steps": 2}, 1),
+            ({"batch_order": "shuffled_once"}, 6),
+            ({"batch_order": "reshuffled", "num_steps": 25}, 7),
+        ],
+    )
+    def test_epoch_orders(self, relation, changes, participations):
+        event = cyclic_run(**changes)
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
+                event.as_composition(relation)
+            return
+        factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
+        composed = event.as_composition(relation)
+        assert composed == dp_accounting.SelfComposedDpEvent(
+            dp_accounting.GaussianDpEvent(2.0 / factor), participations
+        )
+        assert self.epsilon(composed) == pytest.approx(
+            self.gaussian(factor / 2.0 * math.sqrt(participations)), rel=1e-4
+        )
+
+    @pytest.mark.parametrize("relation", RELATIONS)
+    def test_full(self, relation):
+        factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
+        assert full_run().as_composition(relation) == dp_accounting.SelfComposedDpEvent(
+            dp_accounting.GaussianDpEvent(2.0 / factor), 24
+        )
+
+    def test_gradient_bound_below_the_clip_norm_counts(self):
+        event = cyclic_run(clip_norm=4.0)  # the loss is 1-Lipschitz
+        assert event.as_composition().event == dp_accounting.GaussianDpEvent(8.0)
+        unclipped = cyclic_run(clip_norm=None)
+        assert unclipped.as_composition().event == dp_accounting.GaussianDpEvent(2.0)
+
+    def test_schedules_are_one_equivalent_gaussian(self):
+        noise = np.array([1.0] * 12 + [2.0] * 12)
+        event = cyclic_run(noise_multiplier=noise, learning_rate=[0.5] * 20 + [0.0] * 4)
+        mu = math.sqrt(3 * 1.0 + 2 * 0.25)  # the last of the six participations has no effect
+        assert event.as_composition().noise_multiplier == pytest.approx(1 / mu)
+
+    def test_worst_position_of_a_schedule(self):
+        noise = np.full(24, 2.0)
+        noise[1::4] = 1.0
+        assert cyclic_run(noise_multiplier=noise).as_composition().noise_multiplier == (
+            pytest.approx(1 / math.sqrt(6))
+        )
+        elsewhere = cyclic_run(noise_multiplier=noise, record_position=0)
+        assert elsewhere.as_composition().noise_multiplier == pytest.approx(2 / math.sqrt(6))
+
+    def test_reshuffled_takes_the_worst_step_of_every_epoch(self):
+        noise = np.full(24, 2.0)
+        noise[[0, 5, 10]] = 1.0
+        event = cyclic_run(noise_multiplier=noise, batch_order="reshuffled")
+        assert event.as_composition().noise_multiplier == pytest.approx(1 / math.sqrt(3 + 3 / 4))
+
+    def test_poisson(self):
+        event = cyclic_run(batch_order="poisson")
+        expected = dp_accounting.SelfComposedDpEvent(
+            dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(2.0)), 24
+        )
+        for relation in (
+            NeighboringRelation.ADD_OR_REMOVE_ONE,
+            NeighboringRelation.REPLACE_SPECIAL,
+        ):
+            assert event.as_composition(relation) == expected
+        with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
+            event.as_composition(NeighboringRelation.REPLACE_ONE)
+
+    @pytest.mark.parametrize("relation", RELATIONS)
+    def test_without_replacement_always_counts_two_clip_norms(self, relation):
+        event = cyclic_run(batch_order="without_replacement")
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            with pytest.raises(hsa.UnsupportedRunError):
+                event.as_composition(relation)
+            return
+        composed = event.as_composition(relation)
+        assert composed.event.event == dp_accounting.GaussianDpEvent(1.0)
+        accountant = dp_accounting.rdp.RdpAccountant(
+            neighboring_relation=NeighboringRelation.REPLACE_ONE
+        )
+        assert accountant.supports(composed)
+
+    def test_zero_noise(self):
+        event = cyclic_run(noise_multiplier=0.0).as_composition()
+        assert dp_accounting.pld.PLDAccountant().compose(event).get_epsilon(0.5) == math.inf
+
+    def test_nothing_happens(self):
+        assert cyclic_run(learning_rate=0.0).as_composition() == dp_accounting.NoOpDpEvent()
+
+    @pytest.mark.parametrize("order", ["cyclic", "shuffled_once", "reshuffled"])
+    def test_batches_must_divide_the_data(self, order):
+        with pytest.raises(
+            hsa.UnsupportedRunError, match=r"divides dataset_size: .* 6 and 20.*=18"
+        ):
+            cyclic_run(batch_size=6, batch_order=order).as_composition()

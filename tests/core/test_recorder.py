@@ -1,0 +1,239 @@
+"""What the adapters feed, and what comes back."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, full_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.accountants import best_guarantee
+
+RELATION = NeighboringRelation.REPLACE_SPECIAL
+
+
+def recorder_of(event, **changes):
+    arguments = {
+        name: getattr(event, name)
+        for name in (
+            "batch_order",
+            "batch_size",
+            "dataset_size",
+            "loss",
+            "domain_diameter",
+            "max_batch_size",
+        )
+    }
+    return hsa.RunRecorder(**(arguments | changes))
+
+
+def step(recorder, **changes):
+    arguments = {
+        "noise_multiplier": 2.0,
+        "learning_rate": 0.5,
+        "clip_norm": 1.0,
+        "weight_decay": 0.2,
+        "batch_index": recorder.expected_batch_index,
+        "batch_rows": 5,
+    }
+    recorder.step(**(arguments | changes))
+
+
+def replay(event):
+    """Feeds a recorder with the steps of an event."""
+    recorder = recorder_of(event)
+    names = ("noise_multiplier", "learning_rate", "weight_decay")
+    columns = {name: event.per_step(name).tolist() for name in names}
+    clip = [None] * event.num_steps if event.clip_norm is None else event.per_step("clip_norm")
+    for t in range(event.num_steps):
+        recorder.step(
+            **{name: column[t] for name, column in columns.items()},
+            clip_norm=clip[t],
+            batch_index=recorder.expected_batch_index,
+            batch_rows=event.batch_size,
+        )
+        if t + 1 in event.release_steps:
+            recorder.release()
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        cyclic_run(),
+        full_run(),
+        cyclic_run(learning_rate=np.linspace(0.5, 0.1, 24), release_steps=(3, 4, 20)),
+        cyclic_run(clip_norm=None),
+        cyclic_run(noise_multiplier=[1.0] * 7 + [2.0] * 17, domain_diameter=2.0),
+        cyclic_run(batch_order="poisson", max_batch_size=7),
+        cyclic_run(batch_order="reshuffled"),
+    ],
+)
+def test_returns_the_event_that_happened(event):
+    assert replay(event).event() == event
+
+
+@pytest.mark.parametrize("since", [1, 4, 6, 7, 8, 23])
+def test_event_since(since):
+    event = cyclic_run(learning_rate=[0.5] * 7 + [0.25] * 17, release_steps=(6, 8))
+    tail = replay(event).event(since)
+    np.testing.assert_array_equal(
+        tail.per_step("learning_rate"), event.per_step("learning_rate")[since:]
+    )
+    assert tail.release_steps == tuple(r - since for r in (6, 8) if r > since)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"batch_index": 0}, "step 3 used batch 0, expected batch 2"),
+        ({"batch_index": None}, "step 3 used batch None, expected batch 2"),
+        ({"batch_rows": 4}, "step 3 used 4 rows, expected batch_size = 5"),
+        ({"clip_norm": None}, "step 3 does not clip"),
+    ],
+)
+def test_a_wrong_batch_raises_and_records_nothing(changes, text):
+    recorder = recorder_of(cyclic_run())
+    step(recorder)
+    step(recorder)
+    before = recorder.state_dict()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        step(recorder, **changes)
+    assert recorder.state_dict() == before
+    step(recorder)  # and the run can go on
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"batch_rows": None}, TypeError, "batch_rows"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier"),
+        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier"),
+        ({"learning_rate": math.inf}, ValueError, "learning_rate"),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm"),
+        ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1"),
+        ({"learning_rate": "0.1"}, TypeError, "learning_rate"),
+    ],
+)
+def test_bad_hyper_parameters_record_nothing(changes, error, text):
+    recorder = recorder_of(cyclic_run())
+    step(recorder)
+    before = recorder.state_dict()
+    with pytest.raises(error, match=text):
+        step(recorder, **changes)
+    assert recorder.state_dict() == before
+
+
+def test_poisson_rows_are_capped():
+    recorder = recorder_of(cyclic_run(batch_order="poisson", max_batch_size=7))
+    step(recorder, batch_rows=0)
+    with pytest.raises(hsa.UnsupportedRunError, match="max_batch_size = 7"):
+        step(recorder, batch_rows=8)
+
+
+def test_bad_declarations():
+    with pytest.raises(ValueError, match="batch_order"):
+        recorder_of(cyclic_run(), batch_order="random")
+    with pytest.raises(ValueError, match="batch_size"):
+        recorder_of(cyclic_run(), batch_size=0)
+    with pytest.raises(ValueError, match="at least one recorded step"):
+        recorder_of(cyclic_run()).event()
+
+
+class TestState:
+    event = cyclic_run(learning_rate=[0.5] * 7 + [0.25] * 17, release_steps=(6,))
+
+    def test_round_trip_through_json(self):
+        state = json.loads(json.dumps(replay(self.event).state_dict(), allow_nan=False))
+        fresh = recorder_of(self.event)
+        fresh.load_state_dict(state)
+        assert fresh.event() == self.event
+        step(fresh)
+        assert fresh.num_steps == 25
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("batch_size", 10), ("dataset_size", 40), ("domain_diameter", 2.0)]
+    )
+    def test_another_run_is_refused(self, name, value):
+        state = replay(self.event).state_dict()
+        with pytest.raises(ValueError, match=f"expected {name} = {value}"):
+            recorder_of(self.event, **{name: value}).load_state_dict(state)
+
+    def test_spent_budget_is_never_forgotten(self):
+        old = replay(cyclic_run(num_steps=10)).state_dict()
+        recorder = replay(cyclic_run())
+        with pytest.raises(ValueError, match="at least the 24 steps"):
+            recorder.load_state_dict(old)
+        assert recorder.num_steps == 24
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda s: s.pop("runs"),
+            lambda s: s.update(schema=7),
+            lambda s: s["runs"]["learning_rate"]["lengths"].append(1),
+            lambda s: s.update(num_steps=25),
+        ],
+    )
+    def test_damage_is_noticed(self, damage):
+        state = replay(self.event).state_dict()
+        damage(state)
+        with pytest.raises(ValueError, match=r"schema|damaged"):
+            recorder_of(self.event).load_state_dict(state)
+
+
+class TestRunningGuarantee:
+    @pytest.mark.parametrize("seed", range(25))
+    def test_equals_the_guarantee_of_the_event(self, seed):
+        rng = np.random.default_rng(seed)
+        period = int(rng.integers(1, 6))
+        make = full_run if period == 1 else cyclic_run
+        diameter = math.inf if rng.random() < 0.6 else float(rng.uniform(0.05, 1.0))
+        recorder = recorder_of(
+            make(), batch_size=5, dataset_size=5 * period, domain_diameter=diameter
+        )
+        running = hsa.RunningGuarantee(recorder, RELATION)
+        has_schedule = rng.random() < 0.5
+        for _ in range(int(rng.integers(1, 40))):
+            rate = float(rng.choice([0.3, 0.5, 0.7])) if has_schedule else 0.5
+            step(recorder, learning_rate=rate)
+            if rng.random() < 0.1:
+                recorder.release()
+            if rng.random() < 0.4:
+                whole = best_guarantee(recorder.event(), RELATION)
+                assert running.guarantee().mu == pytest.approx(whole.mu, rel=1e-12)
+
+    def test_composition_only(self):
+        recorder = replay(cyclic_run(loss=None))
+        running = hsa.RunningGuarantee(recorder, RELATION)
+        assert running.guarantee().mu == pytest.approx(math.sqrt(6) / 2)
+
+    def test_work_is_not_done_twice(self, monkeypatch):
+        from hidden_state_accountants.bounds import _taut_string
+
+        count = 0
+        original = _taut_string.CyclicTautString.advance
+
+        def counted(*arguments):
+            nonlocal count
+            count += 1
+            original(*arguments)
+
+        monkeypatch.setattr(_taut_string.CyclicTautString, "advance", counted)
+        recorder = recorder_of(cyclic_run())
+        running = hsa.RunningGuarantee(recorder, RELATION)
+        for _ in range(200):
+            step(recorder)
+            running.guarantee()
+            running.guarantee()
+        assert count == 200
+
+
+def test_constant_runs_are_recorded_in_constant_memory():
+    recorder = recorder_of(cyclic_run())
+    for _ in range(1000):
+        step(recorder)
+    state = recorder.state_dict()["runs"]
+    assert all(runs["lengths"] == [1000] for runs in state.values())

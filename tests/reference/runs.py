@@ -1,0 +1,40 @@
+"""Events that several test files share."""
+
+import hidden_state_accountants as hsa
+
+
+def cyclic_run(**changes):
+    """A small cyclic run whose update contracts."""
+    arguments = {
+        "noise_multiplier": 2.0,
+        "learning_rate": 0.5,
+        "clip_norm": 1.0,
+        "batch_size": 5,
+        "dataset_size": 20,
+        "num_steps": 24,
+        "batch_order": hsa.BatchOrder.CYCLIC,
+        "loss": hsa.LossGeometry.convex(1.0, lipschitz=1.0),
+        "weight_decay": 0.2,
+    }
+    return hsa.LastIterateDpEvent(**(arguments | changes))
+
+
+def full_run(**changes):
+    """The same in full batches."""
+    return cyclic_run(**({"batch_size": 20, "batch_order": hsa.BatchOrder.FULL} | changes))
+
+
+def probe_run(**changes):
+    """The reference run of the theory: a softmax probe, clip on, 200 epochs of 100 batches."""
+    arguments = {
+        "noise_multiplier": 2.0,
+        "learning_rate": 0.5,
+        "clip_norm": 1.0,
+        "batch_size": 500,
+        "dataset_size": 50_000,
+        "num_steps": 20_000,
+        "batch_order": hsa.BatchOrder.CYCLIC,
+        "loss": hsa.LossGeometry.softmax_cross_entropy(1.0),
+        "weight_decay": 0.1,
+    }
+    return hsa.LastIterateDpEvent(**(arguments | changes))
