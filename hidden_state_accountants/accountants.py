@@ -228,10 +228,9 @@ class ShiftedInterpolationAccountant(_LastIterateBase):
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
 def _bound_guarantee(
-    bound: Any, event: LastIterateDpEvent, relation: NeighboringRelation
+    bound: Bound, event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    guarantee: Guarantee = bound.guarantee(event, relation)
-    return guarantee
+    return bound.guarantee(event, relation)
 
 
 def best_guarantee(event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:

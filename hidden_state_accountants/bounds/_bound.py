@@ -29,6 +29,9 @@ class Citation:
 class Bound(Protocol):
     """One theorem. A new one is a file that defines a class like this and a line in BOUNDS."""
 
+    def __hash__(self) -> int:
+        """Bounds are values: frozen and hashable."""
+
     @property
     def name(self) -> str:
         """Short, stable identifier."""

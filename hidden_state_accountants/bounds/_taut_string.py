@@ -5,7 +5,7 @@ Theorem A (docs/theory/theorem_a.md) asks for the smallest :math:`\sum_t (a_t/\s
 .. math:: z_t = c_t z_{t-1} + s_t - a_t \ge 0, \qquad z_T = 0.
 
 With :math:`C_t = \prod_{j>t} c_j`, :math:`r_t = s_t C_t`, :math:`w_t = (C_t \sigma_t)^2` the
-optimum is the increasing isotonic regression of :math:`r_t/w_t` with weights :math:`w_t`: its blocks of
+optimum is the increasing isotonic regression of :math:`r_t/w_t` with weights :math:`w_t`: blocks of
 pooled steps cost :math:`(\sum r)^2 / \sum w` each. scipy's routine computes the same regression but
 needs every :math:`w_t` in one floating-point range; here a block is a triple (S, W, k) that stands
 for :math:`(S\,2^k, W\,4^k)`. Only sums of positive terms occur, so no digits are lost.
