@@ -1,0 +1,28 @@
+"""Hidden-state accounting for Opacus.
+
+    engine = HiddenStatePrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0,
+        max_grad_norm=1.5, criterion=criterion, loss_geometry="auto", feature_norm=1.0)
+    ...
+    print(engine.report(delta=1e-5))
+
+Importing this package also makes ``opacus.PrivacyEngine(accountant="hidden_state")`` work.
+"""
+
+from opacus.accountants import register_accountant
+
+from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.loaders import FixedOrderBatchSampler, FixedOrderDataLoader
+from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
+
+register_accountant(MECHANISM, HiddenStateAccountant, force=True)
+
+__all__ = [
+    "FixedOrderBatchSampler",
+    "FixedOrderDataLoader",
+    "HiddenStateAccountant",
+    "HiddenStateOptimizer",
+    "HiddenStatePrivacyEngine",
+]

@@ -1,0 +1,336 @@
+"""The accountant behind `PrivacyEngine(accountant="hidden_state")`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dp_accounting
+from dp_accounting import NeighboringRelation
+from opacus.accountants import IAccountant
+from opacus.optimizers import DPOptimizer
+
+from hidden_state_accountants import (
+    BatchOrder,
+    Guarantee,
+    LastIterateAccountant,
+    LastIterateDpEvent,
+    LossGeometry,
+    RunRecorder,
+    UnsupportedRunError,
+)
+from hidden_state_adapters.opacus.stock_run import StockRun
+
+MECHANISM = "hidden_state"
+_Row = tuple[float, float, int]
+
+
+def _nothing() -> None:
+    pass
+
+
+class HiddenStateAccountant(IAccountant):
+    """Accounts runs of which only the last iterate is released; runs compose.
+
+    With a stock engine, declare what the accountant cannot see, before training:
+
+        engine = PrivacyEngine(accountant="hidden_state")
+        engine.accountant.declare_run(batch_order="cyclic", dataset_size=1500, batch_size=500,
+                                      loss_geometry=hsa.LossGeometry.softmax_cross_entropy(1.0))
+
+    Formal guarantees:
+      - Declared: those of the recorded `LastIterateDpEvent` under `neighboring_relation`; the
+        loader and the projection are the user's word. Optimizers that no last-iterate theorem
+        covers are accounted by composition.
+      - Undeclared, and for a `history` that was written directly (as Opacus' calibration does):
+        composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE, which is what
+        stock Opacus accountants assume; every iterate may be released.
+
+    Args:
+        neighboring_relation: The relation of declared runs.
+    """
+
+    def __init__(
+        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    ):
+        self._runs: list[tuple[RunRecorder | StockRun, Callable[[], None]]] = []
+        super().__init__()
+        LastIterateAccountant(neighboring_relation)  # validates
+        self.neighboring_relation = neighboring_relation
+        self._unclaimed: StockRun | None = None
+        self._has_warned = False
+        self._cache: tuple[Any, LastIterateAccountant] | None = None
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name in Opacus' registry."""
+        return MECHANISM
+
+    def declare_run(
+        self,
+        *,
+        batch_order: BatchOrder | str,
+        dataset_size: int,
+        batch_size: int,
+        loss_geometry: LossGeometry | None = None,
+        projection_radius: float | None = None,
+    ) -> None:
+        """Declares the run of the next private optimizer that steps; before its first step.
+
+        Args:
+            batch_order: "cyclic" (batches of b in the same order in every epoch, shuffle=False,
+                poisson_sampling=False), "full" or "poisson".
+            dataset_size: n.
+            batch_size: b; for "poisson" the expected size.
+            loss_geometry: What is known about the loss; None gives composition.
+            projection_radius: Radius of the ball around 0 on which ALL parameters together are
+                projected after every step, by you.
+
+        Raises:
+            UnsupportedRunError: The order is not supported, or steps were taken undeclared.
+            TypeError, ValueError: As `LastIterateDpEvent`.
+        """
+        supported = ("cyclic", "full", "poisson")
+        value = getattr(batch_order, "value", batch_order)
+        if value not in supported:
+            raise UnsupportedRunError(
+                f"Expected batch_order to be one of {', '.join(supported)}, got {batch_order!r}."
+            )
+        if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
+            raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
+        if self._history:
+            raise UnsupportedRunError(
+                "Expected declare_run before the first step, got undeclared steps already: they "
+                "hold for another neighboring relation. Start with a fresh accountant."
+            )
+        run = StockRun(
+            batch_order=value,
+            dataset_size=dataset_size,
+            batch_size=batch_size,
+            loss_geometry=loss_geometry,
+            projection_radius=projection_radius,
+        )
+        _template(run.recorder.state_dict()).as_composition(self.neighboring_relation)  # or raises
+        if self._unclaimed is not None:
+            self._runs.pop()
+        self._unclaimed = run
+        self._runs.append((run, _nothing))
+
+    def add_run(self, recorder: RunRecorder, check: Callable[[], None] = _nothing) -> None:
+        """Adds a run that somebody else records; `check` is called before epsilon is computed."""
+        self._runs = [(run, _nothing) for run, _ in self._runs]
+        self._runs.append((recorder, check))
+
+    @property
+    def recorders(self) -> tuple[RunRecorder, ...]:
+        """The recorders of the declared runs, in order."""
+        return tuple(run.recorder if isinstance(run, StockRun) else run for run, _ in self._runs)
+
+    # What Opacus calls.
+
+    @property
+    def history(self) -> list[_Row]:
+        """Rows (noise multiplier, sample rate, steps), as of Opacus' own accountants."""
+        rows = list(self._history)
+        for recorder in self.recorders:
+            state = recorder.state_dict()
+            rate = state["declared"]["batch_size"] / state["declared"]["dataset_size"]
+            runs = state["runs"]["noise_multiplier"]
+            rows += [
+                (value, rate, length)
+                for value, length in zip(runs["values"], runs["lengths"], strict=True)
+            ]
+        return rows
+
+    @history.setter
+    def history(self, rows: list[_Row]) -> None:
+        if any(recorder.num_steps for recorder in self.recorders):
+            raise ValueError(
+                "Expected no recorded steps when history is overwritten, got some: spent budget is "
+                "never forgotten. Use a fresh accountant."
+            )
+        self._history: list[_Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
+
+    def __len__(self) -> int:
+        return sum(steps for _, _, steps in self.history)
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Records one undeclared step.
+
+        Raises:
+            UnsupportedRunError: A run was declared: it is recorded through the optimizer's hook.
+        """
+        if self._runs:
+            raise UnsupportedRunError(
+                "Expected the steps of a declared run through the optimizer's step hook, got a "
+                "direct call of step(), which does not say enough about the step."
+            )
+        last = self._history[-1] if self._history else (math.nan, math.nan, 0)
+        if last[:2] == (noise_multiplier, sample_rate):
+            self._history[-1] = (*last[:2], last[2] + 1)
+        else:
+            self._history.append((float(noise_multiplier), float(sample_rate), 1))
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
+        """The hook that records a step of one optimizer; see `IAccountant`."""
+        claimed: list[tuple[DPOptimizer, StockRun]] = []
+
+        def hook_fn(optimizer: DPOptimizer) -> None:
+            if getattr(optimizer, "records_itself", False):
+                return
+            if not self._runs:
+                rate = sample_rate * optimizer.accumulated_iterations
+                self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+                return
+            if not claimed:
+                claimed.append((optimizer, self._claim()))
+            owner, run = claimed[0]
+            if owner is not optimizer:
+                raise UnsupportedRunError(
+                    "Expected the steps of one optimizer, got those of a second through the same "
+                    "hook. Call make_private and declare_run for each."
+                )
+            if run is not self._runs[-1][0]:
+                raise UnsupportedRunError(
+                    "This run ended when the next one was declared; its last iterate was taken as "
+                    "released then."
+                )
+            run.observe(optimizer, sample_rate)
+
+        return hook_fn
+
+    def _claim(self) -> StockRun:
+        run, self._unclaimed = self._unclaimed, None
+        if run is None:
+            raise UnsupportedRunError(
+                "Expected one declare_run for every make_private, got a second optimizer on the "
+                "same run. Call engine.accountant.declare_run(...) before its first step."
+            )
+        return run
+
+    def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
+        """The epsilon of everything recorded, at `delta`; further arguments are ignored.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        return self._composed().get_epsilon(delta)
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of everything recorded."""
+        return self._composed().guarantee
+
+    def _composed(self) -> LastIterateAccountant:
+        for _, check in self._runs:
+            check()
+        recorders = [recorder for recorder in self.recorders if recorder.num_steps]
+        key = (
+            tuple((id(r), r.num_steps, r.release_steps) for r in recorders),
+            tuple(self._history),
+        )
+        if self._cache is None or self._cache[0] != key:
+            self._cache = key, self._compose(recorders)
+        return self._cache[1]
+
+    def _compose(self, recorders: list[RunRecorder]) -> LastIterateAccountant:
+        if not self._history:
+            accountant = LastIterateAccountant(self.neighboring_relation)
+            for recorder in recorders:
+                accountant.compose(recorder.event())
+            return accountant
+        self._warn_undeclared()
+        accountant = LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+        for noise, rate, steps in self._history:
+            if steps:
+                accountant.compose(_poisson_event(noise, rate), steps)
+        return accountant
+
+    def _warn_undeclared(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "No run was declared: epsilon is that of composition under Poisson sampling (every "
+                "iterate may be released). For the last iterate call "
+                "engine.accountant.declare_run(batch_order=..., dataset_size=..., batch_size=..., "
+                "loss_geometry=...) before training.",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Plain types: Opacus' keys, the relation, and the state of every recorder."""
+        destination = super().state_dict(destination)
+        destination["neighboring_relation"] = self.neighboring_relation.name
+        destination["runs"] = [recorder.state_dict() for recorder in self.recorders]
+        return destination
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores what `state_dict` returned, into an accountant without steps.
+
+        The last stored run goes into the current run, which must be declared alike; earlier stored
+        runs are added as they were. Without a current run all are added, ended.
+
+        Raises:
+            ValueError: As `IAccountant.load_state_dict`, or the states do not belong together.
+        """
+        if len(self):
+            raise ValueError(
+                f"Expected to load into an accountant without steps, got one with {len(self)}: "
+                "spent budget is never forgotten. Call make_private on a fresh engine, then load."
+            )
+        super().load_state_dict(state_dict)  # the checks of IAccountant
+        self._history = []
+        relation = state_dict.get("neighboring_relation", self.neighboring_relation.name)
+        if relation != self.neighboring_relation.name:
+            raise ValueError(
+                f"Expected a state for {self.neighboring_relation.name}, got {relation}."
+            )
+        stored = list(state_dict.get("runs", ()))
+        if not stored:
+            if state_dict["history"] and self._runs:
+                raise ValueError("Expected the state of a declared run, got undeclared steps.")
+            self.history = state_dict["history"]
+            return
+        current = self._runs[-1:]
+        for run, _ in current:
+            recorder = run.recorder if isinstance(run, StockRun) else run
+            recorder.load_state_dict(stored.pop())
+            if isinstance(run, StockRun) and recorder.expected_batch_index:
+                raise ValueError(
+                    f"Expected a state at the end of an epoch, got one before batch "
+                    f"{recorder.expected_batch_index}: the stock loader would start again at batch "
+                    "0. Use HiddenStatePrivacyEngine, whose loader goes on where it was."
+                )
+        self._runs = [(_restored(state), _nothing) for state in stored] + current
+
+
+def _poisson_event(noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
+    if noise_multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    if sample_rate >= 1:
+        return gaussian
+    return dp_accounting.PoissonSampledDpEvent(sample_rate, gaussian)
+
+
+def _template(state: Mapping[str, Any]) -> LastIterateDpEvent:
+    return LastIterateDpEvent.from_dict(
+        {**state["declared"], "noise_multiplier": 1.0, "learning_rate": 0.0, "clip_norm": 1.0}
+    )
+
+
+def _restored(state: Mapping[str, Any]) -> RunRecorder:
+    event = _template(state)
+    recorder = RunRecorder(
+        batch_order=event.batch_order,
+        batch_size=event.batch_size,
+        dataset_size=event.dataset_size,
+        loss=event.loss,
+        domain_diameter=event.domain_diameter,
+        max_batch_size=event.max_batch_size,
+    )
+    recorder.load_state_dict(state)
+    return recorder

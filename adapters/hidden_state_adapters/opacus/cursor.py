@@ -1,0 +1,78 @@
+"""Which batch of the fixed order the training loop is working on."""
+
+from __future__ import annotations
+
+import collections
+
+from hidden_state_accountants import UnsupportedRunError
+
+
+class BatchCursor:
+    """Written by the loader in the main process, read by the optimizer at every step.
+
+    There are two ways to the optimizer. The private loader calls `deliver` when it hands a batch
+    to the loop. Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and
+    announces every physical piece with `signal` when the sampler is asked for it; those
+    announcements queue up, so that prefetching workers cannot run ahead of the optimizer.
+
+    Args:
+        num_batches: Batches per epoch. A single batch may be stepped on again and again.
+    """
+
+    def __init__(self, num_batches: int):
+        self._num_batches = num_batches
+        self._pass_id = 0
+        self._emitted: int | None = None
+        self._delivered: int | None = None
+        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
+        self.first_batch = 0
+
+    @property
+    def pass_id(self) -> int:
+        """Identifies the latest pass over the batches."""
+        return self._pass_id
+
+    def start_pass(self) -> int:
+        """Forgets what an earlier, abandoned pass announced."""
+        self._pass_id += 1
+        self._emitted = self._delivered = None
+        self._pieces.clear()
+        return self._pass_id
+
+    def check_pass(self, pass_id: int) -> None:
+        """Raises UnsupportedRunError if another pass was started since `pass_id`."""
+        if pass_id != self._pass_id:
+            raise UnsupportedRunError(
+                "A second iterator over the private loader was started before the first one had "
+                "ended, so the batches of both would mix. Finish an epoch before the next one, and "
+                "evaluate on a loader of its own."
+            )
+
+    def emit(self, index: int) -> None:
+        """The batch sampler is about to yield batch `index` (possibly long before it is used)."""
+        self._emitted = index
+
+    def deliver(self, index: int | None) -> None:
+        """The loader hands batch `index` to the loop; None at the end of the pass."""
+        self._delivered = index
+
+    def signal(self, do_skip: bool) -> None:
+        """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
+        index = self._emitted if self._delivered is None else self._delivered
+        self._pieces.append((index, do_skip))
+
+    @property
+    def next_is_skipped(self) -> bool:
+        """Whether the piece that `take` returns next is not the last of its batch."""
+        return bool(self._pieces) and self._pieces[0][1]
+
+    def take(self) -> tuple[int | None, bool]:
+        """Consumes the next piece: the index of its batch, and whether more pieces follow.
+
+        The index is None if the loader delivered nothing since the last step.
+        """
+        index, do_skip = self._pieces.popleft() if self._pieces else (self._delivered, False)
+        if not do_skip and self._num_batches > 1:
+            self._delivered = None
+        self.first_batch = 0
+        return index, do_skip

@@ -1,0 +1,151 @@
+"""`loss_geometry="auto"`: what a linear model and a known criterion say about the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
+
+_DECLARE = "Declare the loss yourself: loss_geometry=hidden_state_accountants.LossGeometry...."
+_PASSIVE = (nn.Flatten, nn.Identity)  # change neither values nor what a record is
+
+
+def find_linear_head(module: nn.Module) -> nn.Linear | None:
+    """The only trainable layer of `module` if it is an nn.Linear, else None."""
+    owners = [
+        part
+        for part in module.modules()
+        if any(p.requires_grad for p in part.parameters(recurse=False))
+    ]
+    return owners[0] if len(owners) == 1 and type(owners[0]) is nn.Linear else None
+
+
+def linear_model(module: nn.Module) -> nn.Linear:
+    """The linear layer of a module that is nothing but this layer.
+
+    Raises:
+        UnsupportedRunError: The module computes anything beside one nn.Linear (nn.Sequential,
+            nn.Flatten and nn.Identity around it are fine).
+    """
+    layers, others = [], []
+
+    def walk(part: nn.Module) -> None:
+        if type(part) is nn.Sequential:
+            for child in part:
+                walk(child)
+        elif type(part) is nn.Linear:
+            layers.append(part)
+        elif type(part) not in _PASSIVE:
+            others.append(type(part).__name__)
+        if part._forward_hooks or part._forward_pre_hooks:
+            others.append(f"a forward hook on {type(part).__name__}")
+
+    walk(module)
+    frozen = any(not p.requires_grad for layer in layers for p in layer.parameters())
+    if len(layers) != 1 or others or frozen:
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs a model that is one fully trainable nn.Linear (inside '
+            f"nn.Sequential, with nn.Flatten or nn.Identity), got {len(layers)} linear layers"
+            f"{' with frozen parameters' if frozen else ''} and {others or 'nothing else'}. "
+            f"{_DECLARE}"
+        )
+    return layers[0]
+
+
+def auto_loss_geometry(
+    module: nn.Module, criterion: Any, feature_norm: float | None, loss_reduction: str = "mean"
+) -> LossGeometry:
+    """The loss of a linear model trained with `criterion` on features of bounded norm.
+
+    Proof sketch for softmax cross-entropy with label smoothing: the smoothed target y is a
+    probability vector, the gradient in the logits is p - y with |p - y| <= sqrt(2), and the Hessian
+    diag(p) - p p^T does not depend on y; so the constants are those of hard labels.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        criterion: nn.CrossEntropyLoss, or with one output nn.BCEWithLogitsLoss, nn.MSELoss,
+            nn.HuberLoss or nn.SmoothL1Loss; no weights. The loop must use this very criterion, with
+            targets that are class indices or probabilities.
+        feature_norm: Bound on the L2 norm of every record at the linear layer.
+        loss_reduction: "mean" or "sum", as given to make_private.
+
+    Raises:
+        UnsupportedRunError: The constants of the loss are not known.
+        TypeError, ValueError: `feature_norm` is not a positive number.
+    """
+    if criterion is None:
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs the criterion of the training loop, got none. Pass '
+            "criterion=, or declare loss_geometry."
+        )
+    if feature_norm is None:
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs a bound on the norm of the features, got none. Normalise '
+            "the records and pass feature_norm=."
+        )
+    layer = linear_model(module)
+    rule = _RULES.get(type(criterion))
+    if rule is None:
+        known = ", ".join(f"nn.{kind.__name__}" for kind in _RULES)
+        raise UnsupportedRunError(
+            f'loss_geometry="auto" knows {known}, got {type(criterion).__name__}. {_DECLARE}'
+        )
+    check_reduction(criterion, loss_reduction)
+    for name in ("weight", "pos_weight"):
+        if getattr(criterion, name, None) is not None:
+            raise UnsupportedRunError(
+                f'loss_geometry="auto" needs {name} = None in the criterion: it scales the '
+                f"gradients of some records. Remove it. {_DECLARE}"
+            )
+    if not isinstance(criterion, nn.CrossEntropyLoss) and layer.out_features != 1:
+        raise UnsupportedRunError(
+            f'loss_geometry="auto" needs one output for {type(criterion).__name__}, got '
+            f"{layer.out_features}. {_DECLARE}"
+        )
+    return rule(criterion, feature_norm, layer.bias is not None)
+
+
+def check_reduction(criterion: Any, loss_reduction: str) -> None:
+    """Raises UnsupportedRunError if the criterion and Opacus' loss_reduction differ."""
+    reduction = getattr(criterion, "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise UnsupportedRunError(
+            f"Expected a criterion with reduction = {loss_reduction!r} (the loss_reduction of "
+            f"make_private), got {reduction!r}: per-example gradients would be off by the batch "
+            "size. Make the two agree."
+        )
+
+
+def _cross_entropy(criterion: nn.CrossEntropyLoss, norm: float, bias: bool) -> LossGeometry:
+    default = nn.CrossEntropyLoss().ignore_index
+    if criterion.ignore_index != default:
+        raise UnsupportedRunError(
+            f'loss_geometry="auto" needs ignore_index = {default}, got {criterion.ignore_index}: '
+            "ignored records rescale the others. Remove those records beforehand."
+        )
+    return LossGeometry.softmax_cross_entropy(norm, bias)
+
+
+def _smooth_l1(criterion: nn.SmoothL1Loss, norm: float, bias: bool) -> LossGeometry:
+    if not criterion.beta > 0:
+        raise UnsupportedRunError(
+            f'loss_geometry="auto" needs beta > 0, got {criterion.beta!r}: the absolute value is '
+            "not smooth."
+        )
+    huber = LossGeometry.huber(norm, criterion.beta, bias)
+    assert huber.lipschitz is not None
+    return LossGeometry.generalized_linear(
+        huber.smoothness / criterion.beta, huber.lipschitz / criterion.beta
+    )
+
+
+_RULES: dict[type, Callable[[Any, float, bool], LossGeometry]] = {
+    nn.CrossEntropyLoss: _cross_entropy,
+    nn.BCEWithLogitsLoss: lambda criterion, norm, bias: LossGeometry.logistic(norm, bias),
+    nn.MSELoss: lambda criterion, norm, bias: LossGeometry.squared_error(norm, bias, scale=2.0),
+    nn.HuberLoss: lambda criterion, norm, bias: LossGeometry.huber(norm, criterion.delta, bias),
+    nn.SmoothL1Loss: _smooth_l1,
+}

@@ -1,0 +1,333 @@
+"""Opacus' DPOptimizer, recording the run and checking it at every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from opacus.optimizers import DPOptimizer
+from torch.optim import Optimizer
+
+from hidden_state_accountants import RunRecorder, UnsupportedRunError
+from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.cursor import BatchCursor
+from hidden_state_adapters.opacus.module_watch import ForwardWatch, ParameterWatch
+
+
+@attrs.define
+class RunContext:
+    """What a private optimizer needs to know about its run.
+
+    Attributes:
+        recorder: Records every logical step.
+        cursor: Says which batch the loop is working on.
+        batch_size: b.
+        parameters: Watches the parameters between steps.
+        forward: Watches the forward passes.
+        lipschitz: The declared bound on per-example gradient norms, or None.
+        feature_norm: The declared bound on the features, or None.
+        projection_radius: Radius of the ball around 0 that the iterates are projected on, or None.
+    """
+
+    recorder: RunRecorder
+    cursor: BatchCursor
+    batch_size: int
+    parameters: ParameterWatch
+    forward: ForwardWatch
+    lipschitz: float | None = None
+    feature_norm: float | None = None
+    projection_radius: float | None = None
+
+
+class HiddenStateOptimizer(DPOptimizer):
+    """Noisy clipped SGD with equal fixed batches; what the engine's event describes.
+
+    One logical step of x is
+
+        x <- P_R((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise))
+
+    with noise of standard deviation noise_multiplier * max_grad_norm. torch.optim.SGD applies its
+    `weight_decay` to the parameters, outside the clip: that is decoupled decay. (A penalty in the
+    loss is inside the clip and does not count.) P_R projects all parameters together on the ball
+    of `projection_radius`.
+
+    Every step is recorded with the values that it used, right before the parameters move. The
+    optimizer cannot be copied or pickled: the copy's steps would be missing from epsilon.
+
+    Formal guarantees:
+      - Relation and released iterates: those of the recorded `LastIterateDpEvent`.
+      - Checked at every step: the loader delivered the expected batch and the gradients have its
+        number of rows, from one forward pass; plain SGD with equal groups; unchanged set of
+        trainable parameters in float32 or float64; no value was changed from outside since the
+        last step; gradient and feature norms within their declared bounds; projection.
+      - Not checked: that the gradients belong to the records that the loader delivered, and the
+        smoothness of the loss.
+
+    Args:
+        optimizer: A plain torch.optim.SGD.
+        context: See `RunContext`.
+        **kwargs: Of DPOptimizer.
+
+    Raises:
+        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
+            step and what. The step is then not taken.
+    """
+
+    records_itself = True
+    # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizer: Optimizer, *, context: RunContext, **kwargs: Any):
+        super().__init__(optimizer, **kwargs)
+        self.context = context
+        self._fixed = self._settings()
+        self._hook_slot: Callable[..., Any] | None = None
+        self._steps_taken = context.recorder.num_steps
+        self._unfinished_step: int | None = None
+        self._closed = ""
+        self._failure = ""
+        self._start_batch()
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("loss_reduction", "expected_batch_size", "secure_mode")
+        return {name: getattr(self, name) for name in names}
+
+    def _start_batch(self) -> None:
+        self._rows = 0
+        self._batch_index: int | None = None
+        self._skips_step = False
+        self._clip_norm: float | None = None
+        self._noise_multiplier = math.nan
+
+    # What the guarantee says about now.
+
+    def check_iterate(self) -> None:
+        """Raises UnsupportedRunError unless the parameters are those the last step left."""
+        self._check_alive()
+        if bool(self.context.parameters.changed()):
+            raise self._changed()
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise UnsupportedRunError(self._closed)
+        if self._unfinished_step is not None:
+            raise UnsupportedRunError(
+                f"step {self._unfinished_step} was interrupted while it changed the parameters, so "
+                "the model is not the iterate that was accounted. Start the run again, or load a "
+                "checkpoint into a fresh run."
+            )
+        if self.context.recorder.num_steps != self._steps_taken:
+            raise UnsupportedRunError(
+                f"The optimizer took {self._steps_taken} steps, but "
+                f"{self.context.recorder.num_steps} are recorded. Restore a run with "
+                "engine.load_checkpoint, which restores model, recorder and position together."
+            )
+
+    def _changed(self) -> UnsupportedRunError:
+        return UnsupportedRunError(
+            f"The parameters were changed outside the private optimizer after step "
+            f"{self._steps_taken}, so the model is not the iterate that was accounted. Leave them "
+            "alone during the run; an earlier iterate may be used only if engine.release() was "
+            "called there."
+        )
+
+    def close(self, reason: str) -> None:
+        """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
+        self._closed = reason
+        self.context.forward.remove()
+        self.context.parameters.release_memory()
+
+    def resume(self) -> None:
+        """Goes on from what the recorder and the module hold (after a checkpoint was loaded)."""
+        self._steps_taken = self.context.recorder.num_steps
+        self._unfinished_step, self._failure = None, ""
+        self._start_batch()
+        self.context.forward.reset()
+        self.context.parameters.remember()
+        self.context.cursor.start_pass()
+        self.context.cursor.first_batch = self.context.recorder.expected_batch_index
+
+    # Opacus' seams.
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Fills Opacus' single hook slot, once.
+
+        Raises:
+            UnsupportedRunError: The slot is taken.
+        """
+        if self._hook_slot is not None:
+            raise UnsupportedRunError(
+                "Expected one step hook, got a second: attach_step_hook has a single slot, and the "
+                "privacy engine uses it. Do your own work after optimizer.step()."
+            )
+        self._hook_slot = fn
+        super().attach_step_hook(fn)
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Announces a piece of a batch (BatchMemoryManager calls it)."""
+        self.context.cursor.signal(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        return self._skips_step if pop_next else self.context.cursor.next_is_skipped
+
+    def clip_and_accumulate(self) -> None:
+        """Clips as Opacus does and notes the clip norm that was used."""
+        clip_norm = float(self.max_grad_norm)
+        self._check_same_clip_norm(clip_norm)
+        checks.check_clip_margin(clip_norm, self.context.lipschitz)
+        self._clip_norm = clip_norm
+        super().clip_and_accumulate()
+
+    def add_noise(self) -> None:
+        """Adds noise as Opacus does and notes the noise multiplier that was used."""
+        self._check_same_clip_norm(float(self.max_grad_norm))
+        self._noise_multiplier = float(self.noise_multiplier)
+        super().add_noise()
+
+    def _check_same_clip_norm(self, clip_norm: float) -> None:
+        if self._clip_norm is not None and clip_norm != self._clip_norm:
+            raise UnsupportedRunError(
+                f"step {self._steps_taken + 1} clips to {self._clip_norm:g} and then uses "
+                f"{clip_norm:g}. Change max_grad_norm between logical steps only."
+            )
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Checks the run, then clips and adds noise; true if the parameters may move.
+
+        Raises:
+            UnsupportedRunError: The run is not the declared one.
+        """
+        self._check_alive()
+        if self._failure:
+            raise UnsupportedRunError(
+                f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
+            )
+        step = self._steps_taken + 1
+        try:
+            self._check_optimizer(step)
+            self._take_batch(step)
+            self._check_values(step)
+            proceeds = super().pre_step(closure)
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            raise
+        self.context.forward.reset()
+        return proceeds
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes one step, or one piece of a step under BatchMemoryManager.
+
+        Raises:
+            UnsupportedRunError: The run is not the declared one; nothing was changed.
+        """
+        self._check_alive()
+        if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
+            raise UnsupportedRunError(
+                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
+                "loss (which changes its smoothness) and skips steps. Train in float32 without it."
+            )
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self.pre_step():
+            return None
+        self._unfinished_step = self._steps_taken + 1
+        self._record()
+        result = self.original_optimizer.step()
+        if self.context.projection_radius is not None:
+            checks.project_on_ball(self.context.parameters.params, self.context.projection_radius)
+        self.context.parameters.remember()
+        self._steps_taken += 1
+        self._start_batch()
+        self._unfinished_step = None
+        return result
+
+    def _check_optimizer(self, step: int) -> None:
+        checks.sgd_options(self.original_optimizer)
+        self.context.parameters.check_structure(step)
+        if self._settings() != self._fixed:
+            raise UnsupportedRunError(
+                f"step {step} uses {self._settings()}, expected {self._fixed} as at make_private."
+            )
+        if self.step_hook is not self._hook_slot:
+            raise UnsupportedRunError(
+                f"step {step} has another step_hook than the one of the privacy engine. Do your "
+                "own work after optimizer.step()."
+            )
+
+    def _take_batch(self, step: int) -> None:
+        index, self._skips_step = self.context.cursor.take()
+        expected = self.context.recorder.expected_batch_index
+        if index != expected or self._batch_index not in (None, index):
+            raise UnsupportedRunError(
+                f"step {step} used {'no new batch' if index is None else f'batch {index}'}, "
+                f"expected batch {expected}: every batch of the private loader is used in order, "
+                "exactly once per epoch. Iterate the loader that make_private returned to its end "
+                "and step once per batch."
+            )
+        self._batch_index = index
+        try:
+            self._rows += checks.gradient_rows(self.context.parameters.params)
+        except UnsupportedRunError as error:
+            raise UnsupportedRunError(f"step {step} {error}") from None
+        size = self.context.batch_size
+        if self._rows > size or not (self._skips_step or self._rows == size):
+            raise UnsupportedRunError(
+                f"step {step} used {self._rows} rows, expected batch_size = {size}."
+            )
+        passes = self.context.forward.passes
+        if passes != 1:
+            raise UnsupportedRunError(
+                f"step {step} follows {passes} training passes through the model, expected 1: "
+                "every record passes once, in its own row. Evaluate in eval() mode or under "
+                "torch.no_grad()."
+            )
+
+    def _check_values(self, step: int) -> None:
+        run = self.context
+        zero = torch.zeros((), device=run.parameters.params[0].device)
+        figures = [run.parameters.changed(), zero, zero, zero]
+        if run.lipschitz is not None:
+            figures[1] = checks.largest_gradient_norm(run.parameters.params)
+        if run.feature_norm is not None:
+            largest = run.forward.largest_feature_norm
+            figures[2] = zero + math.nan if largest is None else largest
+        if run.projection_radius is not None:
+            figures[3] = checks.joint_norm(run.parameters.params)
+        # One transfer from the device for all of them.
+        changed, gradient, feature, norm = torch.stack(
+            [figure.to(device=zero.device, dtype=torch.float64) for figure in figures]
+        ).tolist()
+        if changed:
+            raise self._changed()
+        if run.feature_norm is not None:
+            checks.check_feature_norm(feature, run.feature_norm, step)
+        if run.lipschitz is not None:
+            checks.check_gradient_norm(gradient, run.lipschitz, step)
+        if run.projection_radius is not None and not norm <= run.projection_radius * (1 + 1e-6):
+            raise UnsupportedRunError(
+                f"step {step} starts at norm {norm:.8g}, outside the ball of radius "
+                f"{run.projection_radius:.8g}."
+            )
+
+    def _record(self) -> None:
+        options = checks.sgd_options(self.original_optimizer)
+        # The event divides by b; a "sum" optimizer does not.
+        scale = 1 if self.loss_reduction == "mean" else self.context.batch_size
+        self.context.recorder.step(
+            noise_multiplier=self._noise_multiplier,
+            learning_rate=options["lr"] * scale,
+            clip_norm=self._clip_norm,
+            weight_decay=options["weight_decay"] / scale,
+            batch_index=self._batch_index,
+            batch_rows=self._rows,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedRunError(
+            "A private optimizer cannot be copied or pickled: the steps of the copy would be "
+            "missing from epsilon. Use engine.save_checkpoint, or make_private for another run."
+        )
