@@ -13,7 +13,7 @@ PYTHON := $(or $(shell for python in python3.11 python3.12 python3.10 python3.13
     && echo $$python && break; done), python3)
 endif
 WORKERS ?= 2
-SOURCES := hidden_state_accountants adapters tests examples
+SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks)
 CORE_TESTS := $(wildcard $(addprefix tests/, core laws conformance bounds soundness opacus_engine))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
@@ -32,30 +32,42 @@ name, version = sys.argv[1], sys.version_info[:2]
 if not (3, 10) <= version <= (3, 13):
     sys.exit("%s is Python %d.%d, but Python 3.10 to 3.13 is needed. Install one, or name one: "
              "make PYTHON=/path/to/python3.11" % ((name,) + version))
+if sys.platform == "darwin" and platform.machine() == "x86_64":
+    sys.exit("PyTorch has no wheel of 2.3 or newer for Intel Macs, and Opacus 1.6 needs one. "
+             "The core alone installs there: pip install .")
 try:
     import ensurepip, venv
 except ImportError:
     sys.exit("%s has no venv module. On Debian and Ubuntu: apt install python%d.%d-venv"
              % ((name,) + version))
-if sys.platform == "darwin" and platform.machine() == "x86_64":
-    sys.exit("PyTorch has no wheel of 2.3 or newer for Intel Macs, and Opacus 1.6 needs one. "
-             "The core alone installs there: pip install .")
 endef
 export CHECK_PYTHON
 
-# $(call install,ENVIRONMENT,CONSTRAINTS,REQUIREMENTS). The file ENVIRONMENT.unfinished outlives an install that
-# was killed; the next one then starts from an empty environment. numpy 1 has no wheel for Python 3.13.
+define LOCK
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    print("Waiting for another installation into " + sys.argv[1])
+    fcntl.flock(9, fcntl.LOCK_EX)
+endef
+export LOCK
+
+# $(call install,ENVIRONMENT,CONSTRAINTS,REQUIREMENTS). ENVIRONMENT.lock is not empty while an install runs, or after
+# one was killed; the next install then starts from an empty environment. numpy 1 has no wheel for Python 3.13.
 define install
-@if [ -e $(1).unfinished ] || ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
-    '$(PYTHON)' -c '' >/dev/null 2>&1 || { \
-        echo "$(PYTHON) does not run. Install Python 3.10 to 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; \
-        exit 1; }; \
-    '$(PYTHON)' -c "$$CHECK_PYTHON" '$(PYTHON)' || exit 1; \
+@'$(PYTHON)' -c '' >/dev/null 2>&1 || { \
+    echo "$(PYTHON) does not run. Install Python 3.10 to 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; \
+    exit 1; }; \
+'$(PYTHON)' -c "$$CHECK_PYTHON" '$(PYTHON)' || exit 1; \
+exec 9>>$(1).lock; \
+'$(PYTHON)' -c "$$LOCK" $(1) || exit 1; \
+if [ -s $(1).lock ] || ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
     echo "Making $(1) with $(PYTHON)"; \
-    touch $(1).unfinished; \
+    echo unfinished >$(1).lock; \
     '$(PYTHON)' -m venv --clear $(1) || exit 1; \
 fi; \
-touch $(1).unfinished; \
+echo unfinished >$(1).lock; \
 rm -f $(1)/.*-installed; \
 constraints=$(2); \
 ! $(1)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 13))' || constraints=constraints-numpy2.txt; \
@@ -63,7 +75,7 @@ set -- $(1)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c
 echo "$$@"; \
 "$$@"; \
 status=$$?; \
-rm -f $(1).unfinished; \
+[ $$status -ge 128 ] || : >$(1).lock; \
 exit $$status
 endef
 
@@ -111,7 +123,7 @@ clean:
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv.unfinished .venv-numpy2 .venv-numpy2.unfinished
+	rm -rf .venv .venv.lock .venv-numpy2 .venv-numpy2.lock
 
 .venv/.demo-installed: $(INSTALL_INPUTS)
 	$(call install,.venv,constraints.txt,$(DEMO_REQUIREMENTS))

@@ -94,6 +94,16 @@ def test_wheel_contains_every_module_of_the_checkout(distributions):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no README.md")
+def test_wheel_metadata_holds_the_readme(distributions):
+    _, wheel = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        text = archive.read(metadata).decode()
+    assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in text
+
+
+@pytest.mark.slow
 def test_sdist_holds_what_the_tests_and_the_demo_need(distributions):
     sdist, _ = distributions
     if sdist is None:
