@@ -112,7 +112,7 @@ lint: .venv/.test-installed
 	.venv/bin/python -m ruff check $(SOURCES)
 	.venv/bin/python -m ruff format --check $(SOURCES)
 	.venv/bin/python -m mypy
-	.venv/bin/lint-imports
+	.venv/bin/lint-imports --no-logo
 
 format: .venv/.test-installed
 	.venv/bin/python -m ruff check --fix $(SOURCES)
