@@ -13,19 +13,20 @@ class BatchCursor:
     There are two ways to the optimizer. The private loader calls `deliver` when it hands a batch
     to the loop. Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and
     announces every physical piece with `signal` when the sampler is asked for it; those
-    announcements queue up, so that prefetching workers cannot run ahead of the optimizer.
+    announcements queue up, so that prefetching workers cannot run ahead of the optimizer. Such a
+    loader asks for one more piece whenever it hands one over, so the queue is never longer than
+    what it prefetches, plus one, unless the loop left a piece out.
 
     Args:
         num_batches: Batches per epoch. A single batch may be stepped on again and again.
+        prefetched: How many batches the loader's workers fetch in advance.
     """
 
-    def __init__(self, num_batches: int):
-        self._num_batches = num_batches
-        self._pass_id = 0
-        self._emitted: int | None = None
-        self._delivered: int | None = None
-        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
+    def __init__(self, num_batches: int, prefetched: int = 0):
+        self._num_batches, self._prefetched = num_batches, prefetched
         self.first_batch = 0
+        self._pass_id = 0
+        self.start_pass()
 
     @property
     def pass_id(self) -> int:
@@ -35,8 +36,10 @@ class BatchCursor:
     def start_pass(self) -> int:
         """Forgets what an earlier, abandoned pass announced."""
         self._pass_id += 1
-        self._emitted = self._delivered = None
-        self._pieces.clear()
+        self._emitted: int | None = None
+        self._delivered: int | None = None
+        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
+        self._left_out = self._is_exhausted = self._has_taken = False
         return self._pass_id
 
     def check_pass(self, pass_id: int) -> None:
@@ -52,14 +55,22 @@ class BatchCursor:
         """The batch sampler is about to yield batch `index` (possibly long before it is used)."""
         self._emitted = index
 
+    def exhaust(self) -> None:
+        """The batch sampler has no more batches in this pass."""
+        self._is_exhausted = True
+
     def deliver(self, index: int | None) -> None:
         """The loader hands batch `index` to the loop; None at the end of the pass."""
+        self._left_out |= bool(self._pieces)
         self._delivered = index
 
     def signal(self, do_skip: bool) -> None:
         """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
-        index = self._emitted if self._delivered is None else self._delivered
-        self._pieces.append((index, do_skip))
+        if self._delivered is None:
+            self._left_out |= len(self._pieces) > self._prefetched
+            self._pieces.append((self._emitted, do_skip))
+        else:
+            self._pieces.append((self._delivered, do_skip))
 
     @property
     def next_is_skipped(self) -> bool:
@@ -70,9 +81,27 @@ class BatchCursor:
         """Consumes the next piece: the index of its batch, and whether more pieces follow.
 
         The index is None if the loader delivered nothing since the last step.
+
+        Raises:
+            UnsupportedRunError: The loop left a piece out.
         """
+        self._has_taken = True
+        if self._left_out:
+            raise UnsupportedRunError(
+                "a piece of a batch was delivered, but no step was taken on it. Step once per "
+                "piece that BatchMemoryManager delivers."
+            )
         index, do_skip = self._pieces.popleft() if self._pieces else (self._delivered, False)
         if not do_skip and self._num_batches > 1:
             self._delivered = None
         self.first_batch = 0
         return index, do_skip
+
+    def check_finished(self) -> None:
+        """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
+        if self._has_taken and (self._left_out or (self._is_exhausted and self._pieces)):
+            raise UnsupportedRunError(
+                f"{len(self._pieces)} pieces of this epoch were announced, but no step was taken on "
+                "them. Step once per piece that BatchMemoryManager delivers; with workers, ask for "
+                "epsilon at the end of an epoch."
+            )

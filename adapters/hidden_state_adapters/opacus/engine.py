@@ -171,15 +171,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         checks.check_clip_margin(float(max_grad_norm), lipschitz)
         relation = self.accountant.neighboring_relation
         first.as_composition(relation)  # raises if the relation does not go with the order
-        if self._optimizer is not None:
-            self._optimizer.close(
-                "This run ended when make_private was called again: its last iterate counts as "
-                "released then, and later steps would not be accounted. Use the optimizer that the "
-                "last make_private returned."
-            )
         self._context = RunContext(
             recorder=recorder,
-            cursor=BatchCursor(1 if order is BatchOrder.FULL else size // batch_size),
+            cursor=BatchCursor(
+                1 if order is BatchOrder.FULL else size // batch_size,
+                data_loader.num_workers * (data_loader.prefetch_factor or 0),
+            ),
             batch_size=batch_size,
             parameters=ParameterWatch(inner, optimizer),
             forward=ForwardWatch(inner, head),
@@ -202,6 +199,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise
         finally:
             self._context = None
+        if self._optimizer is not None:
+            self._optimizer.close(
+                "This run ended when make_private was called again: its last iterate counts as "
+                "released then, and later steps would not be accounted. Use the optimizer that the "
+                "last make_private returned."
+            )
         self._optimizer = result[1]
         self._modules = (module, inner, result[0])
         self.accountant.add_run(recorder, self._optimizer.check_iterate)

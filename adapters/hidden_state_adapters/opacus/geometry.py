@@ -40,7 +40,8 @@ def linear_model(module: nn.Module) -> nn.Linear:
             layers.append(part)
         elif type(part) not in _PASSIVE:
             others.append(type(part).__name__)
-        if part._forward_hooks or part._forward_pre_hooks:
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        if any(not _is_known_hook(hook) for hook in hooks):
             others.append(f"a forward hook on {type(part).__name__}")
 
     walk(module)
@@ -53,6 +54,11 @@ def linear_model(module: nn.Module) -> nn.Linear:
             f"{_DECLARE}"
         )
     return layers[0]
+
+
+def _is_known_hook(hook: Any) -> bool:
+    """Whether Opacus or this package registered a hook: those leave the values alone."""
+    return getattr(hook, "__module__", "").startswith(("opacus.", "hidden_state_adapters."))
 
 
 def auto_loss_geometry(

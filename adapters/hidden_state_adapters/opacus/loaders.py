@@ -53,6 +53,8 @@ class FixedOrderBatchSampler(BatchSampler):
             self.cursor.emit(index)
             start = index * self.batch_size
             yield list(self.order[start : start + self.batch_size])
+        if self.cursor.pass_id == pass_id:
+            self.cursor.exhaust()
 
 
 class FixedOrderDataLoader(DataLoader):
@@ -98,9 +100,11 @@ def fixed_order(data_loader: DataLoader, batch_order: BatchOrder) -> tuple[Seque
     size = len(order)
     if size == 0:
         raise UnsupportedRunError("Expected at least one record, got an empty data set.")
-    if batch_order is BatchOrder.FULL:
-        return order, size
     batch_size = data_loader.batch_sampler.batch_size
+    if batch_order is BatchOrder.FULL:
+        if batch_size != size:
+            _logger.info("full batches: every batch holds all %d records", size)
+        return order, size
     used = size // batch_size * batch_size
     if used == size:
         return order, batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -83,6 +83,7 @@ class HiddenStateOptimizer(DPOptimizer):
     def __init__(self, optimizer: Optimizer, *, context: RunContext, **kwargs: Any):
         super().__init__(optimizer, **kwargs)
         self.context = context
+        self._base = optimizer
         self._fixed = self._settings()
         self._hook_slot: Callable[..., Any] | None = None
         self._steps_taken = context.recorder.num_steps
@@ -107,6 +108,7 @@ class HiddenStateOptimizer(DPOptimizer):
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError unless the parameters are those the last step left."""
         self._check_alive()
+        self.context.cursor.check_finished()
         if bool(self.context.parameters.changed()):
             raise self._changed()
 
@@ -246,6 +248,11 @@ class HiddenStateOptimizer(DPOptimizer):
         return result
 
     def _check_optimizer(self, step: int) -> None:
+        if self.original_optimizer is not self._base:
+            raise UnsupportedRunError(
+                f"step {step} uses another original_optimizer than the one of make_private. Call "
+                "make_private again for another optimizer."
+            )
         checks.sgd_options(self.original_optimizer)
         self.context.parameters.check_structure(step)
         if self._settings() != self._fixed:
@@ -259,7 +266,7 @@ class HiddenStateOptimizer(DPOptimizer):
             )
 
     def _take_batch(self, step: int) -> None:
-        index, self._skips_step = self.context.cursor.take()
+        index, self._skips_step = _at_step(step, self.context.cursor.take)
         expected = self.context.recorder.expected_batch_index
         if index != expected or self._batch_index not in (None, index):
             raise UnsupportedRunError(
@@ -269,10 +276,8 @@ class HiddenStateOptimizer(DPOptimizer):
                 "and step once per batch."
             )
         self._batch_index = index
-        try:
-            self._rows += checks.gradient_rows(self.context.parameters.params)
-        except UnsupportedRunError as error:
-            raise UnsupportedRunError(f"step {step} {error}") from None
+        params = self.context.parameters.params
+        self._rows += _at_step(step, lambda: checks.gradient_rows(params))
         size = self.context.batch_size
         if self._rows > size or not (self._skips_step or self._rows == size):
             raise UnsupportedRunError(
@@ -331,3 +336,14 @@ class HiddenStateOptimizer(DPOptimizer):
             "A private optimizer cannot be copied or pickled: the steps of the copy would be "
             "missing from epsilon. Use engine.save_checkpoint, or make_private for another run."
         )
+
+
+_T = TypeVar("_T")
+
+
+def _at_step(step: int, check: Callable[[], _T]) -> _T:
+    """Puts the number of the step in front of what `check` raises."""
+    try:
+        return check()
+    except UnsupportedRunError as error:
+        raise UnsupportedRunError(f"step {step}: {error}") from None

@@ -71,7 +71,7 @@ class StockRun:
                 )
         if self._is_composition:
             # The update rule is post-processing; any positive learning rate stands for it.
-            self._record(optimizer, learning_rate=1.0, weight_decay=0.0, rows=self._batch_size)
+            self._record(optimizer, clip_norm=1.0, learning_rate=1.0, rows=self._batch_size)
             return
         if reason:
             raise UnsupportedRunError(
@@ -136,18 +136,25 @@ class StockRun:
         scale = 1 if optimizer.loss_reduction == "mean" else self._batch_size
         self._record(
             optimizer,
+            clip_norm=float(optimizer.max_grad_norm),
             learning_rate=options["lr"] * scale,
             weight_decay=options["weight_decay"] / scale,
             rows=rows,
         )
 
     def _record(
-        self, optimizer: DPOptimizer, *, learning_rate: float, weight_decay: float, rows: int | None
+        self,
+        optimizer: DPOptimizer,
+        *,
+        clip_norm: float,
+        learning_rate: float,
+        weight_decay: float = 0.0,
+        rows: int | None,
     ) -> None:
         self.recorder.step(
             noise_multiplier=float(optimizer.noise_multiplier),
             learning_rate=learning_rate,
-            clip_norm=float(optimizer.max_grad_norm),
+            clip_norm=clip_norm,
             weight_decay=weight_decay,
             batch_index=self.recorder.expected_batch_index,
             batch_rows=rows,

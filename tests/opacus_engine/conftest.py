@@ -1,0 +1,100 @@
+"""A small softmax model on unit-norm features, made private; 60 records in 6 batches of 10."""
+
+import warnings
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+
+RECORDS, FEATURES, CLASSES, BATCH = 60, 5, 3, 10
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@attrs.define
+class Run:
+    """An engine with what make_private returned, and the shortest training loop."""
+
+    engine: HiddenStatePrivacyEngine
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader
+    plain_model: nn.Module
+    criterion: nn.Module
+
+    def backward(self, batch):
+        self.optimizer.zero_grad()
+        features, labels = batch
+        self.criterion(self.model(features), labels).backward()
+
+    def step(self, batch):
+        self.backward(batch)
+        self.optimizer.step()
+
+    def epoch(self, loader=None):
+        for batch in self.loader if loader is None else loader:
+            self.step(batch)
+
+    @property
+    def steps(self):
+        return self.engine.accountant.recorders[-1].num_steps
+
+
+def unit_rows(rows, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(rows, FEATURES, generator=generator, dtype=dtype)
+    return features / features.norm(dim=1, keepdim=True)
+
+
+@pytest.fixture
+def dataset():
+    labels = torch.arange(RECORDS) % CLASSES
+    return TensorDataset(unit_rows(RECORDS), labels)
+
+
+@pytest.fixture
+def make_loader(dataset):
+    def make(**kwargs):
+        return DataLoader(kwargs.pop("dataset", dataset), **{"batch_size": BATCH, **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def make_run(make_loader):
+    """Builds a Run; keyword arguments go to make_private, `loader`, `sgd`, `model` and `engine`."""
+
+    def make(*, loader=None, sgd=None, model=None, engine=None, optimizer=None, **kwargs):
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, CLASSES) if model is None else model
+        if optimizer is None:
+            optimizer = torch.optim.SGD(
+                model.parameters(), **{"lr": 0.5, "weight_decay": 0.1, **(sgd or {})}
+            )
+        criterion = kwargs.get("criterion") or nn.CrossEntropyLoss()
+        arguments = {
+            "noise_multiplier": 2.0,
+            "max_grad_norm": 2.1,
+            "loss_geometry": "auto",
+            "feature_norm": 1.0,
+            "criterion": criterion,
+            **kwargs,
+        }
+        if arguments["loss_geometry"] is None:
+            arguments.pop("feature_norm")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Opacus: secure mode is off
+            engine = engine or HiddenStatePrivacyEngine()
+            private = engine.make_private(
+                module=model,
+                optimizer=optimizer,
+                data_loader=make_loader(**(loader or {})),
+                **arguments,
+            )
+        return Run(engine, *private, plain_model=model, criterion=criterion)
+
+    return make

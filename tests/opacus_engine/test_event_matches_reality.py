@@ -1,0 +1,647 @@
+"""What the loop does differently from the event raises, or is accounted as it happened.
+
+One case per way to get a silently wrong epsilon. A case returns the steps that it took and the text
+that must be raised, or None for "accounted correctly".
+"""
+
+import copy
+import io
+import itertools
+
+import attrs
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+import hidden_state_accountants as hsa
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+
+
+# Row 1: batches that are not the declared ones.
+
+
+def early_break_and_new_epoch(run):
+    for batch in itertools.islice(run.loader, 4):
+        run.step(batch)
+    run.epoch()
+
+
+def next_iter_every_step(run):
+    for _ in range(2):
+        run.step(next(iter(run.loader)))
+
+
+def step_twice_on_one_batch(run):
+    for batch in run.loader:
+        run.step(batch)
+        run.step(batch)
+
+
+def skip_one_batch(run):
+    for index, batch in enumerate(run.loader):
+        if index != 2:
+            run.step(batch)
+
+
+def skip_the_last_batch(run):
+    for _ in range(2):
+        for index, batch in enumerate(run.loader):
+            if index != 5:
+                run.step(batch)
+
+
+def own_loader(run):
+    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
+
+
+def own_loader_after_an_epoch(run):
+    run.epoch()
+    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
+
+
+def step_after_the_loop(run):
+    for batch in run.loader:
+        last = batch
+    run.step(last)
+
+
+def two_iterators_at_once(run):
+    for batch, _ in zip(run.loader, run.loader, strict=True):
+        run.step(batch)
+
+
+def evaluation_on_the_private_loader_mid_epoch(run):
+    for batch in run.loader:
+        run.step(batch)
+        with torch.no_grad():
+            for features, _ in run.loader:
+                run.model(features)
+
+
+def half_of_every_batch(run):
+    for features, labels in run.loader:
+        run.step((features[:5], labels[:5]))
+
+
+def batch_twice_in_one_step(run):
+    for features, labels in run.loader:
+        run.step((torch.cat([features, features]), torch.cat([labels, labels])))
+
+
+def gradient_accumulation(run):
+    for index, (features, labels) in enumerate(run.loader):
+        run.criterion(run.model(features), labels).backward()
+        if index % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def no_zero_grad(run):
+    for features, labels in run.loader:
+        run.criterion(run.model(features), labels).backward()
+        run.optimizer.step()
+
+
+def two_passes_in_one_step(run):
+    # Row i of the gradient then mixes two records.
+    features, labels = next(iter(run.loader))
+    flipped = run.criterion(run.model(features.flip(0)), labels.flip(0))
+    (flipped + run.criterion(run.model(features), labels)).backward()
+    run.optimizer.step()
+
+
+def memory_manager_left_early(run):
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
+        ) as pieces:
+            for batch in itertools.islice(pieces, 6):  # two logical batches
+                run.step(batch)
+
+
+def memory_manager_piece_skipped(run):
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for index, batch in enumerate(pieces):
+            if index != 2:
+                run.step(batch)
+
+
+# Row 3: the update rule.
+
+
+def second_group_without_decay(run):
+    group = run.optimizer.param_groups[0]
+    bias = group["params"].pop()
+    run.optimizer.param_groups.append({**group, "params": [bias], "weight_decay": 0.0})
+    run.epoch()
+
+
+def momentum_mid_run(run):
+    run.epoch()
+    run.optimizer.param_groups[0]["momentum"] = 0.9
+    run.epoch()
+
+
+def maximize_mid_run(run):
+    run.epoch()
+    run.optimizer.param_groups[0]["maximize"] = True
+    run.epoch()
+
+
+def other_base_optimizer(run):
+    run.optimizer.original_optimizer = torch.optim.Adam(run.model.parameters())
+    run.epoch()
+
+
+def same_kind_of_base_optimizer(run):
+    run.optimizer.original_optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
+    run.epoch()
+
+
+def step_hook_inside_sgd(run):
+    run.optimizer.original_optimizer.register_step_pre_hook(lambda *_: None)
+    run.epoch()
+
+
+# Rows 4 and 5: another loss, longer features.
+
+
+def sum_instead_of_mean(run):
+    run.criterion = nn.CrossEntropyLoss(reduction="sum")
+    run.epoch()
+
+
+def scaled_loss(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        (5 * run.criterion(run.model(features), labels)).backward()
+        run.optimizer.step()
+
+
+def features_too_long(run):
+    for features, labels in run.loader:
+        run.step((1.001 * features, labels))
+
+
+def not_a_number(run):
+    for features, labels in run.loader:
+        run.step((features * float("nan"), labels))
+
+
+# Rows 10 and 11: precision and the set of parameters.
+
+
+def parameters_to_bfloat16(run):
+    run.epoch()
+    run.model.to(torch.bfloat16)
+    for features, labels in run.loader:
+        run.step((features.to(torch.bfloat16), labels))
+
+
+def autocast(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = run.model(features)
+        run.criterion(output.float(), labels).backward()
+        run.optimizer.step()
+
+
+def freeze_mid_run(run):
+    run.epoch()
+    run.plain_model.bias.requires_grad_(False)
+    run.epoch()
+
+
+def new_parameter_mid_run(run):
+    run.epoch()
+    run.plain_model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    run.epoch()
+
+
+def add_param_group(run):
+    run.epoch()
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    run.epoch()
+
+
+def load_model_mid_run(run):
+    run.epoch()
+    state = {k: torch.zeros_like(v) for k, v in run.plain_model.state_dict().items()}
+    run.plain_model.load_state_dict(state)
+    run.epoch()
+
+
+def write_through_data(run):
+    run.epoch()
+    run.plain_model.weight.data.mul_(0.5)  # does not raise the tensor's version counter
+    run.epoch()
+
+
+def averaged_weights_kept(run):
+    average = AveragedModel(run.plain_model)
+    run.epoch()
+    average.update_parameters(run.plain_model)
+    run.epoch()
+    average.update_parameters(run.plain_model)
+    run.plain_model.load_state_dict(average.module.state_dict())
+    run.epoch()
+
+
+def base_step_directly(run):
+    for batch in run.loader:
+        run.step(batch)
+        run.optimizer.original_optimizer.step()
+
+
+def pre_step_and_base_step(run):
+    for batch in run.loader:
+        run.backward(batch)
+        run.optimizer.pre_step()
+        run.optimizer.original_optimizer.step()
+
+
+# Row 14: hooks, scalers, copies, settings.
+
+
+def second_step_hook(run):
+    run.optimizer.attach_step_hook(lambda optimizer: None)
+    run.epoch()
+
+
+def step_hook_overwritten(run):
+    run.epoch()
+    run.optimizer.step_hook = lambda optimizer: None
+    run.epoch()
+
+
+def grad_scaler(run):
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in run.loader:
+        run.optimizer.zero_grad()
+        features, labels = batch
+        scaler.scale(run.criterion(run.model(features), labels)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
+def deep_copy_of_the_optimizer(run):
+    copy.deepcopy(run.optimizer)
+
+
+def pickle_of_the_optimizer(run):
+    torch.save(run.optimizer, io.BytesIO())
+
+
+def step_recorded_twice(run):
+    run.epoch()
+    run.engine.accountant.recorders[0].step(
+        noise_multiplier=2.0, learning_rate=0.5, clip_norm=2.1, batch_index=0, batch_rows=10
+    )
+    run.epoch()
+
+
+def divisor_changed(run):
+    run.epoch()
+    run.optimizer.expected_batch_size = 5
+    run.epoch()
+
+
+def no_noise_for_a_piece(run):
+    # The clip norm changes between two pieces of one logical batch.
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for index, batch in enumerate(pieces):
+            run.optimizer.max_grad_norm = 2.1 + index % 2
+            run.step(batch)
+
+
+def clip_norm_into_the_margin(run):
+    run.epoch()
+    run.optimizer.max_grad_norm = run.optimizer.context.lipschitz
+    run.epoch()
+
+
+def eval_mode(run):
+    run.model.eval()
+    run.epoch()
+
+
+def exception_swallowed(run):
+    for features, labels in run.loader:
+        try:
+            run.step((2 * features, labels))
+        except hsa.UnsupportedRunError:
+            run.step((features, labels))
+
+
+def interrupted_step(run):
+    run.epoch()
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    run.optimizer.original_optimizer.step = fail
+    try:
+        run.epoch()
+    except KeyboardInterrupt:
+        del run.optimizer.original_optimizer.step
+    run.engine.get_epsilon(DELTA)
+
+
+def old_run_goes_on(run):
+    run.epoch()
+    run.engine.make_private(
+        module=run.model,
+        optimizer=run.optimizer,
+        data_loader=run.loader,
+        noise_multiplier=1.0,
+        max_grad_norm=2.1,
+    )
+    run.epoch()
+
+
+RAISES = [
+    (early_break_and_new_epoch, "step 5 used batch 0, expected batch 4", 4),
+    (next_iter_every_step, "step 2 used batch 0, expected batch 1", 1),
+    (step_twice_on_one_batch, "step 2 used no new batch, expected batch 1", 1),
+    (skip_one_batch, "step 3 used batch 3, expected batch 2", 2),
+    (skip_the_last_batch, "step 6 used batch 0, expected batch 5", 5),
+    (own_loader, "step 1 used no new batch, expected batch 0", 0),
+    (own_loader_after_an_epoch, "step 7 used no new batch, expected batch 0", 6),
+    (step_after_the_loop, "step 1 used no new batch, expected batch 0", 0),
+    (two_iterators_at_once, "second iterator", 0),
+    (evaluation_on_the_private_loader_mid_epoch, "second iterator", 1),
+    (half_of_every_batch, "step 1 used 5 rows, expected batch_size = 10", 0),
+    (batch_twice_in_one_step, "step 1 used 20 rows, expected batch_size = 10", 0),
+    (gradient_accumulation, "step 1 used batch 1, expected batch 0", 0),
+    (no_zero_grad, "step 2: got the gradients of 2 batches, expected 1", 1),
+    (two_passes_in_one_step, "step 1 follows 2 training passes", 0),
+    (memory_manager_left_early, "step 3 used batch 0, expected batch 2", 2),
+    (memory_manager_piece_skipped, "step 2: a piece of a batch", 1),
+    (second_group_without_decay, "weight_decay = 0.1 in group 0 and 0.0 in group 1", 0),
+    (momentum_mid_run, "momentum = 0, got 0.9", 6),
+    (maximize_mid_run, "maximize = False, got True", 6),
+    (other_base_optimizer, "another original_optimizer", 0),
+    (same_kind_of_base_optimizer, "another original_optimizer", 0),
+    (step_hook_inside_sgd, "without step hooks", 0),
+    (sum_instead_of_mean, "step 1 has a per-example gradient of norm", 0),
+    (scaled_loss, "step 1 has a per-example gradient of norm", 0),
+    (features_too_long, "step 1 used features of norm 1.001", 0),
+    (not_a_number, "step 1 used features of norm nan", 0),
+    (parameters_to_bfloat16, "float32 or float64, got torch.bfloat16", 6),
+    (autocast, "float32 or float64, got torch.bfloat16", 0),
+    (freeze_mid_run, r"step 7 trains \['weight'\]", 6),
+    (add_param_group, "step 7 optimizes 3 parameters, expected the 2", None),
+    (load_model_mid_run, "changed outside the private optimizer after step 6", 6),
+    (write_through_data, "changed outside the private optimizer after step 6", 6),
+    (averaged_weights_kept, "changed outside the private optimizer after step 12", 12),
+    (base_step_directly, "changed outside the private optimizer after step 1", 1),
+    (pre_step_and_base_step, "step 1 used batch 1, expected batch 0", 0),
+    (second_step_hook, "single slot", 0),
+    (step_hook_overwritten, "step 7 has another step_hook", 6),
+    (grad_scaler, "GradScaler", 0),
+    (deep_copy_of_the_optimizer, "cannot be copied", 0),
+    (pickle_of_the_optimizer, "cannot be copied", 0),
+    (step_recorded_twice, "took 6 steps, but 7 are recorded", 7),
+    (divisor_changed, "step 7 uses .*'expected_batch_size': 5", 6),
+    (no_noise_for_a_piece, "step 1 clips to 2.1 and then uses 3.1", 0),
+    (clip_norm_into_the_margin, r"max_grad_norm >= 2.00000", 6),
+    (exception_swallowed, "An earlier step of this run was refused", 0),
+    (interrupted_step, "step 7 was interrupted", None),
+    (old_run_goes_on, "This run ended when make_private was called again", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "text", "steps"), RAISES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_different_loop_raises(make_run, loop, text, steps):
+    run = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loop(run)
+    if steps is not None:
+        assert run.steps == steps
+
+
+@pytest.mark.parametrize("loop", [eval_mode, new_parameter_mid_run])
+def test_a_loop_that_opacus_refuses(make_run, loop):
+    run = make_run()
+    with pytest.raises((ValueError, AttributeError)):
+        loop(run)
+    assert run.steps in (0, 6)
+
+
+def test_a_parameter_outside_the_forward_pass_is_noticed(make_run):
+    run = make_run(model=nn.Sequential(nn.Identity(), nn.Linear(5, 3)))
+    run.epoch()
+    run.plain_model[0].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 7 trains \['0.extra', '1.weight'"):
+        run.epoch()
+
+
+def test_a_frozen_parameter_with_an_old_gradient_is_noticed(make_run):
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model(torch.ones(1, 5)).sum().backward()
+    model[0].requires_grad_(False)
+    loss = hsa.LossGeometry.softmax_cross_entropy(10.0, bias=True)
+    run = make_run(model=model, loss_geometry=loss, feature_norm=10.0)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1 would move a frozen parameter"):
+        for features, labels in run.loader:  # the loop's zero_grad would clear it
+            run.criterion(run.model(features), labels).backward()
+            run.optimizer.step()
+
+
+def test_memory_manager_tail_with_workers(make_run):
+    run = make_run(loader={"num_workers": 1, "prefetch_factor": 4})
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for index, batch in enumerate(pieces):
+            if index != 9:  # the workers are already done with the epoch
+                run.step(batch)
+    with pytest.raises(hsa.UnsupportedRunError, match="1 pieces of this epoch were announced"):
+        run.engine.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetching_workers_do_not_move_the_cursor(make_run, workers):
+    run = make_run(loader={"num_workers": workers})
+    run.epoch()
+    for batch in itertools.islice(run.loader, 2):
+        run.step(batch)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 9 used batch 0, expected batch 2"):
+        run.epoch()
+
+
+def test_memory_manager_with_workers_left_early(make_run):
+    run = make_run(loader={"num_workers": 2})
+    with pytest.raises(hsa.UnsupportedRunError, match="step 3 used batch 0, expected batch 2"):
+        memory_manager_left_early(run)
+
+
+# Loops that differ in a way that the event can express.
+
+
+def plain(run):
+    run.epoch()
+    run.epoch()
+    return {"num_steps": 12}
+
+
+def learning_rate_schedule(run):
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 4, 0.5)
+    for batch in run.loader:
+        run.step(batch)
+        scheduler.step()
+    return {"num_steps": 6, "learning_rate": [0.5] * 4 + [0.25] * 2}
+
+
+def decay_changed(run):
+    run.epoch()
+    run.optimizer.param_groups[0]["weight_decay"] = 0.0
+    run.epoch()
+    return {"num_steps": 12, "weight_decay": [0.1] * 6 + [0.0] * 6}
+
+
+def noise_changed(run):
+    run.epoch()
+    run.optimizer.noise_multiplier = 1.0
+    run.epoch()
+    return {"num_steps": 12, "noise_multiplier": [2.0] * 6 + [1.0] * 6}
+
+
+def noise_changed_between_backward_and_step(run):
+    for batch in run.loader:
+        run.backward(batch)
+        run.optimizer.noise_multiplier = 1.0
+        run.optimizer.step()
+        run.optimizer.noise_multiplier = 100.0  # after the noise was drawn
+    return {"num_steps": 6, "noise_multiplier": 1.0}
+
+
+def clip_norm_changed(run):
+    run.epoch()
+    run.optimizer.max_grad_norm = 1.0
+    run.epoch()
+    return {"num_steps": 12, "clip_norm": [2.1] * 6 + [1.0] * 6}
+
+
+def memory_manager(run):
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
+        ) as pieces:
+            assert len(pieces) == 15
+            run.epoch(pieces)
+    return {"num_steps": 12}
+
+
+def closure(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+
+        def evaluate(features=features, labels=labels):
+            loss = run.criterion(run.model(features), labels)
+            loss.backward()
+            return loss
+
+        run.optimizer.step(evaluate)
+    return {"num_steps": 6}
+
+
+def evaluation_in_between(run):
+    for batch in run.loader:
+        run.step(batch)
+        run.model.eval()
+        run.model(batch[0])
+        run.model.train()
+        with torch.no_grad():
+            run.model(batch[0])
+    with torch.no_grad():
+        for features, _ in run.loader:  # between epochs the private loader is free
+            run.model(features)
+    run.epoch()
+    return {"num_steps": 12}
+
+
+def weights_swapped_and_restored(run):
+    for batch in run.loader:
+        run.step(batch)
+        state = copy.deepcopy(run.plain_model.state_dict())
+        run.plain_model.load_state_dict({k: 0 * v for k, v in state.items()})
+        run.plain_model.load_state_dict(state)
+    return {"num_steps": 6}
+
+
+def releases(run):
+    run.epoch()
+    run.engine.release()
+    run.engine.release()
+    run.epoch()
+    return {"num_steps": 12, "release_steps": (6,)}
+
+
+def looked_at_one_batch_first(run):
+    next(iter(run.loader))
+    run.epoch()
+    return {"num_steps": 6}
+
+
+ACCOUNTED = [
+    plain,
+    learning_rate_schedule,
+    decay_changed,
+    noise_changed,
+    noise_changed_between_backward_and_step,
+    clip_norm_changed,
+    memory_manager,
+    closure,
+    evaluation_in_between,
+    weights_swapped_and_restored,
+    releases,
+    looked_at_one_batch_first,
+]
+
+
+@pytest.mark.parametrize("loop", ACCOUNTED, ids=lambda loop: loop.__name__)
+def test_what_happened_is_accounted(make_run, loop):
+    run = make_run()
+    declared = hsa.LastIterateDpEvent(
+        noise_multiplier=2.0,
+        learning_rate=0.5,
+        clip_norm=2.1,
+        batch_size=10,
+        dataset_size=60,
+        num_steps=1,
+        batch_order="cyclic",
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
+        weight_decay=0.1,
+    )
+    event = attrs.evolve(declared, **loop(run))
+    assert run.engine.privacy_event == event
+    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == expected
+    assert run.engine.get_epsilon(delta=DELTA) == expected
+
+
+def test_epsilon_is_refused_for_a_model_that_is_not_the_last_iterate(make_run):
+    run = make_run()
+    run.epoch()
+    best = copy.deepcopy(run.plain_model.state_dict())
+    run.epoch()
+    run.plain_model.load_state_dict(best)  # best-checkpoint selection
+    for ask in (run.engine.get_epsilon, run.engine.report):
+        with pytest.raises(hsa.UnsupportedRunError, match="after step 12"):
+            ask(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="after step 12"):
+        run.engine.release()

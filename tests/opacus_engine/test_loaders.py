@@ -1,0 +1,162 @@
+import logging
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+from hidden_state_adapters.opacus import FixedOrderBatchSampler
+from hidden_state_adapters.opacus.cursor import BatchCursor
+from hidden_state_adapters.opacus.loaders import fixed_order, private_loader
+
+
+def numbers(size):
+    return TensorDataset(torch.arange(size))
+
+
+def deal(loader, order=BatchOrder.CYCLIC):
+    indices, batch_size = fixed_order(loader, order)
+    return private_loader(loader, indices, batch_size, BatchCursor(len(indices) // batch_size))
+
+
+def batches(loader):
+    return [batch[0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_batches_in_every_epoch(workers):
+    loader = deal(DataLoader(numbers(12), batch_size=4, num_workers=workers))
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert batches(loader) == batches(loader) == expected
+    assert len(loader) == 3
+    assert isinstance(loader.batch_sampler, BatchSampler)
+
+
+def test_the_cursor_moves_on_yield_in_the_main_process():
+    loader = deal(DataLoader(numbers(12), batch_size=2, num_workers=2, persistent_workers=True))
+    cursor = loader.batch_sampler.cursor
+    for _ in range(2):
+        for index, _ in enumerate(loader):
+            assert cursor.take() == (index, False)
+        assert cursor.take() == (None, False)
+
+
+def test_options_of_the_loader_are_kept():
+    def collate(rows):
+        return [torch.stack([row[0] for row in rows]) + 100]
+
+    def init(worker):
+        pass
+
+    loader = deal(
+        DataLoader(
+            numbers(4), batch_size=2, collate_fn=collate, num_workers=1, worker_init_fn=init,
+            timeout=30, prefetch_factor=3, persistent_workers=True,
+        )
+    )  # fmt: skip
+    assert batches(loader) == [[100, 101], [102, 103]]
+    assert (loader.worker_init_fn, loader.timeout, loader.prefetch_factor) == (init, 30, 3)
+    assert loader.persistent_workers
+
+
+def test_batch_size_that_does_not_divide(caplog):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"divides the 10 records, got 4.*drop_last"):
+        deal(DataLoader(numbers(10), batch_size=4))
+    with caplog.at_level(logging.INFO, "hidden_state_accountants"):
+        loader = deal(DataLoader(numbers(10), batch_size=4, drop_last=True))
+    assert batches(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [record.message for record in caplog.records] == [
+        "drop_last=True: batches of 4 use the first 8 of 10 records; dataset_size is 8"
+    ]
+    with pytest.raises(hsa.UnsupportedRunError, match="Lower the batch size"):
+        deal(DataLoader(numbers(3), batch_size=4, drop_last=True))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_full_is_one_batch_of_everything(shuffle):
+    loader = deal(DataLoader(numbers(10), batch_size=4, shuffle=shuffle), BatchOrder.FULL)
+    assert batches(loader) == [list(range(10))]
+
+
+def test_explicit_orders():
+    order = [3, 1, 2, 0]
+    assert batches(deal(DataLoader(numbers(4), batch_size=2, sampler=order))) == [[3, 1], [2, 0]]
+    subset = Subset(numbers(9), [8, 7, 0, 1])
+    loader = deal(DataLoader(subset, batch_size=2))
+    assert batches(loader) == [[8, 7], [0, 1]]
+    assert batches(deal(loader)) == [[8, 7], [0, 1]]  # a private loader is fine again
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (lambda: DataLoader(numbers(4), batch_size=2, shuffle=True), "shuffle=False"),
+        (
+            lambda: DataLoader(numbers(4), batch_size=2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+            "WeightedRandomSampler",
+        ),
+        (
+            lambda: DataLoader(numbers(4), batch_size=2, sampler=SequentialSampler(numbers(3))),
+            "SequentialSampler",
+        ),
+        (
+            lambda: DataLoader(
+                numbers(4), batch_sampler=[[0, 1], [1, 2]]
+            ),
+            "batch_sampler=list",
+        ),
+        (lambda: DataLoader(numbers(4), batch_size=None), "batch_sampler=NoneType"),
+        (lambda: DataLoader(Stream(), batch_size=2), "IterableDataset"),
+        (lambda: DataLoader(numbers(4), batch_size=2, sampler=[0, 1, 1, 2]), "index twice"),
+        (lambda: DataLoader(Subset(numbers(4), [0, 0]), batch_size=2), "index twice"),
+        (
+            lambda: DataLoader(Subset(Subset(numbers(4), [1, 1, 2]), [0, 1]), batch_size=2),
+            "index twice",
+        ),
+        (lambda: DataLoader(ConcatDataset([(d := numbers(2)), d]), batch_size=2), "same data set"),
+    ],
+)  # fmt: skip
+def test_orders_that_are_refused(loader, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        deal(loader())
+
+
+def test_full_refuses_a_sampler_that_repeats():
+    sampler = RandomSampler(numbers(4), replacement=True)
+    with pytest.raises(hsa.UnsupportedRunError, match="RandomSampler"):
+        deal(DataLoader(numbers(4), batch_size=4, sampler=sampler), BatchOrder.FULL)
+
+
+def test_an_abandoned_pass_cannot_go_on():
+    loader = deal(DataLoader(numbers(12), batch_size=2))
+    first = iter(loader)
+    next(first)
+    assert len(batches(loader)) == 6
+    with pytest.raises(hsa.UnsupportedRunError, match="second iterator"):
+        next(first)
+
+
+def test_a_pass_can_start_in_the_middle():
+    cursor = BatchCursor(3)
+    cursor.first_batch = 1
+    sampler = FixedOrderBatchSampler(range(6), 2, cursor)
+    assert list(sampler) == [[2, 3], [4, 5]]
+    assert list(sampler) == [[2, 3], [4, 5]]  # still no step was taken
+    cursor.take()
+    assert list(sampler) == [[0, 1], [2, 3], [4, 5]]
