@@ -55,7 +55,7 @@ TARGETS = {
 def test_constants_hold_for_torch_gradients(criterion):
     """Gradients of single records, and their differences at random pairs of parameters."""
     torch.manual_seed(0)
-    norm, n = 1.5, 400
+    norm, n = 1.5, 200
     model = nn.Linear(4, 3 if isinstance(criterion, nn.CrossEntropyLoss) else 1).double()
     loss = auto_loss_geometry(model, criterion, norm)
     features = torch.randn(n, 4, dtype=torch.float64)

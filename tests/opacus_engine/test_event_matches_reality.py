@@ -455,10 +455,10 @@ def test_a_frozen_parameter_with_an_old_gradient_is_noticed(make_run):
     model[0].requires_grad_(False)
     loss = hsa.LossGeometry.softmax_cross_entropy(10.0, bias=True)
     run = make_run(model=model, loss_geometry=loss, feature_norm=10.0)
+    features, labels = next(iter(run.loader))
+    run.criterion(run.model(features), labels).backward()  # zero_grad would clear the old gradient
     with pytest.raises(hsa.UnsupportedRunError, match="step 1 would move a frozen parameter"):
-        for features, labels in run.loader:  # the loop's zero_grad would clear it
-            run.criterion(run.model(features), labels).backward()
-            run.optimizer.step()
+        run.optimizer.step()
 
 
 def test_memory_manager_tail_with_workers(make_run):

@@ -108,7 +108,7 @@ class Stream(IterableDataset):
     [
         (lambda: DataLoader(numbers(4), batch_size=2, shuffle=True), "shuffle=False"),
         (
-            lambda: DataLoader(numbers(4), batch_size=2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+            lambda: DataLoader(numbers(2), batch_size=2, sampler=WeightedRandomSampler([1.0], 2)),
             "WeightedRandomSampler",
         ),
         (

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import dp_accounting
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
@@ -22,9 +20,9 @@ from hidden_state_accountants import (
     UnsupportedRunError,
 )
 from hidden_state_adapters.opacus.stock_run import StockRun
+from hidden_state_adapters.opacus.undeclared import Row, undeclared_guarantee
 
 MECHANISM = "hidden_state"
-_Row = tuple[float, float, int]
 
 
 def _nothing() -> None:
@@ -131,7 +129,7 @@ class HiddenStateAccountant(IAccountant):
     # What Opacus calls.
 
     @property
-    def history(self) -> list[_Row]:
+    def history(self) -> list[Row]:
         """Rows (noise multiplier, sample rate, steps), as of Opacus' own accountants."""
         rows = list(self._history)
         for recorder in self.recorders:
@@ -145,13 +143,14 @@ class HiddenStateAccountant(IAccountant):
         return rows
 
     @history.setter
-    def history(self, rows: list[_Row]) -> None:
+    def history(self, rows: list[Row]) -> None:
         if any(recorder.num_steps for recorder in self.recorders):
             raise ValueError(
                 "Expected no recorded steps when history is overwritten, got some: spent budget is "
                 "never forgotten. Use a fresh accountant."
             )
-        self._history: list[_Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
+        self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
+        self._is_written = bool(self._history)  # a question (calibration), not a training run
 
     def __len__(self) -> int:
         return sum(steps for _, _, steps in self.history)
@@ -167,11 +166,12 @@ class HiddenStateAccountant(IAccountant):
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
                 "direct call of step(), which does not say enough about the step."
             )
-        last = self._history[-1] if self._history else (math.nan, math.nan, 0)
-        if last[:2] == (noise_multiplier, sample_rate):
-            self._history[-1] = (*last[:2], last[2] + 1)
+        self._is_written = False
+        row = float(noise_multiplier), float(sample_rate)
+        if self._history and self._history[-1][:2] == row:
+            self._history[-1] = (*row, self._history[-1][2] + 1)
         else:
-            self._history.append((float(noise_multiplier), float(sample_rate), 1))
+            self._history.append((*row, 1))
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
         """The hook that records a step of one optimizer; see `IAccountant`."""
@@ -216,40 +216,32 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
+        if self._history:
+            self._warn_undeclared()
+            return undeclared_guarantee(tuple(self._history)).epsilon(delta)
         return self._composed().get_epsilon(delta)
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything recorded."""
+        if self._history:
+            return undeclared_guarantee(tuple(self._history))
         return self._composed().guarantee
 
     def _composed(self) -> LastIterateAccountant:
         for _, check in self._runs:
             check()
         recorders = [recorder for recorder in self.recorders if recorder.num_steps]
-        key = (
-            tuple((id(r), r.num_steps, r.release_steps) for r in recorders),
-            tuple(self._history),
-        )
+        key = tuple((id(r), r.num_steps, r.release_steps) for r in recorders)
         if self._cache is None or self._cache[0] != key:
-            self._cache = key, self._compose(recorders)
-        return self._cache[1]
-
-    def _compose(self, recorders: list[RunRecorder]) -> LastIterateAccountant:
-        if not self._history:
             accountant = LastIterateAccountant(self.neighboring_relation)
             for recorder in recorders:
                 accountant.compose(recorder.event())
-            return accountant
-        self._warn_undeclared()
-        accountant = LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-        for noise, rate, steps in self._history:
-            if steps:
-                accountant.compose(_poisson_event(noise, rate), steps)
-        return accountant
+            self._cache = key, accountant
+        return self._cache[1]
 
     def _warn_undeclared(self) -> None:
-        if not self._has_warned:
+        if not self._has_warned and not self._is_written:
             self._has_warned = True
             warnings.warn(
                 "No run was declared: epsilon is that of composition under Poisson sampling (every "
@@ -257,7 +249,7 @@ class HiddenStateAccountant(IAccountant):
                 "engine.accountant.declare_run(batch_order=..., dataset_size=..., batch_size=..., "
                 "loss_geometry=...) before training.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def state_dict(self, destination: Any = None) -> Any:
@@ -293,6 +285,7 @@ class HiddenStateAccountant(IAccountant):
             if state_dict["history"] and self._runs:
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
             self.history = state_dict["history"]
+            self._is_written = False
             return
         current = self._runs[-1:]
         for run, _ in current:
@@ -305,15 +298,6 @@ class HiddenStateAccountant(IAccountant):
                     "0. Use HiddenStatePrivacyEngine, whose loader goes on where it was."
                 )
         self._runs = [(_restored(state), _nothing) for state in stored] + current
-
-
-def _poisson_event(noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
-    if noise_multiplier == 0:
-        return dp_accounting.NonPrivateDpEvent()
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    if sample_rate >= 1:
-        return gaussian
-    return dp_accounting.PoissonSampledDpEvent(sample_rate, gaussian)
 
 
 def _template(state: Mapping[str, Any]) -> LastIterateDpEvent:

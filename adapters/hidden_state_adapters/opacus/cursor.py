@@ -101,7 +101,7 @@ class BatchCursor:
         """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
         if self._has_taken and (self._left_out or (self._is_exhausted and self._pieces)):
             raise UnsupportedRunError(
-                f"{len(self._pieces)} pieces of this epoch were announced, but no step was taken on "
-                "them. Step once per piece that BatchMemoryManager delivers; with workers, ask for "
-                "epsilon at the end of an epoch."
+                f"{len(self._pieces)} pieces of this epoch were announced, but no step was taken "
+                "on them. Step once per piece that BatchMemoryManager delivers; with workers, ask "
+                "for epsilon at the end of an epoch."
             )

@@ -1,0 +1,525 @@
+import logging
+import math
+import re
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.guarantee import Status
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.optimizer_checks import project_on_ball
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+
+
+def numpy_softmax_loop(model, features, labels, *, epochs, b, lr, decay, clip, radius=math.inf):
+    """x <- P_R((1 - lr*wd) x - lr/b * sum clip(g)) on all parameters as one vector."""
+    weight, bias = (p.detach().numpy().astype(float) for p in model.parameters())
+    x, y = features.numpy().astype(float), labels.numpy()
+    for step in range(epochs * (len(x) // b)):
+        rows = slice(step * b % len(x), step * b % len(x) + b)
+        logits = x[rows] @ weight.T + bias
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        p[np.arange(b), y[rows]] -= 1
+        gradient = np.concatenate([p[:, :, None] * x[rows][:, None, :], p[:, :, None]], axis=2)
+        norms = np.linalg.norm(gradient.reshape(b, -1), axis=1)
+        factor = np.minimum(1, clip / (norms + 1e-6))
+        total = np.einsum("i,ijk->jk", factor, gradient)
+        weight = (1 - lr * decay) * weight - lr / b * total[:, :-1]
+        bias = (1 - lr * decay) * bias - lr / b * total[:, -1]
+        norm = math.sqrt((weight**2).sum() + (bias**2).sum())
+        weight, bias = (part * min(1.0, radius / norm) for part in (weight, bias))
+    return weight, bias
+
+
+@pytest.mark.parametrize("pieces", [None, 3])
+@pytest.mark.parametrize("radius", [None, 0.2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_trajectory_is_that_of_the_event(make_run, dataset, dtype, tolerance, radius, pieces):
+    features, labels = dataset.tensors[0].to(dtype), dataset.tensors[1]
+    model = nn.Linear(5, 3).to(dtype)
+    with torch.no_grad():
+        model.weight.mul_(0.1)
+        model.bias.mul_(0.1)
+    start = nn.Linear(5, 3).to(dtype)
+    start.load_state_dict(model.state_dict())
+    run = make_run(
+        model=model,
+        loader={"dataset": TensorDataset(features, labels)},
+        noise_multiplier=0.0,
+        max_grad_norm=0.6,
+        projection_radius=radius,
+        sgd={"lr": 1.5},
+    )
+    for _ in range(3):
+        if pieces is None:
+            run.epoch()
+        else:
+            with BatchMemoryManager(
+                data_loader=run.loader, max_physical_batch_size=pieces, optimizer=run.optimizer
+            ) as loader:
+                run.epoch(loader)
+    weight, bias = numpy_softmax_loop(
+        start, features, labels, epochs=3, b=10, lr=1.5, decay=0.1, clip=0.6,
+        radius=radius or math.inf,
+    )  # fmt: skip
+    np.testing.assert_allclose(run.plain_model.weight.detach().numpy(), weight, atol=tolerance)
+    np.testing.assert_allclose(run.plain_model.bias.detach().numpy(), bias, atol=tolerance)
+    if radius is not None:
+        assert math.hypot(np.linalg.norm(weight), np.linalg.norm(bias)) == pytest.approx(radius)
+        joint = math.sqrt(sum(float((p.detach().double() ** 2).sum()) for p in model.parameters()))
+        assert joint <= radius
+    assert run.engine.get_epsilon(DELTA) == math.inf
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_noise_of_a_step(make_run, reduction):
+    lr, noise, clip, b = 0.5, 3.0, 2.1, 10
+    if reduction == "sum":
+        lr /= b
+    run = make_run(
+        sgd={"lr": lr, "weight_decay": 0.0},
+        noise_multiplier=noise,
+        criterion=nn.CrossEntropyLoss(reduction=reduction),
+        loss_reduction=reduction,
+    )
+    moves = []
+    for _ in range(100):
+        for features, labels in run.loader:
+            before = [p.detach().clone() for p in run.plain_model.parameters()]
+            run.step((features, labels))
+            clipped = [p.summed_grad for p in run.optimizer.params]
+            scale = lr / b if reduction == "mean" else lr
+            for p, old, gradient in zip(run.optimizer.params, before, clipped, strict=True):
+                moves.append((p.detach() - old + scale * gradient).flatten())
+    draws = torch.cat(moves)
+    event = run.engine.privacy_event
+    assert event.learning_rate == pytest.approx(0.5)
+    expected = 0.5 * noise * clip / b
+    assert float(draws.std()) == pytest.approx(expected, rel=4 / math.sqrt(2 * len(draws)))
+    assert abs(float(draws.mean())) < 4 * expected / math.sqrt(len(draws))
+
+
+def test_sum_and_mean_have_one_event(make_run):
+    mean = make_run()
+    total = make_run(
+        sgd={"lr": 0.05, "weight_decay": 1.0},
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        loss_reduction="sum",
+    )
+    for run in (mean, total):
+        run.epoch()
+    assert total.engine.privacy_event == mean.engine.privacy_event
+
+
+def test_full_batches(make_run):
+    run = make_run(batch_order="full", loader={"shuffle": True}, max_grad_norm=1.0)
+    for _ in range(3):
+        run.epoch()
+    batch = next(iter(run.loader))
+    for _ in range(2):  # the one batch may be kept
+        run.step(batch)
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=60, dataset_size=60,
+        num_steps=5, batch_order="full", weight_decay=0.1,
+        loss=LossGeometry.softmax_cross_entropy(1.0, bias=True),
+    )  # fmt: skip
+    assert run.engine.privacy_event == event
+    assert run.engine.get_epsilon(DELTA) == hsa.LastIterateAccountant().compose(event).get_epsilon(
+        DELTA
+    )
+
+
+@pytest.mark.parametrize("relation", list(NeighboringRelation))
+def test_relations(make_run, relation):
+    run = make_run(
+        engine=HiddenStatePrivacyEngine(neighboring_relation=relation), batch_order="full"
+    )
+    run.epoch()
+    expected = hsa.LastIterateAccountant(relation).compose(run.engine.privacy_event)
+    assert run.engine.get_epsilon(DELTA) == expected.get_epsilon(DELTA)
+    assert f"neighboring relation: {relation.name}" in run.engine.report(DELTA)
+
+
+def test_add_or_remove_needs_full_batches(make_run):
+    engine = HiddenStatePrivacyEngine(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+    with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
+        make_run(engine=engine)
+
+
+def test_drop_last_uses_fewer_records(make_run):
+    run = make_run(loader={"batch_size": 25, "drop_last": True})
+    run.epoch()
+    event = run.engine.privacy_event
+    assert (event.batch_size, event.dataset_size, event.num_steps) == (25, 50, 2)
+
+
+def test_the_divisor_is_the_batch_size(make_run):
+    assert make_run(loader={"batch_size": 15}).optimizer.expected_batch_size == 15
+
+
+def sgd_of(*groups):
+    def make(model):
+        parameters = dict(model.named_parameters())
+        return torch.optim.SGD(
+            [{**g, "params": [parameters[n] for n in g["params"]]} for g in groups], lr=0.5
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "text"),
+    [
+        (lambda m: torch.optim.Adam(m.parameters()), "got Adam"),
+        (lambda m: torch.optim.AdamW(m.parameters()), "got AdamW"),
+        (lambda m: type("MySGD", (torch.optim.SGD,), {})(m.parameters(), lr=1.0), "got MySGD"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9), "momentum = 0"),
+        (
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9, nesterov=True),
+            "momentum = 0",
+        ),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, dampening=0.5), "dampening = 0"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, maximize=True), "maximize = False"),
+        (sgd_of({"params": ["weight"]}, {"params": ["bias"], "lr": 0.1}), "lr = 0.5 in group 0"),
+        (sgd_of({"params": ["weight"]}), "bias is missing"),
+        (
+            lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.zeros(1))], lr=0.5),
+            "got 1 others",
+        ),
+        (lambda m: torch.optim.SGD(m.bfloat16().parameters(), lr=0.5), "torch.bfloat16"),
+        (lambda m: torch.optim.SGD(m.half().parameters(), lr=0.5), "torch.float16"),
+    ],
+)
+def test_optimizers_that_are_refused(make_run, make_optimizer, text):
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        make_run(model=model, optimizer=make_optimizer(model))
+
+
+def test_equal_groups_and_frozen_parameters_are_fine(make_run):
+    model = nn.Linear(5, 3)
+    group = {"weight_decay": 0.1}
+    optimizer = sgd_of({"params": ["weight"], **group}, {"params": ["bias"], **group})(model)
+    run = make_run(model=model, optimizer=optimizer)
+    run.epoch()
+    model = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 3))
+    loss = LossGeometry.softmax_cross_entropy(10.0, bias=True)
+    run = make_run(model=model, loss_geometry=loss, feature_norm=10.0)
+    run.epoch()
+    assert run.engine.privacy_event.num_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"batch_order": "shuffled_once"}, hsa.UnsupportedRunError, '"cyclic" and "full"'),
+        ({"batch_order": "no such order"}, hsa.UnsupportedRunError, '"cyclic" and "full"'),
+        ({"poisson_sampling": True}, hsa.UnsupportedRunError, "Leave it out"),
+        ({"max_batch_size": 20}, hsa.UnsupportedRunError, "max_batch_size = None"),
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "optimizer_class = None"),
+        ({"clipping": "per_layer"}, hsa.UnsupportedRunError, 'clipping = "flat"'),
+        ({"clipping": "adaptive"}, hsa.UnsupportedRunError, 'clipping = "flat"'),
+        ({"grad_sample_mode": "ghost"}, hsa.UnsupportedRunError, "grad_sample_mode"),
+        ({"grad_sample_mode": "ew"}, hsa.UnsupportedRunError, "grad_sample_mode"),
+        ({"no_such_argument": 1}, TypeError, "no_such_argument"),
+        ({"projection_radius": 0.1}, hsa.UnsupportedRunError, "inside the ball"),
+        ({"projection_radius": -1.0}, ValueError, "projection_radius > 0"),
+        ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
+        ({"loss_geometry": "convex"}, TypeError, "LossGeometry"),
+        ({"max_grad_norm": 2.0}, hsa.UnsupportedRunError, r"2.00002|2.00003"),
+        ({"max_grad_norm": 2.0000001}, hsa.UnsupportedRunError, "Raise max_grad_norm"),
+        ({"sgd": {"lr": 5.0, "weight_decay": 0.2}}, ValueError, "weight_decay < 1"),
+        ({"loader": {"shuffle": True}}, hsa.UnsupportedRunError, "shuffle=False"),
+        ({"loader": {"batch_size": 7}}, hsa.UnsupportedRunError, "divides the 60 records"),
+        ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, hsa.UnsupportedRunError, "mean"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(make_run, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_run(**arguments)
+
+
+def test_a_refused_call_leaves_the_model_as_it_was(make_run):
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError):
+        make_run(model=model, poisson_sampling=True)
+    make_run(model=model).epoch()
+
+
+def test_feature_norm_needs_a_loss_and_one_linear_layer(make_run):
+    engine = HiddenStatePrivacyEngine()
+    with pytest.raises(hsa.UnsupportedRunError, match="feature_norm = None"):
+        make_run(
+            engine=engine,
+            model=nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)),
+            loss_geometry=LossGeometry.smooth(1.0),
+        )
+
+
+def test_clip_norm_just_above_the_bound_is_inactive(make_run):
+    run = make_run(max_grad_norm=2.0001)
+    run.epoch()
+    event = run.engine.privacy_event
+    assert event.loss.lipschitz == 2.0 < event.clip_norm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level", "text"),
+    [
+        ({"loss_geometry": None}, logging.WARNING, "no contraction: epsilon equals composition"),
+        (
+            {"batch_order": "full", "sgd": {"weight_decay": 0.0}},
+            logging.WARNING,
+            "no contraction: epsilon equals composition",
+        ),
+        (
+            {"max_grad_norm": 1.0, "sgd": {"weight_decay": 0.0}},
+            logging.WARNING,
+            r"no contraction: one step stretches distances by up to c = 1\.\d+; after 10 epochs",
+        ),
+        (
+            {"sgd": {"weight_decay": 0.0}},  # amplification by iteration: c = 1 with six batches
+            logging.INFO,
+            r"no contraction: one step stretches distances by up to c = 1; after 10 epochs",
+        ),
+        ({}, None, ""),
+        ({"sgd": {"weight_decay": 0.0}, "projection_radius": 5.0}, None, ""),
+    ],
+)  # fmt: skip
+def test_one_line_before_training(make_run, caplog, arguments, level, text):
+    with caplog.at_level(logging.INFO, "hidden_state_accountants"):
+        make_run(loader={"batch_size": 60 if "batch_order" in arguments else 10}, **arguments)
+    records = [r for r in caplog.records if r.name == "hidden_state_accountants"]
+    assert [record.levelno for record in records] == ([] if level is None else [level])
+    if level is not None:
+        assert re.match(text, records[0].message)
+        assert "\n" not in records[0].message
+
+
+def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
+    run = make_run(
+        model=nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), loss_geometry=None
+    )
+    run.epoch()
+    run.epoch()
+    mu = math.sqrt(2) / 2.0  # two epochs, noise multiplier 2
+    expected = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(1 / mu))
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-3)
+    assert run.engine.accountant.guarantee.mu == pytest.approx(mu)
+    assert "unknown (no loss geometry declared)" in run.engine.report(DELTA)
+
+
+def test_report_and_assumptions(make_run):
+    run = make_run(projection_radius=5.0)
+    for _ in range(2):
+        for batch in run.loader:
+            run.step(batch)
+            if run.steps == 3:
+                run.engine.release()
+    text = run.engine.report(DELTA)
+    assert 10 <= len(text.splitlines()) <= 14
+    for part in (
+        f"epsilon = {run.engine.get_epsilon(DELTA):.4f} at delta = 1e-05",
+        "REPLACE_SPECIAL",
+        "Theorem A",
+        "c = 0.95",
+        "12 steps x 10 of 60 records, cyclic (2 epochs)",
+        "epsilon if every iterate were released: ",
+        "and after steps 3",
+        "radius 5",
+        "noise/sensitivity 2.1",  # noise 2 * 2.1 on a sum that a record moves by at most 2
+        "per-example gradient norms at most 2",
+        "feature norms at most 1",
+    ):
+        assert part in text, part
+    by_status = {status: [] for status in Status}
+    for assumption in run.engine.assumptions:
+        assert isinstance(assumption, hsa.Assumption)
+        by_status[assumption.status].append(assumption.text)
+    assert any("ball of radius 5" in text for text in by_status[Status.CHECKED])
+    assert not any("projected" in text for text in by_status[Status.DECLARED])
+    assert any("number of steps" in text for text in by_status[Status.DECLARED])
+    assert any("LossGeometry" in text for text in by_status[Status.DECLARED])
+
+
+def test_before_the_first_step(make_run):
+    run = make_run()
+    assert run.engine.get_epsilon(DELTA) == 0
+    with pytest.raises(ValueError, match="at least one step"):
+        run.engine.report(DELTA)
+    with pytest.raises(ValueError, match="at least one step"):
+        _ = run.engine.privacy_event
+    with pytest.raises(hsa.UnsupportedRunError, match="make_private first"):
+        HiddenStatePrivacyEngine().release()
+
+
+def test_releases_cost(make_run):
+    silent, open_ = make_run(), make_run()
+    for _ in range(2):
+        silent.epoch()
+        for batch in open_.loader:
+            open_.step(batch)
+            open_.engine.release()
+    event = silent.engine.privacy_event
+    composed = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(
+        event.as_composition()
+    )
+    assert silent.engine.get_epsilon(DELTA) < open_.engine.get_epsilon(DELTA)
+    assert open_.engine.get_epsilon(DELTA) == pytest.approx(composed.get_epsilon(DELTA), rel=1e-9)
+
+
+def test_two_runs_on_one_engine_compose(make_run):
+    first = make_run()
+    first.epoch()
+    second = make_run(
+        engine=first.engine, model=first.model, optimizer=first.optimizer, noise_multiplier=3.0
+    )
+    second.epoch()
+    second.epoch()
+    event = second.engine.privacy_event
+    assert isinstance(event, dp_accounting.ComposedDpEvent)
+    assert [(e.num_steps, e.noise_multiplier) for e in event.events] == [(6, 2.0), (12, 3.0)]
+    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+    assert second.engine.get_epsilon(DELTA) == expected
+    assert "(2 runs)" in second.engine.report(DELTA)
+
+
+@pytest.mark.parametrize("arguments", [{"wrap_model": False}, {"grad_sample_mode": "functorch"}])
+def test_ways_to_get_per_example_gradients(make_run, arguments):
+    run = make_run(noise_multiplier=0.0, **arguments)
+    if "wrap_model" in arguments:
+        run.model = run.plain_model
+    usual = make_run(noise_multiplier=0.0)
+    for each in (run, usual):
+        each.epoch()
+    assert run.engine.privacy_event == usual.engine.privacy_event
+    for a, b in zip(run.plain_model.parameters(), usual.plain_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_noise_generator_is_used(make_run):
+    weights = []
+    for _ in range(2):
+        run = make_run(noise_generator=torch.Generator().manual_seed(7))
+        torch.rand(3)
+        run.epoch()
+        weights.append(run.plain_model.weight.detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stop", [2, 6, 9])
+def test_checkpoint_goes_on_where_it_was(make_run, tmp_path, stop):
+    arguments = {"noise_multiplier": 0.0, "projection_radius": 5.0}
+    whole, first, second = make_run(**arguments), make_run(**arguments), make_run(**arguments)
+    for _ in range(3):
+        whole.epoch()
+    taken = 0
+    while taken < stop:
+        for batch in first.loader:
+            first.step(batch)
+            taken += 1
+            if taken == stop:
+                break
+    first.engine.release()
+    path = tmp_path / "checkpoint.pt"
+    first.engine.save_checkpoint(path=path, module=first.model, optimizer=first.optimizer)
+    torch.load(path, weights_only=True)
+    second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
+    assert second.engine.get_epsilon(DELTA) == first.engine.get_epsilon(DELTA)
+    while second.steps < 18:
+        second.epoch()
+    assert second.engine.privacy_event.num_steps == 18
+    assert second.engine.privacy_event.release_steps == (stop,)
+    for a, b in zip(whole.plain_model.parameters(), second.plain_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_checkpoints_that_do_not_fit(make_run, tmp_path):
+    run = make_run()
+    run.epoch()
+    path = tmp_path / "checkpoint.pt"
+    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    with pytest.raises(ValueError, match="run without steps, got one with 6"):
+        run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    run.epoch()  # nothing was overwritten
+    other = make_run(loader={"batch_size": 15})
+    with pytest.raises(ValueError, match="batch_size = 15, got 10"):
+        other.engine.load_checkpoint(path=path, module=other.model, optimizer=other.optimizer)
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+        other.epoch()
+    fresh = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match="module of the current run"):
+        fresh.engine.load_checkpoint(path=path, module=run.model)
+    fresh.engine.accountant.load_state_dict(torch.load(path)["privacy_accountant_state_dict"])
+    with pytest.raises(hsa.UnsupportedRunError, match="took 0 steps, but 6 are recorded"):
+        fresh.epoch()
+
+
+def test_checkpoint_without_a_run_stays_accounted(make_run, tmp_path):
+    run = make_run()
+    run.epoch()
+    path = tmp_path / "checkpoint.pt"
+    run.engine.save_checkpoint(path=path, module=run.model)
+    engine = HiddenStatePrivacyEngine()
+    engine.load_checkpoint(path=path, module=run.model)
+    assert engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
+    again = make_run(engine=engine)
+    again.epoch()
+    assert [e.num_steps for e in engine.privacy_event.events] == [6, 6]
+
+
+def test_engine_takes_no_other_accountant_and_does_not_calibrate():
+    with pytest.raises(ValueError, match="accountant = 'hidden_state'"):
+        HiddenStatePrivacyEngine(accountant="prv")
+    with pytest.raises(hsa.UnsupportedRunError, match="calibrate_dp_mechanism"):
+        HiddenStatePrivacyEngine().make_private_with_epsilon(target_epsilon=1.0)
+
+
+def test_several_processes_are_refused(make_run, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected one process, got 2"):
+        make_run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_projection_is_joint_and_inside(dtype):
+    torch.manual_seed(0)
+    for scale in (0.1, 1.0, 50.0):
+        params = [nn.Parameter(scale * torch.randn(40, 30, dtype=dtype)) for _ in range(3)]
+        before = torch.cat([p.detach().double().flatten() for p in params])
+        project_on_ball(params, 7.0)
+        after = torch.cat([p.detach().double().flatten() for p in params])
+        assert float(after.norm()) <= 7.0
+        expected = before * min(1.0, 7.0 / float(before.norm()))
+        torch.testing.assert_close(after, expected, rtol=16 * torch.finfo(dtype).eps, atol=0)
+    zeros = [nn.Parameter(torch.zeros(3))]
+    project_on_ball(zeros, 1.0)
+    assert torch.equal(zeros[0], torch.zeros(3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu(make_run):
+    model = nn.Linear(5, 3).cuda()
+    run = make_run(model=model, projection_radius=5.0)
+    for _ in range(2):
+        for features, labels in run.loader:
+            run.step((features.cuda(), labels.cuda()))
+    assert run.engine.privacy_event.num_steps == 12
+    assert run.engine.get_epsilon(DELTA) < math.inf
+    features, labels = next(iter(run.loader))
+    with pytest.raises(hsa.UnsupportedRunError, match="features of norm"):
+        run.step((2 * features.cuda(), labels.cuda()))
