@@ -236,6 +236,12 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ({"projection_radius": 0.1}, hsa.UnsupportedRunError, "inside the ball"),
         ({"projection_radius": -1.0}, ValueError, "projection_radius > 0"),
+        ({"projection_radius": "1"}, TypeError, "projection_radius"),
+        (
+            {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": -1.0},
+            ValueError,
+            "feature_norm > 0",
+        ),
         ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
         ({"loss_geometry": "convex"}, TypeError, "LossGeometry"),

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -69,6 +70,14 @@ def step_after_the_loop(run):
     for batch in run.loader:
         last = batch
     run.step(last)
+
+
+def own_loader_around_the_private_batches(run):
+    run.epoch(DataLoader(run.loader.dataset, batch_sampler=run.loader.batch_sampler))
+
+
+def copy_of_the_loader(run):
+    run.epoch(copy.deepcopy(run.loader))
 
 
 def two_iterators_at_once(run):
@@ -358,6 +367,37 @@ def interrupted_step(run):
     run.engine.get_epsilon(DELTA)
 
 
+def second_engine_on_the_same_model(run):
+    run.epoch()
+    own = (run.optimizer, run.loader)
+    _, run.optimizer, run.loader = HiddenStatePrivacyEngine().make_private(
+        module=run.model,
+        optimizer=run.optimizer,
+        data_loader=run.loader,
+        noise_multiplier=1.0,
+        max_grad_norm=2.1,
+    )
+    run.epoch()
+    run.optimizer, run.loader = own
+    run.epoch()
+
+
+def piece_of_another_batch(run):
+    batches = iter(run.loader)
+    features, labels = next(batches)
+    run.optimizer.signal_skip_step(True)
+    run.optimizer.signal_skip_step(False)
+    run.step((features[:5], labels[:5]))
+    features, labels = next(batches)
+    run.step((features[5:], labels[5:]))
+
+
+def no_number_as_noise(run):
+    run.epoch()
+    run.optimizer.noise_multiplier = float("nan")
+    run.epoch()
+
+
 def old_run_goes_on(run):
     run.epoch()
     run.engine.make_private(
@@ -379,6 +419,8 @@ RAISES = [
     (own_loader, "step 1 used no new batch, expected batch 0", 0),
     (own_loader_after_an_epoch, "step 7 used no new batch, expected batch 0", 6),
     (step_after_the_loop, "step 1 used no new batch, expected batch 0", 0),
+    (own_loader_around_the_private_batches, "step 1 used no new batch, expected batch 0", 0),
+    (copy_of_the_loader, "step 1 used no new batch, expected batch 0", 0),
     (two_iterators_at_once, "second iterator", 0),
     (evaluation_on_the_private_loader_mid_epoch, "second iterator", 1),
     (half_of_every_batch, "step 1 used 5 rows, expected batch_size = 10", 0),
@@ -418,6 +460,8 @@ RAISES = [
     (clip_norm_into_the_margin, r"max_grad_norm >= 2.00000", 6),
     (exception_swallowed, "An earlier step of this run was refused", 0),
     (interrupted_step, "step 7 was interrupted", None),
+    (second_engine_on_the_same_model, "step 7 follows 7 training passes", 6),
+    (piece_of_another_batch, "step 1: a piece of a batch was delivered", 0),
     (old_run_goes_on, "This run ended when make_private was called again", None),
 ]
 
@@ -431,6 +475,14 @@ def test_a_different_loop_raises(make_run, loop, text, steps):
         loop(run)
     if steps is not None:
         assert run.steps == steps
+
+
+def test_impossible_values_are_not_recorded(make_run):
+    run = make_run()
+    with pytest.raises((ValueError, RuntimeError), match="nan"):
+        no_number_as_noise(run)
+    assert run.steps == 6
+    assert bool(torch.isfinite(run.plain_model.weight).all())
 
 
 @pytest.mark.parametrize("loop", [eval_mode, new_parameter_mid_run])
@@ -546,6 +598,20 @@ def memory_manager(run):
     return {"num_steps": 12}
 
 
+def manual_pieces(run):
+    for features, labels in run.loader:
+        for rows in (slice(0, 3), slice(3, 10)):
+            run.optimizer.signal_skip_step(rows.start == 0)
+            run.step((features[rows], labels[rows]))
+    return {"num_steps": 6}
+
+
+def learning_rate_as_tensor(run):
+    run.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    run.epoch()
+    return {"num_steps": 6}
+
+
 def closure(run):
     for features, labels in run.loader:
         run.optimizer.zero_grad()
@@ -605,6 +671,8 @@ ACCOUNTED = [
     noise_changed_between_backward_and_step,
     clip_norm_changed,
     memory_manager,
+    manual_pieces,
+    learning_rate_as_tensor,
     closure,
     evaluation_in_between,
     weights_swapped_and_restored,

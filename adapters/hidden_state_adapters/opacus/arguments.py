@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ def resolve_loss(
     geometry.check_reduction(criterion, reduction)
     if feature_norm is None:
         return loss_geometry, None
+    _check_positive("feature_norm", feature_norm)
     head = geometry.find_linear_head(module)
     if loss_geometry is None or head is None:
         raise UnsupportedRunError(
@@ -110,8 +112,7 @@ def domain_diameter(module: nn.Module, radius: float | None) -> float:
     """Twice the radius, inf for None; the initial parameters must be inside."""
     if radius is None:
         return math.inf
-    if not (isinstance(radius, int | float) and not isinstance(radius, bool) and radius > 0):
-        raise ValueError(f"Expected projection_radius > 0, got {radius!r}.")
+    _check_positive("projection_radius", radius)
     norm = float(checks.joint_norm([p for p in module.parameters() if p.requires_grad]))
     if not norm <= radius:
         raise UnsupportedRunError(
@@ -120,3 +121,10 @@ def domain_diameter(module: nn.Module, radius: float | None) -> float:
             "radius."
         )
     return 2 * float(radius)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"Expected {name} to be a real number, got {value!r}.")
+    if not float(value) > 0:
+        raise ValueError(f"Expected {name} > 0, got {value!r}.")

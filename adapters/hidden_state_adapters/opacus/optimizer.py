@@ -236,8 +236,8 @@ class HiddenStateOptimizer(DPOptimizer):
                 closure()
         if not self.pre_step():
             return None
-        self._unfinished_step = self._steps_taken + 1
         self._record()
+        self._unfinished_step = self._steps_taken + 1
         result = self.original_optimizer.step()
         if self.context.projection_radius is not None:
             checks.project_on_ball(self.context.parameters.params, self.context.projection_radius)

@@ -82,7 +82,7 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
         radius = context.projection_radius
         checked.append(f"all parameters together projected on the ball of radius {radius:g}")
     declared = (
-        "every gradient belongs to a record of the batch that the loader delivered",
+        "every per-example gradient is that of the loss at one record of the delivered batch",
         "the initial model and the order of the records do not depend on the records",
     )
     return merge_assumptions(

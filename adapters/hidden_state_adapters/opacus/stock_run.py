@@ -109,17 +109,15 @@ class StockRun:
         options = checks.sgd_options(optimizer.original_optimizer)
         for param in params:
             checks.check_precision("parameters", param)
-        rows = None
-        if self._order is not BatchOrder.POISSON:
-            if optimizer._is_last_step_skipped:
-                raise UnsupportedRunError(
-                    f"step {step} used a batch in several pieces, whose rows the accountant cannot "
-                    f"count. {_USE_ENGINE}"
-                )
-            try:
-                rows = checks.gradient_rows(params)
-            except UnsupportedRunError as error:
-                raise UnsupportedRunError(f"step {step} {error}") from None
+        if self._order is not BatchOrder.POISSON and optimizer._is_last_step_skipped:
+            raise UnsupportedRunError(
+                f"step {step} used a batch in several pieces, whose rows the accountant cannot "
+                f"count. {_USE_ENGINE}"
+            )
+        try:
+            rows = checks.gradient_rows(params)
+        except UnsupportedRunError as error:
+            raise UnsupportedRunError(f"step {step}: {error}") from None
         lipschitz = None if self._loss is None else self._loss.lipschitz
         checks.check_clip_margin(float(optimizer.max_grad_norm), lipschitz)
         if lipschitz is not None and rows:
@@ -139,7 +137,7 @@ class StockRun:
             clip_norm=float(optimizer.max_grad_norm),
             learning_rate=options["lr"] * scale,
             weight_decay=options["weight_decay"] / scale,
-            rows=rows,
+            rows=None if self._order is BatchOrder.POISSON else rows,  # maybe one piece of many
         )
 
     def _record(
