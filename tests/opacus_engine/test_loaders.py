@@ -152,6 +152,22 @@ def test_an_abandoned_pass_cannot_go_on():
         next(first)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_passes_at_once_are_refused_whoever_iterates(workers):
+    loader = deal(DataLoader(numbers(8), batch_size=2, num_workers=workers))
+    # The workers have fetched everything by now: only the loader itself can notice.
+    outer = iter(loader)
+    next(outer), next(outer), next(outer)
+    next(iter(loader))
+    with pytest.raises(hsa.UnsupportedRunError, match="second iterator"):
+        next(outer)
+    outer = iter(loader.batch_sampler)  # as BatchMemoryManager does
+    next(outer)
+    next(iter(loader.batch_sampler))
+    with pytest.raises(hsa.UnsupportedRunError, match="second iterator"):
+        next(outer)
+
+
 def test_a_pass_can_start_in_the_middle():
     cursor = BatchCursor(3)
     cursor.first_batch = 1

@@ -268,7 +268,7 @@ class HiddenStateOptimizer(DPOptimizer):
     def _take_batch(self, step: int) -> None:
         index, self._skips_step = _at_step(step, self.context.cursor.take)
         expected = self.context.recorder.expected_batch_index
-        if index != expected or self._batch_index not in (None, index):
+        if index != expected:
             raise UnsupportedRunError(
                 f"step {step} used {'no new batch' if index is None else f'batch {index}'}, "
                 f"expected batch {expected}: every batch of the private loader is used in order, "
