@@ -17,7 +17,11 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
 from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
-from hidden_state_accountants.bounds._taut_string import CyclicTautString, least_mu_squared
+from hidden_state_accountants.bounds._taut_string import (
+    CyclicTautString,
+    least_mu_squared,
+    least_mu_squared_by_position,
+)
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import GaussianCurve, Guarantee
 from hidden_state_accountants.process import (
@@ -110,7 +114,7 @@ class ShiftedInterpolation:
             UnsupportedRunError: A condition of `check` is not met.
         """
         process = noisy_process(event, relation)
-        return self.from_mu_squared(event, relation, max(mu_squared_by_position(process)))
+        return self.from_mu_squared(event, relation, worst_mu_squared(process))
 
     def from_mu_squared(
         self, event: LastIterateDpEvent, relation: NeighboringRelation, mu_squared: float
@@ -125,16 +129,17 @@ class ShiftedInterpolation:
         )
 
 
-def mu_squared_by_position(process: NoisyProcess) -> list[float]:
-    """mu**2 of the positions that can be the worst (theory 1.2).
+def worst_mu_squared(process: NoisyProcess) -> float:
+    """mu**2 of the worst position of the record (theory 1.2).
 
     With constant parameters and one release that is the batch processed last, whatever c is: the
     shifts for it, moved to the left, serve every other position.
     """
-    ends = (*process.release_steps, process.num_steps)
     positions: Sequence[int] = process.positions
-    if process.is_constant and len(ends) == 1 and len(positions) > 1:
-        positions = [(process.num_steps - 1) % process.period]
+    if not process.release_steps:
+        if process.is_constant and len(positions) > 1:
+            positions = [(process.num_steps - 1) % process.period]
+        return float(_segment(process, 0, process.num_steps, positions, only_worst=True).max())
     totals = np.zeros(len(positions))
 
     @functools.cache
@@ -142,31 +147,105 @@ def mu_squared_by_position(process: NoisyProcess) -> list[float]:
         return _segment(process, first_position, first_position + length, positions)
 
     start = 0
-    for end in ends:
+    for end in (*process.release_steps, process.num_steps):
         if process.is_constant:  # equal segments cost the same
             totals += of_shape(start % process.period, end - start)
         else:
             totals += _segment(process, start, end, positions)
         start = end
-    return totals.tolist()
+    return float(totals.max())
 
 
-def _segment(process: NoisyProcess, start: int, stop: int, positions: Sequence[int]) -> np.ndarray:
-    """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release."""
+def _segment(
+    process: NoisyProcess,
+    start: int,
+    stop: int,
+    positions: Sequence[int],
+    *,
+    only_worst: bool = False,
+) -> np.ndarray:
+    """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release.
+
+    With only_worst the largest entry is exact, and the others are at most that.
+    """
     if len(positions) == 1:
         return np.array([_segment_at(process, start, stop, positions[0])])
     # A segment shorter than an epoch holds each record at most once: its own length is the period.
     period = min(process.period, stop - start)
     first = start % process.period
     taut = taut_string(process, period, first if period == process.period else 0)
-    if not feed(taut, process, start, stop):
-        # The domain or the bounded drift helps: windows, one position after the other.
+    if not feed(taut, process, start, stop):  # the domain or the bounded drift helps
+        if _only_batches_reach_the_domain(process, start, stop):
+            return _windows_after_batches(process, start, stop, positions)
+        if only_worst:
+            return _worst_by_windows(process, start, stop, positions)
         return np.array([_segment_at(process, start, stop, p) for p in positions])
     result = np.zeros(len(positions))
     if period == process.period:
         result[:] = taut.mu_squared(positions)
     else:
         result[np.arange(first, first + period) % process.period] = taut.mu_squared(range(period))
+    return result
+
+
+def _anywhere(process: NoisyProcess, start: int, stop: int) -> np.ndarray:
+    """Bound on |X_tau - X'_tau| for any position: tracking by domain and drift alone."""
+    steps = slice(start, stop)
+    known = _known_shift(
+        process.contraction[steps],
+        np.full(stop - start, np.inf),
+        process.drift_contraction[steps],
+        process.drift[steps],
+        process.domain_diameter,
+    )
+    assert known is not None  # the first branch is infinite, the others are not
+    return known
+
+
+def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:
+    """Whether D_t can be cut only by R and only at a step whose batch holds the record."""
+    radius = process.domain_diameter
+    if radius == math.inf:
+        return False
+    steps = slice(start, stop)
+    c = process.contraction[steps]
+    excess = (c - process.drift_contraction[steps]) * radius
+    slack = process.drift[steps] - process.sensitivity[steps]
+    return bool((c <= 1).all() and (excess <= slack).all())
+
+
+def _windows_after_batches(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
+) -> np.ndarray:
+    steps = slice(start, stop)
+    by_position = least_mu_squared_by_position(
+        process.contraction[steps],
+        process.sensitivity[steps],
+        process.noise_std[steps],
+        _anywhere(process, start, stop),
+        period=process.period,
+        first_position=start % process.period,
+    )
+    return np.array([by_position[p] for p in positions])
+
+
+def _worst_by_windows(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
+) -> np.ndarray:
+    """Position by position: one that cannot be the worst costs a window, the others a pass."""
+    steps = slice(start, stop)
+    c, sigma = process.contraction[steps], process.noise_std[steps]
+    anywhere = _anywhere(process, start, stop)
+    result = np.zeros(len(positions))
+    for index in np.argsort([(stop - 1 - p) % process.period for p in positions]):  # last one first
+        position, worst = positions[index], float(result.max())
+        if worst:
+            sensitivity = process.sensitivity_at(position)[steps]
+            bound = least_mu_squared(c, sensitivity, sigma, known_shift=anywhere, enough=worst)
+            if bound <= worst:
+                result[index] = bound
+                continue
+        result[index] = _segment_at(process, start, stop, position)
     return result
 
 

@@ -83,7 +83,7 @@ def test_minimum_over_windows_equals_brute_force(seed):
     process = hsa.process.NoisyProcess(
         c, s, sigma, kappa, drift, diameter, 1, (0,), (), is_constant=False
     )
-    engine = max(hsa.bounds.shifted_interpolation.mu_squared_by_position(process))
+    engine = hsa.bounds.shifted_interpolation.worst_mu_squared(process)
     brute = windows_mu_squared(c, s, sigma, kappa, drift, diameter)
     assert engine == pytest.approx(brute, rel=1e-10)
 

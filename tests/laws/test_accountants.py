@@ -53,14 +53,13 @@ class TestReferenceRun:
 
 def test_chien_and_li_figure_1():
     """K=2, sigma=1, R=1, n=5, eta=0.1, s=0.08: epsilon/alpha after 200 steps."""
-    from hidden_state_accountants.bounds.shifted_interpolation import mu_squared_by_position
+    from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
     from hidden_state_accountants.process import NoisyProcess
 
     for c, expected in ((1.1, 0.27317), (1.0, 0.16006), (0.9, 0.06080)):
         arrays = [np.full(200, value) for value in (c, 0.08, 1.0, 1.0, 0.4)]
         process = NoisyProcess(*arrays, 1.0, 1, (0,), (), is_constant=True)
-        (mu_squared,) = mu_squared_by_position(process)
-        assert mu_squared / 2 == pytest.approx(expected, abs=5e-6)
+        assert worst_mu_squared(process) / 2 == pytest.approx(expected, abs=5e-6)
 
 
 def test_convex_with_a_domain():
@@ -456,3 +455,26 @@ def test_guarantee_rejects_bad_arguments():
         accountant.get_epsilon(-1e-5)
     with pytest.raises(ValueError, match="target_epsilon"):
         accountant.get_delta(math.nan)
+
+
+@pytest.mark.parametrize("seed", range(90))
+def test_worst_position_with_schedules_and_a_domain_or_drift(seed):
+    """Three engines answer for all positions; each equals the answer for one position."""
+    rng = np.random.default_rng(seed)
+    kind = ("convex", "smooth")[seed % 2]  # contracting or not
+    steps = int(rng.integers(1, 40))
+    arguments = {
+        "num_steps": steps,
+        "learning_rate": rng.uniform(0.0, 1.5, steps) * (rng.random(steps) < 0.9),
+        "noise_multiplier": rng.uniform(0.5, 4.0, steps),
+        "weight_decay": float(rng.choice([0.0, 0.3])),
+        "domain_diameter": float(rng.choice([0.1, 0.5, 2.0, math.inf])),
+        "loss": getattr(hsa.LossGeometry, kind)(float(rng.uniform(0, 1.2)), lipschitz=1.0),
+        "release_steps": [int(rng.integers(1, steps))] if steps > 1 and seed % 3 == 0 else [],
+    }
+
+    def mu(position):
+        event = cyclic_run(**arguments, record_position=position)
+        return hsa.ShiftedInterpolationAccountant().compose(event).guarantee.mu
+
+    assert mu(None) == pytest.approx(max(map(mu, range(4))), rel=1e-11)
