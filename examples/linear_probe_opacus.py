@@ -13,7 +13,6 @@ import math
 import numpy as np
 import torch
 from dp_accounting import NeighboringRelation
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 from opacus.accountants import create_accountant
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 TRAIN_RECORDS = 1500
 CLASSES = 10

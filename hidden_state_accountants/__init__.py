@@ -14,6 +14,7 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
 from hidden_state_accountants.accountants import (
     LastIterateAccountant,
     ShiftedInterpolationAccountant,
+    compose_guarantees,
 )
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -43,5 +44,6 @@ __all__ = [
     "ShiftedInterpolationAccountant",
     "UnsupportedRunError",
     "clipped_update_lipschitz",
+    "compose_guarantees",
     "shifted_gdp_mu",
 ]

@@ -28,7 +28,10 @@ def real(
     """Returns `value` as a float, or raises TypeError / ValueError that names the argument."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise TypeError(f"Expected {name} to be a real number, got {value!r}.{_hint(remedy)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if minimum is not None:
         rule, holds = f"{name} >= {minimum:g}", number >= minimum
     elif above is not None:
@@ -65,6 +68,21 @@ def integer(
         raise ValueError(f"Expected {name} >= {minimum}, got {number}.{_hint(remedy)}")
     if maximum is not None and number > maximum:
         raise ValueError(f"Expected {name} <= {maximum}, got {number}.{_hint(remedy)}")
+    return number
+
+
+LARGEST = 1e75
+"""Hyper-parameters lie in [1/LARGEST, LARGEST] or are 0, so that no product leaves a double."""
+
+
+def magnitude(name: str, value: Any, *, positive: bool = False) -> float:
+    """Returns a hyper-parameter whose products with others neither under- nor overflow."""
+    number = real(name, value, above=0) if positive else real(name, value, minimum=0)
+    if number != 0 and not 1 / LARGEST <= number <= LARGEST:
+        raise ValueError(
+            f"Expected {name} between {1 / LARGEST:g} and {LARGEST:g}"
+            f"{'' if positive else ', or 0'}, got {number!r}."
+        )
     return number
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -29,6 +29,7 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import (
     Curve,
+    CurveWithDelta,
     GaussianCurve,
     Guarantee,
     merge_assumptions,
@@ -37,6 +38,7 @@ from hidden_state_accountants.standard import (
     StandardCurve,
     StockEvent,
     gaussian_event_mu,
+    has_zero_noise,
     read_standard_event,
 )
 
@@ -55,8 +57,12 @@ class _Ledger:
     def curve(self) -> Curve:
         mu_squared = self.gaussian_mu_squared
         standard = list(self.standard)
+        extra = 0.0
         for guarantee, count in self.guarantees:
             curve = guarantee.curve
+            if isinstance(curve, CurveWithDelta):
+                extra += count * curve.extra
+                curve = curve.curve
             if isinstance(curve, StandardCurve):
                 mu_squared += count * curve.gaussian_mu**2
                 standard += [attrs.evolve(p, count=count * p.count) for p in curve.events]
@@ -64,9 +70,43 @@ class _Ledger:
                 assert curve.mu is not None
                 mu_squared += count * curve.mu**2
         mu = math.sqrt(mu_squared) if self.is_private else math.inf
-        if not standard or mu == math.inf:
-            return GaussianCurve(mu)
-        return StandardCurve(tuple(standard), gaussian_mu=mu)
+        total: Curve = GaussianCurve(mu)
+        if standard and mu < math.inf:
+            total = StandardCurve(tuple(standard), gaussian_mu=mu)
+        return CurveWithDelta(total, extra) if extra and mu < math.inf else total
+
+    def guarantee(self, relation: NeighboringRelation, curve: Curve) -> Guarantee:
+        guarantees = [guarantee for guarantee, _ in self.guarantees]
+        if self == _Ledger(guarantees=self.guarantees[:1]) and [n for _, n in self.guarantees] == [
+            1
+        ]:
+            return guarantees[0]
+        theorems = list(dict.fromkeys(guarantee.theorem for guarantee in guarantees))
+        if self.gaussian_mu_squared or self.standard:
+            theorems.append("dp-accounting events")
+        if not self.is_private:
+            theorems.append("a non-private event")
+        return Guarantee(
+            curve=curve,
+            neighboring_relation=relation,
+            theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
+            assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
+            alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
+        )
+
+
+def compose_guarantees(
+    guarantees: Sequence[Guarantee], neighboring_relation: NeighboringRelation
+) -> Guarantee:
+    """The guarantee of several runs together, each with its own guarantee under the relation."""
+    for guarantee in guarantees:
+        if guarantee.neighboring_relation is not neighboring_relation:
+            raise ValueError(
+                f"Expected guarantees for {neighboring_relation.name}, got one for "
+                f"{guarantee.neighboring_relation.name}."
+            )
+    ledger = _Ledger(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
+    return ledger.guarantee(neighboring_relation, ledger.curve())
 
 
 class _LastIterateBase(dp_accounting.PrivacyAccountant):
@@ -78,6 +118,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         super().__init__(_validate.neighboring_relation(neighboring_relation))
         self._state = _Ledger()
         self._curve: Curve = self._state.curve()
+        self._checked: tuple[Any, ...] | None = None
 
     def _run_guarantee(self, event: LastIterateDpEvent) -> Guarantee:
         raise NotImplementedError
@@ -102,9 +143,15 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             raise UnsupportedRunError(str(error)) from None
 
     def _maybe_compose(self, event: dp_accounting.DpEvent, count: int, do_compose: bool) -> Any:
-        state = self._state
+        if do_compose and self._checked is not None:
+            checked, checked_count, before, state, curve = self._checked
+            self._checked = None
+            if checked is event and checked_count == count and before is self._state:
+                self._state, self._curve = state, curve  # what the dry run of `compose` computed
+                return None
         if not do_compose:  # `supports` asks with count 0; the ledger rejects a negative count
             count = max(count, 0)
+        state = self._state
         for leaf, leaf_count in _leaves(event, count):
             outcome = self._with(state, leaf, leaf_count)
             if isinstance(outcome, str):
@@ -114,10 +161,15 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             curve = state.curve()
         except ValueError as error:
             return _Details(event, f"{error}, together with what is composed already")
-        if count and isinstance(curve, StandardCurve):
-            curve.evaluate()
+        if count:
+            try:
+                curve.epsilon(1e-5)  # does the work now: a stock accountant may choke on an event
+            except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
+                return _Details(event, f"dp-accounting rejects it: {error!r}")
         if do_compose:
             self._state, self._curve = state, curve
+        else:
+            self._checked = (event, count, self._state, state, curve)
         return None
 
     def _with(self, state: _Ledger, leaf: dp_accounting.DpEvent, count: int) -> _Ledger | str:
@@ -126,7 +178,10 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         if isinstance(leaf, dp_accounting.NonPrivateDpEvent):
             return attrs.evolve(state, is_private=False)
         if isinstance(leaf, dp_accounting.GaussianDpEvent):
-            mu = gaussian_event_mu(leaf, self.neighboring_relation)
+            try:
+                mu = gaussian_event_mu(leaf, self.neighboring_relation)
+            except (TypeError, ValueError) as error:
+                return str(error)
             total = state.gaussian_mu_squared + (count * mu**2 if count else 0.0)
             return attrs.evolve(state, gaussian_mu_squared=total)
         if isinstance(leaf, LastIterateDpEvent):
@@ -135,6 +190,8 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             except UnsupportedRunError as error:
                 return str(error)
             return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
+        if has_zero_noise(leaf):
+            return attrs.evolve(state, is_private=False)
         part = read_standard_event(leaf, count, self.neighboring_relation)
         if isinstance(part, str):
             return part
@@ -162,24 +219,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything composed, with theorem and assumptions."""
-        state = self._state
-        guarantees = [guarantee for guarantee, _ in state.guarantees]
-        if len(guarantees) == 1 and attrs.evolve(state, guarantees=()) == _Ledger():
-            (guarantee, count) = state.guarantees[0]
-            if count == 1:
-                return guarantee
-        theorems = list(dict.fromkeys(guarantee.theorem for guarantee in guarantees))
-        if state.gaussian_mu_squared or state.standard:
-            theorems.append("dp-accounting events")
-        if not state.is_private:
-            theorems.append("a non-private event")
-        return Guarantee(
-            curve=self._curve,
-            neighboring_relation=self.neighboring_relation,
-            theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
-            assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
-            alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
-        )
+        return self._state.guarantee(self.neighboring_relation, self._curve)
 
 
 def _leaves(

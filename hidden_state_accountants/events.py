@@ -20,6 +20,7 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from scipy import stats
 
 from hidden_state_accountants import _validate
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -28,6 +29,8 @@ from hidden_state_accountants.schedule import Schedule, per_step
 
 SCHEMA = 1
 """Version of the dictionary form."""
+
+_NOT_CLIPPED = "none"  # TOML has no null, and a missing key must not change the mechanism
 
 
 class BatchOrder(enum.Enum):
@@ -76,11 +79,11 @@ def unmet_relation(order: BatchOrder, relation: NeighboringRelation) -> str | No
     return None
 
 
-def _to_schedule(value: Any) -> Any:
-    if isinstance(value, Schedule) or value is None:
-        return value
+def _to_schedule(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return value.item()
     if isinstance(value, np.ndarray | list | tuple | range):
-        return Schedule.from_sequence(value)
+        return Schedule.from_sequence(value, name)
     return value
 
 
@@ -117,7 +120,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         domain_diameter: Diameter (twice the radius of a ball) of the convex set that contains x_0
             and on which every iterate is projected.
         release_steps: The steps (1..T-1) after which the iterate is released as well.
-        max_batch_size: POISSON only: the loader drops records beyond this size.
+        max_batch_size: POISSON only: the loader drops records, uniformly, beyond this size. A
+            record can then displace another one, which costs a little extra delta.
         record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
             record in question; None is the worst.
 
@@ -127,15 +131,15 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             (learning_rate * weight_decay >= 1).
     """
 
-    noise_multiplier: float | Schedule = attrs.field(converter=_to_schedule)
-    learning_rate: float | Schedule = attrs.field(converter=_to_schedule)
-    clip_norm: float | Schedule | None = attrs.field(converter=_to_schedule)
+    noise_multiplier: float | Schedule = attrs.field()
+    learning_rate: float | Schedule = attrs.field()
+    clip_norm: float | Schedule | None = attrs.field()
     batch_size: int = attrs.field()
     dataset_size: int = attrs.field()
     num_steps: int = attrs.field()
     batch_order: BatchOrder = attrs.field()
     loss: LossGeometry | None = None
-    weight_decay: float | Schedule = attrs.field(default=0.0, converter=_to_schedule)
+    weight_decay: float | Schedule = 0.0
     domain_diameter: float = math.inf
     release_steps: tuple[int, ...] = ()
     max_batch_size: int | None = None
@@ -170,11 +174,12 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         self._check_decay()
 
     def _scheduled(self, name: str, *, positive: bool = False) -> float | Schedule:
-        value = getattr(self, name)
+        value = _to_schedule(name, getattr(self, name))
+        small_is_zero = name == "weight_decay"  # 1 - learning_rate * weight_decay rounds to 1
         if not isinstance(value, Schedule):
-            if positive:
-                return _validate.real(name, value, above=0)
-            return _validate.real(name, value, minimum=0)
+            if small_is_zero:
+                return _validate.real(name, value, minimum=0)
+            return _validate.magnitude(name, value, positive=positive)
         if value.num_steps != self.num_steps:
             raise ValueError(
                 f"Expected {name} to cover num_steps = {self.num_steps} steps, "
@@ -182,6 +187,9 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             )
         if positive and min(value.values) <= 0:
             raise ValueError(f"Expected {name} > 0 at every step, got {min(value.values)!r}.")
+        if not small_is_zero:
+            _validate.magnitude(name, min(filter(None, value.values), default=1.0))
+            _validate.magnitude(name, max(value.values))
         return value.values[0] if len(value.values) == 1 else value
 
     def _released(self) -> tuple[int, ...]:
@@ -290,7 +298,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             neighboring_relation: The relation that the guarantee is for.
 
         Raises:
-            UnsupportedRunError: No standard event is proven to dominate the run.
+            UnsupportedRunError: No standard event is proven to dominate the run (among them POISSON
+                batches with a cap: `LastIterateAccountant` adds its delta).
         """
         relation = _validate.neighboring_relation(neighboring_relation)
         order = self.batch_order
@@ -304,7 +313,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         return self._fixed_composition(relation)
 
     def _effective_noise(self, relation: NeighboringRelation) -> np.ndarray:
-        """Noise std over sensitivity of the steps, NaN-free: 0/0 cannot happen, C_t > 0."""
+        """Noise std over sensitivity of the steps; infinite where the gradient bound is 0."""
         sensitivity = sensitivity_in_clip_norms(self.batch_order, relation) * self.gradient_bound()
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(sensitivity > 0, self.noise_std_on_sum() / sensitivity, np.inf)
@@ -314,6 +323,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         with np.errstate(divide="ignore"):
             cost = np.where(self.per_step("learning_rate") > 0, noise**-2.0, 0.0)
         period = 1 if self.batch_order is BatchOrder.FULL else self.batches_per_epoch
+        period = min(period, max(self.num_steps, (self.record_position or 0) + 1))
         padded = np.zeros(-(-self.num_steps // period) * period)
         padded[: self.num_steps] = cost
         epochs = padded.reshape(-1, period)
@@ -336,6 +346,11 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
 
     def _sampled_composition(self, relation: NeighboringRelation) -> dp_accounting.DpEvent:
         if self.batch_order is BatchOrder.POISSON:
+            if self.cap_delta(relation) > 0:
+                raise UnsupportedRunError(
+                    f"No standard event covers batches that are cut at max_batch_size = "
+                    f"{self.max_batch_size}: there a record can displace another one."
+                )
             if relation is NeighboringRelation.REPLACE_ONE:
                 raise UnsupportedRunError(
                     "No standard event that every dp-accounting version evaluates is proven to "
@@ -364,9 +379,23 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             return dp_accounting.NoOpDpEvent()
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
+    def cap_delta(self, relation: NeighboringRelation) -> float:
+        """Bound on the probability that the cap on POISSON batches ever acts: an additional delta.
+
+        T * P(Binomial(n - 1, q) >= max_batch_size), n the size of the larger data set; 0 without a
+        cap. While the cap does not act the run is one without a cap.
+        """
+        if self.max_batch_size is None:
+            return 0.0
+        others = self.dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
+        tail = stats.binom.sf(self.max_batch_size - 1, others, self.batch_size / self.dataset_size)
+        return min(1.0, self.num_steps * float(tail))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML types with a schema number; defaults are left out."""
         result: dict[str, Any] = {"schema": SCHEMA, "type": type(self).__name__}
+        if self.clip_norm is None:
+            result["clip_norm"] = _NOT_CLIPPED
         for field in attrs.fields(type(self)):
             value = getattr(self, field.name)
             if value is None or (field.default is not attrs.NOTHING and value == field.default):
@@ -393,7 +422,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 arguments[name] = _construct(Schedule, name, arguments[name])
         if arguments.get("loss") is not None:
             arguments["loss"] = _construct(LossGeometry, "loss", arguments["loss"])
-        arguments.setdefault("clip_norm", None)
+        if arguments.get("clip_norm") == _NOT_CLIPPED:
+            arguments["clip_norm"] = None
         return _construct(cls, cls.__name__, arguments)
 
     def __repr__(self) -> str:

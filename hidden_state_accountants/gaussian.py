@@ -16,6 +16,7 @@ import numpy as np
 from scipy import optimize, special
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+_FAR = 40.0  # log Phi(-40) < log of the smallest double
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 
 
@@ -54,7 +55,7 @@ def delta_from_mu(mu: float, epsilon: float) -> float:
     """
     if mu == math.inf:
         return 1.0
-    if mu == 0 or epsilon == math.inf:
+    if mu == 0 or epsilon / mu > mu / 2 + _FAR:
         return 0.0
     return min(1.0, math.exp(log_delta_at(mu / 2 - epsilon / mu, mu)))
 

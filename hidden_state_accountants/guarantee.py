@@ -95,6 +95,31 @@ class GaussianCurve:
 
 
 @attrs.frozen
+class CurveWithDelta:
+    """A curve that holds except with probability `extra`, which adds to every delta."""
+
+    curve: Curve
+    extra: float
+
+    @property
+    def mu(self) -> None:
+        """Not Gaussian."""
+        return None
+
+    def epsilon(self, delta: float) -> float:
+        return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
+
+    def delta(self, epsilon: float) -> float:
+        return min(1.0, self.curve.delta(epsilon) + self.extra)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.full(orders.shape, math.inf)
+
+    def to_dpevent(self) -> None:
+        return None
+
+
+@attrs.frozen
 class Guarantee:
     """A proved privacy guarantee of everything that was released.
 
@@ -127,10 +152,10 @@ class Guarantee:
 
     def rdp(self, orders: npt.ArrayLike) -> np.ndarray:
         """Upper bounds, shape as `orders`, on the Renyi divergences of orders > 1."""
-        array = np.asarray(orders, dtype=np.float64)
-        if not (array > 1).all():
+        array = np.asarray(orders)
+        if array.dtype.kind not in "fiu" or not (array > 1).all():
             raise ValueError(f"Expected orders > 1, got {orders!r}.")
-        return self.curve.rdp(array)
+        return self.curve.rdp(array.astype(np.float64))
 
     def to_dpevent(self) -> dp_accounting.DpEvent:
         """A standard event with the same curve, for accountants under ADD_OR_REMOVE_ONE.

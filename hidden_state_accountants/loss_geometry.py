@@ -61,14 +61,17 @@ class LossGeometry:
                 raise ValueError(
                     f"Expected kind to be one of {known}, got {self.kind!r}."
                 ) from None
-        put("smoothness", _validate.real("smoothness", self.smoothness, minimum=0))
+        put(
+            "smoothness",
+            _validate.real("smoothness", self.smoothness, minimum=0, maximum=_validate.LARGEST),
+        )
         put(
             "strong_convexity", _validate.real("strong_convexity", self.strong_convexity, minimum=0)
         )
         put("weak_convexity", _validate.real("weak_convexity", self.weak_convexity, minimum=0))
         put("exponent", _validate.real("exponent", self.exponent, above=0, maximum=1))
         if self.lipschitz is not None:
-            put("lipschitz", _validate.real("lipschitz", self.lipschitz, minimum=0))
+            put("lipschitz", _validate.magnitude("lipschitz", self.lipschitz))
         self._check_kind()
 
     def _check_kind(self) -> None:

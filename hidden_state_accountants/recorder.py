@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dp_accounting import NeighboringRelation
+
 from hidden_state_accountants import _validate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import SCHEMA, BatchOrder, LastIterateDpEvent
@@ -31,18 +33,17 @@ class _Runs:
             self.values.append(value)
             self.lengths.append(1)
 
-    def since(self, start: int) -> float | Schedule:
-        """The values from step start + 1 on."""
-        if len(self.values) == 1:
-            return self.values[0]
-        values, lengths = list(self.values), list(self.lengths)
-        ends = 0
-        for index, length in enumerate(self.lengths):
-            ends += length
-            if ends > start:
-                values, lengths = values[index:], [ends - start, *self.lengths[index + 1 :]]
-                break
-        return Schedule(values, lengths)
+    def since(self, start: int, num_steps: int) -> float | Schedule:
+        """The values of the steps start + 1 to num_steps, the last one."""
+        index, needed = len(self.values), num_steps - start
+        while needed > 0:
+            index -= 1
+            needed -= self.lengths[index]
+        if index == len(self.values) - 1:
+            return self.values[-1]
+        lengths = self.lengths[index:]
+        lengths[0] += needed  # needed <= 0: what the first run holds too much
+        return Schedule(self.values[index:], lengths)
 
 
 class RunRecorder:
@@ -132,37 +133,40 @@ class RunRecorder:
         self._check_batch(batch_index, batch_rows)
         arguments = (noise_multiplier, learning_rate, clip_norm, weight_decay)
         if arguments != self._last:
-            self._validate(*arguments)
+            self._check_values(*arguments)
             self._last = arguments
         for runs, value in zip(self._runs.values(), arguments, strict=True):
             if value is not None:
                 runs.append(float(value))
         self._num_steps += 1
 
-    def _validate(
+    def _check_values(
         self,
         noise_multiplier: float,
         learning_rate: float,
         clip_norm: float | None,
         weight_decay: float,
     ) -> None:
-        values = {
-            "noise_multiplier": _validate.real("noise_multiplier", noise_multiplier, minimum=0),
-            "learning_rate": _validate.real("learning_rate", learning_rate, minimum=0),
-            "weight_decay": _validate.real("weight_decay", weight_decay, minimum=0),
-        }
+        _validate.magnitude("noise_multiplier", noise_multiplier)
+        rate = _validate.magnitude("learning_rate", learning_rate)
+        decay = _validate.real("weight_decay", weight_decay, minimum=0)
+        loss = self._template.loss
         if clip_norm is not None:
-            _validate.real("clip_norm", clip_norm, above=0)
+            _validate.magnitude("clip_norm", clip_norm, positive=True)
+        elif loss is None or loss.lipschitz is None:
+            raise ValueError(
+                "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
+                "the per-example gradient norm, or clip."
+            )
         if self._clips is not None and self._clips is not (clip_norm is not None):
             raise UnsupportedRunError(
                 f"step {self._num_steps + 1} "
                 f"{'clips' if clip_norm is not None else 'does not clip'} gradients, earlier steps "
                 f"{'do' if self._clips else 'do not'}: clip in every step or in none."
             )
-        if values["learning_rate"] * values["weight_decay"] >= 1:
+        if rate * decay >= 1:
             raise ValueError(
-                "Expected learning_rate * weight_decay < 1, got "
-                f"{values['learning_rate'] * values['weight_decay']:g} "
+                f"Expected learning_rate * weight_decay < 1, got {rate * decay:g} "
                 f"at step {self._num_steps + 1}. Lower one of them."
             )
         self._clips = clip_norm is not None
@@ -196,6 +200,11 @@ class RunRecorder:
             self._release_steps.append(self._num_steps)
 
     @property
+    def is_constant(self) -> bool:
+        """Whether no hyper-parameter has changed so far."""
+        return all(len(runs.values) <= 1 for runs in self._runs.values())
+
+    @property
     def release_steps(self) -> tuple[int, ...]:
         """The steps after which `release` was called."""
         return tuple(self._release_steps)
@@ -222,11 +231,17 @@ class RunRecorder:
             domain_diameter=template.domain_diameter,
             max_batch_size=template.max_batch_size,
             release_steps=tuple(step - since for step in self._release_steps if step > since),
-            noise_multiplier=self._runs["noise_multiplier"].since(since),
-            learning_rate=self._runs["learning_rate"].since(since),
-            clip_norm=self._runs["clip_norm"].since(since) if self._clips else None,
-            weight_decay=self._runs["weight_decay"].since(since),
+            noise_multiplier=self._runs["noise_multiplier"].since(since, self._num_steps),
+            learning_rate=self._runs["learning_rate"].since(since, self._num_steps),
+            clip_norm=self._runs["clip_norm"].since(since, self._num_steps)
+            if self._clips
+            else None,
+            weight_decay=self._runs["weight_decay"].since(since, self._num_steps),
         )
+
+    def check_relation(self, relation: NeighboringRelation) -> None:
+        """Raises UnsupportedRunError if no theorem covers the declared order under `relation`."""
+        self._template.as_composition(relation)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types (numbers, strings, lists, dictionaries) that restore the recorder."""
@@ -245,12 +260,17 @@ class RunRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, into a recorder that declares the same run.
+        """Restores what `state_dict` returned, into an empty recorder of the same run.
 
         Raises:
             ValueError: The declared runs differ (the text names the field), the state is damaged,
-                or it has fewer steps than are recorded here: spent budget is never forgotten.
+                or steps are recorded here already: spent budget is never forgotten.
         """
+        if self._num_steps:
+            raise ValueError(
+                f"Expected a recorder without steps, got one with {self._num_steps}: they were "
+                "taken on the data and stay accounted. Restore into a fresh recorder."
+            )
         missing = {"schema", "declared", "num_steps", "release_steps", "runs"} - set(state)
         if missing or state["schema"] != SCHEMA:
             raise ValueError(
@@ -265,22 +285,50 @@ class RunRecorder:
                     f"got {other.get(name)!r}."
                 )
         steps = _validate.integer("num_steps", state["num_steps"], minimum=0)
-        if steps < self._num_steps:
-            raise ValueError(
-                f"Expected a state with at least the {self._num_steps} steps recorded here, "
-                f"got {steps}. The steps in between were taken on the data and stay accounted: "
-                "restore into a fresh recorder and compose both runs."
-            )
-        runs = {}
-        for name in _FIELDS:
-            part = runs[name] = _Runs()
-            part.values = list(state["runs"][name]["values"])
-            part.lengths = list(state["runs"][name]["lengths"])
-            if len(part.values) != len(part.lengths) or sum(part.lengths) not in (
-                (steps, 0) if name == "clip_norm" else (steps,)
-            ):
-                raise ValueError(f"The state is damaged: {name} does not cover {steps} steps.")
-        self._runs, self._num_steps = runs, steps
+        runs = {name: _restored_runs(name, state["runs"].get(name), steps) for name in _FIELDS}
+        releases = [
+            _validate.integer("release_steps", r, minimum=1, maximum=steps)
+            for r in state["release_steps"]
+        ]
+        if releases != sorted(set(releases)):
+            raise ValueError("The state is damaged: release_steps do not ascend.")
+        before = self.__dict__.copy()
+        self._runs, self._num_steps, self._release_steps = runs, steps, releases
         self._clips = bool(runs["clip_norm"].lengths) if steps else None
-        self._last = None
-        self._release_steps = list(state["release_steps"])
+        try:
+            if steps:
+                self.event()  # an impossible value raises
+        except (TypeError, ValueError):
+            self.__dict__.update(before)
+            raise
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RunRecorder:
+        """A recorder of the run that a state declares, with its steps."""
+        declared = LastIterateDpEvent.from_dict(
+            {**state["declared"], "noise_multiplier": 1.0, "learning_rate": 0.0, "clip_norm": 1.0}
+        )
+        recorder = cls(
+            batch_order=declared.batch_order,
+            batch_size=declared.batch_size,
+            dataset_size=declared.dataset_size,
+            loss=declared.loss,
+            domain_diameter=declared.domain_diameter,
+            max_batch_size=declared.max_batch_size,
+        )
+        recorder.load_state_dict(state)
+        return recorder
+
+
+def _restored_runs(name: str, state: Any, steps: int) -> _Runs:
+    runs = _Runs()
+    try:
+        if state["values"] or state["lengths"]:
+            schedule = Schedule(state["values"], state["lengths"])
+            runs.values, runs.lengths = list(schedule.values), list(schedule.lengths)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The state is damaged: {name}: {error}") from error
+    covered = sum(runs.lengths)
+    if covered != steps and not (name == "clip_norm" and covered == 0):
+        raise ValueError(f"The state is damaged: {name} covers {covered} of {steps} steps.")
+    return runs

@@ -13,7 +13,6 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
     feed,
     taut_string,
 )
-from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process import noisy_process, unmet_conditions
 from hidden_state_accountants.recorder import RunRecorder
@@ -48,20 +47,21 @@ class RunningGuarantee:
         """
         key = self._recorder.num_steps, len(self._recorder.release_steps)
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._evaluate(self._recorder.event())
+            self._cached = key, self._evaluate()
         return self._cached[1]
 
-    def _evaluate(self, event: LastIterateDpEvent) -> Guarantee:
-        relation = self._relation
-        if self._is_incremental and event.num_steps > self._consumed:
-            self._is_incremental = self._consume(event.num_steps)
+    def _evaluate(self) -> Guarantee:
+        recorder, relation, steps = self._recorder, self._relation, self._recorder.num_steps
+        if self._is_incremental and steps > self._consumed:
+            self._is_incremental = self._consume(steps)
         if not self._is_incremental or self._taut is None:
-            return best_guarantee(event, relation)
+            return best_guarantee(recorder.event(), relation)
         positions = list(range(len(self._released)))
-        if not event.has_schedules and not event.release_steps:
-            positions = [(event.num_steps - 1) % len(positions)]  # the worst, theory 1.2
+        if recorder.is_constant and not self._released.any():
+            positions = [(steps - 1) % len(positions)]  # the worst, theory 1.2
         mu_squared = self._released[positions] + self._taut.mu_squared(positions)
-        return ShiftedInterpolation().from_mu_squared(event, relation, float(mu_squared.max()))
+        last_step = recorder.event(since=steps - 1)  # declares the same loss and domain
+        return ShiftedInterpolation().from_mu_squared(last_step, relation, float(mu_squared.max()))
 
     def _consume(self, num_steps: int) -> bool:
         """Feeds the new steps; False if the step-by-step engine does not apply."""

@@ -52,9 +52,9 @@ class Schedule:
         object.__setattr__(self, "lengths", tuple(np.add.reduceat(counts, starts).tolist()))
 
     @classmethod
-    def from_sequence(cls, sequence: Iterable[float]) -> Schedule:
-        """Encodes a sequence that holds one value per step."""
-        array = _validate.real_array("schedule", _as_array(sequence), minimum=0.0)
+    def from_sequence(cls, sequence: Iterable[float], name: str = "schedule") -> Schedule:
+        """Encodes a sequence that holds one value per step; errors call it `name`."""
+        array = _validate.real_array(name, _as_array(sequence), minimum=0.0)
         return cls(array, np.ones(len(array), dtype=np.int64))
 
     def to_array(self) -> np.ndarray:

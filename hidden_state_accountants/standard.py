@@ -11,11 +11,15 @@ import numpy as np
 from dp_accounting import NeighboringRelation, pld, rdp
 from dp_accounting.rdp import rdp_privacy_accountant
 
+from hidden_state_accountants import _validate
+
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
 _ORDERS = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, dtype=np.float64)
+# PLDAccountant (0.5.0 to 0.6.0) composes these once, whatever the count.
+_PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
 # Beyond this epsilon the RDP figure is good enough and a PLD takes gigabytes.
 _LARGEST_PLD_EPSILON = 200.0
 
@@ -63,7 +67,9 @@ class StandardCurve:
     def _pld_supports(self) -> bool:
         relations = {part.relation for part in self.events}
         return len(relations) == 1 and all(
-            pld.PLDAccountant(part.relation).supports(part.event) for part in self.events
+            pld.PLDAccountant(part.relation).supports(part.event)
+            and (part.count <= 1 or type(part.event).__name__ not in _PLD_IGNORES_THE_COUNT)
+            for part in self.events
         )
 
     @functools.cached_property
@@ -96,7 +102,9 @@ class StandardCurve:
 
     def delta(self, epsilon: float) -> float:
         if epsilon == math.inf:
-            return 0.0 if self.epsilon(1e-12) < math.inf else 1.0
+            if self._renyi is not None and np.isfinite(self._renyi).any():
+                return 0.0  # a finite divergence leaves no mass at infinity
+            epsilon = 700.0  # delta only falls from there on
         candidates = [1.0]
         if self._renyi is not None:
             compute = rdp_privacy_accountant.compute_delta
@@ -128,10 +136,6 @@ class StandardCurve:
             parts.append(dp_accounting.GaussianDpEvent(1 / self.gaussian_mu))
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
-    def evaluate(self) -> None:
-        """Does the numerical work now, so that an event a stock accountant chokes on is noticed."""
-        self.epsilon(1e-5)
-
 
 @functools.cache
 def pld_doubles_gaussians() -> bool:
@@ -150,10 +154,14 @@ def gaussian_event_mu(event: dp_accounting.GaussianDpEvent, relation: Neighborin
 
     Under REPLACE_ONE the sum moves by two clip norms. (PLDAccountant agrees from 0.5.0 on,
     RdpAccountant does not; google/differential-privacy issue 378.)
+
+    Raises:
+        TypeError, ValueError: The noise multiplier is not a number >= 0.
     """
-    if event.noise_multiplier == 0:
+    noise = _validate.real("noise_multiplier", event.noise_multiplier, minimum=0, allow_inf=True)
+    if noise == 0:
         return math.inf
-    return (2.0 if relation is _REPLACE_ONE else 1.0) / event.noise_multiplier
+    return (2.0 if relation is _REPLACE_ONE else 1.0) / noise
 
 
 def read_standard_event(
@@ -165,34 +173,29 @@ def read_standard_event(
     REPLACE_ONE the sensitivity doubles, which not every stock accountant does by itself: its noise
     is halved here, or the event refused.
     """
-    if relation is _REPLACE_SPECIAL and isinstance(
-        event, dp_accounting.LaplaceDpEvent | dp_accounting.PoissonSampledDpEvent
-    ):
+    event = _with_noise(event, 1.0)
+    name = type(event).__name__
+    if relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
         part = StockEvent(event, count, _ADD_OR_REMOVE)
-    elif relation is not _REPLACE_ONE:
+    elif relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
         part = StockEvent(event, count, relation)
     elif isinstance(event, dp_accounting.LaplaceDpEvent):
-        halved = dp_accounting.LaplaceDpEvent(event.noise_multiplier / 2)
-        part = StockEvent(halved, count, _ADD_OR_REMOVE)
+        part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
     elif isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-        inner = _with_half_the_noise(event.event)
-        if inner is None:
-            return "Only Gaussian events can be sampled without replacement."
-        part = StockEvent(attrs.evolve(event, event=inner), count, relation)
-    elif type(event).__name__ in _READ_RIGHT_UNDER_REPLACE_ONE:
-        part = StockEvent(event, count, relation)
+        part = StockEvent(_with_noise(event, 0.5), count, relation)
     else:
         return (
-            f"{type(event).__name__} under REPLACE_ONE: the stock accountants do not agree on "
-            "its sensitivity. Use REPLACE_SPECIAL."
+            f"{name} under REPLACE_ONE: unknown, or the stock accountants do not agree on its "
+            "sensitivity. Use REPLACE_SPECIAL."
         )
     try:
         StandardCurve((part,))
-    except ValueError:
-        return "Unsupported event: unknown to dp-accounting's PLD and RDP accountants."
+    except ValueError as error:
+        return f"Unsupported event: {error}."
     return part
 
 
+_ADDITIVE_NOISE = ("LaplaceDpEvent", "PoissonSampledDpEvent")
 # Types (some exist from dp-accounting 0.5.0 on) whose stock accounting takes REPLACE_ONE itself.
 _READ_RIGHT_UNDER_REPLACE_ONE = (
     "PoissonSampledDpEvent",
@@ -202,13 +205,28 @@ _READ_RIGHT_UNDER_REPLACE_ONE = (
 )
 
 
-def _with_half_the_noise(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent | None:
-    if isinstance(event, dp_accounting.GaussianDpEvent):
-        return dp_accounting.GaussianDpEvent(event.noise_multiplier / 2)
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        inner = _with_half_the_noise(event.event)
-        return None if inner is None else dp_accounting.SelfComposedDpEvent(inner, event.count)
+def _nested(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
+    """The events inside: those of a composition, or the one that is sampled or repeated."""
     if isinstance(event, dp_accounting.ComposedDpEvent):
-        parts = [_with_half_the_noise(part) for part in event.events]
-        return None if None in parts else dp_accounting.ComposedDpEvent(parts)
-    return None
+        return list(event.events)
+    inner = getattr(event, "event", None)
+    return [inner] if isinstance(inner, dp_accounting.DpEvent) else []
+
+
+def has_zero_noise(event: dp_accounting.DpEvent) -> bool:
+    """Whether a Gaussian or Laplace event somewhere inside adds no noise."""
+    return getattr(event, "noise_multiplier", None) == 0 or any(map(has_zero_noise, _nested(event)))
+
+
+def _with_noise(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:
+    """The event with the noise of its Gaussian and Laplace parts scaled, as a float.
+
+    Stock accountants lose the composition inside a sampled event if a multiplier is an int.
+    """
+    if isinstance(event, dp_accounting.GaussianDpEvent | dp_accounting.LaplaceDpEvent):
+        return type(event)(float(event.noise_multiplier) * factor)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return dp_accounting.ComposedDpEvent([_with_noise(e, factor) for e in event.events])
+    if _nested(event):
+        return attrs.evolve(event, event=_with_noise(event.event, factor))
+    return event

@@ -24,6 +24,7 @@ Block = tuple[float, float, int]
 _ZERO: Block = (0.0, 0.0, 0)
 
 _LARGE = 2.0**64  # products are renormalised when they leave [1/_LARGE, _LARGE]
+_TINY = 1e-300
 _CHUNK = 4096  # steps that a scan turns into Python numbers at a time
 
 
@@ -59,7 +60,7 @@ def _cost(block: Block) -> float:
     s, w, _ = block
     if s == 0:
         return 0.0
-    return s * s / w if w > 0 else math.inf
+    return s * (s / w) if w > 0 else math.inf
 
 
 class BlockStack:
@@ -159,7 +160,6 @@ def least_mu_squared(
     shift_unit = max(float(np.max(sensitivity)), initial_shift) or 1.0
     noise_unit = float(np.max(noise_std)) or 1.0
     scale = (shift_unit / noise_unit) ** 2
-    enough /= scale
     stack = BlockStack(grows_left=True)
     product, exponent = 1.0, 0  # C_t = product * 2**exponent
     best = math.inf
@@ -167,9 +167,9 @@ def least_mu_squared(
         start = max(0, stop - _CHUNK)
         chunk = slice(start, stop)
         c, c_power = _mantissas(contraction[chunk])
-        s = (sensitivity[chunk] / shift_unit).tolist()
+        s = _scaled(sensitivity[chunk], shift_unit).tolist()
         sigma = (noise_std[chunk] / noise_unit).tolist()
-        known = None if known_shift is None else (known_shift[chunk] / shift_unit).tolist()
+        known = None if known_shift is None else _scaled(known_shift[chunk], shift_unit).tolist()
         for t in range(stop - start - 1, -1, -1):
             noise = sigma[t] * product
             stack.push((s[t] * product, noise * noise, exponent))
@@ -182,10 +182,16 @@ def least_mu_squared(
                 exponent += power
             if known is not None and start + t and not math.isnan(known[t]):
                 best = min(best, stack.cost_with((known[t] * product, 0.0, exponent)))
-            if stack.cost >= best or best <= enough:
+            if stack.cost >= best or best * scale <= enough:
                 return best * scale
-    begin = (initial_shift / shift_unit * product, 0.0, exponent)
+    first = max(initial_shift / shift_unit, _TINY) if initial_shift else 0.0
+    begin = (first * product, 0.0, exponent)
     return min(best, stack.cost_with(begin)) * scale
+
+
+def _scaled(shifts: np.ndarray, unit: float) -> np.ndarray:
+    """In units of `unit`, rounded up where the quotient underflows: never forgets a shift."""
+    return np.where(shifts > 0, np.maximum(shifts / unit, _TINY), shifts / unit)
 
 
 def _mantissas(contraction: np.ndarray) -> tuple[list[float], list[int]]:
@@ -227,9 +233,9 @@ def least_mu_squared_by_position(
         start = max(0, stop - _CHUNK)
         chunk = slice(start, stop)
         c, c_power = _mantissas(contraction[chunk])
-        s = (sensitivity[chunk] / shift_unit).tolist()
+        s = _scaled(sensitivity[chunk], shift_unit).tolist()
         sigma = (noise_std[chunk] / noise_unit).tolist()
-        known = (known_shift[start + 1 : stop + 1] / shift_unit).tolist()
+        known = _scaled(known_shift[start + 1 : stop + 1], shift_unit).tolist()
         for t in range(stop - start - 1, -1, -1):
             offset = (start + t - steps) % period
             p = (start + t + first_position) % period
@@ -335,7 +341,11 @@ class CyclicTautString:
             if stack is None:
                 stack = self._stacks[p] = BlockStack(grows_left=False)
             stack.push(_add(opened, _add(self._tail[p], self._head)))
-        shift = (sensitivity / self._shift_unit * self._scale, 0.0, exponent)
+        shift = (
+            max(sensitivity / self._shift_unit, _TINY) * self._scale if sensitivity else 0.0,
+            0.0,
+            exponent,
+        )
         self._open[p] = shift
         total = self._total[p] = _add(self._total[p], shift)
         if _is_larger(total, self._largest, self._largest_exponent):

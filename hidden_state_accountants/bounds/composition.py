@@ -1,4 +1,4 @@
-"""Ordinary composition: the guarantee with every iterate released, valid for any loss."""
+"""Ordinary composition: the guarantee with every iterate released, whatever the curvature is."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds._bound import Citation
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import BatchOrder, LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Curve, GaussianCurve, Guarantee
+from hidden_state_accountants.guarantee import (
+    Assumption,
+    Curve,
+    CurveWithDelta,
+    GaussianCurve,
+    Guarantee,
+)
 from hidden_state_accountants.process import UnmetCondition
-from hidden_state_accountants.standard import StandardCurve, StockEvent
+from hidden_state_accountants.standard import StandardCurve, StockEvent, has_zero_noise
 
 
 @attrs.frozen
 class Composition:
     """`LastIterateDpEvent.as_composition` as a bound.
 
-    Formal guarantees: holds for any loss, domain and decay, even if all iterates are released.
-    Exact (mu-GDP) for FULL and for epoch-wise orders; random batches through dp-accounting.
+    Formal guarantees: holds for any curvature, domain and decay, even if all iterates are released;
+    the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
+    Exact (mu-GDP) for FULL and for epoch-wise orders; random batches through dp-accounting. A cap
+    on POISSON batches adds `LastIterateDpEvent.cap_delta`.
     """
 
     name: str = "composition"
@@ -34,7 +42,7 @@ class Composition:
     ) -> tuple[UnmetCondition, ...]:
         """The conditions that `event` does not meet; empty if the bound applies."""
         try:
-            event.as_composition(relation)
+            attrs.evolve(event, max_batch_size=None).as_composition(relation)
         except UnsupportedRunError as error:
             return (
                 UnmetCondition(
@@ -49,16 +57,32 @@ class Composition:
         Raises:
             UnsupportedRunError: A condition of `check` is not met.
         """
-        composed = event.as_composition(relation)
+        composed = attrs.evolve(event, max_batch_size=None).as_composition(relation)
+        curve = _curve(composed, event.batch_order)
+        extra = event.cap_delta(relation)
         return Guarantee(
-            curve=_curve(composed, event.batch_order),
+            curve=CurveWithDelta(curve, extra) if extra else curve,
             neighboring_relation=relation,
             theorem="composition (every iterate may be released)",
-            assumptions=(
-                Assumption.declared("one record per person, clipped as one unit"),
-                Assumption.declared("number of steps and schedules fixed in advance"),
-            ),
+            assumptions=_assumptions(event),
         )
+
+
+def _assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
+    assumptions = [
+        Assumption.declared("one record per person, clipped as one unit"),
+        Assumption.declared("number of steps and schedules fixed in advance"),
+        Assumption.declared(
+            f"{event.batch_order.name} batches of "
+            f"{event.batch_size} of {event.dataset_size} records, chosen independently of the data"
+        ),
+    ]
+    lipschitz = None if event.loss is None else event.loss.lipschitz
+    if event.clip_norm is None or (
+        lipschitz is not None and (lipschitz < event.per_step("clip_norm")).any()
+    ):
+        assumptions.append(Assumption.declared(f"per-example gradient norms at most {lipschitz:g}"))
+    return tuple(assumptions)
 
 
 def _curve(event: dp_accounting.DpEvent, order: BatchOrder) -> Curve:
@@ -70,6 +94,8 @@ def _curve(event: dp_accounting.DpEvent, order: BatchOrder) -> Curve:
     if isinstance(inner, dp_accounting.GaussianDpEvent):
         noise = inner.noise_multiplier
         return GaussianCurve(math.sqrt(count) / noise if noise > 0 else math.inf)
+    if has_zero_noise(event):
+        return GaussianCurve(math.inf)
     relation = (
         NeighboringRelation.REPLACE_ONE  # the only relation of the only accountant that reads it
         if order is BatchOrder.WITHOUT_REPLACEMENT

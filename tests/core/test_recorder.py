@@ -115,6 +115,7 @@ def test_a_wrong_batch_raises_and_records_nothing(changes, text):
         ({"clip_norm": 0.0}, ValueError, "clip_norm"),
         ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1"),
         ({"learning_rate": "0.1"}, TypeError, "learning_rate"),
+        ({"learning_rate": 1e-160}, ValueError, "learning_rate between"),
     ],
 )
 def test_bad_hyper_parameters_record_nothing(changes, error, text):
@@ -124,6 +125,12 @@ def test_bad_hyper_parameters_record_nothing(changes, error, text):
     with pytest.raises(error, match=text):
         step(recorder, **changes)
     assert recorder.state_dict() == before
+
+
+def test_unclipped_steps_need_a_gradient_bound():
+    recorder = recorder_of(cyclic_run(), loss=hsa.LossGeometry.convex(1.0))
+    with pytest.raises(ValueError, match=r"loss.lipschitz when clip_norm is None"):
+        step(recorder, clip_norm=None)
 
 
 def test_poisson_rows_are_capped():
@@ -164,9 +171,14 @@ class TestState:
     def test_spent_budget_is_never_forgotten(self):
         old = replay(cyclic_run(num_steps=10)).state_dict()
         recorder = replay(cyclic_run())
-        with pytest.raises(ValueError, match="at least the 24 steps"):
-            recorder.load_state_dict(old)
+        for state in (old, recorder.state_dict()):
+            with pytest.raises(ValueError, match="without steps, got one with 24"):
+                recorder.load_state_dict(state)
         assert recorder.num_steps == 24
+
+    def test_from_state_dict(self):
+        state = replay(self.event).state_dict()
+        assert hsa.RunRecorder.from_state_dict(state).event() == self.event
 
     @pytest.mark.parametrize(
         "damage",
@@ -175,13 +187,21 @@ class TestState:
             lambda s: s.update(schema=7),
             lambda s: s["runs"]["learning_rate"]["lengths"].append(1),
             lambda s: s.update(num_steps=25),
+            lambda s: s.update(release_steps=[9, 2]),
+            lambda s: s.update(release_steps=[-1]),
+            lambda s: s["runs"]["learning_rate"].update(lengths=[26, -2]),
+            lambda s: s["runs"]["learning_rate"].update(values=[0.5, math.nan]),
+            lambda s: s["runs"]["clip_norm"].update(values=[0.0]),
+            lambda s: s["runs"].pop("weight_decay"),
         ],
     )
     def test_damage_is_noticed(self, damage):
         state = replay(self.event).state_dict()
         damage(state)
-        with pytest.raises(ValueError, match=r"schema|damaged"):
-            recorder_of(self.event).load_state_dict(state)
+        recorder = recorder_of(self.event)
+        with pytest.raises(ValueError, match=r"schema|damaged|release_steps >= 1|clip_norm > 0"):
+            recorder.load_state_dict(state)
+        assert recorder.num_steps == 0
 
 
 class TestRunningGuarantee:
@@ -237,3 +257,17 @@ def test_constant_runs_are_recorded_in_constant_memory():
         step(recorder)
     state = recorder.state_dict()["runs"]
     assert all(runs["lengths"] == [1000] for runs in state.values())
+
+
+def test_guarantees_of_several_runs_compose():
+    recorders = [replay(cyclic_run()), replay(cyclic_run(num_steps=7))]
+    parts = [hsa.RunningGuarantee(recorder, RELATION).guarantee() for recorder in recorders]
+    both = hsa.compose_guarantees(parts, RELATION)
+    accountant = hsa.LastIterateAccountant(RELATION)
+    for recorder in recorders:
+        accountant.compose(recorder.event())
+    assert both.mu == pytest.approx(accountant.guarantee.mu, rel=1e-12)
+    assert hsa.compose_guarantees(parts[:1], RELATION) == parts[0]
+    assert hsa.compose_guarantees([], RELATION).epsilon(0.0) == 0.0
+    with pytest.raises(ValueError, match="for REPLACE_ONE, got one for REPLACE_SPECIAL"):
+        hsa.compose_guarantees(parts, NeighboringRelation.REPLACE_ONE)

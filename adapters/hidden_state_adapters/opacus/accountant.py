@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from dp_accounting import NeighboringRelation
@@ -14,10 +14,11 @@ from hidden_state_accountants import (
     BatchOrder,
     Guarantee,
     LastIterateAccountant,
-    LastIterateDpEvent,
     LossGeometry,
+    RunningGuarantee,
     RunRecorder,
     UnsupportedRunError,
+    compose_guarantees,
 )
 from hidden_state_adapters.opacus.stock_run import StockRun
 from hidden_state_adapters.opacus.undeclared import Row, undeclared_guarantee
@@ -59,7 +60,7 @@ class HiddenStateAccountant(IAccountant):
         self.neighboring_relation = neighboring_relation
         self._unclaimed: StockRun | None = None
         self._has_warned = False
-        self._cache: tuple[Any, LastIterateAccountant] | None = None
+        self._running: dict[RunRecorder, RunningGuarantee] = {}
 
     @classmethod
     def mechanism(cls) -> str:
@@ -110,7 +111,7 @@ class HiddenStateAccountant(IAccountant):
             loss_geometry=loss_geometry,
             projection_radius=projection_radius,
         )
-        _template(run.recorder.state_dict()).as_composition(self.neighboring_relation)  # or raises
+        run.recorder.check_relation(self.neighboring_relation)
         if self._unclaimed is not None:
             self._runs.pop()
         self._unclaimed = run
@@ -219,26 +220,20 @@ class HiddenStateAccountant(IAccountant):
         if self._history:
             self._warn_undeclared()
             return undeclared_guarantee(tuple(self._history)).epsilon(delta)
-        return self._composed().get_epsilon(delta)
+        return self.guarantee.epsilon(delta)
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything recorded."""
         if self._history:
             return undeclared_guarantee(tuple(self._history))
-        return self._composed().guarantee
-
-    def _composed(self) -> LastIterateAccountant:
         for _, check in self._runs:
             check()
+        relation = self.neighboring_relation
         recorders = [recorder for recorder in self.recorders if recorder.num_steps]
-        key = tuple((id(r), r.num_steps, r.release_steps) for r in recorders)
-        if self._cache is None or self._cache[0] != key:
-            accountant = LastIterateAccountant(self.neighboring_relation)
-            for recorder in recorders:
-                accountant.compose(recorder.event())
-            self._cache = key, accountant
-        return self._cache[1]
+        for recorder in recorders:
+            self._running.setdefault(recorder, RunningGuarantee(recorder, relation))
+        return compose_guarantees([self._running[r].guarantee() for r in recorders], relation)
 
     def _warn_undeclared(self) -> None:
         if not self._has_warned and not self._is_written:
@@ -297,24 +292,4 @@ class HiddenStateAccountant(IAccountant):
                     f"{recorder.expected_batch_index}: the stock loader would start again at batch "
                     "0. Use HiddenStatePrivacyEngine, whose loader goes on where it was."
                 )
-        self._runs = [(_restored(state), _nothing) for state in stored] + current
-
-
-def _template(state: Mapping[str, Any]) -> LastIterateDpEvent:
-    return LastIterateDpEvent.from_dict(
-        {**state["declared"], "noise_multiplier": 1.0, "learning_rate": 0.0, "clip_norm": 1.0}
-    )
-
-
-def _restored(state: Mapping[str, Any]) -> RunRecorder:
-    event = _template(state)
-    recorder = RunRecorder(
-        batch_order=event.batch_order,
-        batch_size=event.batch_size,
-        dataset_size=event.dataset_size,
-        loss=event.loss,
-        domain_diameter=event.domain_diameter,
-        max_batch_size=event.max_batch_size,
-    )
-    recorder.load_state_dict(state)
-    return recorder
+        self._runs = [(RunRecorder.from_state_dict(state), _nothing) for state in stored] + current

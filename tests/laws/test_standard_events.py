@@ -1,0 +1,239 @@
+"""Standard events beside ours: never less than the stock accountants owe, on both versions."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation, dp_event
+from runs import cyclic_run, full_run
+from scipy import integrate, stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.guarantee import GaussianCurve
+
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+RELATIONS = list(NeighboringRelation)
+
+
+def gaussian(noise=4.0):
+    return dp_accounting.GaussianDpEvent(noise)
+
+
+def optional(name, *arguments):
+    """An event that exists from some later dp-accounting version on."""
+    cls = getattr(dp_event, name, None)
+    return cls(*arguments) if cls else None
+
+
+EVENTS = {
+    "gaussian": gaussian(),
+    "laplace": dp_accounting.LaplaceDpEvent(9.0),
+    "poisson": dp_accounting.PoissonSampledDpEvent(0.1, gaussian()),
+    "poisson_laplace": dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.LaplaceDpEvent(9.0)),
+    "poisson_composed": dp_accounting.PoissonSampledDpEvent(
+        0.1, dp_accounting.SelfComposedDpEvent(gaussian(), 3)
+    ),
+    "without_replacement": dp_accounting.SampledWithoutReplacementDpEvent(100, 10, gaussian()),
+    "tree": dp_accounting.SingleEpochTreeAggregationDpEvent(9.0, [8]),
+    "repeat_and_select": dp_event.RepeatAndSelectDpEvent(gaussian(), 2.0, 1.0),
+    "randomized_response": optional("RandomizedResponseDpEvent", 0.8, 2),
+    "mixture": optional("MixtureOfGaussiansDpEvent", 40.0, [0.0, 1.0], [0.5, 0.5]),
+    "truncated": optional("TruncatedSubsampledGaussianDpEvent", 100, 0.1, 20, 20.0),
+    "zcdp": optional("ZCDpEvent", 0.02),
+}
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("name", EVENTS)
+def test_count_law(name, relation):
+    """`count` copies at once are never less than one after the other, and more than one."""
+    event = EVENTS[name]
+    if event is None:
+        pytest.skip("this version of dp-accounting has no such event")
+    accountant = hsa.LastIterateAccountant(relation)
+    if not accountant.supports(event):
+        with pytest.raises(hsa.UnsupportedRunError):
+            accountant.compose(event)
+        return
+    once = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-5)
+    counted = hsa.LastIterateAccountant(relation).compose(event, 6).get_epsilon(1e-5)
+    nested = (
+        hsa.LastIterateAccountant(relation)
+        .compose(dp_accounting.SelfComposedDpEvent(event, 6))
+        .get_epsilon(1e-5)
+    )
+    single = hsa.LastIterateAccountant(relation)
+    for _ in range(6):
+        single.compose(event)
+    assert counted == pytest.approx(nested, rel=1e-9)
+    assert counted >= single.get_epsilon(1e-5) * (1 - 1e-3)
+    assert counted > once * 1.5
+
+
+@pytest.mark.parametrize("relation", [ADD_OR_REMOVE, REPLACE_SPECIAL])
+@pytest.mark.parametrize("nest", ["self_composed", "composed"])
+def test_integer_noise_inside_a_sampled_composition(relation, nest):
+    def event(noise):
+        inner = gaussian(noise)
+        parts = (
+            dp_accounting.SelfComposedDpEvent(inner, 50)
+            if nest == "self_composed"
+            else dp_accounting.ComposedDpEvent([inner] * 50)
+        )
+        return dp_accounting.PoissonSampledDpEvent(0.01, parts)
+
+    with_int = hsa.LastIterateAccountant(relation).compose(event(1)).get_epsilon(1e-5)
+    with_float = hsa.LastIterateAccountant(relation).compose(event(1.0)).get_epsilon(1e-5)
+    assert with_int == with_float > 10
+
+
+ZERO_NOISE = [
+    gaussian(0.0),
+    dp_accounting.LaplaceDpEvent(0.0),
+    dp_accounting.PoissonSampledDpEvent(0.1, gaussian(0.0)),
+    dp_accounting.SampledWithoutReplacementDpEvent(100, 10, gaussian(0.0)),
+    dp_accounting.SelfComposedDpEvent(dp_accounting.LaplaceDpEvent(0.0), 3),
+]
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("event", ZERO_NOISE, ids=str)
+def test_zero_noise_is_infinity(event, relation):
+    accountant = hsa.LastIterateAccountant(relation).compose(event)
+    assert accountant.get_epsilon(1e-5) == math.inf
+    assert accountant.get_delta(10.0) == 1.0
+
+
+@pytest.mark.parametrize("order", ["poisson", "without_replacement", "reshuffled", "cyclic"])
+def test_zero_noise_of_our_own_events(order):
+    event = cyclic_run(batch_order=order, noise_multiplier=0.0)
+    assert hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        gaussian(math.nan),
+        gaussian(-2.0),
+        gaussian("a"),
+        dp_accounting.LaplaceDpEvent(-1.0),
+        dp_accounting.PoissonSampledDpEvent(2.0, gaussian()),
+        dp_accounting.SampledWithoutReplacementDpEvent(10, 100, gaussian()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_impossible_events_change_nothing(bad, relation):
+    accountant = hsa.LastIterateAccountant(relation).compose(gaussian())
+    before = accountant.get_epsilon(1e-5), accountant.ledger
+    with pytest.raises((ValueError, TypeError)):
+        accountant.compose(bad)
+    assert (accountant.get_epsilon(1e-5), accountant.ledger) == before
+
+
+class TestCappedPoissonBatches:
+    """A cap lets a record displace another one: composition of the uncapped run is not enough."""
+
+    def test_the_extra_delta_is_the_probability_that_the_cap_acts(self):
+        event = cyclic_run(batch_order="poisson", max_batch_size=12)
+        for relation, others in ((ADD_OR_REMOVE, 20), (REPLACE_SPECIAL, 19)):
+            # n of the larger data set, minus the record; P(at least 12 others)
+            tail = 24 * stats.binom.sf(11, others, 0.25)
+            assert event.cap_delta(relation) == pytest.approx(tail)
+            free = hsa.LastIterateAccountant(relation).compose(cyclic_run(batch_order="poisson"))
+            capped = hsa.LastIterateAccountant(relation).compose(event)
+            assert capped.get_delta(1.0) == pytest.approx(free.get_delta(1.0) + tail)
+            assert capped.get_epsilon(tail + 1e-6) == pytest.approx(free.get_epsilon(1e-6))
+            assert capped.get_epsilon(tail / 2) == math.inf
+            assert capped.guarantee.mu is None
+            assert np.isinf(capped.guarantee.rdp([2.0])).all()
+            with pytest.raises(ValueError, match="No standard event"):
+                capped.guarantee.to_dpevent()
+            twice = hsa.LastIterateAccountant(relation).compose(event, 2)
+            assert twice.get_epsilon(1.9 * tail) == math.inf
+
+    def test_displacement(self):
+        """Everybody else has gradient +C, the record -C: N(0) against (1-p) N(0) + p N(2)."""
+        event = cyclic_run(
+            batch_order="poisson",
+            noise_multiplier=1.0,
+            batch_size=100,
+            dataset_size=100,
+            num_steps=1,
+            max_batch_size=50,
+        )
+        ours = hsa.LastIterateAccountant(ADD_OR_REMOVE).compose(event)
+        epsilon, p = 4.377, 50 / 101
+
+        def exact_delta():
+            grid = np.linspace(-12, 14, 400_001)
+            base = stats.norm.pdf(grid)
+            mixture = (1 - p) * base + p * stats.norm.pdf(grid - 2)
+            return integrate.trapezoid(np.maximum(mixture - math.exp(epsilon) * base, 0), grid)
+
+        assert exact_delta() > 0.01
+        assert ours.get_delta(epsilon) >= exact_delta()
+
+    def test_a_cap_that_cannot_act_costs_nothing(self):
+        event = cyclic_run(batch_order="poisson", max_batch_size=21)
+        assert event.as_composition(ADD_OR_REMOVE) == cyclic_run(
+            batch_order="poisson"
+        ).as_composition(ADD_OR_REMOVE)
+        assert event.cap_delta(ADD_OR_REMOVE) == 0.0
+
+    def test_no_standard_event_covers_a_cap_that_can_act(self):
+        event = cyclic_run(batch_order="poisson", max_batch_size=12)
+        with pytest.raises(hsa.UnsupportedRunError, match="displace"):
+            event.as_composition(ADD_OR_REMOVE)
+
+
+def test_composition_lists_the_gradient_bound_that_it_uses():
+    texts = {
+        bound: " ".join(map(str, hsa.LastIterateAccountant().compose(run).guarantee.assumptions))
+        for bound, run in (
+            (True, cyclic_run(clip_norm=9.0, batch_order="reshuffled")),
+            (True, cyclic_run(clip_norm=None, batch_order="reshuffled")),
+            (False, cyclic_run(clip_norm=0.5, batch_order="reshuffled")),
+        )
+    }
+    assert "gradient norms at most 1" in texts[True]
+    assert "gradient norms" not in texts[False]
+    assert all("RESHUFFLED batches" in text for text in texts.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"learning_rate": 1e-200}, "learning_rate between 1e-75 and 1e\\+75, or 0"),
+        ({"learning_rate": [0.5] * 23 + [1e-200]}, "learning_rate between"),
+        ({"clip_norm": 1e-200}, "clip_norm between"),
+        ({"noise_multiplier": 1e200}, "noise_multiplier between"),
+        ({"noise_multiplier": 10**400}, "finite noise_multiplier"),
+    ],
+)
+def test_values_whose_products_leave_a_double_are_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        full_run(**changes)
+
+
+def test_shifts_that_underflow_are_not_forgotten():
+    tiny, huge = 1e-200, 1e200
+    assert hsa.shifted_gdp_mu([1.0, 0.0], [huge, tiny], [huge, tiny]) >= 1.0
+    assert hsa.shifted_gdp_mu([1.0, 1e-300], [huge, tiny], [huge, tiny]) >= math.sqrt(2) * (
+        1 - 1e-9
+    )
+    assert hsa.shifted_gdp_mu([1.0], [0.0], [huge]) == 0.0
+    assert hsa.shifted_gdp_mu([1.0], [tiny], [1.0]) == pytest.approx(tiny, rel=1e-9)
+
+
+def test_enormous_data_sets_cost_no_memory():
+    event = cyclic_run(batch_size=1, dataset_size=10**12, num_steps=3)
+    assert hsa.LastIterateAccountant().compose(event).guarantee.mu == pytest.approx(0.5)
+
+
+def test_delta_of_an_enormous_epsilon_is_zero():
+    for epsilon in (1e3, 1e100, 1e308, math.inf):
+        assert GaussianCurve(0.0087).delta(epsilon) == 0.0
