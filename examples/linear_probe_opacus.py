@@ -9,6 +9,7 @@ released and the epsilon of Poisson sampling at the same noise.
 import argparse
 import logging
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -87,6 +88,10 @@ def main():
     parser.add_argument("--delta", type=float, default=1e-5)
     options = parser.parse_args()
     logging.basicConfig(format="  %(message)s")
+    # Known and harmless here: Opacus' hint at secure_mode, its backward hook on a first layer, and
+    # the RDP accountant that its PRV accountant starts from.
+    for message in ("Secure RNG turned off", "Full backward hook", "Optimal order is the largest"):
+        warnings.filterwarnings("ignore", message=message)
     # Makes the output repeatable. Never seed the noise of a model that you release.
     torch.manual_seed(0)
 
