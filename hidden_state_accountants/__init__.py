@@ -16,9 +16,10 @@ from hidden_state_accountants.accountants import (
     ShiftedInterpolationAccountant,
     compose_guarantees,
 )
+from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import BatchOrder, LastIterateDpEvent
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.geometry import clipped_update_lipschitz
 from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.loss_geometry import LossGeometry, LossKind

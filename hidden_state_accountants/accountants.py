@@ -46,7 +46,7 @@ _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
 
 @attrs.frozen
-class _Ledger:
+class _Composed:
     """Everything composed so far: what `guarantee` is computed from."""
 
     guarantees: tuple[tuple[Guarantee, int], ...] = ()
@@ -77,9 +77,8 @@ class _Ledger:
 
     def guarantee(self, relation: NeighboringRelation, curve: Curve) -> Guarantee:
         guarantees = [guarantee for guarantee, _ in self.guarantees]
-        if self == _Ledger(guarantees=self.guarantees[:1]) and [n for _, n in self.guarantees] == [
-            1
-        ]:
+        counts = [count for _, count in self.guarantees]
+        if counts == [1] and self == _Composed(guarantees=self.guarantees):
             return guarantees[0]
         theorems = list(dict.fromkeys(guarantee.theorem for guarantee in guarantees))
         if self.gaussian_mu_squared or self.standard:
@@ -105,7 +104,7 @@ def compose_guarantees(
                 f"Expected guarantees for {neighboring_relation.name}, got one for "
                 f"{guarantee.neighboring_relation.name}."
             )
-    ledger = _Ledger(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
+    ledger = _Composed(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
     return ledger.guarantee(neighboring_relation, ledger.curve())
 
 
@@ -116,7 +115,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
     ):
         super().__init__(_validate.neighboring_relation(neighboring_relation))
-        self._state = _Ledger()
+        self._state = _Composed()
         self._curve: Curve = self._state.curve()
         self._checked: tuple[Any, ...] | None = None
 
@@ -172,7 +171,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             self._checked = (event, count, self._state, state, curve)
         return None
 
-    def _with(self, state: _Ledger, leaf: dp_accounting.DpEvent, count: int) -> _Ledger | str:
+    def _with(self, state: _Composed, leaf: dp_accounting.DpEvent, count: int) -> _Composed | str:
         if isinstance(leaf, dp_accounting.NoOpDpEvent):
             return state
         if isinstance(leaf, dp_accounting.NonPrivateDpEvent):

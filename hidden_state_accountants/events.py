@@ -20,10 +20,10 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from scipy import stats
 
 from hidden_state_accountants import _validate
-from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.as_composition import composed_event
+from hidden_state_accountants.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.loss_geometry import LossGeometry
 from hidden_state_accountants.schedule import Schedule, per_step
 
@@ -33,50 +33,7 @@ SCHEMA = 1
 _NOT_CLIPPED = "none"  # TOML has no null, and a missing key must not change the mechanism
 
 
-class BatchOrder(enum.Enum):
-    """How the records are dealt to the steps.
-
-    A seed that the user passes makes an order public: it then is CYCLIC.
-    """
-
-    FULL = "full"  # every record in every step
-    CYCLIC = "cyclic"  # fixed batches in a fixed, possibly public, order
-    SHUFFLED_ONCE = "shuffled_once"  # one uniform order, secret, used in every epoch
-    RESHUFFLED = "reshuffled"  # a fresh uniform order in every epoch, all secret
-    WITHOUT_REPLACEMENT = "without_replacement"  # a fresh uniform batch in every step
-    POISSON = "poisson"  # every record joins every batch independently
-
-
-_FIXED_SIZE = (
-    BatchOrder.CYCLIC,
-    BatchOrder.SHUFFLED_ONCE,
-    BatchOrder.RESHUFFLED,
-    BatchOrder.WITHOUT_REPLACEMENT,
-)
-_EPOCH_ORDERS = (BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED)
 _SCHEDULED = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
-
-
-def sensitivity_in_clip_norms(order: BatchOrder, relation: NeighboringRelation) -> int:
-    """How many clip norms one record can move the sum of a batch that is known to hold it.
-
-    Without replacement the sampled record replaces a stand-in, so the answer is 2 under both
-    replace relations. `unmet_relation` says which pairs make sense at all.
-    """
-    if relation is NeighboringRelation.REPLACE_ONE or order is BatchOrder.WITHOUT_REPLACEMENT:
-        return 2
-    return 1
-
-
-def unmet_relation(order: BatchOrder, relation: NeighboringRelation) -> str | None:
-    """The reason why no theorem covers `relation` with `order`, or None."""
-    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE:
-        return (
-            f"{order.name} batches of a fixed size cannot add or remove a record without moving "
-            "the others: use NeighboringRelation.REPLACE_SPECIAL (the record is replaced by one "
-            "whose gradient is zero) or REPLACE_ONE."
-        )
-    return None
 
 
 def _to_schedule(name: str, value: Any) -> Any:
@@ -152,7 +109,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         put("dataset_size", _validate.integer("dataset_size", self.dataset_size, minimum=1))
         put("num_steps", _validate.integer("num_steps", self.num_steps, minimum=1))
         put("batch_size", _validate.integer("batch_size", self.batch_size, minimum=1))
-        put("batch_order", _batch_order(self.batch_order))
+        put("batch_order", parse_batch_order(self.batch_order))
         if self.loss is not None and not isinstance(self.loss, LossGeometry):
             raise TypeError(f"Expected loss to be a LossGeometry or None, got {self.loss!r}.")
         put("noise_multiplier", self._scheduled("noise_multiplier"))
@@ -301,95 +258,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             UnsupportedRunError: No standard event is proven to dominate the run (among them POISSON
                 batches with a cap: `LastIterateAccountant` adds its delta).
         """
-        relation = _validate.neighboring_relation(neighboring_relation)
-        order = self.batch_order
-        reason = unmet_relation(order, relation)
-        if reason:
-            raise UnsupportedRunError(reason)
-        if order in _EPOCH_ORDERS and self.dataset_size % self.batch_size:
-            raise UnsupportedRunError(indivisible_batches(self))
-        if order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
-            return self._sampled_composition(relation)
-        return self._fixed_composition(relation)
-
-    def _effective_noise(self, relation: NeighboringRelation) -> np.ndarray:
-        """Noise std over sensitivity of the steps; infinite where the gradient bound is 0."""
-        sensitivity = sensitivity_in_clip_norms(self.batch_order, relation) * self.gradient_bound()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(sensitivity > 0, self.noise_std_on_sum() / sensitivity, np.inf)
-
-    def _fixed_composition(self, relation: NeighboringRelation) -> dp_accounting.DpEvent:
-        noise = self._effective_noise(relation)
-        with np.errstate(divide="ignore"):
-            cost = np.where(self.per_step("learning_rate") > 0, noise**-2.0, 0.0)
-        period = 1 if self.batch_order is BatchOrder.FULL else self.batches_per_epoch
-        period = min(period, max(self.num_steps, (self.record_position or 0) + 1))
-        padded = np.zeros(-(-self.num_steps // period) * period)
-        padded[: self.num_steps] = cost
-        epochs = padded.reshape(-1, period)
-        if self.batch_order is BatchOrder.RESHUFFLED:  # a different position in every epoch
-            mu_squared = float(epochs.max(axis=1).sum())
-        else:
-            by_position = epochs.sum(axis=0)
-            position = self.record_position
-            mu_squared = float(by_position.max() if position is None else by_position[position])
-        if mu_squared == 0:
-            return dp_accounting.NoOpDpEvent()
-        if self.has_schedules:
-            return dp_accounting.GaussianDpEvent(1 / math.sqrt(mu_squared))
-        event = dp_accounting.GaussianDpEvent(float(noise[0]))
-        if self.record_position is None:
-            return dp_accounting.SelfComposedDpEvent(event, len(epochs))
-        return dp_accounting.SelfComposedDpEvent(
-            event, -(-(self.num_steps - self.record_position) // period)
-        )
-
-    def _sampled_composition(self, relation: NeighboringRelation) -> dp_accounting.DpEvent:
-        if self.batch_order is BatchOrder.POISSON:
-            if self.cap_delta(relation) > 0:
-                raise UnsupportedRunError(
-                    f"No standard event covers batches that are cut at max_batch_size = "
-                    f"{self.max_batch_size}: there a record can displace another one."
-                )
-            if relation is NeighboringRelation.REPLACE_ONE:
-                raise UnsupportedRunError(
-                    "No standard event that every dp-accounting version evaluates is proven to "
-                    "dominate POISSON batches under REPLACE_ONE: use "
-                    "NeighboringRelation.REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
-                )
-
-            def sampled(noise: float) -> dp_accounting.DpEvent:
-                return dp_accounting.PoissonSampledDpEvent(
-                    self.batch_size / self.dataset_size, dp_accounting.GaussianDpEvent(noise)
-                )
-        else:
-
-            def sampled(noise: float) -> dp_accounting.DpEvent:
-                return dp_accounting.SampledWithoutReplacementDpEvent(
-                    self.dataset_size, self.batch_size, dp_accounting.GaussianDpEvent(noise)
-                )
-
-        noise = self._effective_noise(relation)[self.per_step("learning_rate") > 0]
-        values, counts = np.unique(noise[np.isfinite(noise)], return_counts=True)
-        events = [
-            dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))
-            for value, count in zip(values, counts, strict=True)
-        ]
-        if not events:
-            return dp_accounting.NoOpDpEvent()
-        return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
-
-    def cap_delta(self, relation: NeighboringRelation) -> float:
-        """Bound on the probability that the cap on POISSON batches ever acts: an additional delta.
-
-        T * P(Binomial(n - 1, q) >= max_batch_size), n the size of the larger data set; 0 without a
-        cap. While the cap does not act the run is one without a cap.
-        """
-        if self.max_batch_size is None:
-            return 0.0
-        others = self.dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
-        tail = stats.binom.sf(self.max_batch_size - 1, others, self.batch_size / self.dataset_size)
-        return min(1.0, self.num_steps * float(tail))
+        return composed_event(self, _validate.neighboring_relation(neighboring_relation))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML types with a schema number; defaults are left out."""
@@ -437,24 +306,6 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 text = f"({value[0]}, {value[1]}, ..., {value[-1]}; {len(value)} steps)"
             arguments.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(arguments)})"
-
-
-def indivisible_batches(event: LastIterateDpEvent) -> str:
-    """The error text for a batch size that does not divide the data set."""
-    n, b = event.dataset_size, event.batch_size
-    used = n // b * b
-    return (
-        f"{event.batch_order.name} batches need a batch_size that divides dataset_size: got "
-        f"{b} and {n}, which leaves {n - used} records over. Drop them (dataset_size={used})."
-    )
-
-
-def _batch_order(value: Any) -> BatchOrder:
-    try:
-        return BatchOrder(value.lower() if isinstance(value, str) else value)
-    except ValueError:
-        known = ", ".join(order.value for order in BatchOrder)
-        raise ValueError(f"Expected batch_order to be one of {known}, got {value!r}.") from None
 
 
 def _plain(value: Any) -> Any:

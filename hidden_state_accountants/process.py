@@ -12,14 +12,14 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import geometry
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import (
+from hidden_state_accountants.as_composition import indivisible_batches
+from hidden_state_accountants.batch_order import (
     BatchOrder,
-    LastIterateDpEvent,
-    indivisible_batches,
     sensitivity_in_clip_norms,
     unmet_relation,
 )
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossKind
 
 

@@ -6,14 +6,24 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
+from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import SCHEMA, BatchOrder, LastIterateDpEvent
+from hidden_state_accountants.events import SCHEMA, LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossGeometry
 from hidden_state_accountants.schedule import Schedule
 
+_DECLARED = (
+    "batch_order",
+    "batch_size",
+    "dataset_size",
+    "loss",
+    "domain_diameter",
+    "max_batch_size",
+)
 _FIELDS = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
 
 
@@ -182,7 +192,11 @@ class RunRecorder:
             )
         size, largest = self._template.batch_size, self._template.max_batch_size
         if order is BatchOrder.POISSON:
-            if largest is not None and batch_rows is not None and batch_rows > largest:
+            if largest is None:
+                return
+            if batch_rows is None:
+                raise TypeError("Expected batch_rows for batches with a cap, got None.")
+            if batch_rows > largest:
                 raise UnsupportedRunError(
                     f"step {step} used {batch_rows} rows, more than max_batch_size = {largest}."
                 )
@@ -221,22 +235,15 @@ class RunRecorder:
         steps = self._num_steps - _validate.integer("since", since, minimum=0)
         if steps < 1:
             raise ValueError("Expected at least one recorded step, got none.")
-        template = self._template
-        return LastIterateDpEvent(
-            batch_size=template.batch_size,
-            dataset_size=template.dataset_size,
+        hyper_parameters: dict[str, Any] = {
+            name: runs.since(since, self._num_steps) if runs.values else None  # None: not clipped
+            for name, runs in self._runs.items()
+        }
+        return attrs.evolve(
+            self._template,
             num_steps=steps,
-            batch_order=template.batch_order,
-            loss=template.loss,
-            domain_diameter=template.domain_diameter,
-            max_batch_size=template.max_batch_size,
             release_steps=tuple(step - since for step in self._release_steps if step > since),
-            noise_multiplier=self._runs["noise_multiplier"].since(since, self._num_steps),
-            learning_rate=self._runs["learning_rate"].since(since, self._num_steps),
-            clip_norm=self._runs["clip_norm"].since(since, self._num_steps)
-            if self._clips
-            else None,
-            weight_decay=self._runs["weight_decay"].since(since, self._num_steps),
+            **hyper_parameters,
         )
 
     def check_relation(self, relation: NeighboringRelation) -> None:
@@ -308,14 +315,7 @@ class RunRecorder:
         declared = LastIterateDpEvent.from_dict(
             {**state["declared"], "noise_multiplier": 1.0, "learning_rate": 0.0, "clip_norm": 1.0}
         )
-        recorder = cls(
-            batch_order=declared.batch_order,
-            batch_size=declared.batch_size,
-            dataset_size=declared.dataset_size,
-            loss=declared.loss,
-            domain_diameter=declared.domain_diameter,
-            max_batch_size=declared.max_batch_size,
-        )
+        recorder = cls(**{name: getattr(declared, name) for name in _DECLARED})
         recorder.load_state_dict(state)
         return recorder
 

@@ -8,9 +8,11 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
+from hidden_state_accountants.as_composition import cap_delta
+from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.bounds._bound import Citation
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import BatchOrder, LastIterateDpEvent
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import (
     Assumption,
     Curve,
@@ -29,7 +31,7 @@ class Composition:
     Formal guarantees: holds for any curvature, domain and decay, even if all iterates are released;
     the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
     Exact (mu-GDP) for FULL and for epoch-wise orders; random batches through dp-accounting. A cap
-    on POISSON batches adds `LastIterateDpEvent.cap_delta`.
+    on POISSON batches adds `cap_delta`.
     """
 
     name: str = "composition"
@@ -59,7 +61,7 @@ class Composition:
         """
         composed = attrs.evolve(event, max_batch_size=None).as_composition(relation)
         curve = _curve(composed, event.batch_order)
-        extra = event.cap_delta(relation)
+        extra = cap_delta(event, relation)
         return Guarantee(
             curve=CurveWithDelta(curve, extra) if extra else curve,
             neighboring_relation=relation,
