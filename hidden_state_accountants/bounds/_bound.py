@@ -57,6 +57,14 @@ class Bound(Protocol):
         """The guarantee; raises UnsupportedRunError if a condition is not met."""
 
 
+def divisor_assumption(event: LastIterateDpEvent) -> Assumption:
+    """The divisor is public; under add-or-remove it must not be the number of records itself."""
+    return Assumption.declared(
+        f"sums of gradients are divided by the constant {event.batch_size}, which stays the same "
+        "when the data set changes"
+    )
+
+
 def declared_assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
     """What a hidden-state bound takes on the word of whoever wrote the event."""
     assumptions = [
@@ -67,6 +75,7 @@ def declared_assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
             "metrics on the private data"
         ),
         Assumption.declared("number of steps, schedules and released steps fixed in advance"),
+        divisor_assumption(event),
     ]
     if event.domain_diameter < float("inf"):
         assumptions.append(

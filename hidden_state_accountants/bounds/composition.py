@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.as_composition import cap_delta
 from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.bounds._bound import Citation
+from hidden_state_accountants.bounds._bound import Citation, divisor_assumption
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import (
@@ -78,6 +78,7 @@ def _assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
             f"{event.batch_order.name} batches of "
             f"{event.batch_size} of {event.dataset_size} records, chosen independently of the data"
         ),
+        divisor_assumption(event),
     ]
     lipschitz = None if event.loss is None else event.loss.lipschitz
     if event.clip_norm is None or (
