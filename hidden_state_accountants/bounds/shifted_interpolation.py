@@ -89,7 +89,8 @@ class ShiftedInterpolation:
       - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
       - Released: the last iterate and the iterates after `release_steps`; each segment between
         releases starts from a shared state, so that their mu**2 add up.
-      - Cyclic order public: the worst position of the record (all of them together in O(T)).
+      - Cyclic order public: the worst position of the record. All positions together cost O(T);
+        only an expanding update (c > 1) under a schedule in a bounded domain costs O(T) for each.
       - Assumptions: those of `LastIterateDpEvent`, and that `loss` holds for every record on the
         (convex) domain, which contains x_0.
     """
