@@ -140,7 +140,10 @@ def test_full_batches(make_run):
     assert run.engine.get_epsilon(DELTA) == pytest.approx(exact, rel=1e-12)
 
 
-@pytest.mark.parametrize("relation", list(NeighboringRelation))
+REPLACE = [NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE]
+
+
+@pytest.mark.parametrize("relation", REPLACE)
 def test_relations(make_run, relation):
     run = make_run(
         engine=HiddenStatePrivacyEngine(neighboring_relation=relation), batch_order="full"
@@ -151,10 +154,11 @@ def test_relations(make_run, relation):
     assert f"neighboring relation: {relation.name}" in run.engine.report(DELTA)
 
 
-def test_add_or_remove_needs_full_batches(make_run):
+@pytest.mark.parametrize("order", ["full", "cyclic"])
+def test_add_or_remove_changes_the_divisor(make_run, order):
     engine = HiddenStatePrivacyEngine(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
-    with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
-        make_run(engine=engine)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"divisor .* Use REPLACE_SPECIAL"):
+        make_run(engine=engine, batch_order=order)
 
 
 def test_drop_last_uses_fewer_records(make_run):

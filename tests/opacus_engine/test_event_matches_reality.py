@@ -188,6 +188,57 @@ def sum_instead_of_mean(run):
     run.epoch()
 
 
+def loss_without_the_criterion(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        nn.functional.cross_entropy(run.model(features), labels).backward()
+        run.optimizer.step()
+
+
+def criterion_on_half_of_the_batch(run):
+    # Twice the gradient for these, none for the others.
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        run.criterion(run.model(features)[:5], labels[:5]).backward()
+        run.optimizer.step()
+
+
+def criterion_called_twice(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(features)
+        (run.criterion(output, labels) - run.criterion(output.flip(0), labels)).backward()
+        run.optimizer.step()
+
+
+def criterion_in_eval_mode(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(features)
+        run.model.eval()
+        loss = run.criterion(output, labels)
+        run.model.train()
+        loss.backward()
+        run.optimizer.step()
+
+
+def criterion_changed(run):
+    run.epoch()
+    run.criterion.weight = torch.tensor([0.1, 0.1, 5.0])
+    run.epoch()
+
+
+def ignored_target(run):
+    run.epoch()
+    for features, labels in run.loader:
+        run.step((features, torch.where(torch.arange(10) == 3, -100, labels)))
+
+
+def target_with_mass_two(run):
+    for features, _ in run.loader:
+        run.step((features, torch.full((10, 3), 2 / 3)))
+
+
 def scaled_loss(run):
     for features, labels in run.loader:
         run.optimizer.zero_grad()
@@ -436,7 +487,14 @@ RAISES = [
     (other_base_optimizer, "another original_optimizer", 0),
     (same_kind_of_base_optimizer, "another original_optimizer", 0),
     (step_hook_inside_sgd, "without step hooks", 0),
-    (sum_instead_of_mean, "step 1 has a per-example gradient of norm", 0),
+    (sum_instead_of_mean, "step 1: the criterion passed to make_private was not called", 0),
+    (loss_without_the_criterion, "step 1: the criterion passed to make_private was not called", 0),
+    (criterion_on_half_of_the_batch, "the last one on 5 rows, expected 1 call on all 10 rows", 0),
+    (criterion_called_twice, "step 1 follows 2 calls of the criterion", 0),
+    (criterion_in_eval_mode, "step 1: the criterion passed to make_private was not called", 0),
+    (criterion_changed, "Expected the criterion as it was at make_private", 6),
+    (ignored_target, "step 7 has a target that equals ignore_index = -100", 6),
+    (target_with_mass_two, "step 1 has a target .* no vector of probabilities", 0),
     (scaled_loss, "step 1 has a per-example gradient of norm", 0),
     (features_too_long, "step 1 used features of norm 1.001", 0),
     (not_a_number, "step 1 used features of norm nan", 0),
@@ -475,6 +533,34 @@ def test_a_different_loop_raises(make_run, loop, text, steps):
         loop(run)
     if steps is not None:
         assert run.steps == steps
+
+
+@pytest.mark.parametrize(
+    "criterion", [nn.MSELoss(), nn.HuberLoss(), nn.SmoothL1Loss(), nn.BCEWithLogitsLoss()], ids=str
+)
+def test_targets_that_would_be_broadcast(make_run, criterion):
+    # Row i of the gradient would then depend on the targets of all records.
+    run = make_run(model=nn.Linear(5, 1), criterion=criterion)
+    for features, labels in run.loader:
+        run.step((features, (labels > 0).float().reshape(10, 1)))
+    assert run.steps == 6
+    features, labels = next(iter(run.loader))
+    with pytest.raises(
+        hsa.UnsupportedRunError, match=r"shape \(10, 1\) of the model's output, got \(10,\)"
+    ):
+        run.step((features, (labels > 0).float()))
+    assert run.steps == 6
+
+
+def test_the_criterion_is_left_alone_when_the_run_ends(make_run):
+    criterion = nn.CrossEntropyLoss()
+    run = make_run(criterion=criterion)
+    run.epoch()
+    make_run(engine=run.engine, model=run.model, loss_geometry=None)
+    assert not criterion._forward_pre_hooks
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        make_run(criterion=criterion, noise_multiplier=-1.0)
+    assert not criterion._forward_pre_hooks
 
 
 def test_impossible_values_are_not_recorded(make_run):
@@ -649,6 +735,44 @@ def weights_swapped_and_restored(run):
     return {"num_steps": 6}
 
 
+def losses_for_the_log(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(features)
+        run.criterion(output.detach(), labels)
+        with torch.no_grad():
+            run.criterion(output, labels)
+        run.criterion(output, labels).backward()
+        run.optimizer.step()
+        run.model.eval()
+        run.criterion(run.model(features[:2]), labels[:2])
+        run.model.train()
+    return {"num_steps": 6}
+
+
+def criterion_shared_with_another_run(run):
+    model = nn.Linear(5, 3)
+    for batch in run.loader:
+        run.step(batch)
+        run.criterion(model(batch[0]), batch[1]).backward()
+    return {"num_steps": 6}
+
+
+def targets_as_probabilities(run):
+    for features, labels in run.loader:
+        run.step((features, nn.functional.one_hot(labels, 3) * 0.7 + 0.1))
+    return {"num_steps": 6}
+
+
+def copies_of_model_and_criterion(run):
+    for batch in run.loader:
+        run.step(batch)
+        model, criterion = copy.deepcopy((run.plain_model, run.criterion))
+        criterion(model.eval()(batch[0][:3]), batch[1][:3])
+        torch.save((run.plain_model, run.criterion), io.BytesIO())
+    return {"num_steps": 6}
+
+
 def releases(run):
     run.epoch()
     run.engine.release()
@@ -676,6 +800,10 @@ ACCOUNTED = [
     closure,
     evaluation_in_between,
     weights_swapped_and_restored,
+    losses_for_the_log,
+    criterion_shared_with_another_run,
+    targets_as_probabilities,
+    copies_of_model_and_criterion,
     releases,
     looked_at_one_batch_first,
 ]

@@ -7,6 +7,7 @@ import numbers
 from typing import Any
 
 import torch
+from dp_accounting import NeighboringRelation
 from torch import nn
 
 from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
@@ -46,6 +47,20 @@ def supported_order(
             "SGD. Leave it out."
         )
     return BatchOrder(value)
+
+
+def refuse_add_or_remove(relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError for ADD_OR_REMOVE_ONE.
+
+    A step divides the noise by the number of records, or by a batch size that belongs to it; runs
+    on neighbouring data sets would differ in more than one gradient.
+    """
+    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        raise UnsupportedRunError(
+            "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
+            "ADD_OR_REMOVE_ONE: the divisor would be the number of records, which is what adding "
+            "or removing changes. Use REPLACE_SPECIAL (a record against one with zero gradient)."
+        )
 
 
 def check_opacus_arguments(arguments: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccoun
 from hidden_state_adapters.opacus.cursor import BatchCursor
 from hidden_state_adapters.opacus.loaders import fixed_order, private_loader
 from hidden_state_adapters.opacus.module_watch import (
+    CriterionWatch,
     ForwardWatch,
     ParameterWatch,
     check_parameters,
@@ -51,8 +52,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         public. What the training loop does differently raises UnsupportedRunError.
 
     Args:
-        neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
-            REPLACE_ONE, or ADD_OR_REMOVE_ONE (batch_order="full" only).
+        neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient) or
+            REPLACE_ONE. Not ADD_OR_REMOVE_ONE: see `arguments.refuse_add_or_remove`.
         secure_mode: As for Opacus; needs torchcsprng.
         accountant: "hidden_state"; there for the signature of PrivacyEngine.
     """
@@ -110,7 +111,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 max_grad_norm.
             max_grad_norm: Clip norm of the gradient of one record for all parameters together.
             batch_order: "cyclic" or "full".
-            criterion: The loss of the training loop; needed for loss_geometry="auto".
+            criterion: The loss of the training loop; needed for loss_geometry="auto". The loop has
+                to call this very object, once per batch on the whole output of the model.
             loss_geometry: A LossGeometry, "auto" (one nn.Linear and a known criterion) or None,
                 which leaves composition only.
             feature_norm: Bound on the norm of every record at the linear layer; checked at every
@@ -130,6 +132,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: No theorem covers the run, or it could not be checked.
             TypeError, ValueError: An argument has an impossible value.
         """
+        relation = self.accountant.neighboring_relation
+        arguments.refuse_add_or_remove(relation)
         order = arguments.supported_order(
             batch_order, poisson_sampling, max_batch_size, optimizer_class
         )
@@ -169,8 +173,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         )
         lipschitz = None if loss is None else loss.lipschitz
         checks.check_clip_margin(float(max_grad_norm), lipschitz)
-        relation = self.accountant.neighboring_relation
-        first.as_composition(relation)  # raises if the relation does not go with the order
+        forward = ForwardWatch(inner, head)
         self._context = RunContext(
             recorder=recorder,
             cursor=BatchCursor(
@@ -179,7 +182,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             ),
             batch_size=batch_size,
             parameters=ParameterWatch(inner, optimizer),
-            forward=ForwardWatch(inner, head),
+            forward=forward,
+            criterion=CriterionWatch(criterion, forward) if loss_geometry == "auto" else None,
             lipschitz=lipschitz,
             feature_norm=feature_norm,
             projection_radius=projection_radius,
@@ -195,7 +199,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 **opacus_kwargs,
             )
         except BaseException:
-            self._context.forward.remove()
+            self._context.remove_hooks()
             raise
         finally:
             self._context = None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.cursor import BatchCursor
-from hidden_state_adapters.opacus.module_watch import ForwardWatch, ParameterWatch
+from hidden_state_adapters.opacus.module_watch import CriterionWatch, ForwardWatch, ParameterWatch
 
 
 @attrs.define
@@ -27,6 +27,7 @@ class RunContext:
         batch_size: b.
         parameters: Watches the parameters between steps.
         forward: Watches the forward passes.
+        criterion: Watches the calls of the criterion, or None if its constants were declared.
         lipschitz: The declared bound on per-example gradient norms, or None.
         feature_norm: The declared bound on the features, or None.
         projection_radius: Radius of the ball around 0 that the iterates are projected on, or None.
@@ -40,6 +41,19 @@ class RunContext:
     lipschitz: float | None = None
     feature_norm: float | None = None
     projection_radius: float | None = None
+    criterion: CriterionWatch | None = None
+
+    def reset_watches(self) -> None:
+        """Starts counting for the next batch."""
+        self.forward.reset()
+        if self.criterion is not None:
+            self.criterion.reset()
+
+    def remove_hooks(self) -> None:
+        """Leaves the module and the criterion as they were."""
+        self.forward.remove()
+        if self.criterion is not None:
+            self.criterion.remove()
 
 
 class HiddenStateOptimizer(DPOptimizer):
@@ -62,7 +76,8 @@ class HiddenStateOptimizer(DPOptimizer):
       - Checked at every step: the loader delivered the expected batch and the gradients have its
         number of rows, from one forward pass; plain SGD with equal groups; unchanged set of
         trainable parameters in float32 or float64; no value was changed from outside since the
-        last step; gradient and feature norms within their declared bounds; projection.
+        last step; gradient and feature norms within their declared bounds; projection; with
+        loss_geometry="auto" one call of the criterion, on all rows, with one target for each.
       - Not checked: that the gradients belong to the records that the loader delivered, and the
         smoothness of the loss.
 
@@ -139,7 +154,7 @@ class HiddenStateOptimizer(DPOptimizer):
     def close(self, reason: str) -> None:
         """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
         self._closed = reason
-        self.context.forward.remove()
+        self.context.remove_hooks()
         self.context.parameters.release_memory()
 
     def resume(self) -> None:
@@ -147,7 +162,7 @@ class HiddenStateOptimizer(DPOptimizer):
         self._steps_taken = self.context.recorder.num_steps
         self._unfinished_step, self._failure = None, ""
         self._start_batch()
-        self.context.forward.reset()
+        self.context.reset_watches()
         self.context.parameters.remember()
         self.context.cursor.start_pass()
         self.context.cursor.first_batch = self.context.recorder.expected_batch_index
@@ -216,7 +231,7 @@ class HiddenStateOptimizer(DPOptimizer):
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             raise
-        self.context.forward.reset()
+        self.context.reset_watches()
         return proceeds
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -277,7 +292,8 @@ class HiddenStateOptimizer(DPOptimizer):
             )
         self._batch_index = index
         params = self.context.parameters.params
-        self._rows += _at_step(step, lambda: checks.gradient_rows(params))
+        rows = _at_step(step, lambda: checks.gradient_rows(params))
+        self._rows += rows
         size = self.context.batch_size
         if self._rows > size or not (self._skips_step or self._rows == size):
             raise UnsupportedRunError(
@@ -290,11 +306,13 @@ class HiddenStateOptimizer(DPOptimizer):
                 "every record passes once, in its own row. Evaluate in eval() mode or under "
                 "torch.no_grad()."
             )
+        if self.context.criterion is not None:
+            self.context.criterion.check_calls(step, rows)
 
     def _check_values(self, step: int) -> None:
         run = self.context
         zero = torch.zeros((), device=run.parameters.params[0].device)
-        figures = [run.parameters.changed(), zero, zero, zero]
+        figures = [run.parameters.changed(), zero, zero, zero, zero]
         if run.lipschitz is not None:
             figures[1] = checks.largest_gradient_norm(run.parameters.params)
         if run.feature_norm is not None:
@@ -302,12 +320,16 @@ class HiddenStateOptimizer(DPOptimizer):
             figures[2] = zero + math.nan if largest is None else largest
         if run.projection_radius is not None:
             figures[3] = checks.joint_norm(run.parameters.params)
+        if run.criterion is not None:
+            figures[4] = run.criterion.has_bad_target
         # One transfer from the device for all of them.
-        changed, gradient, feature, norm = torch.stack(
+        changed, gradient, feature, norm, bad_target = torch.stack(
             [figure.to(device=zero.device, dtype=torch.float64) for figure in figures]
         ).tolist()
         if changed:
             raise self._changed()
+        if run.criterion is not None and bad_target:
+            run.criterion.raise_bad_target(step)
         if run.feature_norm is not None:
             checks.check_feature_norm(feature, run.feature_norm, step)
         if run.lipschitz is not None:
