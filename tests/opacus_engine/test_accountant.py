@@ -123,6 +123,7 @@ def test_other_optimizers_are_composed(train, caplog, optimizer, arguments, text
     assert len(lines) == 1
     assert text in lines[0]
     assert "composition" in lines[0]
+    assert lines[0].count("no last-iterate theorem") + lines[0].count("No last-iterate") == 1
 
 
 def test_momentum_mid_run_raises(train):
@@ -137,6 +138,192 @@ def step(model, private, batches, factor=1.0):
     private.zero_grad()
     (factor * nn.CrossEntropyLoss()(model(features), labels)).backward()
     private.step()
+
+
+KINDS = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1), {}),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), {}),
+    "adam": (lambda p: torch.optim.Adam(p, lr=0.01), {}),
+    "per layer": (
+        lambda p: torch.optim.SGD(p, lr=0.5),
+        {"clipping": "per_layer", "max_grad_norm": [1.5, 1.5]},
+    ),
+}
+
+
+def resume(train, first, declared, kind):
+    """A fresh engine that goes on where `first` stopped."""
+    optimizer, arguments = KINDS[kind]
+    engine, *private = train(declared, optimizer=optimizer, epochs=0, **arguments)
+    engine.accountant.load_state_dict(first.accountant.state_dict())
+    return engine, *private
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", [SOFTMAX, None])
+@pytest.mark.parametrize("radius", [None, 50.0])
+def test_resumed_runs_never_forget(train, kind, loss, radius):
+    declared = {**DECLARED, "loss_geometry": loss, "projection_radius": radius}
+    optimizer, arguments = KINDS[kind]
+    first, *_ = train(declared, optimizer=optimizer, epochs=4, **arguments)
+    whole, *_ = train(declared, optimizer=optimizer, epochs=5, **arguments)
+    second, model, private, batches = resume(train, first, declared, kind)
+    assert len(second.accountant) == len(first.accountant) == 24
+    assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
+    spent = second.get_epsilon(DELTA)
+    for steps, batch in enumerate(batches, 25):
+        step(model, private, [batch])
+        assert len(second.accountant) == steps
+        assert second.get_epsilon(DELTA) >= spent
+        spent = second.get_epsilon(DELTA)
+    assert second.get_epsilon(DELTA) == pytest.approx(whole.get_epsilon(DELTA), rel=1e-12)
+
+
+@pytest.mark.parametrize(("before", "after"), [("sgd", "adam"), ("adam", "sgd")])
+@pytest.mark.parametrize("loss", [SOFTMAX, None])
+def test_resuming_with_another_optimizer_keeps_the_steps(train, before, after, loss):
+    declared = {**DECLARED, "loss_geometry": loss}
+    optimizer, _ = KINDS[before]
+    first, *_ = train(declared, optimizer=optimizer)
+    second, model, private, batches = resume(train, first, declared, after)
+    if loss is not None and after == "adam":
+        for _ in range(2):
+            with pytest.raises(hsa.UnsupportedRunError, match="step 13 changed the optimizer"):
+                step(model, private, batches)
+        assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
+        return
+    for batch in batches:
+        step(model, private, [batch])
+    composed = event(loss=None, weight_decay=0.0, num_steps=18)
+    assert second.get_epsilon(DELTA) == epsilon(composed)
+
+
+def test_a_state_that_is_refused_changes_nothing(train):
+    engine, *_ = train(DECLARED)
+    _, *second = train(DECLARED, engine=engine, epochs=1)
+    state = engine.accountant.state_dict()
+    step(*second)
+    other = HiddenStateAccountant()
+    other.declare_run(**DECLARED)
+    with pytest.raises(ValueError, match="end of an epoch"):
+        other.load_state_dict(engine.accountant.state_dict())
+    assert len(other) == 0
+    other.load_state_dict(state)
+    assert len(other) == 18
+    engine = PrivacyEngine(accountant="hidden_state")
+    engine.accountant.load_state_dict(state)
+    assert other.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_and_pieces_raise_for_every_optimizer(train, kind):
+    optimizer, arguments = KINDS[kind]
+    engine, model, private, batches = train(DECLARED, optimizer=optimizer, epochs=0, **arguments)
+    criterion = nn.CrossEntropyLoss()
+    for _, (features, labels) in zip(range(2), batches, strict=False):
+        criterion(model(features), labels).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: got the gradients of 2 batches"):
+        private.step()
+    private.zero_grad()
+    with BatchMemoryManager(
+        data_loader=batches, max_physical_batch_size=5, optimizer=private
+    ) as loader:
+        pieces = iter(loader)
+        step(model, private, [next(pieces)])
+        with pytest.raises(hsa.UnsupportedRunError, match="several pieces"):
+            step(model, private, [next(pieces)])
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_poisson_loader_is_not_cyclic(train, kind):
+    optimizer, arguments = KINDS[kind]
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step \d+ used \d+ rows, expected"):
+        train(DECLARED, optimizer=optimizer, poisson_sampling=True, epochs=5, **arguments)
+
+
+@pytest.mark.parametrize("max_physical_batch_size", [2, 100])
+def test_composition_of_poisson_batches_in_pieces(train, max_physical_batch_size):
+    declared = {**DECLARED, "batch_order": "poisson"}
+    optimizer, _ = KINDS["adam"]
+    engine, model, private, batches = train(
+        declared, optimizer=optimizer, poisson_sampling=True, epochs=0
+    )
+    with BatchMemoryManager(
+        data_loader=batches,
+        max_physical_batch_size=max_physical_batch_size,
+        optimizer=private,
+    ) as loader:
+        for batch in loader:
+            step(model, private, [batch])
+    assert len(engine.accountant) == len(batches)
+
+
+@pytest.mark.parametrize("order", ["cyclic", "poisson"])
+def test_ghost_clipping_hides_the_rows(make_loader, order):
+    model = nn.Linear(5, 3)
+    engine = PrivacyEngine(accountant="hidden_state")
+    engine.accountant.declare_run(**{**DECLARED, "batch_order": order})
+    model, private, criterion, batches = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=make_loader(),
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+        poisson_sampling=order == "poisson",
+        grad_sample_mode="ghost",
+    )
+    features, labels = next(iter(batches))
+    criterion(model(features), labels).backward()
+    if order == "cyclic":
+        with pytest.raises(hsa.UnsupportedRunError, match="step 1 uses ghost clipping"):
+            private.step()
+        return
+    private.step()
+    assert engine.get_epsilon(DELTA) == epsilon(event(batch_order=order, num_steps=1, loss=None))
+
+
+def test_adaptive_clipping_is_refused(train):
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1 uses adaptive clipping"):
+        train(
+            DECLARED,
+            clipping="adaptive",
+            target_unclipped_quantile=0.5,
+            clipbound_learning_rate=0.2,
+            max_clipbound=10.0,
+            min_clipbound=0.1,
+            unclipped_num_std=2.0,
+        )
+
+
+def test_what_the_accountant_cannot_see_is_declared(train):
+    engine, *_ = train({**DECLARED, "projection_radius": 50.0})
+    plain = HiddenStateAccountant()
+    plain.load_state_dict(engine.accountant.state_dict())
+    resumed, *_ = resume(train, engine, {**DECLARED, "projection_radius": 50.0}, "sgd")
+    for accountant in (engine.accountant, plain, resumed.accountant):
+        lines = [str(assumption) for assumption in accountant.guarantee.assumptions]
+        assert len(set(lines)) == len(lines)
+        for text in (
+            "batches of 10 of 60 records in the same order in every epoch, each once",
+            "one optimizer step per batch",
+            "initial model",
+            "changed by the private optimizer only",
+            "ball of radius 50",
+        ):
+            assert any(line.startswith("declared") and text in line for line in lines), text
+
+
+@pytest.mark.parametrize(
+    ("order", "size", "text"),
+    [("full", 60, "all 60 records in every batch"), ("poisson", 10, "probability 0.166667")],
+)
+def test_the_declared_order_is_an_assumption(train, order, size, text):
+    declared = {**DECLARED, "batch_order": order, "batch_size": size}
+    engine, *_ = train(declared, loader={"batch_size": size}, poisson_sampling=order == "poisson")
+    lines = [str(assumption) for assumption in engine.accountant.guarantee.assumptions]
+    assert any(text in line for line in lines)
 
 
 def test_scaled_loss_raises(train):
@@ -241,6 +428,68 @@ def test_redeclaring_before_the_first_step_replaces():
         accountant.step(noise_multiplier=1.0, sample_rate=0.1)
 
 
+def recorder(steps):
+    recorder = hsa.RunRecorder(batch_order="full", batch_size=60, dataset_size=60)
+    for _ in range(steps):
+        recorder.step(noise_multiplier=0.3, learning_rate=0.1, clip_norm=1.0, batch_rows=60)
+    return recorder
+
+
+@pytest.mark.filterwarnings("error:No run was declared")
+def test_undeclared_steps_and_runs_do_not_mix():
+    undeclared = HiddenStateAccountant()
+    undeclared.step(noise_multiplier=5.0, sample_rate=0.1)
+    loaded = HiddenStateAccountant()
+    loaded.load_state_dict(undeclared.state_dict())
+    for accountant in (undeclared, loaded):
+        with pytest.raises(hsa.UnsupportedRunError, match="undeclared steps already"):
+            accountant.add_run(recorder(0))
+        assert len(accountant) == 1
+    for steps in (0, 3):
+        accountant = HiddenStateAccountant()
+        accountant.add_run(recorder(steps))
+        for rows in ([(5.0, 0.1, 6)], []):
+            with pytest.raises(ValueError, match="history is overwritten, got 1"):
+                accountant.history = rows
+    declared = HiddenStateAccountant()
+    declared.declare_run(**DECLARED)
+    with pytest.raises(ValueError, match="undeclared steps"):
+        declared.load_state_dict(undeclared.state_dict())
+    declared.load_state_dict(HiddenStateAccountant().state_dict())
+    accountant._history.append((5.0, 0.1, 6))  # whatever way it came there
+    with pytest.raises(hsa.UnsupportedRunError, match="different neighboring relations"):
+        accountant.guarantee.epsilon(DELTA)
+
+
+def test_declaring_again_keeps_runs_with_steps(train):
+    engine, *_ = train(DECLARED)
+    accountant = HiddenStateAccountant()
+    accountant.declare_run(**DECLARED)
+    accountant.load_state_dict(engine.accountant.state_dict())
+    accountant.declare_run(**DECLARED)
+    assert accountant.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+    accountant = HiddenStateAccountant()
+    accountant.declare_run(**DECLARED)
+    accountant.add_run(recorder(3))
+    accountant.declare_run(**DECLARED)
+    assert len(accountant) == 3
+
+
+def test_a_written_history_warns_once_that_it_assumes_poisson_sampling():
+    accountant = HiddenStateAccountant()
+    accountant.history = [(2.0, 0.1, 6)]
+    with pytest.warns(UserWarning, match=r"make_private_with_epsilon.*Poisson.*declared"):
+        accountant.get_epsilon(DELTA)
+    accountant.history = [(3.0, 0.1, 6)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accountant.get_epsilon(DELTA)
+    accountant.step(noise_multiplier=3.0, sample_rate=0.1)
+    with pytest.warns(UserWarning, match="for Poisson loaders only"):
+        accountant.get_epsilon(DELTA)
+
+
+@pytest.mark.filterwarnings("ignore:The history was written")
 @pytest.mark.parametrize("target", [0.3, 0.8])
 def test_opacus_calibration_terminates(target):
     noise = get_noise_multiplier(
@@ -253,23 +502,25 @@ def test_opacus_calibration_terminates(target):
     assert target - 0.01 <= accountant.get_epsilon(DELTA) <= target
 
 
-def test_make_private_with_epsilon(train, make_loader):
+def test_make_private_with_epsilon(make_loader):
     engine = PrivacyEngine(accountant="hidden_state")
+    engine.accountant.declare_run(**DECLARED)
     model = nn.Linear(5, 3)
-    _, private, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=make_loader(),
-        target_epsilon=0.5,
-        target_delta=DELTA,
-        epochs=3,
-        max_grad_norm=1.0,
-    )
+    with pytest.warns(UserWarning, match="A declared run has another epsilon"):
+        _, private, loader = engine.make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=make_loader(),
+            target_epsilon=0.5,
+            target_delta=DELTA,
+            epochs=3,
+            max_grad_norm=1.0,
+        )
     assert private.noise_multiplier > 0.5
     assert len(loader) == 6
 
 
-@pytest.mark.filterwarnings("error:No run was declared")
+@pytest.mark.filterwarnings("error:No run was declared", "ignore:The history was written")
 def test_written_history():
     accountant = HiddenStateAccountant()
     assert accountant.get_epsilon(DELTA) == 0

@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import (
+    Assumption,
     BatchOrder,
     Guarantee,
     LastIterateAccountant,
@@ -20,14 +22,46 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     compose_guarantees,
 )
+from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_adapters.opacus.stock_run import StockRun
 from hidden_state_adapters.opacus.undeclared import Row, undeclared_guarantee
 
 MECHANISM = "hidden_state"
 
+_UNDECLARED = (
+    "No run was declared: epsilon is that of composition under Poisson sampling (every iterate may "
+    "be released) and holds for Poisson loaders only (poisson_sampling=True). For other loaders, "
+    "and for the last iterate, call engine.accountant.declare_run(batch_order=..., "
+    "dataset_size=..., batch_size=..., loss_geometry=...) before training."
+)
+_WRITTEN = (
+    "The history was written directly, as make_private_with_epsilon does: epsilon is that of "
+    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. A declared run has another epsilon: "
+    "find its noise with dp_accounting.calibrate_dp_mechanism and "
+    "hidden_state_accountants.LastIterateAccountant, and call make_private."
+)
+
 
 def _nothing() -> None:
     pass
+
+
+@attrs.frozen
+class _Run:
+    source: RunRecorder | StockRun
+    check: Callable[[], None] = _nothing  # raises unless the model is the accounted iterate
+    assumptions: tuple[Assumption, ...] = ()  # added to those of the bound; all declared
+
+    @property
+    def recorder(self) -> RunRecorder:
+        return self.source.recorder if isinstance(self.source, StockRun) else self.source
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.recorder.state_dict(), "assumptions": [a.text for a in self.assumptions]}
+
+    def with_assumptions_of(self, state: Any) -> _Run:
+        stored = tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
+        return attrs.evolve(self, assumptions=merge_assumptions([self.assumptions, stored]))
 
 
 class HiddenStateAccountant(IAccountant):
@@ -45,7 +79,8 @@ class HiddenStateAccountant(IAccountant):
         covers are accounted by composition.
       - Undeclared, and for a `history` that was written directly (as Opacus' calibration does):
         composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE, which is what
-        stock Opacus accountants assume; every iterate may be released.
+        stock Opacus accountants assume; every iterate may be released. It holds for Poisson loaders
+        only, so `make_private_with_epsilon` does not calibrate a declared run.
 
     Args:
         neighboring_relation: The relation of declared runs.
@@ -54,12 +89,12 @@ class HiddenStateAccountant(IAccountant):
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
     ):
-        self._runs: list[tuple[RunRecorder | StockRun, Callable[[], None]]] = []
+        self._runs: list[_Run] = []
         super().__init__()
         LastIterateAccountant(neighboring_relation)  # validates
         self.neighboring_relation = neighboring_relation
         self._unclaimed: StockRun | None = None
-        self._has_warned = False
+        self._warned: set[str] = set()
         self._running: dict[RunRecorder, RunningGuarantee] = {}
 
     @classmethod
@@ -99,11 +134,7 @@ class HiddenStateAccountant(IAccountant):
             )
         if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
             raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
-        if self._history:
-            raise UnsupportedRunError(
-                "Expected declare_run before the first step, got undeclared steps already: they "
-                "hold for another neighboring relation. Start with a fresh accountant."
-            )
+        self._refuse_undeclared_steps("declare_run")
         run = StockRun(
             batch_order=value,
             dataset_size=dataset_size,
@@ -112,20 +143,33 @@ class HiddenStateAccountant(IAccountant):
             projection_radius=projection_radius,
         )
         run.recorder.check_relation(self.neighboring_relation)
-        if self._unclaimed is not None:
+        if self._unclaimed is not None and not self._unclaimed.recorder.num_steps:
             self._runs.pop()
         self._unclaimed = run
-        self._runs.append((run, _nothing))
+        self._runs.append(_Run(run, assumptions=run.assumptions))
 
     def add_run(self, recorder: RunRecorder, check: Callable[[], None] = _nothing) -> None:
-        """Adds a run that somebody else records; `check` is called before epsilon is computed."""
-        self._runs = [(run, _nothing) for run, _ in self._runs]
-        self._runs.append((recorder, check))
+        """Adds a run that somebody else records; `check` is called before epsilon is computed.
+
+        Raises:
+            UnsupportedRunError: Steps were taken undeclared.
+        """
+        self._refuse_undeclared_steps("the run")
+        self._runs = [attrs.evolve(run, check=_nothing) for run in self._runs]
+        self._runs.append(_Run(recorder, check))
+        self._unclaimed = None
+
+    def _refuse_undeclared_steps(self, what: str) -> None:
+        if self._history:
+            raise UnsupportedRunError(
+                f"Expected {what} before the first step, got undeclared steps already: they hold "
+                "for another neighboring relation. Start with a fresh accountant."
+            )
 
     @property
     def recorders(self) -> tuple[RunRecorder, ...]:
         """The recorders of the declared runs, in order."""
-        return tuple(run.recorder if isinstance(run, StockRun) else run for run, _ in self._runs)
+        return tuple(run.recorder for run in self._runs)
 
     # What Opacus calls.
 
@@ -145,10 +189,10 @@ class HiddenStateAccountant(IAccountant):
 
     @history.setter
     def history(self, rows: list[Row]) -> None:
-        if any(recorder.num_steps for recorder in self.recorders):
+        if self._runs:
             raise ValueError(
-                "Expected no recorded steps when history is overwritten, got some: spent budget is "
-                "never forgotten. Use a fresh accountant."
+                f"Expected no runs when history is overwritten, got {len(self._runs)}: the figure "
+                "of the history would stand for theirs. Use a fresh accountant."
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
         self._is_written = bool(self._history)  # a question (calibration), not a training run
@@ -193,7 +237,7 @@ class HiddenStateAccountant(IAccountant):
                     "Expected the steps of one optimizer, got those of a second through the same "
                     "hook. Call make_private and declare_run for each."
                 )
-            if run is not self._runs[-1][0]:
+            if run is not self._runs[-1].source:
                 raise UnsupportedRunError(
                     "This run ended when the next one was declared; its last iterate was taken as "
                     "released then."
@@ -219,39 +263,45 @@ class HiddenStateAccountant(IAccountant):
         """
         if self._history:
             self._warn_undeclared()
-            return undeclared_guarantee(tuple(self._history)).epsilon(delta)
         return self.guarantee.epsilon(delta)
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything recorded."""
+        runs = [run for run in self._runs if run.recorder.num_steps]
+        if self._history and runs:
+            raise UnsupportedRunError(
+                f"Expected undeclared steps or runs, got {len(self._history)} rows of undeclared "
+                f"steps and {len(runs)} runs: they hold for different neighboring relations. Use a "
+                "fresh accountant for each."
+            )
         if self._history:
             return undeclared_guarantee(tuple(self._history))
-        for _, check in self._runs:
-            check()
-        relation = self.neighboring_relation
-        recorders = [recorder for recorder in self.recorders if recorder.num_steps]
-        for recorder in recorders:
-            self._running.setdefault(recorder, RunningGuarantee(recorder, relation))
-        return compose_guarantees([self._running[r].guarantee() for r in recorders], relation)
+        for run in self._runs:
+            run.check()
+        return compose_guarantees(
+            [self._run_guarantee(run) for run in runs], self.neighboring_relation
+        )
+
+    def _run_guarantee(self, run: _Run) -> Guarantee:
+        running = self._running.setdefault(
+            run.recorder, RunningGuarantee(run.recorder, self.neighboring_relation)
+        )
+        guarantee = running.guarantee()
+        assumptions = merge_assumptions([guarantee.assumptions, run.assumptions])
+        return attrs.evolve(guarantee, assumptions=assumptions)
 
     def _warn_undeclared(self) -> None:
-        if not self._has_warned and not self._is_written:
-            self._has_warned = True
-            warnings.warn(
-                "No run was declared: epsilon is that of composition under Poisson sampling (every "
-                "iterate may be released). For the last iterate call "
-                "engine.accountant.declare_run(batch_order=..., dataset_size=..., batch_size=..., "
-                "loss_geometry=...) before training.",
-                UserWarning,
-                stacklevel=4,
-            )
+        text = _WRITTEN if self._is_written else _UNDECLARED
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, UserWarning, stacklevel=4)
 
     def state_dict(self, destination: Any = None) -> Any:
         """Plain types: Opacus' keys, the relation, and the state of every recorder."""
         destination = super().state_dict(destination)
         destination["neighboring_relation"] = self.neighboring_relation.name
-        destination["runs"] = [recorder.state_dict() for recorder in self.recorders]
+        destination["runs"] = [run.state_dict() for run in self._runs]
         return destination
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -268,28 +318,27 @@ class HiddenStateAccountant(IAccountant):
                 f"Expected to load into an accountant without steps, got one with {len(self)}: "
                 "spent budget is never forgotten. Call make_private on a fresh engine, then load."
             )
-        super().load_state_dict(state_dict)  # the checks of IAccountant
-        self._history = []
+        IAccountant.load_state_dict(HiddenStateAccountant(), state_dict)  # for its checks
         relation = state_dict.get("neighboring_relation", self.neighboring_relation.name)
         if relation != self.neighboring_relation.name:
             raise ValueError(
                 f"Expected a state for {self.neighboring_relation.name}, got {relation}."
             )
-        stored = list(state_dict.get("runs", ()))
-        if not stored:
-            if state_dict["history"] and self._runs:
+        if state_dict.get("runs"):
+            self._load_runs(list(state_dict["runs"]))
+        elif state_dict["history"]:
+            if self._runs:
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
             self.history = state_dict["history"]
             self._is_written = False
-            return
-        current = self._runs[-1:]
-        for run, _ in current:
-            recorder = run.recorder if isinstance(run, StockRun) else run
-            recorder.load_state_dict(stored.pop())
-            if isinstance(run, StockRun) and recorder.expected_batch_index:
-                raise ValueError(
-                    f"Expected a state at the end of an epoch, got one before batch "
-                    f"{recorder.expected_batch_index}: the stock loader would start again at batch "
-                    "0. Use HiddenStatePrivacyEngine, whose loader goes on where it was."
-                )
-        self._runs = [(RunRecorder.from_state_dict(state), _nothing) for state in stored] + current
+
+    def _load_runs(self, states: list[Any]) -> None:
+        current, last = self._runs[-1:], states[-1]
+        ended = [
+            _Run(RunRecorder.from_state_dict(state)).with_assumptions_of(state)
+            for state in (states[:-1] if current else states)
+        ]
+        for run in current:
+            run.source.load_state_dict(last)
+        self._history = []
+        self._runs = ended + [run.with_assumptions_of(last) for run in current]

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+)
 
-from hidden_state_accountants import BatchOrder, LossGeometry, RunRecorder, UnsupportedRunError
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    LossGeometry,
+    RunRecorder,
+    UnsupportedRunError,
+)
 from hidden_state_adapters.opacus import optimizer_checks as checks
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -18,9 +30,9 @@ _USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which 
 class StockRun:
     """Records from Opacus' step hook, which sees the optimizer but not the loader.
 
-    If the optimizer is one that no last-iterate theorem covers (momentum, Adam, another clipping),
-    or its gradients cannot be seen (ghost clipping), the run is recorded without a loss geometry,
-    so that only composition applies; a log line says so.
+    If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
+    layer), the run is recorded without a loss geometry, so that only composition applies; a log
+    line says so. Ghost clipping hides the rows of a batch: it needs batch_order="poisson".
 
     Args:
         batch_order: "cyclic", "full" or "poisson".
@@ -54,6 +66,53 @@ class StockRun:
             domain_diameter=math.inf if radius is None else 2 * radius,
         )
 
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What the accountant of a stock engine cannot see and takes on the user's word."""
+        n, b = self._size, self._batch_size
+        batches = {
+            BatchOrder.CYCLIC: f"the loader delivers batches of {b} of {n} records in the same "
+            "order in every epoch, each once per epoch",
+            BatchOrder.FULL: f"the loader delivers all {n} records in every batch",
+            BatchOrder.POISSON: "the loader draws every record for every batch independently with "
+            f"probability {b / n:g}",
+        }
+        texts = [
+            batches[self._order],
+            "one optimizer step per batch, from one backward pass",
+            "every per-example gradient is that of the loss at one record of the delivered batch",
+            "the initial model and the order of the records do not depend on the records",
+            "parameters changed by the private optimizer only",
+        ]
+        if self._radius is not None:
+            texts[-1] += (
+                ", except that the user puts all of them together back into the ball of radius "
+                f"{self._radius:g} around 0 after every step"
+            )
+        return tuple(Assumption.declared(text) for text in texts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of a recorder into a run without steps.
+
+        Raises:
+            ValueError: As `RunRecorder.load_state_dict`, or the state is not of the end of an
+                epoch. Nothing is changed then.
+        """
+        recorder = self._new_recorder(self._loss, self._radius)
+        fallback = self._new_recorder(None, None)
+        stored = state.get("declared")
+        is_fallback = _declared(recorder) != stored == _declared(fallback)
+        if is_fallback:
+            recorder = fallback
+        recorder.load_state_dict(state)
+        if recorder.expected_batch_index:
+            raise ValueError(
+                f"Expected a state at the end of an epoch, got one before batch "
+                f"{recorder.expected_batch_index}: the stock loader would start again at batch 0. "
+                "Use HiddenStatePrivacyEngine, whose loader goes on where it was."
+            )
+        self.recorder, self._is_composition = recorder, is_fallback or None
+
     def observe(self, optimizer: DPOptimizer, sample_rate: float) -> None:
         """Records the step that `optimizer` is about to take.
 
@@ -63,15 +122,11 @@ class StockRun:
         self._check_sampling(optimizer, sample_rate)
         reason = self._why_composition(optimizer)
         if self._is_composition is None:
-            self._is_composition = bool(reason)
-            if reason:
-                self.recorder = self._new_recorder(None, None)
-                _logger.warning(
-                    "%s: no last-iterate theorem covers it; epsilon is that of composition", reason
-                )
+            self._is_composition = self._becomes_composition(reason)
         if self._is_composition:
             # The update rule is post-processing; any positive learning rate stands for it.
-            self._record(optimizer, clip_norm=1.0, learning_rate=1.0, rows=self._batch_size)
+            rows = self._composition_rows(optimizer)
+            self._record(optimizer, clip_norm=1.0, learning_rate=1.0, rows=rows)
             return
         if reason:
             raise UnsupportedRunError(
@@ -80,17 +135,37 @@ class StockRun:
             )
         self._record_last_iterate(optimizer)
 
+    def _becomes_composition(self, reason: str) -> bool:
+        """Decides at the first step seen here, which may follow loaded ones."""
+        has_steps = self.recorder.num_steps > 0
+        if not reason or (has_steps and self._loss is not None):
+            return False
+        if not has_steps:
+            self.recorder = self._new_recorder(None, None)
+        _logger.warning(
+            "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
+            "composition.",
+            reason,
+        )
+        return True
+
     def _why_composition(self, optimizer: DPOptimizer) -> str:
         if type(optimizer) is not DPOptimizer:
-            return type(optimizer).__name__
+            return f"Expected DPOptimizer, got {type(optimizer).__name__}"
         try:
             checks.sgd_options(optimizer.original_optimizer)
         except UnsupportedRunError as error:
-            return str(error)
+            return str(error).partition(": ")[0]
         return ""
 
     def _check_sampling(self, optimizer: DPOptimizer, sample_rate: float) -> None:
         step, b = self.recorder.num_steps + 1, self._batch_size
+        if isinstance(optimizer, AdaClipDPOptimizer):
+            raise UnsupportedRunError(
+                f"step {step} uses adaptive clipping, which also publishes how many gradients were "
+                "clipped: noise_multiplier does not cover that under every neighboring relation. "
+                'Use clipping="flat" or "per_layer".'
+            )
         if self._order is BatchOrder.POISSON:
             if sample_rate > b / self._size * (1 + 1e-9):
                 raise UnsupportedRunError(
@@ -104,20 +179,36 @@ class StockRun:
                 f"{b}: the batch size must divide the data set. {_USE_ENGINE}"
             )
 
-    def _record_last_iterate(self, optimizer: DPOptimizer) -> None:
-        step, params = self.recorder.num_steps + 1, optimizer.params
-        options = checks.sgd_options(optimizer.original_optimizer)
-        for param in params:
-            checks.check_precision("parameters", param)
+    def _composition_rows(self, optimizer: DPOptimizer) -> int:
+        if not isinstance(optimizer, DPOptimizerFastGradientClipping):
+            return self._rows(optimizer)
+        if self._order is not BatchOrder.POISSON:
+            raise UnsupportedRunError(
+                f"step {self.recorder.num_steps + 1} uses ghost clipping, which hides how many "
+                f"rows a {self._order.value} batch had, expected per-example gradients. Use "
+                'grad_sample_mode="hooks", or Poisson batches with batch_order="poisson".'
+            )
+        return 0  # of any number: Poisson batches are not counted
+
+    def _rows(self, optimizer: DPOptimizer) -> int:
+        """The rows of the batch; for Poisson batches maybe those of its last piece."""
+        step = self.recorder.num_steps + 1
         if self._order is not BatchOrder.POISSON and optimizer._is_last_step_skipped:
             raise UnsupportedRunError(
                 f"step {step} used a batch in several pieces, whose rows the accountant cannot "
                 f"count. {_USE_ENGINE}"
             )
         try:
-            rows = checks.gradient_rows(params)
+            return checks.gradient_rows(optimizer.params)
         except UnsupportedRunError as error:
             raise UnsupportedRunError(f"step {step}: {error}") from None
+
+    def _record_last_iterate(self, optimizer: DPOptimizer) -> None:
+        step, params = self.recorder.num_steps + 1, optimizer.params
+        options = checks.sgd_options(optimizer.original_optimizer)
+        for param in params:
+            checks.check_precision("parameters", param)
+        rows = self._rows(optimizer)
         lipschitz = None if self._loss is None else self._loss.lipschitz
         checks.check_clip_margin(float(optimizer.max_grad_norm), lipschitz)
         if lipschitz is not None and rows:
@@ -137,7 +228,7 @@ class StockRun:
             clip_norm=float(optimizer.max_grad_norm),
             learning_rate=options["lr"] * scale,
             weight_decay=options["weight_decay"] / scale,
-            rows=None if self._order is BatchOrder.POISSON else rows,  # maybe one piece of many
+            rows=rows,
         )
 
     def _record(
@@ -147,7 +238,7 @@ class StockRun:
         clip_norm: float,
         learning_rate: float,
         weight_decay: float = 0.0,
-        rows: int | None,
+        rows: int,
     ) -> None:
         self.recorder.step(
             noise_multiplier=float(optimizer.noise_multiplier),
@@ -155,5 +246,9 @@ class StockRun:
             clip_norm=clip_norm,
             weight_decay=weight_decay,
             batch_index=self.recorder.expected_batch_index,
-            batch_rows=rows,
+            batch_rows=None if self._order is BatchOrder.POISSON else rows,
         )
+
+
+def _declared(recorder: RunRecorder) -> Any:
+    return recorder.state_dict()["declared"]
