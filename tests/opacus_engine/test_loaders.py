@@ -98,6 +98,44 @@ def test_explicit_orders():
     assert batches(deal(loader)) == [[8, 7], [0, 1]]  # a private loader is fine again
 
 
+def test_an_order_is_copied():
+    order = [3, 1, 2, 0]
+    loader = deal(DataLoader(numbers(4), batch_size=2, sampler=order))
+    sampler = FixedOrderBatchSampler(order, 2, BatchCursor(2))
+    order[:] = [0, 0, 0, 0]
+    assert batches(loader) == list(sampler) == [[3, 1], [2, 0]]
+
+
+@pytest.mark.parametrize(
+    "indices", [[3, 1, 2, 0], torch.tensor([3, 1, 2, 0])], ids=["list", "tensor"]
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda d: d, lambda d: Subset(d, range(4)), lambda d: ConcatDataset([d])]
+)
+def test_indices_of_a_subset_may_not_change(indices, wrap):
+    subset = Subset(numbers(4), indices)
+    loader = deal(DataLoader(wrap(subset), batch_size=2))
+    assert batches(loader) == [[3, 1], [2, 0]]
+    indices[0] = 1
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the indices of"):
+        batches(loader)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the indices of"):
+        next(iter(loader.batch_sampler))  # as BatchMemoryManager does
+    indices[0] = 3
+    assert batches(loader) == [[3, 1], [2, 0]]
+    first = iter(loader)
+    next(first)
+    subset.indices = [0, 1, 2, 3]
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the indices of"):
+        list(first)
+
+
+def test_shuffling_has_one_remedy():
+    with pytest.raises(hsa.UnsupportedRunError) as error:
+        deal(DataLoader(numbers(4), batch_size=2, shuffle=True))
+    assert str(error.value).count("shuffle=False") == 1
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(4))
@@ -121,7 +159,7 @@ class Stream(IterableDataset):
             ),
             "batch_sampler=list",
         ),
-        (lambda: DataLoader(numbers(4), batch_size=None), "batch_sampler=NoneType"),
+        (lambda: DataLoader(numbers(4), batch_size=None), "batch_size=None"),
         (lambda: DataLoader(Stream(), batch_size=2), "IterableDataset"),
         (lambda: DataLoader(numbers(4), batch_size=2, sampler=[0, 1, 1, 2]), "index twice"),
         (lambda: DataLoader(Subset(numbers(4), [0, 0]), batch_size=2), "index twice"),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -33,18 +34,27 @@ class FixedOrderBatchSampler(BatchSampler):
 
     A BatchSampler, so that Opacus' BatchMemoryManager splits its batches and knows its length.
 
+    Every pass checks, when it starts and when it ends, that the records behind these indices are
+    still the same as far as torch.utils.data.Subset says.
+
     Args:
-        order: The indices of the records; its length is a multiple of `batch_size`.
+        order: The indices of the records; its length is a multiple of `batch_size`. Copied.
         batch_size: b.
         cursor: Told about every batch.
+        dataset: What the indices point into.
     """
 
-    def __init__(self, order: Sequence[int], batch_size: int, cursor: BatchCursor):
+    def __init__(
+        self, order: Sequence[int], batch_size: int, cursor: BatchCursor, dataset: Any = None
+    ):
+        order = _copy(order)
         super().__init__(order, batch_size, drop_last=False)
         self.order = order
         self.cursor = cursor
+        self._subsets = [(part, np.array(part.indices)) for part in _subsets(dataset)]
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._check_subsets()
         return self._batches(self.cursor.start_pass())
 
     def _batches(self, pass_id: int) -> Iterator[list[int]]:
@@ -53,8 +63,18 @@ class FixedOrderBatchSampler(BatchSampler):
             self.cursor.emit(index)
             start = index * self.batch_size
             yield list(self.order[start : start + self.batch_size])
+        self._check_subsets()
         if self.cursor.pass_id == pass_id:
             self.cursor.exhaust()
+
+    def _check_subsets(self) -> None:
+        for part, indices in self._subsets:
+            if not np.array_equal(part.indices, indices):
+                raise UnsupportedRunError(
+                    "Expected the indices of torch.utils.data.Subset as they were at make_private, "
+                    "got others: the batches of the run are no longer those that are accounted. "
+                    "Build a new Subset and call make_private again for another order."
+                )
 
 
 class FixedOrderDataLoader(DataLoader):
@@ -136,6 +156,11 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
     batches, sampler = data_loader.batch_sampler, data_loader.sampler
     if isinstance(batches, FixedOrderBatchSampler):
         return batches.order
+    if batches is None:
+        raise UnsupportedRunError(
+            "Expected a DataLoader with a batch_size, got batch_size=None: without batches there "
+            f"is no step to account. {_FIXED_ORDER}"
+        )
     if type(batches) is not BatchSampler:
         raise UnsupportedRunError(
             f"Expected a DataLoader with a batch_size, got batch_sampler={_name(batches)}, whose "
@@ -150,7 +175,7 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
             return range(size)  # one batch of everything: the order does not matter
     if isinstance(sampler, list | tuple | range):
         _refuse_repeated_indices(sampler, "the sampler")
-        return sampler
+        return _copy(sampler)
     shuffles = (
         "shuffle=True draws a new order in every epoch"
         if (type(sampler) is RandomSampler)
@@ -158,8 +183,21 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
     )
     raise UnsupportedRunError(
         f"Expected records in the fixed order of the data set, got sampler={_name(sampler)}: "
-        f"{shuffles}. Pass shuffle=False, or shuffle the data set once beforehand. {_FIXED_ORDER}"
+        f"{shuffles}. {_FIXED_ORDER}"
     )
+
+
+def _copy(order: Sequence[int]) -> Sequence[int]:
+    return order if isinstance(order, range) else tuple(int(index) for index in order)
+
+
+def _subsets(dataset: Any) -> Iterator[Subset]:
+    if isinstance(dataset, Subset):
+        yield dataset
+        yield from _subsets(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _subsets(part)
 
 
 def _refuse_repeated_records(dataset: Any) -> None:
@@ -190,7 +228,7 @@ def private_loader(
     """A loader of the same data set in a fixed order, with the user's workers and collate_fn."""
     return FixedOrderDataLoader(
         data_loader.dataset,
-        batch_sampler=FixedOrderBatchSampler(order, batch_size, cursor),
+        batch_sampler=FixedOrderBatchSampler(order, batch_size, cursor, data_loader.dataset),
         num_workers=data_loader.num_workers,
         collate_fn=data_loader.collate_fn,
         pin_memory=data_loader.pin_memory,
