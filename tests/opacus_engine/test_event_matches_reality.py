@@ -316,6 +316,25 @@ def averaged_weights_kept(run):
     run.epoch()
 
 
+def sharpness_aware(run):
+    # The gradient at perturbed parameters, which are restored bit by bit before the step.
+    for batch in run.loader:
+        before = copy.deepcopy(run.plain_model.state_dict())
+        if run.steps:
+            with torch.no_grad():
+                for p in run.plain_model.parameters():
+                    p.add_(0.3 * p.grad)
+        run.backward(batch)
+        run.plain_model.load_state_dict(before)
+        run.optimizer.step()
+
+
+def buffer_that_counts(run):
+    run.epoch()
+    run.plain_model.register_buffer("mean", torch.zeros(5))
+    run.epoch()
+
+
 def base_step_directly(run):
     for batch in run.loader:
         run.step(batch)
@@ -505,6 +524,8 @@ RAISES = [
     (load_model_mid_run, "changed outside the private optimizer after step 6", 6),
     (write_through_data, "changed outside the private optimizer after step 6", 6),
     (averaged_weights_kept, "changed outside the private optimizer after step 12", 12),
+    (sharpness_aware, "step 2 has gradients at other parameters", 1),
+    (buffer_that_counts, "A buffer of the module was changed during the run", 6),
     (base_step_directly, "changed outside the private optimizer after step 1", 1),
     (pre_step_and_base_step, "step 1 used batch 1, expected batch 0", 0),
     (second_step_hook, "single slot", 0),
@@ -577,6 +598,69 @@ def test_a_loop_that_opacus_refuses(make_run, loop):
     with pytest.raises((ValueError, AttributeError)):
         loop(run)
     assert run.steps in (0, 6)
+
+
+class WithState(nn.Module):
+    """Normalises what a layer with state computes, then a linear layer."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state.requires_grad_(False)
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, features):
+        return self.linear(nn.functional.normalize(self.state(features)))
+
+
+class RunningMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, features):
+        if self.training:
+            self.mean.data = 0.9 * self.mean + 0.1 * features.mean(dim=0)  # version unchanged
+        return features - self.mean
+
+
+WITH_STATE = {
+    "loss_geometry": hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
+    "criterion": nn.CrossEntropyLoss(),
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (nn.BatchNorm1d(5), "BatchNorm1d 'state' in train"),
+        (nn.BatchNorm1d(5, affine=False), "BatchNorm1d 'state' in train"),
+        (nn.BatchNorm1d(5, track_running_stats=False).eval(), "without running statistics"),
+    ],
+)
+def test_batch_statistics_are_refused(make_run, layer, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        make_run(model=WithState(layer), **WITH_STATE)
+
+
+def test_batch_norm_may_only_evaluate(make_run):
+    run = make_run(model=WithState(nn.BatchNorm1d(5).eval()), **WITH_STATE)
+    run.epoch()
+    run.model.train()  # switches the batch norm back
+    with pytest.raises(hsa.UnsupportedRunError, match=r"Call \.eval\(\) on this part"):
+        run.epoch()
+    assert run.steps == 6
+
+
+def test_state_that_training_writes_is_noticed(make_run):
+    run = make_run(model=WithState(RunningMean()), **WITH_STATE)
+    with pytest.raises(hsa.UnsupportedRunError, match="A buffer of the module was changed"):
+        run.epoch()
+    assert run.steps == 0
+    run = make_run(model=WithState(RunningMean().eval()), **WITH_STATE)
+    run.epoch()
+    run.plain_model.state.mean += 1.0
+    with pytest.raises(hsa.UnsupportedRunError, match="A buffer of the module was changed"):
+        run.engine.get_epsilon(DELTA)
 
 
 def test_a_parameter_outside_the_forward_pass_is_noticed(make_run):

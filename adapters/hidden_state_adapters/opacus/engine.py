@@ -32,6 +32,7 @@ from hidden_state_adapters.opacus.module_watch import (
     CriterionWatch,
     ForwardWatch,
     ParameterWatch,
+    check_batch_norm,
     check_parameters,
 )
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer, RunContext
@@ -100,7 +101,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
-            module: float32 or float64 parameters.
+            module: float32 or float64 parameters; batch normalisation in eval() mode only, and no
+                buffers that change.
             optimizer: A plain torch.optim.SGD over all trainable parameters. Its weight_decay acts
                 outside the clip, so it is decoupled decay. Learning rate and decay may change
                 between steps, equally in all groups, on a schedule that is fixed in advance.
@@ -144,6 +146,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         arguments.refuse_distributed(module)
         options = checks.sgd_options(optimizer)
         check_parameters(inner, optimizer)
+        check_batch_norm(inner)
         reduction = opacus_kwargs.get("loss_reduction", "mean")
         loss, head = arguments.resolve_loss(
             inner, criterion, loss_geometry, feature_norm, reduction
@@ -173,7 +176,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         )
         lipschitz = None if loss is None else loss.lipschitz
         checks.check_clip_margin(float(max_grad_norm), lipschitz)
-        forward = ForwardWatch(inner, head)
+        parameters = ParameterWatch(inner, optimizer)
+        forward = ForwardWatch(inner, head, parameters)
         self._context = RunContext(
             recorder=recorder,
             cursor=BatchCursor(
@@ -181,7 +185,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 data_loader.num_workers * (data_loader.prefetch_factor or 0),
             ),
             batch_size=batch_size,
-            parameters=ParameterWatch(inner, optimizer),
+            parameters=parameters,
             forward=forward,
             criterion=CriterionWatch(criterion, forward) if loss_geometry == "auto" else None,
             lipschitz=lipschitz,

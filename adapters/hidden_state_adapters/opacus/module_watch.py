@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
@@ -47,8 +48,13 @@ class ParameterWatch:
 
     A copy of the trainable parameters is kept after every step and compared bit by bit before the
     next one; this sees every way to write them (`load_state_dict`, `.data`, another optimizer).
-    Values that were changed and restored in between (evaluation with averaged weights) are equal
-    again and do no harm. It cannot see a model that was copied out, trained elsewhere and released.
+    `ForwardWatch` compares them in every training pass, too: a gradient taken at perturbed
+    parameters that are restored before the step (Nesterov by hand, sharpness-aware training) is not
+    the gradient of the theorems. Values that are changed and restored with neither in between
+    (evaluation with averaged weights) do no harm. Buffers must not change at all during a run.
+
+    It cannot see a model that was copied out, trained elsewhere and released, nor values that were
+    changed through `.data` between forward and backward pass and restored.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -62,7 +68,22 @@ class ParameterWatch:
         self.params = [param for _, param in self._names]
         self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._copies: list[torch.Tensor] = []
+        self._buffers: dict[str, torch.Tensor] = {}
         self.remember()
+        self.remember_buffers()
+
+    def remember_buffers(self) -> None:
+        """Takes the current buffers of the module for those of the run."""
+        self._buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
+
+    def buffers_changed(self) -> torch.Tensor:
+        """A 0-dim boolean: whether a buffer was added, removed or written during the run."""
+        buffers = dict(self._module.named_buffers())
+        if buffers.keys() != self._buffers.keys():
+            return torch.tensor(True)
+        device = self._copies[0].device
+        flags = [_differ(buffers[name], old).to(device) for name, old in self._buffers.items()]
+        return torch.stack(flags).any() if flags else torch.tensor(False, device=device)
 
     def remember(self) -> None:
         """Takes the current values for those that the last step left."""
@@ -99,39 +120,67 @@ class ParameterWatch:
         """A 0-dim boolean: whether a value differs from what the last step left."""
         device = self._copies[0].device
         flags = [
-            _differ(param.detach(), copy).to(device)
+            _differ(param, copy).to(device)
             for param, copy in zip(self.params, self._copies, strict=True)
         ]
         return torch.stack(flags).any()
 
     def release_memory(self) -> None:
         """Drops the copies; the watch ends."""
-        self._copies = []
+        self._copies, self._buffers = [], {}
 
 
 def _differ(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     if value.shape != copy.shape or value.dtype != copy.dtype:
         return torch.tensor(True, device=copy.device)
-    kind = _INTEGERS[copy.dtype]  # compares bits: NaN equals itself
-    return (value.to(copy.device).view(kind) != copy.view(kind)).any()
+    value = value.detach().to(copy.device)
+    if copy.dtype in _INTEGERS:  # compares bits: NaN equals itself
+        kind = _INTEGERS[copy.dtype]
+        value, copy = value.view(kind), copy.view(kind)
+    return (value != copy).any()
+
+
+def check_batch_norm(module: nn.Module) -> None:
+    """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch."""
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            continue
+        if part.training or part.running_mean is None:
+            raise UnsupportedRunError(
+                f"Expected no batch statistics, got {type(part).__name__} {name!r} "
+                f"{'in train() mode' if part.training else 'without running statistics'}, frozen "
+                "or not: one record then changes the gradients of all others, and the statistics "
+                "are stored without noise. Call .eval() on this part of the model after every "
+                "model.train(), or use nn.GroupNorm."
+            )
 
 
 class ForwardWatch:
-    """Counts the training passes of a module and measures the features of a linear layer.
+    """Checks the training passes of a module and measures the features of a linear layer.
+
+    Every pass uses the parameters that the last step left, and no batch statistics.
 
     Args:
         module: The module itself, not Opacus' wrapper.
         head: Where to measure the norm of the inputs, or None.
+        parameters: The watch of the module's parameters.
     """
 
-    def __init__(self, module: nn.Module, head: nn.Linear | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        head: nn.Linear | None = None,
+        parameters: ParameterWatch | None = None,
+    ):
+        self._parameters = parameters
+        self.passes = 0
+        self.largest_feature_norm: torch.Tensor | None = None
+        self.has_other_parameters = torch.tensor(False)
         self._owners = [
             part
             for part in module.modules()
             if any(p.requires_grad for p in part.parameters(recurse=False))
         ]
-        self.passes = 0
-        self.largest_feature_norm: torch.Tensor | None = None
         self._handles = [module.register_forward_pre_hook(self._count)]
         if head is not None:
             self._handles.append(head.register_forward_pre_hook(self._measure, with_kwargs=True))
@@ -145,8 +194,13 @@ class ForwardWatch:
         return self.passes > 0 and self._is_training()
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._is_training():
-            self.passes += 1
+        if not self._is_training():
+            return
+        check_batch_norm(module)
+        self.passes += 1
+        if self._parameters is not None:
+            changed = self._parameters.changed()
+            self.has_other_parameters = self.has_other_parameters.to(changed.device) | changed
 
     def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_training():
@@ -166,6 +220,7 @@ class ForwardWatch:
     def reset(self) -> None:
         """Starts counting for the next batch."""
         self.passes, self.largest_feature_norm = 0, None
+        self.has_other_parameters = torch.tensor(False)
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -202,12 +257,13 @@ class CriterionWatch:
         self._criterion, self._forward = criterion, forward
         self._settings = self._current_settings()
         self._handle = criterion.register_forward_pre_hook(self._check, with_kwargs=True)
-        self.reset()
+        self._calls, self._rows = 0, 0
+        self.has_bad_target = torch.tensor(False)
 
     def reset(self) -> None:
         """Starts counting for the next batch."""
         self._calls, self._rows = 0, 0
-        self.has_bad_target = torch.zeros(())
+        self.has_bad_target = torch.tensor(False)
 
     def remove(self) -> None:
         """Removes the hook."""

@@ -76,8 +76,9 @@ class HiddenStateOptimizer(DPOptimizer):
       - Checked at every step: the loader delivered the expected batch and the gradients have its
         number of rows, from one forward pass; plain SGD with equal groups; unchanged set of
         trainable parameters in float32 or float64; no value was changed from outside since the
-        last step; gradient and feature norms within their declared bounds; projection; with
-        loss_geometry="auto" one call of the criterion, on all rows, with one target for each.
+        last step, neither at the step nor in the training pass; no buffer changed; gradient and
+        feature norms within their declared bounds; projection; with loss_geometry="auto" one call
+        of the criterion, on all rows, with one target for each.
       - Not checked: that the gradients belong to the records that the loader delivered, and the
         smoothness of the loss.
 
@@ -126,6 +127,8 @@ class HiddenStateOptimizer(DPOptimizer):
         self.context.cursor.check_finished()
         if bool(self.context.parameters.changed()):
             raise self._changed()
+        if bool(self.context.parameters.buffers_changed()):
+            raise _buffers_changed()
 
     def _check_alive(self) -> None:
         if self._closed:
@@ -164,6 +167,7 @@ class HiddenStateOptimizer(DPOptimizer):
         self._start_batch()
         self.context.reset_watches()
         self.context.parameters.remember()
+        self.context.parameters.remember_buffers()
         self.context.cursor.start_pass()
         self.context.cursor.first_batch = self.context.recorder.expected_batch_index
 
@@ -312,32 +316,49 @@ class HiddenStateOptimizer(DPOptimizer):
     def _check_values(self, step: int) -> None:
         run = self.context
         zero = torch.zeros((), device=run.parameters.params[0].device)
-        figures = [run.parameters.changed(), zero, zero, zero, zero]
+        figures = {
+            "changed": run.parameters.changed(),
+            "buffers": run.parameters.buffers_changed(),
+            "perturbed": run.forward.has_other_parameters,
+        }
         if run.lipschitz is not None:
-            figures[1] = checks.largest_gradient_norm(run.parameters.params)
+            figures["gradient"] = checks.largest_gradient_norm(run.parameters.params)
         if run.feature_norm is not None:
             largest = run.forward.largest_feature_norm
-            figures[2] = zero + math.nan if largest is None else largest
+            figures["feature"] = zero + math.nan if largest is None else largest
         if run.projection_radius is not None:
-            figures[3] = checks.joint_norm(run.parameters.params)
+            figures["norm"] = checks.joint_norm(run.parameters.params)
         if run.criterion is not None:
-            figures[4] = run.criterion.has_bad_target
+            figures["bad_target"] = run.criterion.has_bad_target
         # One transfer from the device for all of them.
-        changed, gradient, feature, norm, bad_target = torch.stack(
-            [figure.to(device=zero.device, dtype=torch.float64) for figure in figures]
+        values = torch.stack(
+            [figure.to(device=zero.device, dtype=torch.float64) for figure in figures.values()]
         ).tolist()
-        if changed:
+        self._judge_values(step, dict(zip(figures, values, strict=True)))
+
+    def _judge_values(self, step: int, values: dict[str, float]) -> None:
+        run = self.context
+        if values["changed"]:
             raise self._changed()
-        if run.criterion is not None and bad_target:
+        if values["perturbed"]:
+            raise UnsupportedRunError(
+                f"step {step} has gradients at other parameters than the last step left: they were "
+                "changed for the training pass and restored. The theorems need the gradient at the "
+                "iterate. Leave the parameters alone between the steps."
+            )
+        if values["buffers"]:
+            raise _buffers_changed()
+        if run.criterion is not None and values["bad_target"]:
             run.criterion.raise_bad_target(step)
         if run.feature_norm is not None:
-            checks.check_feature_norm(feature, run.feature_norm, step)
+            checks.check_feature_norm(values["feature"], run.feature_norm, step)
         if run.lipschitz is not None:
-            checks.check_gradient_norm(gradient, run.lipschitz, step)
-        if run.projection_radius is not None and not norm <= run.projection_radius * (1 + 1e-6):
+            checks.check_gradient_norm(values["gradient"], run.lipschitz, step)
+        radius = run.projection_radius
+        if radius is not None and not values["norm"] <= radius * (1 + 1e-6):
             raise UnsupportedRunError(
-                f"step {step} starts at norm {norm:.8g}, outside the ball of radius "
-                f"{run.projection_radius:.8g}."
+                f"step {step} starts at norm {values['norm']:.8g}, outside the ball of radius "
+                f"{radius:.8g}."
             )
 
     def _record(self) -> None:
@@ -358,6 +379,14 @@ class HiddenStateOptimizer(DPOptimizer):
             "A private optimizer cannot be copied or pickled: the steps of the copy would be "
             "missing from epsilon. Use engine.save_checkpoint, or make_private for another run."
         )
+
+
+def _buffers_changed() -> UnsupportedRunError:
+    return UnsupportedRunError(
+        "A buffer of the module was changed during the run (running statistics, counters, caches): "
+        "it carries data of the records past the noise. Put the layer that writes it in eval() "
+        "mode, or replace it."
+    )
 
 
 _T = TypeVar("_T")
