@@ -486,8 +486,56 @@ def test_checkpoint_without_a_run_stays_accounted(make_run, tmp_path):
     engine.load_checkpoint(path=path, module=run.model)
     assert engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
     again = make_run(engine=engine)
+    torch.manual_seed(1)  # otherwise the noise would be that of the first run
     again.epoch()
     assert [e.num_steps for e in engine.privacy_event.events] == [6, 6]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_noise_may_not_repeat_after_resuming(make_run, tmp_path, seeded):
+    def start():  # what a script does from its first line on
+        generator = torch.Generator().manual_seed(7) if seeded else None
+        return make_run(noise_generator=generator)
+
+    run, path = start(), tmp_path / "checkpoint.pt"
+    run.epoch()
+    run.engine.save_checkpoint(
+        path=path, module=run.model, optimizer=run.optimizer, checkpoint_dict={"own": 1}
+    )
+    run = start()
+    checkpoint = run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    assert checkpoint["own"] == 1
+    with pytest.raises(hsa.UnsupportedRunError, match="step 7: the noise generator is in a state"):
+        run.epoch()
+    assert run.steps == 6
+    run = start()
+    run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    (run.optimizer.generator or torch.default_generator).manual_seed(8)
+    run.epoch()
+    assert run.steps == 12
+
+
+def test_noise_may_not_repeat_in_the_next_run(make_run):
+    first = make_run(noise_generator=torch.Generator().manual_seed(7))
+    first.epoch()
+    generator = torch.Generator().manual_seed(7)
+    second = make_run(engine=first.engine, model=first.model, noise_generator=generator)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the noise generator"):
+        second.epoch()
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+def test_the_next_run_starts_at_the_last_iterate(make_run, steps):
+    run = make_run()
+    if steps:
+        run.epoch()
+    with torch.no_grad():
+        run.plain_model.weight.add_(1.0)
+    if not steps:  # nothing was spent
+        make_run(engine=run.engine, model=run.model).epoch()
+        return
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
+        make_run(engine=run.engine, model=run.model)
 
 
 def test_engine_takes_no_other_accountant_and_does_not_calibrate():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -123,6 +124,33 @@ def two_passes_in_one_step(run):
     flipped = run.criterion(run.model(features.flip(0)), labels.flip(0))
     (flipped + run.criterion(run.model(features), labels)).backward()
     run.optimizer.step()
+
+
+def layer_by_itself(run):
+    first, _ = run.loader.dataset.tensors
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(features) + 0.1 * run.plain_model[1](first[:10])
+        run.criterion(output, labels).backward()
+        run.optimizer.step()
+
+
+def planted_sum(run):
+    for batch in run.loader:
+        run.backward(batch)
+        for p in run.optimizer.params:
+            p.summed_grad = torch.full_like(p, 100.0)
+        run.optimizer.step()
+
+
+def sum_changed_between_pieces(run):
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for batch in pieces:
+            run.step(batch)
+            if not run.steps:
+                run.optimizer.params[0].summed_grad.mul_(100.0)
 
 
 def memory_manager_left_early(run):
@@ -362,6 +390,26 @@ def step_hook_overwritten(run):
     run.epoch()
 
 
+def hook_on_all_optimizers(run):
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        run.epoch()
+    finally:
+        handle.remove()
+
+
+def another_generator(run):
+    for batch in run.loader:
+        run.optimizer.generator = torch.Generator().manual_seed(0)
+        run.step(batch)
+
+
+def seeded_every_epoch(run):
+    for _ in range(2):
+        torch.manual_seed(0)
+        run.epoch()
+
+
 def grad_scaler(run):
     scaler = torch.amp.GradScaler("cpu")
     for batch in run.loader:
@@ -498,6 +546,8 @@ RAISES = [
     (gradient_accumulation, "step 1 used batch 1, expected batch 0", 0),
     (no_zero_grad, "step 2: got the gradients of 2 batches, expected 1", 1),
     (two_passes_in_one_step, "step 1 follows 2 training passes", 0),
+    (planted_sum, "step 1 starts with a sum of clipped gradients", 0),
+    (sum_changed_between_pieces, "step 1 starts with a sum of clipped gradients", 0),
     (memory_manager_left_early, "step 3 used batch 0, expected batch 2", 2),
     (memory_manager_piece_skipped, "step 2: a piece of a batch", 1),
     (second_group_without_decay, "weight_decay = 0.1 in group 0 and 0.0 in group 1", 0),
@@ -530,6 +580,9 @@ RAISES = [
     (pre_step_and_base_step, "step 1 used batch 1, expected batch 0", 0),
     (second_step_hook, "single slot", 0),
     (step_hook_overwritten, "step 7 has another step_hook", 6),
+    (hook_on_all_optimizers, "Expected no step hooks for all optimizers", 0),
+    (another_generator, "step 1 uses .*'generator'", 0),
+    (seeded_every_epoch, "step 7: the noise generator is in a state", 6),
     (grad_scaler, "GradScaler", 0),
     (deep_copy_of_the_optimizer, "cannot be copied", 0),
     (pickle_of_the_optimizer, "cannot be copied", 0),
@@ -590,6 +643,12 @@ def test_impossible_values_are_not_recorded(make_run):
         no_number_as_noise(run)
     assert run.steps == 6
     assert bool(torch.isfinite(run.plain_model.weight).all())
+
+
+def test_a_layer_that_is_called_by_itself(make_run):
+    run = make_run(model=nn.Sequential(nn.Flatten(), nn.Linear(5, 3)))
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1 follows 2 training passes"):
+        layer_by_itself(run)
 
 
 @pytest.mark.parametrize("loop", [eval_mode, new_parameter_mid_run])
@@ -691,8 +750,13 @@ def test_memory_manager_tail_with_workers(make_run):
         for index, batch in enumerate(pieces):
             if index != 9:  # the workers are already done with the epoch
                 run.step(batch)
-    with pytest.raises(hsa.UnsupportedRunError, match="1 pieces of this epoch were announced"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"announced \(1 are waiting\)"):
         run.engine.get_epsilon(DELTA)
+    next(iter(run.loader))  # a new pass does not hide it
+    with pytest.raises(hsa.UnsupportedRunError, match=r"announced \(0 are waiting\)"):
+        run.engine.get_epsilon(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 6: a piece of a batch"):
+        run.epoch()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -26,6 +26,7 @@ class BatchCursor:
         self._num_batches, self._prefetched = num_batches, prefetched
         self.first_batch = 0
         self._pass_id = 0
+        self._was_left_out = self._has_taken = False
         self.start_pass()
 
     @property
@@ -34,7 +35,8 @@ class BatchCursor:
         return self._pass_id
 
     def start_pass(self) -> int:
-        """Forgets what an earlier, abandoned pass announced."""
+        """Forgets what an earlier pass announced, but not that the loop left a piece out."""
+        self._was_left_out |= self._has_taken and self._is_incomplete()
         self._pass_id += 1
         self._emitted: int | None = None
         self._delivered: int | None = None
@@ -86,7 +88,7 @@ class BatchCursor:
             UnsupportedRunError: The loop left a piece out.
         """
         self._has_taken = True
-        if self._left_out:
+        if self._left_out or self._was_left_out:
             raise UnsupportedRunError(
                 "a piece of a batch was delivered, but no step was taken on it. Step once per "
                 "piece that BatchMemoryManager delivers."
@@ -99,9 +101,12 @@ class BatchCursor:
 
     def check_finished(self) -> None:
         """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
-        if self._has_taken and (self._left_out or (self._is_exhausted and self._pieces)):
+        if self._was_left_out or (self._has_taken and self._is_incomplete()):
             raise UnsupportedRunError(
-                f"{len(self._pieces)} pieces of this epoch were announced, but no step was taken "
-                "on them. Step once per piece that BatchMemoryManager delivers; with workers, ask "
-                "for epsilon at the end of an epoch."
+                f"Pieces of an epoch were announced ({len(self._pieces)} are waiting), but no step "
+                "was taken on them. Step once per piece that BatchMemoryManager delivers; with "
+                "workers, ask for epsilon at the end of an epoch."
             )
+
+    def _is_incomplete(self) -> bool:
+        return self._left_out or (self._is_exhausted and bool(self._pieces))

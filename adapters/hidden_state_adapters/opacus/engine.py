@@ -35,8 +35,9 @@ from hidden_state_adapters.opacus.module_watch import (
     check_batch_norm,
     check_parameters,
 )
-from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer, RunContext
+from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer, NoiseWatch, RunContext
 
+_NOISE_STATES = "hidden_state_noise_states"
 _logger = logging.getLogger("hidden_state_accountants")
 
 
@@ -75,6 +76,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self.accountant = HiddenStateAccountant(neighboring_relation)
         self._context: RunContext | None = None  # while make_private runs
         self._order: tuple[Any, int] = ((), 0)
+        self._noise = NoiseWatch()
         self._optimizer: HiddenStateOptimizer | None = None
         self._modules: tuple[Any, ...] = ()
 
@@ -131,9 +133,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             The private model, optimizer and loader. Use these three and no others.
 
         Raises:
-            UnsupportedRunError: No theorem covers the run, or it could not be checked.
+            UnsupportedRunError: No theorem covers the run, or it could not be checked; or the model
+                of the run before is not the iterate that was accounted (start again from another
+                module object, not from one that was changed by hand).
             TypeError, ValueError: An argument has an impossible value.
         """
+        if self._optimizer is not None and self._optimizer.context.recorder.num_steps:
+            self._optimizer.check_iterate()  # it counts as released now
         relation = self.accountant.neighboring_relation
         arguments.refuse_add_or_remove(relation)
         order = arguments.supported_order(
@@ -187,6 +193,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             batch_size=batch_size,
             parameters=parameters,
             forward=forward,
+            noise=self._noise,
             criterion=CriterionWatch(criterion, forward) if loss_geometry == "auto" else None,
             lipschitz=lipschitz,
             feature_norm=feature_norm,
@@ -330,6 +337,17 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             num_runs=len(events),
         )
 
+    def save_checkpoint(
+        self, *, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Opacus' save_checkpoint, with hashes of the noise generator's states.
+
+        They let a resumed run notice that its noise repeats. Keep checkpoints private: they help to
+        guess the seed, hence the noise, and count as releases otherwise.
+        """
+        own = {**(checkpoint_dict or {}), _NOISE_STATES: self._noise.state()}
+        super().save_checkpoint(checkpoint_dict=own, **kwargs)
+
     def load_checkpoint(self, *, module: Any, **kwargs: Any) -> dict[str, Any]:
         """Opacus' load_checkpoint; the run then goes on at the batch where it was saved.
 
@@ -350,6 +368,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "spent budget is never forgotten. Call make_private on a fresh engine, then load."
             )
         checkpoint = super().load_checkpoint(module=module, **kwargs)
+        self._noise.restore(checkpoint.pop(_NOISE_STATES, torch.tensor([])))
         if self._optimizer is not None:
             self._optimizer.resume()
         return checkpoint

@@ -158,7 +158,8 @@ def check_batch_norm(module: nn.Module) -> None:
 class ForwardWatch:
     """Checks the training passes of a module and measures the features of a linear layer.
 
-    Every pass uses the parameters that the last step left, and no batch statistics.
+    A pass is one call of the module, or a call of one of its trainable layers by itself. Every pass
+    uses the parameters that the last step left, and no batch statistics.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -181,7 +182,14 @@ class ForwardWatch:
             for part in module.modules()
             if any(p.requires_grad for p in part.parameters(recurse=False))
         ]
-        self._handles = [module.register_forward_pre_hook(self._count)]
+        self._is_inside = False
+        self._handles = [
+            module.register_forward_pre_hook(self._count),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+        for part in self._owners:
+            if part is not module:
+                self._handles.append(part.register_forward_pre_hook(self._count_layer))
         if head is not None:
             self._handles.append(head.register_forward_pre_hook(self._measure, with_kwargs=True))
 
@@ -197,10 +205,18 @@ class ForwardWatch:
         if not self._is_training():
             return
         check_batch_norm(module)
+        self._is_inside = True
         self.passes += 1
         if self._parameters is not None:
             changed = self._parameters.changed()
             self.has_other_parameters = self.has_other_parameters.to(changed.device) | changed
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_inside = False
+
+    def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_inside and self._is_training():
+            self.passes += 1  # the loop calls a layer by itself
 
     def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_training():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,47 @@ from hidden_state_adapters.opacus.cursor import BatchCursor
 from hidden_state_adapters.opacus.module_watch import CriterionWatch, ForwardWatch, ParameterWatch
 
 
+class NoiseWatch:
+    """Notices noise that was used before: the theorems add independent noise in every step.
+
+    Keeps a short hash of the state that the generator had before every step. A generator that is
+    seeded again, or a script that is started again and resumes, comes back to an old state.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def draw(self, generator: torch.Generator | None, device: torch.device) -> None:
+        """Notes that noise is about to be drawn.
+
+        Raises:
+            UnsupportedRunError: The generator is in a state that already gave noise.
+        """
+        if generator is not None:
+            state = generator.get_state()
+        elif device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+        else:
+            state = torch.get_rng_state()
+        digest = hashlib.sha256(state.numpy().tobytes()).digest()[:8]
+        key = int.from_bytes(digest, "big", signed=True)
+        if key in self._seen:
+            raise UnsupportedRunError(
+                "the noise generator is in a state that gave the noise of an earlier step, so the "
+                "noise would repeat and cancel. Do not seed during a run, and not equally before "
+                "and after resuming from a checkpoint; better not at all."
+            )
+        self._seen.add(key)
+
+    def state(self) -> torch.Tensor:
+        """The hashes, for a checkpoint. Like a seed they help to guess the noise: keep private."""
+        return torch.tensor(sorted(self._seen), dtype=torch.int64)
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Adds the hashes of earlier steps."""
+        self._seen.update(state.tolist())
+
+
 @attrs.define
 class RunContext:
     """What a private optimizer needs to know about its run.
@@ -28,6 +70,7 @@ class RunContext:
         parameters: Watches the parameters between steps.
         forward: Watches the forward passes.
         criterion: Watches the calls of the criterion, or None if its constants were declared.
+        noise: Watches the random numbers, over all runs of the engine.
         lipschitz: The declared bound on per-example gradient norms, or None.
         feature_norm: The declared bound on the features, or None.
         projection_radius: Radius of the ball around 0 that the iterates are projected on, or None.
@@ -42,6 +85,7 @@ class RunContext:
     feature_norm: float | None = None
     projection_radius: float | None = None
     criterion: CriterionWatch | None = None
+    noise: NoiseWatch = attrs.field(factory=NoiseWatch)
 
     def reset_watches(self) -> None:
         """Starts counting for the next batch."""
@@ -109,11 +153,12 @@ class HiddenStateOptimizer(DPOptimizer):
         self._start_batch()
 
     def _settings(self) -> dict[str, Any]:
-        names = ("loss_reduction", "expected_batch_size", "secure_mode")
+        names = ("loss_reduction", "expected_batch_size", "secure_mode", "generator")
         return {name: getattr(self, name) for name in names}
 
     def _start_batch(self) -> None:
         self._rows = 0
+        self._sums: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)
         self._batch_index: int | None = None
         self._skips_step = False
         self._clip_norm: float | None = None
@@ -206,6 +251,9 @@ class HiddenStateOptimizer(DPOptimizer):
         """Adds noise as Opacus does and notes the noise multiplier that was used."""
         self._check_same_clip_norm(float(self.max_grad_norm))
         self._noise_multiplier = float(self.noise_multiplier)
+        if self._noise_multiplier and not self.secure_mode:
+            draw, device = self.context.noise.draw, self.params[0].device
+            _at_step(self._steps_taken + 1, lambda: draw(self.generator, device))
         super().add_noise()
 
     def _check_same_clip_norm(self, clip_norm: float) -> None:
@@ -230,8 +278,10 @@ class HiddenStateOptimizer(DPOptimizer):
         try:
             self._check_optimizer(step)
             self._take_batch(step)
+            self._check_sums(step)
             self._check_values(step)
             proceeds = super().pre_step(closure)
+            self._sums = [_version(p.summed_grad) for p in self.params]
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             raise
@@ -306,12 +356,24 @@ class HiddenStateOptimizer(DPOptimizer):
         passes = self.context.forward.passes
         if passes != 1:
             raise UnsupportedRunError(
-                f"step {step} follows {passes} training passes through the model, expected 1: "
-                "every record passes once, in its own row. Evaluate in eval() mode or under "
-                "torch.no_grad()."
+                f"step {step} follows {passes} training passes through the model or a layer of "
+                "it, expected 1: every record passes once, in its own row. Evaluate in eval() mode "
+                "or under torch.no_grad()."
             )
         if self.context.criterion is not None:
             self.context.criterion.check_calls(step, rows)
+
+    def _check_sums(self, step: int) -> None:
+        for param, expected in zip(self.params, self._sums, strict=True):
+            actual = _version(param.summed_grad)
+            if (actual is None) != (expected is None) or (
+                actual and expected and (actual[0] is not expected[0] or actual[1] != expected[1])
+            ):
+                raise UnsupportedRunError(
+                    f"step {step} starts with a sum of clipped gradients that does not come from "
+                    "the pieces of its batch. Call optimizer.zero_grad() after every step, and "
+                    "leave summed_grad alone."
+                )
 
     def _check_values(self, step: int) -> None:
         run = self.context
@@ -387,6 +449,10 @@ def _buffers_changed() -> UnsupportedRunError:
         "it carries data of the records past the noise. Put the layer that writes it in eval() "
         "mode, or replace it."
     )
+
+
+def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
+    return None if tensor is None else (tensor, tensor._version)
 
 
 _T = TypeVar("_T")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hidden_state_accountants import UnsupportedRunError
 
@@ -29,7 +30,7 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
 
     Raises:
         UnsupportedRunError: It is not exactly torch.optim.SGD, uses momentum, dampening, nesterov
-            or maximize, its groups differ in an option, or it has step hooks.
+            or maximize, its groups differ in an option, or it has step hooks (its own or global).
     """
     if type(optimizer) is not SGD:
         raise UnsupportedRunError(
@@ -63,7 +64,19 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
                 "register_step_pre_hook or register_step_post_hook: it can change the update "
                 "unseen. Remove it."
             )
+    _refuse_global_hooks()
     return groups[0]
+
+
+def _refuse_global_hooks() -> None:
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith("torch.")]
+    if foreign:  # torch's profiler counts steps with one
+        raise UnsupportedRunError(
+            f"Expected no step hooks for all optimizers, got {foreign[0]!r} from "
+            "register_optimizer_step_pre_hook or register_optimizer_step_post_hook: it can change "
+            "the update unseen. Remove it."
+        )
 
 
 def check_precision(name: str, tensor: torch.Tensor) -> None:
