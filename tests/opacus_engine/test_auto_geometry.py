@@ -136,6 +136,13 @@ def test_what_auto_does_not_know(model, criterion, feature_norm, text):
         auto_loss_geometry(model, criterion, feature_norm)
 
 
+def test_the_way_out_is_spelled_out():
+    with pytest.raises(hsa.UnsupportedRunError) as error:
+        auto_loss_geometry(MANY, nn.NLLLoss(), 1.0)
+    assert "LossGeometry.convex(smoothness)" in str(error.value)
+    assert "..." not in str(error.value)
+
+
 def test_sum_goes_with_sum():
     criterion = nn.CrossEntropyLoss(reduction="sum")
     assert auto_loss_geometry(MANY, criterion, 1.0, "sum") == LossGeometry.softmax_cross_entropy(

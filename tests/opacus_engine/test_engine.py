@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, report
 from hidden_state_adapters.opacus.optimizer_checks import project_on_ball
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -245,6 +245,7 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
             ValueError,
             "feature_norm > 0",
         ),
+        ({"max_grad_norm": [1.0, 1.0]}, hsa.UnsupportedRunError, "a list clips every layer"),
         ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
         ({"loss_geometry": "convex"}, TypeError, "LossGeometry"),
@@ -286,36 +287,48 @@ def test_clip_norm_just_above_the_bound_is_inactive(make_run):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "level", "text"),
+    ("arguments", "text"),
     [
-        ({"loss_geometry": None}, logging.WARNING, "no contraction: epsilon equals composition"),
+        ({"loss_geometry": None}, r"no contraction: epsilon equals composition .* no loss geom"),
         (
             {"batch_order": "full", "sgd": {"weight_decay": 0.0}},
-            logging.WARNING,
-            "no contraction: epsilon equals composition",
+            r"no contraction: epsilon equals composition .* \(c = 1\) \(assuming delta = 1e-05 and",
         ),
         (
             {"max_grad_norm": 1.0, "sgd": {"weight_decay": 0.0}},
-            logging.WARNING,
             r"no contraction: one step stretches distances by up to c = 1\.\d+; after 10 epochs",
         ),
         (
             {"sgd": {"weight_decay": 0.0}},  # amplification by iteration: c = 1 with six batches
-            logging.INFO,
-            r"no contraction: one step stretches distances by up to c = 1; after 10 epochs",
+            r"no contraction: the update does not shrink distances \(c = 1\); after 10 epochs "
+            r"epsilon is 0\.\d+ times .* \(assuming delta = 1e-05 and the first step's hyper",
         ),
-        ({}, None, ""),
-        ({"sgd": {"weight_decay": 0.0}, "projection_radius": 5.0}, None, ""),
+        ({}, None),
+        ({"sgd": {"weight_decay": 0.0}, "projection_radius": 5.0}, None),
     ],
 )  # fmt: skip
-def test_one_line_before_training(make_run, caplog, arguments, level, text):
+def test_one_line_before_training(make_run, caplog, arguments, text):
     with caplog.at_level(logging.INFO, "hidden_state_accountants"):
         make_run(loader={"batch_size": 60 if "batch_order" in arguments else 10}, **arguments)
     records = [r for r in caplog.records if r.name == "hidden_state_accountants"]
-    assert [record.levelno for record in records] == ([] if level is None else [level])
-    if level is not None:
-        assert re.match(text, records[0].message)
+    assert [record.levelno for record in records] == ([] if text is None else [logging.WARNING])
+    if text is not None:
+        assert re.match(text, records[0].message), records[0].message
         assert "\n" not in records[0].message
+
+
+@pytest.mark.parametrize(("batches", "epochs"), [(25_000, 2), (16_000, 3), (25_001, None)])
+def test_the_line_before_training_is_cheap(batches, epochs):
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.5, batch_size=1,
+        dataset_size=batches, num_steps=1, batch_order="cyclic",
+        loss=LossGeometry.softmax_cross_entropy(1.0),
+    )  # fmt: skip
+    line = report.no_contraction_line(event, NeighboringRelation.REPLACE_SPECIAL)
+    assert line.startswith("no contraction: the update does not shrink distances (c = 1)")
+    assert ("times" in line) == (epochs is not None)
+    if epochs is not None:
+        assert f"after {epochs} epochs" in line
 
 
 def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
@@ -329,6 +342,9 @@ def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
     assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-3)
     assert run.engine.accountant.guarantee.mu == pytest.approx(mu)
     assert "unknown (no loss geometry declared)" in run.engine.report(DELTA)
+    assert run.engine.report(DELTA).endswith(
+        "public: order of the batches, batch size, hyper-parameters"
+    )
 
 
 def test_report_and_assumptions(make_run):
@@ -350,6 +366,8 @@ def test_report_and_assumptions(make_run):
         "and after steps 3",
         "radius 5",
         "noise/sensitivity 2.1",  # noise 2 * 2.1 on a sum that a record moves by at most 2
+        "indices of the batches",
+        "criterion called once",
         "per-example gradient norms at most 2",
         "feature norms at most 1",
     ):

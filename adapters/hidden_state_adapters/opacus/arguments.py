@@ -81,6 +81,16 @@ def check_opacus_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
+def refuse_per_layer_clipping(max_grad_norm: Any) -> None:
+    """Raises UnsupportedRunError for a list of clip norms."""
+    if isinstance(max_grad_norm, list | tuple):
+        raise UnsupportedRunError(
+            f"Expected max_grad_norm to be one number, got {max_grad_norm!r}: a list clips every "
+            "layer by itself, which is not supported. Pass the norm of the whole gradient of a "
+            "record."
+        )
+
+
 def refuse_distributed(module: nn.Module) -> None:
     """Raises UnsupportedRunError for more than one process."""
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()

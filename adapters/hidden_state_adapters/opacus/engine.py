@@ -146,6 +146,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             batch_order, poisson_sampling, max_batch_size, optimizer_class
         )
         arguments.check_opacus_arguments(opacus_kwargs)
+        arguments.refuse_per_layer_clipping(max_grad_norm)
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         inner = module._module if isinstance(module, AbstractGradSampleModule) else module
@@ -223,9 +224,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._optimizer = result[1]
         self._modules = (module, inner, result[0])
         self.accountant.add_run(recorder, self._optimizer.check_iterate)
-        line, is_warning = report.no_contraction_line(first, relation)
+        line = report.no_contraction_line(first, relation)
         if line:
-            _logger.log(logging.WARNING if is_warning else logging.INFO, line)
+            _logger.warning(line)
         return result
 
     def _prepare_data_loader(self, data_loader: DataLoader, **kwargs: Any) -> DataLoader:

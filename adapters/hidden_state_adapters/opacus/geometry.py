@@ -9,7 +9,10 @@ from torch import nn
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
 
-_DECLARE = "Declare the loss yourself: loss_geometry=hidden_state_accountants.LossGeometry...."
+_DECLARE = (
+    "Or declare the loss yourself: loss_geometry= takes a hidden_state_accountants.LossGeometry, "
+    "for example LossGeometry.convex(smoothness)."
+)
 _PASSIVE = (nn.Flatten, nn.Identity)  # change neither values nor what a record is
 
 

@@ -291,6 +291,11 @@ class HiddenStateOptimizer(DPOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step, or one piece of a step under BatchMemoryManager.
 
+        As in Opacus, a `closure` is called once before the step, and its loss is not returned.
+
+        Returns:
+            None.
+
         Raises:
             UnsupportedRunError: The run is not the declared one; nothing was changed.
         """

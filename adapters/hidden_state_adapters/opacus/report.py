@@ -17,7 +17,10 @@ from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.process import noisy_process, unmet_conditions
 from hidden_state_adapters.opacus.optimizer import RunContext
 
-_STEPS_LOOKED_AHEAD = 50_000
+_STEPS_LOOKED_AHEAD, _DELTA = 50_000, 1e-5
+
+
+_EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
 
 
 def standard_epsilon(event: dp_accounting.DpEvent, delta: float) -> float:
@@ -29,36 +32,39 @@ def standard_epsilon(event: dp_accounting.DpEvent, delta: float) -> float:
     )
 
 
-def no_contraction_line(
-    event: LastIterateDpEvent, relation: NeighboringRelation
-) -> tuple[str, bool]:
-    """One line on a run that does not contract, and whether nothing at all is gained.
+def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+    """One line on a run whose update does not contract; empty if it does or is projected.
+
+    The run is looked at for ten epochs, or fewer if that is more than 50,000 steps.
 
     Args:
         event: One step of the run with its first hyper-parameters.
         relation: The neighbouring relation.
-
-    Returns:
-        The line, empty if the update contracts or the domain is bounded.
     """
-    epochs, c = max(2, min(10, _STEPS_LOOKED_AHEAD // event.batches_per_epoch)), 1.0
+    if unmet_conditions(event, relation):
+        return f"{_EQUALS_COMPOSITION}; no loss geometry is declared"
+    c = float(noisy_process(event, relation).contraction[0])
+    if c < 1 or event.domain_diameter < float("inf"):
+        return ""
+    reason = (
+        f"one step stretches distances by up to c = {c:.6g}"
+        if c > 1
+        else "the update does not shrink distances (c = 1)"
+    )
+    epochs = min(10, _STEPS_LOOKED_AHEAD // event.batches_per_epoch)
+    if epochs < 2:  # within one epoch the last batch always costs as much as under composition
+        return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
     ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
-    if unmet_conditions(ahead, relation):
-        reason, gain = "no loss geometry is declared", 1.0
-    else:
-        c = float(noisy_process(event, relation).contraction[0])
-        if c < 1 or event.domain_diameter < float("inf"):
-            return "", False
-        reason = f"one step stretches distances by up to c = {c:.6g}"
-        last = LastIterateAccountant(relation).compose(ahead).get_epsilon(1e-5)
-        every = standard_epsilon(ahead.as_composition(relation), 1e-5)
-        gain = last / every if 0 < every < float("inf") else 1.0
+    last = LastIterateAccountant(relation).compose(ahead).get_epsilon(_DELTA)
+    every = standard_epsilon(ahead.as_composition(relation), _DELTA)
+    gain = last / every if 0 < every < float("inf") else 1.0
+    assuming = f"assuming delta = {_DELTA:g} and the first step's hyper-parameters"
     if gain > 0.999:
-        return f"no contraction: epsilon equals composition (each epoch counts); {reason}", True
+        return f"{_EQUALS_COMPOSITION}; {reason} ({assuming})"
     return (
         f"no contraction: {reason}; after {epochs} epochs epsilon is {gain:.3g} times that of "
-        "composition, thanks to the noise of the other batches only"
-    ), c > 1
+        f"composition, thanks to the noise of the other batches only ({assuming})"
+    )
 
 
 def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[Assumption, ...]:
@@ -69,10 +75,13 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
         context: Of the current run, if there is one.
     """
     checked = [
-        "batches of b records delivered in the fixed order, each once per epoch, one step each",
+        "indices of the batches: b each, in the fixed order, each once per epoch, one step each",
         "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded",
-        "parameters in float32 or float64, changed by the private optimizer only",
+        "parameters in float32 or float64, changed by the private optimizer only; no batch "
+        "statistics, buffers unchanged",
     ]
+    if context is not None and context.criterion is not None:
+        checked.append("the criterion called once on the whole batch, one target per record")
     replaced = "projected on"
     if context is not None and context.lipschitz is not None:
         checked.append(f"per-example gradient norms at most {context.lipschitz:g}")
@@ -90,6 +99,7 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
             tuple(Assumption.checked(text) for text in checked),
             tuple(Assumption.declared(text) for text in declared),
             tuple(a for a in guarantee.assumptions if replaced not in a.text),
+            (Assumption.public("order of the batches, batch size, hyper-parameters"),),
         ]
     )
 
