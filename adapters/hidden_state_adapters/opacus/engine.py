@@ -37,7 +37,6 @@ from hidden_state_adapters.opacus.module_watch import (
 )
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer, NoiseWatch, RunContext
 
-_NOISE_STATES = "hidden_state_noise_states"
 _logger = logging.getLogger("hidden_state_accountants")
 
 
@@ -338,17 +337,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             num_runs=len(events),
         )
 
-    def save_checkpoint(
-        self, *, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Opacus' save_checkpoint, with hashes of the noise generator's states.
-
-        They let a resumed run notice that its noise repeats. Keep checkpoints private: they help to
-        guess the seed, hence the noise, and count as releases otherwise.
-        """
-        own = {**(checkpoint_dict or {}), _NOISE_STATES: self._noise.state()}
-        super().save_checkpoint(checkpoint_dict=own, **kwargs)
-
     def load_checkpoint(self, *, module: Any, **kwargs: Any) -> dict[str, Any]:
         """Opacus' load_checkpoint; the run then goes on at the batch where it was saved.
 
@@ -369,7 +357,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "spent budget is never forgotten. Call make_private on a fresh engine, then load."
             )
         checkpoint = super().load_checkpoint(module=module, **kwargs)
-        self._noise.restore(checkpoint.pop(_NOISE_STATES, torch.tensor([])))
         if self._optimizer is not None:
             self._optimizer.resume()
         return checkpoint

@@ -21,8 +21,9 @@ from hidden_state_adapters.opacus.module_watch import CriterionWatch, ForwardWat
 class NoiseWatch:
     """Notices noise that was used before: the theorems add independent noise in every step.
 
-    Keeps a short hash of the state that the generator had before every step. A generator that is
-    seeded again, or a script that is started again and resumes, comes back to an old state.
+    Keeps a short hash of the state that the generator had before every step: a generator that is
+    seeded again comes back to an old state. The hashes stay in this process, because with them a
+    weak seed could be guessed; so a script that seeds, stops and resumes elsewhere is not noticed.
     """
 
     def __init__(self) -> None:
@@ -45,18 +46,9 @@ class NoiseWatch:
         if key in self._seen:
             raise UnsupportedRunError(
                 "the noise generator is in a state that gave the noise of an earlier step, so the "
-                "noise would repeat and cancel. Do not seed during a run, and not equally before "
-                "and after resuming from a checkpoint; better not at all."
+                "noise would repeat and cancel. Do not seed during a run; better not at all."
             )
         self._seen.add(key)
-
-    def state(self) -> torch.Tensor:
-        """The hashes, for a checkpoint. Like a seed they help to guess the noise: keep private."""
-        return torch.tensor(sorted(self._seen), dtype=torch.int64)
-
-    def restore(self, state: torch.Tensor) -> None:
-        """Adds the hashes of earlier steps."""
-        self._seen.update(state.tolist())
 
 
 @attrs.define
