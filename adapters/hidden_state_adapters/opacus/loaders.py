@@ -51,7 +51,7 @@ class FixedOrderBatchSampler(BatchSampler):
         super().__init__(order, batch_size, drop_last=False)
         self.order = order
         self.cursor = cursor
-        self._subsets = [(part, np.array(part.indices)) for part in _subsets(dataset)]
+        self._subsets = [(part, _indices(part)) for part in _subsets(dataset)]
 
     def __iter__(self) -> Iterator[list[int]]:
         self._check_subsets()
@@ -69,7 +69,7 @@ class FixedOrderBatchSampler(BatchSampler):
 
     def _check_subsets(self) -> None:
         for part, indices in self._subsets:
-            if not np.array_equal(part.indices, indices):
+            if not np.array_equal(_indices(part), indices):
                 raise UnsupportedRunError(
                     "Expected the indices of torch.utils.data.Subset as they were at make_private, "
                     "got others: the batches of the run are no longer those that are accounted. "
@@ -189,6 +189,12 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
 
 def _copy(order: Sequence[int]) -> Sequence[int]:
     return order if isinstance(order, range) else tuple(int(index) for index in order)
+
+
+def _indices(part: Subset) -> np.ndarray:
+    """A copy, from a sequence, an array or a tensor."""
+    indices = part.indices
+    return np.array(indices.tolist() if hasattr(indices, "tolist") else indices)
 
 
 def _subsets(dataset: Any) -> Iterator[Subset]:
