@@ -104,8 +104,8 @@ def compose_guarantees(
                 f"Expected guarantees for {neighboring_relation.name}, got one for "
                 f"{guarantee.neighboring_relation.name}."
             )
-    ledger = _Composed(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
-    return ledger.guarantee(neighboring_relation, ledger.curve())
+    composed = _Composed(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
+    return composed.guarantee(neighboring_relation, composed.curve())
 
 
 class _LastIterateBase(dp_accounting.PrivacyAccountant):

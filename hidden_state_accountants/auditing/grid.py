@@ -153,15 +153,10 @@ class GridOracle:
             The data set against its neighbour, and the neighbour against the data set.
         """
         epsilon = _validate.real("epsilon", epsilon, minimum=0, maximum=LARGEST_EPSILON)
-        forward, backward = (
-            GridEstimate(
-                value := fine.hockey_stick(epsilon),
-                abs(value - coarse.hockey_stick(epsilon)),
-                fine.hockey_stick_lower_bound(epsilon),
-            )
-            for fine, coarse in self._directions()
+        return self._estimates(
+            lambda pair: pair.hockey_stick(epsilon),
+            lambda pair: pair.hockey_stick_lower_bound(epsilon),
         )
-        return forward, backward
 
     def renyi(self, order: float) -> tuple[GridEstimate, GridEstimate]:
         """Renyi divergences (in nats) of an order > 1; directions as in `delta`.
@@ -170,18 +165,20 @@ class GridOracle:
         falls short.
         """
         order = _validate.real("order", order, above=1)
+        return self._estimates(
+            lambda pair: pair.renyi(order), lambda pair: pair.renyi_lower_bound(order)
+        )
+
+    def _estimates(
+        self, estimate: Callable[[CellPair], float], lower_bound: Callable[[CellPair], float]
+    ) -> tuple[GridEstimate, GridEstimate]:
+        """One divergence in both directions."""
+        fine, coarse = self._fine, self._coarse
         forward, backward = (
-            GridEstimate(
-                value := fine.renyi(order),
-                abs(value - coarse.renyi(order)),
-                fine.renyi_lower_bound(order),
-            )
-            for fine, coarse in self._directions()
+            GridEstimate(value := estimate(a), abs(value - estimate(b)), lower_bound(a))
+            for a, b in ((fine, coarse), (fine.reversed(), coarse.reversed()))
         )
         return forward, backward
-
-    def _directions(self) -> tuple[tuple[CellPair, CellPair], tuple[CellPair, CellPair]]:
-        return (self._fine, self._coarse), (self._fine.reversed(), self._coarse.reversed())
 
 
 def _check(

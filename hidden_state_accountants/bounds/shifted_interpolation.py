@@ -191,14 +191,7 @@ def _segment(
 
 def _anywhere(process: NoisyProcess, start: int, stop: int) -> np.ndarray:
     """Bound on |X_tau - X'_tau| for any position: tracking by domain and drift alone."""
-    steps = slice(start, stop)
-    known = _known_shift(
-        process.contraction[steps],
-        np.full(stop - start, np.inf),
-        process.drift_contraction[steps],
-        process.drift[steps],
-        process.domain_diameter,
-    )
+    known = _known_shift(process, slice(start, stop), np.full(stop - start, np.inf))
     assert known is not None  # the first branch is infinite, the others are not
     return known
 
@@ -280,24 +273,16 @@ def feed(taut: CyclicTautString, process: NoisyProcess, start: int, stop: int) -
 
 def _segment_at(process: NoisyProcess, start: int, stop: int, position: int) -> float:
     steps = slice(start, stop)
-    c, sensitivity = process.contraction[steps], process.sensitivity_at(position)[steps]
-    known = _known_shift(
-        c,
+    sensitivity = process.sensitivity_at(position)[steps]
+    return least_mu_squared(
+        process.contraction[steps],
         sensitivity,
-        process.drift_contraction[steps],
-        process.drift[steps],
-        process.domain_diameter,
+        process.noise_std[steps],
+        known_shift=_known_shift(process, steps, sensitivity),
     )
-    return least_mu_squared(c, sensitivity, process.noise_std[steps], known_shift=known)
 
 
-def _known_shift(
-    contraction: np.ndarray,
-    sensitivity: np.ndarray,
-    drift_contraction: np.ndarray,
-    drift: np.ndarray,
-    diameter: float,
-) -> np.ndarray | None:
+def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -> np.ndarray | None:
     """Forward tracking of |X_tau - X'_tau|, theory 1: where the domain or the drift cuts it.
 
         D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = 0
@@ -306,22 +291,22 @@ def _known_shift(
     """
     cuts = {}
     distance = 0.0
-    steps = zip(
-        contraction.tolist(),
+    values = zip(
+        process.contraction[steps].tolist(),
         sensitivity.tolist(),
-        drift_contraction.tolist(),
-        drift.tolist(),
+        process.drift_contraction[steps].tolist(),
+        process.drift[steps].tolist(),
         strict=True,
     )
-    for t, (c, s, kappa, offset) in enumerate(steps, start=1):
+    for t, (c, s, kappa, offset) in enumerate(values, start=1):
         stretched = c * distance + s
-        capped = min(kappa * distance + offset, diameter)
+        capped = min(kappa * distance + offset, process.domain_diameter)
         if capped < stretched:
             cuts[t] = distance = capped
         else:
             distance = stretched
     if not cuts:
         return None
-    known = np.full(len(contraction) + 1, np.nan)
+    known = np.full(len(sensitivity) + 1, np.nan)
     known[list(cuts)] = list(cuts.values())
     return known
