@@ -79,7 +79,7 @@ status=$$?; \
 exit $$status
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 lint format clean distclean
+.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -88,6 +88,8 @@ help:
 	@echo "make test-all     the whole test suite"
 	@echo "make test-fast    the tests that are not marked slow, under 3 minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's tests with dp-accounting 0.6 and numpy 2"
+	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (15 minutes)"
+	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make lint         ruff, mypy and the import directions"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make clean        remove caches and builds"
@@ -107,6 +109,12 @@ test-fast: .venv/.test-installed
 
 test-numpy2: .venv-numpy2/.test-installed
 	$(call PYTEST,.venv-numpy2) $(PYTEST_ARGS) $(CORE_TESTS)
+
+test-mutations: .venv/.test-installed
+	.venv/bin/python tests/mutation/check_mutations.py
+
+tightness: .venv/.test-installed
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tightness.py
 
 lint: .venv/.test-installed
 	.venv/bin/python -m ruff check $(SOURCES)
