@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,15 +26,10 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
 from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
+from hidden_state_accountants.composed_curve import compose_curves
+from hidden_state_accountants.curves import Curve, GaussianCurve
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.guarantee import (
-    Curve,
-    CurveWithDelta,
-    GaussianCurve,
-    Guarantee,
-    merge_assumptions,
-)
+from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
 from hidden_state_accountants.standard import (
     StandardCurve,
     StockEvent,
@@ -41,6 +37,9 @@ from hidden_state_accountants.standard import (
     has_zero_noise,
     read_standard_event,
 )
+
+RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
+"""The kinds of runs that some bound is about."""
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
@@ -55,25 +54,13 @@ class _Composed:
     is_private: bool = True
 
     def curve(self) -> Curve:
-        mu_squared = self.gaussian_mu_squared
-        standard = list(self.standard)
-        extra = 0.0
-        for guarantee, count in self.guarantees:
-            curve = guarantee.curve
-            if isinstance(curve, CurveWithDelta):
-                extra += count * curve.extra
-                curve = curve.curve
-            if isinstance(curve, StandardCurve):
-                mu_squared += count * curve.gaussian_mu**2
-                standard += [attrs.evolve(p, count=count * p.count) for p in curve.events]
-            else:
-                assert curve.mu is not None
-                mu_squared += count * curve.mu**2
-        mu = math.sqrt(mu_squared) if self.is_private else math.inf
-        total: Curve = GaussianCurve(mu)
-        if standard and mu < math.inf:
-            total = StandardCurve(tuple(standard), gaussian_mu=mu)
-        return CurveWithDelta(total, extra) if extra and mu < math.inf else total
+        if not self.is_private:
+            return GaussianCurve(math.inf)
+        curves = [(guarantee.curve, count) for guarantee, count in self.guarantees]
+        curves.append((GaussianCurve(math.sqrt(self.gaussian_mu_squared)), 1))
+        if self.standard:
+            curves.append((StandardCurve(self.standard), 1))
+        return compose_curves(curves)
 
     def guarantee(self, relation: NeighboringRelation, curve: Curve) -> Guarantee:
         guarantees = [guarantee for guarantee, _ in self.guarantees]
@@ -91,6 +78,7 @@ class _Composed:
             theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
             assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
             alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
+            caveat="; ".join(dict.fromkeys(g.caveat for g in guarantees if g.caveat)),
         )
 
 
@@ -119,7 +107,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         self._curve: Curve = self._state.curve()
         self._checked: tuple[Any, ...] | None = None
 
-    def _run_guarantee(self, event: LastIterateDpEvent) -> Guarantee:
+    def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
         raise NotImplementedError
 
     def compose(self, event: dp_accounting.DpEvent, count: int = 1) -> Any:
@@ -183,7 +171,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 return str(error)
             total = state.gaussian_mu_squared + (count * mu**2 if count else 0.0)
             return attrs.evolve(state, gaussian_mu_squared=total)
-        if isinstance(leaf, LastIterateDpEvent):
+        if isinstance(leaf, RUN_EVENTS):
             try:
                 guarantee = self._run_guarantee(leaf)
             except UnsupportedRunError as error:
@@ -250,43 +238,70 @@ class LastIterateAccountant(_LastIterateBase):
             REPLACE_ONE, or ADD_OR_REMOVE_ONE (FULL and POISSON batches only).
     """
 
-    def _run_guarantee(self, event: LastIterateDpEvent) -> Guarantee:
+    def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
         return best_guarantee(event, self.neighboring_relation)
 
 
-class ShiftedInterpolationAccountant(_LastIterateBase):
-    """Theorem A alone (`bounds.ShiftedInterpolation`); an error names an unmet condition.
+class _BoundAccountant(_LastIterateBase):
+    """The theorems of one source alone; an error names an unmet condition."""
+
+    def __init__(self, neighboring_relation: NeighboringRelation, bound: Bound):
+        super().__init__(neighboring_relation)
+        self._bound = bound
+
+    def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
+        if not isinstance(event, self._bound.event_type):
+            raise UnsupportedRunError(
+                f"{type(self).__name__} accounts for {self._bound.event_type.__name__}, "
+                f"got {type(event).__name__}."
+            )
+        guarantee = _bound_guarantee(self._bound, event, self.neighboring_relation)
+        if guarantee.caveat:
+            warnings.warn(f"{guarantee.theorem}: {guarantee.caveat}", UserWarning, stacklevel=2)
+        return guarantee
+
+
+class ShiftedInterpolationAccountant(_BoundAccountant):
+    """Theorem A alone (`bounds.ShiftedInterpolation`).
 
     Args:
         neighboring_relation: See `LastIterateAccountant`.
     """
 
-    def _run_guarantee(self, event: LastIterateDpEvent) -> Guarantee:
-        return _bound_guarantee(ShiftedInterpolation(), event, self.neighboring_relation)
+    def __init__(
+        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    ):
+        super().__init__(neighboring_relation, ShiftedInterpolation())
 
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
 def _bound_guarantee(
-    bound: Bound, event: LastIterateDpEvent, relation: NeighboringRelation
+    bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
     return bound.guarantee(event, relation)
 
 
-def best_guarantee(event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Guarantee:
     """The smallest guarantee of the sound bounds in `BOUNDS` that apply to one run.
 
     Raises:
         UnsupportedRunError: None applies; the text says why for each.
     """
     best: tuple[Bound, Guarantee] | None = None
+    applied: set[str] = set()
     others: list[tuple[str, str]] = []
     for bound in BOUNDS:
-        if not bound.sound:
+        if not bound.sound or not isinstance(event, bound.event_type):
             continue
         unmet = bound.check(event, relation)
         if unmet:
             others.append((bound.name, "; ".join(map(str, unmet))))
             continue
+        better = sorted(applied.intersection(bound.dominated_by))
+        if better:
+            others.append((bound.name, f"never smaller than {better[0]}"))
+            continue
+        applied.add(bound.name)
         candidate = _bound_guarantee(bound, event, relation)
         if best is None or _is_smaller(candidate, best[1]):
             if best is not None:
@@ -295,7 +310,10 @@ def best_guarantee(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
         else:
             others.append((bound.name, "not smaller for this run"))
     if best is None:
-        raise UnsupportedRunError(" | ".join(f"{name}: {reason}" for name, reason in others))
+        raise UnsupportedRunError(
+            " | ".join(f"{name}: {reason}" for name, reason in others)
+            or f"No bound is about {type(event).__name__}."
+        )
     return attrs.evolve(best[1], alternatives=tuple(others))
 
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,10 +24,8 @@ from hidden_state_accountants import _validate
 from hidden_state_accountants.as_composition import composed_event
 from hidden_state_accountants.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.loss_geometry import LossGeometry
+from hidden_state_accountants.plain_types import arguments_of, construct, one_line_repr, to_dict
 from hidden_state_accountants.schedule import Schedule, per_step
-
-SCHEMA = 1
-"""Version of the dictionary form."""
 
 _NOT_CLIPPED = "none"  # TOML has no null, and a missing key must not change the mechanism
 
@@ -262,15 +259,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML types with a schema number; defaults are left out."""
-        result: dict[str, Any] = {"schema": SCHEMA, "type": type(self).__name__}
-        if self.clip_norm is None:
-            result["clip_norm"] = _NOT_CLIPPED
-        for field in attrs.fields(type(self)):
-            value = getattr(self, field.name)
-            if value is None or (field.default is not attrs.NOTHING and value == field.default):
-                continue
-            result[field.name] = _plain(value)
-        return result
+        explicit = {"clip_norm": _NOT_CLIPPED} if self.clip_norm is None else {}
+        return to_dict(self, explicit)
 
     @classmethod
     def from_dict(cls, dictionary: Mapping[str, Any]) -> LastIterateDpEvent:
@@ -279,61 +269,15 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         Raises:
             ValueError: The schema or type differs, or a key is unknown or missing.
         """
-        if not isinstance(dictionary, Mapping):
-            raise TypeError(f"Expected a dictionary, got {type(dictionary).__name__}.")
-        arguments = dict(dictionary)
-        for key, expected in (("schema", SCHEMA), ("type", cls.__name__)):
-            found = arguments.pop(key, None)
-            if found != expected:
-                raise ValueError(f"Expected {key} = {expected!r}, got {found!r}.")
+        arguments = arguments_of(cls, dictionary)
         for name in _SCHEDULED:
             if isinstance(arguments.get(name), Mapping):
-                arguments[name] = _construct(Schedule, name, arguments[name])
+                arguments[name] = construct(Schedule, name, arguments[name])
         if arguments.get("loss") is not None:
-            arguments["loss"] = _construct(LossGeometry, "loss", arguments["loss"])
+            arguments["loss"] = construct(LossGeometry, "loss", arguments["loss"])
         if arguments.get("clip_norm") == _NOT_CLIPPED:
             arguments["clip_norm"] = None
-        return _construct(cls, cls.__name__, arguments)
+        return construct(cls, cls.__name__, arguments)
 
     def __repr__(self) -> str:
-        arguments = []
-        for field in attrs.fields(type(self)):
-            value = getattr(self, field.name)
-            if field.default is not attrs.NOTHING and value == field.default:
-                continue
-            text = str(value) if isinstance(value, BatchOrder) else repr(value)
-            if field.name == "release_steps" and len(value) > 6:
-                text = f"({value[0]}, {value[1]}, ..., {value[-1]}; {len(value)} steps)"
-            arguments.append(f"{field.name}={text}")
-        return f"{type(self).__name__}({', '.join(arguments)})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Schedule | LossGeometry):
-        return {
-            field.name: _plain(part)
-            for field in attrs.fields(type(value))
-            if (part := getattr(value, field.name)) is not None
-        }
-    return value
-
-
-def _construct(cls: Any, name: str, arguments: Any) -> Any:
-    if not isinstance(arguments, Mapping):
-        raise TypeError(f"Expected {name} to be a dictionary, got {arguments!r}.")
-    fields = {field.name: field for field in attrs.fields(cls)}
-    unknown = sorted(set(arguments) - set(fields))
-    if unknown:
-        raise ValueError(f"Unknown key in {name}: {', '.join(map(str, unknown))}.")
-    missing = [
-        key
-        for key, field in fields.items()
-        if field.default is attrs.NOTHING and key not in arguments
-    ]
-    if missing:
-        raise ValueError(f"Missing key in {name}: {', '.join(missing)}.")
-    return cls(**arguments)
+        return one_line_repr(self)

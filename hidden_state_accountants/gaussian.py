@@ -20,9 +20,9 @@ _FAR = 40.0  # log Phi(-40) < log of the smallest double
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(24)
 
 
-def _ratio(x: float) -> float:
+def _ratio(x: np.ndarray) -> np.ndarray:
     """m(x) = Phi(x)/phi(x), for x <= 0."""
-    return math.sqrt(math.pi / 2) * float(special.erfcx(-x / math.sqrt(2)))
+    return math.sqrt(math.pi / 2) * special.erfcx(-x / math.sqrt(2))
 
 
 def _ratio_slope(x: np.ndarray) -> np.ndarray:
@@ -35,29 +35,48 @@ def _ratio_slope(x: np.ndarray) -> np.ndarray:
     return np.where(x < -25, inverse_square * (1 - series), direct)
 
 
-def log_delta_at(a: float, mu: float) -> float:
-    """log delta where epsilon = mu * (mu/2 - a)."""
+def log_delta_at(a: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
+    """log delta where epsilon = mu * (mu/2 - a) >= 0; the arrays broadcast."""
+    a, mu = np.broadcast_arrays(np.asarray(a, dtype=np.float64), np.asarray(mu, dtype=np.float64))
     log_density = -0.5 * a * a - _LOG_SQRT_2PI
-    if mu < 1:
-        x = a - mu * (_NODES + 1) / 2
-        return log_density + math.log(mu / 2 * float(np.dot(_WEIGHTS, _ratio_slope(x))))
-    if a <= 0:
-        return log_density + math.log(_ratio(a) - _ratio(a - mu))
-    return math.log(float(special.ndtr(a)) - math.exp(log_density) * _ratio(a - mu))
+    result = np.empty(a.shape)
+    small, left = mu < 1, (mu >= 1) & (a <= 0)
+    right = ~small & ~left
+    if small.any():
+        x = a[small][..., None] - mu[small][..., None] * (_NODES + 1) / 2
+        mean = _ratio_slope(x) @ _WEIGHTS / 2
+        result[small] = log_density[small] + np.log(mu[small] * mean)
+    if left.any():
+        difference = _ratio(a[left]) - _ratio((a - mu)[left])
+        result[left] = log_density[left] + np.log(difference)
+    if right.any():
+        # a <= mu/2 because epsilon >= 0, so a - mu < 0
+        second = np.exp(log_density[right]) * _ratio((a - mu)[right])
+        result[right] = np.log(special.ndtr(a[right]) - second)
+    return result
 
 
-def delta_from_mu(mu: float, epsilon: float) -> float:
-    """The smallest delta such that mu-GDP implies (epsilon, delta)-DP.
+def deltas_from_mu(mu: np.ndarray | float, epsilon: np.ndarray | float) -> np.ndarray:
+    """The smallest deltas such that mu-GDP implies (epsilon, delta)-DP; the arrays broadcast.
 
     Args:
         mu: >= 0; inf stands for no privacy.
         epsilon: >= 0, possibly inf.
     """
-    if mu == math.inf:
-        return 1.0
-    if mu == 0 or epsilon / mu > mu / 2 + _FAR:
-        return 0.0
-    return min(1.0, math.exp(log_delta_at(mu / 2 - epsilon / mu, mu)))
+    mu, epsilon = np.broadcast_arrays(
+        np.asarray(mu, dtype=np.float64), np.asarray(epsilon, dtype=np.float64)
+    )
+    result = np.where(mu == math.inf, 1.0, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inside = (mu > 0) & (mu < math.inf) & (epsilon / mu <= mu / 2 + _FAR)
+    mu, epsilon = mu[inside], epsilon[inside]
+    result[inside] = np.minimum(1.0, np.exp(log_delta_at(mu / 2 - epsilon / mu, mu)))
+    return result
+
+
+def delta_from_mu(mu: float, epsilon: float) -> float:
+    """`deltas_from_mu` of two numbers."""
+    return float(deltas_from_mu(mu, epsilon))
 
 
 def epsilon_from_mu(mu: float, delta: float) -> float:
@@ -76,7 +95,7 @@ def epsilon_from_mu(mu: float, delta: float) -> float:
     # delta(a) <= Phi(a), so a root lies between the delta-quantile and mu/2 (epsilon = 0).
     low = min(float(special.ndtri(delta)), mu / 2) - 1e-9
     root = optimize.brentq(
-        lambda a: log_delta_at(a, mu) - math.log(delta), low, mu / 2, xtol=1e-15, rtol=1e-15
+        lambda a: float(log_delta_at(a, mu)) - math.log(delta), low, mu / 2, xtol=1e-15, rtol=1e-15
     )
     epsilon = max(0.0, mu * (mu / 2 - root))
     step = 2.0**-52

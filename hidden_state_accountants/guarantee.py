@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import attrs
 import dp_accounting
@@ -14,7 +12,7 @@ import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
-from hidden_state_accountants.gaussian import delta_from_mu, epsilon_from_mu
+from hidden_state_accountants.curves import Curve
 
 
 class Status(enum.Enum):
@@ -51,74 +49,6 @@ class Assumption:
         return f"{self.status.value}: {self.text}"
 
 
-class Curve(Protocol):
-    """A set of (epsilon, delta) pairs and Renyi divergences that hold together."""
-
-    @property
-    def mu(self) -> float | None:
-        """The mu of mu-GDP, None if the curve is not Gaussian."""
-
-    def epsilon(self, delta: float) -> float:
-        """Smallest known epsilon for delta in [0, 1]."""
-
-    def delta(self, epsilon: float) -> float:
-        """Smallest known delta for epsilon in [0, inf]."""
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        """Upper bounds on the Renyi divergences of the orders."""
-
-    def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        """A standard event with this curve under ADD_OR_REMOVE_ONE, if there is one."""
-
-
-@attrs.frozen
-class GaussianCurve:
-    """mu-GDP: the trade-off of one observation of N(0, 1) against N(mu, 1)."""
-
-    mu: float
-
-    def epsilon(self, delta: float) -> float:
-        return epsilon_from_mu(self.mu, delta)
-
-    def delta(self, epsilon: float) -> float:
-        return delta_from_mu(self.mu, epsilon)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return orders * self.mu**2 / 2
-
-    def to_dpevent(self) -> dp_accounting.DpEvent:
-        if self.mu == 0:
-            return dp_accounting.NoOpDpEvent()
-        if self.mu == math.inf:
-            return dp_accounting.NonPrivateDpEvent()
-        return dp_accounting.GaussianDpEvent(1 / self.mu)
-
-
-@attrs.frozen
-class CurveWithDelta:
-    """A curve that holds except with probability `extra`, which adds to every delta."""
-
-    curve: Curve
-    extra: float
-
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
-
-    def epsilon(self, delta: float) -> float:
-        return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
-
-    def delta(self, epsilon: float) -> float:
-        return min(1.0, self.curve.delta(epsilon) + self.extra)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.full(orders.shape, math.inf)
-
-    def to_dpevent(self) -> None:
-        return None
-
-
 @attrs.frozen
 class Guarantee:
     """A proved privacy guarantee of everything that was released.
@@ -129,6 +59,7 @@ class Guarantee:
         theorem: What proves them.
         assumptions: What has to be true, each checked, declared or public.
         alternatives: Name and reason of the bounds that do not apply or are larger.
+        caveat: Why the claim is NOT proven; empty unless a published formula was asked for.
     """
 
     curve: Curve
@@ -136,6 +67,7 @@ class Guarantee:
     theorem: str
     assumptions: tuple[Assumption, ...] = ()
     alternatives: tuple[tuple[str, str], ...] = ()
+    caveat: str = ""
 
     @property
     def mu(self) -> float | None:
@@ -176,6 +108,8 @@ class Guarantee:
         ]
         if self.mu is not None:
             lines.append(f"mu (Gaussian differential privacy): {self.mu:.6g}")
+        if self.caveat:
+            lines.append(f"NOT PROVEN: {self.caveat}")
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
         return "\n".join(lines)

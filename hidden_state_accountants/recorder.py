@@ -12,8 +12,9 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import _validate
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import SCHEMA, LastIterateDpEvent
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossGeometry
+from hidden_state_accountants.plain_types import SCHEMA
 from hidden_state_accountants.schedule import Schedule
 
 _DECLARED = (

@@ -9,6 +9,7 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation, pld, rdp
+from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from hidden_state_accountants import _validate
@@ -31,6 +32,13 @@ class StockEvent:
     event: dp_accounting.DpEvent
     count: int
     relation: NeighboringRelation
+
+
+class _PldAccountant(pld.PLDAccountant):
+    @property
+    def privacy_loss(self) -> privacy_loss_distribution.PrivacyLossDistribution:
+        """What is composed so far."""
+        return self._pld
 
 
 @attrs.frozen(slots=False)
@@ -76,15 +84,19 @@ class StandardCurve:
     def _renyi(self) -> np.ndarray | None:
         return self.rdp(_ORDERS) if self._rdp_supports() else None
 
+    def privacy_loss(self) -> privacy_loss_distribution.PrivacyLossDistribution | None:
+        """The composed privacy loss distribution, None where PLDAccountant does not apply."""
+        return None if self._pld_accountant is None else self._pld_accountant.privacy_loss
+
     @functools.cached_property
-    def _pld_accountant(self) -> pld.PLDAccountant | None:
+    def _pld_accountant(self) -> _PldAccountant | None:
         if not self._pld_supports():
             return None
         if self._renyi is not None:
             if rdp.compute_epsilon(_ORDERS, self._renyi, 1e-5)[0] > _LARGEST_PLD_EPSILON:
                 return None
         relation = self.events[0].relation
-        accountant = pld.PLDAccountant(relation)
+        accountant = _PldAccountant(relation)
         for part in self.events:
             accountant.compose(part.event, part.count)
         if self.gaussian_mu:

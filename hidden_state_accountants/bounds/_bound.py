@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
+import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.events import LastIterateDpEvent
@@ -37,6 +38,10 @@ class Bound(Protocol):
         """Short, stable identifier."""
 
     @property
+    def event_type(self) -> type[dp_accounting.DpEvent]:
+        """The kind of run that the bound is about."""
+
+    @property
     def citation(self) -> Citation:
         """Paper, theorem, arXiv version."""
 
@@ -48,12 +53,10 @@ class Bound(Protocol):
     def dominated_by(self) -> tuple[str, ...]:
         """Names of bounds that are never larger where both apply."""
 
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """Conditions that the event does not meet; empty if the bound applies."""
+    def check(self, event: Any, relation: NeighboringRelation) -> tuple[UnmetCondition, ...]:
+        """Conditions that the event, of `event_type`, does not meet; empty if the bound applies."""
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+    def guarantee(self, event: Any, relation: NeighboringRelation) -> Guarantee:
         """The guarantee; raises UnsupportedRunError if a condition is not met."""
 
 

@@ -11,15 +11,10 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.as_composition import cap_delta
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.bounds._bound import Citation, divisor_assumption
+from hidden_state_accountants.curves import Curve, CurveWithDelta, GaussianCurve
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.guarantee import (
-    Assumption,
-    Curve,
-    CurveWithDelta,
-    GaussianCurve,
-    Guarantee,
-)
+from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.process import UnmetCondition
 from hidden_state_accountants.standard import StandardCurve, StockEvent, has_zero_noise
 
@@ -35,6 +30,7 @@ class Composition:
     """
 
     name: str = "composition"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
     sound: bool = True
     dominated_by: tuple[str, ...] = ()
     citation: Citation = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")

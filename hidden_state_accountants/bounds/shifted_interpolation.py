@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import attrs
+import dp_accounting
 import numpy as np
 import numpy.typing as npt
 from dp_accounting import NeighboringRelation
@@ -22,8 +23,9 @@ from hidden_state_accountants.bounds._taut_string import (
     least_mu_squared,
     least_mu_squared_by_position,
 )
+from hidden_state_accountants.curves import GaussianCurve
 from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.guarantee import GaussianCurve, Guarantee
+from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process import (
     NoisyProcess,
     UnmetCondition,
@@ -96,6 +98,7 @@ class ShiftedInterpolation:
     """
 
     name: str = "shifted_interpolation"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
     sound: bool = True
     dominated_by: tuple[str, ...] = ()
     citation: Citation = Citation(

@@ -237,7 +237,7 @@ class TestAsComposition:
 
     @staticmethod
     def gaussian(mu):
-        return hsa.guarantee.GaussianCurve(mu).epsilon(1e-5)
+        return hsa.curves.GaussianCurve(mu).epsilon(1e-5)
 
     @pytest.mark.parametrize("relation", RELATIONS)
     @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.as_composition import cap_delta
-from hidden_state_accountants.guarantee import GaussianCurve
+from hidden_state_accountants.curves import GaussianCurve
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE

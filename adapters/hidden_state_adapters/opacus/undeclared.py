@@ -9,7 +9,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, Guarantee
-from hidden_state_accountants.guarantee import Curve, GaussianCurve
+from hidden_state_accountants.curves import Curve, GaussianCurve
 from hidden_state_accountants.standard import StandardCurve, StockEvent
 
 Row = tuple[float, float, int]

@@ -1,0 +1,77 @@
+"""What an attack shows about a run: lower bounds that no valid claim can stay below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+from scipy import optimize
+
+from hidden_state_accountants.process import UnmetCondition
+
+_LARGEST_EPSILON = 700.0  # exp of it is a double
+
+Progress = Callable[[str], None]
+"""Receives one line of text at each stage of long work."""
+
+
+@attrs.frozen(eq=False)
+class Evidence:
+    """Lower bounds on the privacy loss of a run.
+
+    Attributes:
+        attack: The name of the attack.
+        strength: How sure the bounds are, in words: "exact", "certified", "confidence 0.95".
+        witness: The run, one of the class that the claim is about, that shows them.
+        delta: A lower bound, at an epsilon in [0, 700], on the delta of every valid claim: the
+            larger of the two directions. Nonincreasing.
+        renyi: The same for the Renyi divergence of an order > 1; None where it is not known.
+    """
+
+    attack: str
+    strength: str
+    witness: str
+    delta: Callable[[float], float]
+    renyi: Callable[[float], float] | None = None
+
+    def epsilon(self, delta: float) -> float:
+        """A lower bound on the epsilon of every valid claim at `delta` in [0, 1).
+
+        The largest epsilon, up to 1e-9, whose `delta` exceeds the given one; inf beyond 700.
+        """
+        if not self.delta(0.0) > delta:
+            return 0.0
+        if self.delta(_LARGEST_EPSILON) > delta:
+            return math.inf
+        root = optimize.bisect(
+            lambda e: 1.0 if self.delta(e) > delta else -1.0, 0.0, _LARGEST_EPSILON, xtol=1e-9
+        )
+        while root > 0 and not self.delta(root) > delta:
+            root = max(0.0, root - 2e-9)
+        return float(root)
+
+
+class Attack(Protocol):
+    """One way to refute claims. A new one is a file with a class like this, listed in `ATTACKS`."""
+
+    @property
+    def name(self) -> str:
+        """Short, stable identifier."""
+
+    @property
+    def event_type(self) -> type[dp_accounting.DpEvent]:
+        """The kind of run that it attacks."""
+
+    def check(
+        self, event: dp_accounting.DpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """Why the attack does not apply to the event, of `event_type`; empty if it does."""
+
+    def evidence(
+        self, event: dp_accounting.DpEvent, relation: NeighboringRelation, progress: Progress
+    ) -> Evidence:
+        """Runs the attack on a worst case of its own choice inside the class of the event."""

@@ -1,0 +1,181 @@
+"""Privacy curves: mixtures, Renyi-only curves and their compositions."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation, pld, rdp
+from scipy import integrate, stats
+
+from hidden_state_accountants.composed_curve import ComposedCurve, compose_curves
+from hidden_state_accountants.curves import (
+    CurveWithDelta,
+    GaussianCurve,
+    GaussianMixtureCurve,
+    RdpCurve,
+)
+from hidden_state_accountants.gaussian import delta_from_mu, deltas_from_mu
+from hidden_state_accountants.standard import StandardCurve, StockEvent
+
+WEIGHTS, MUS = [0.5, 0.3, 0.2], [0.0, 0.7, 1.9]
+EPSILONS = (0.0, 0.1, 1.0, 3.0, 6.0)
+
+
+def mixture():
+    return GaussianMixtureCurve(WEIGHTS, MUS)
+
+
+def linear(rho):
+    return RdpCurve(lambda orders: rho * orders)
+
+
+def sampled():
+    event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.5))
+    return StandardCurve((StockEvent(event, 20, NeighboringRelation.ADD_OR_REMOVE_ONE),))
+
+
+def test_arrays_of_deltas_equal_the_scalars():
+    mus = np.array([0.0, 1e-6, 0.3, 1.0, 2.5, 40.0, math.inf])
+    for epsilon in (0.0, 1e-3, 0.5, 4.0, 900.0, math.inf):
+        expected = [delta_from_mu(mu, epsilon) for mu in mus]
+        np.testing.assert_allclose(deltas_from_mu(mus, epsilon), expected, rtol=1e-14)
+
+
+class TestMixture:
+    @pytest.mark.parametrize("epsilon", EPSILONS)
+    def test_delta_is_the_mean(self, epsilon):
+        expected = sum(
+            w * stats.norm.cdf(m / 2 - epsilon / m)
+            - w * math.exp(epsilon) * stats.norm.cdf(-m / 2 - epsilon / m)
+            for w, m in zip(WEIGHTS, MUS, strict=True)
+            if m
+        )  # Balle & Wang 2018, Theorem 8
+        assert mixture().delta(epsilon) == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.parametrize("order", [1.01, 1.5, 2.0, 8.0])
+    def test_renyi_against_the_integral_of_the_revealed_pair(self, order):
+        def moment(m):
+            def density(x):
+                log_p, log_q = stats.norm.logpdf(x, m), stats.norm.logpdf(x)
+                return math.exp(order * log_p + (1 - order) * log_q - log_top)
+
+            log_top = (order - 1) * order * m**2 / 2
+            return math.exp(log_top) * integrate.quad(density, order * m - 12, order * m + 12)[0]
+
+        total = sum(w * moment(m) for w, m in zip(WEIGHTS, MUS, strict=True))
+        expected = math.log(total) / (order - 1)
+        assert mixture().rdp(np.array([order]))[0] == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize("delta", [1e-12, 1e-5, 1e-2, 0.1])
+    def test_epsilon_inverts_delta_and_rounds_up(self, delta):
+        epsilon = mixture().epsilon(delta)
+        assert mixture().delta(epsilon) <= delta
+        assert mixture().delta(epsilon * (1 - 1e-9)) > delta
+
+    def test_ends(self):
+        assert mixture().epsilon(mixture().delta(0.0)) == 0.0
+        assert mixture().epsilon(0.0) == math.inf
+        assert GaussianMixtureCurve([0.5, 0.5], [1.3, 1.3]).mu == 1.3
+        assert mixture().mu is None
+        partly_public = GaussianMixtureCurve([0.99, 0.01], [1.0, math.inf])
+        assert partly_public.epsilon(0.01) == math.inf
+        assert partly_public.delta(math.inf) == 0.01
+        assert 0 < partly_public.epsilon(0.02) < math.inf
+        assert np.isinf(partly_public.rdp(np.array([2.0]))).all()
+
+    @pytest.mark.parametrize("weights", [[0.5, 0.2, 0.2], [1.2, -0.2, 0.0], [math.nan, 0.5, 0.5]])
+    def test_weights_that_are_no_probabilities(self, weights):
+        with pytest.raises(ValueError, match="weights"):
+            GaussianMixtureCurve(weights, MUS)
+
+    @pytest.mark.parametrize("epsilon", EPSILONS)
+    def test_privacy_loss_is_pessimistic_and_close(self, epsilon):
+        exact = mixture().delta(epsilon)
+        found = mixture().privacy_loss().get_delta_for_epsilon(epsilon)
+        assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-3) + 1e-10
+
+    def test_many_positions_are_grouped_upwards(self):
+        mus = np.linspace(0.1, 0.3, 5000)
+        curve = GaussianMixtureCurve(np.full(5000, 1 / 5000), mus)
+        exact = curve.delta(0.2)
+        found = curve.privacy_loss().get_delta_for_epsilon(0.2)
+        assert exact <= found <= 1.05 * exact
+
+
+class TestComposition:
+    def test_gaussians_add_exactly(self):
+        curve = compose_curves([(GaussianCurve(0.3), 4), (GaussianCurve(0.8), 1)])
+        assert curve.mu == pytest.approx(1.0, rel=1e-15)
+
+    @pytest.mark.parametrize("epsilon", EPSILONS)
+    def test_two_mixtures_against_the_product_mixture(self, epsilon):
+        curve = compose_curves([(mixture(), 2)])
+        product = GaussianMixtureCurve(
+            np.outer(WEIGHTS, WEIGHTS).ravel(), np.hypot.outer(MUS, MUS).ravel()
+        )
+        exact = product.delta(epsilon)
+        assert exact * (1 - 1e-9) <= curve.delta(epsilon) <= exact * (1 + 1e-3) + 1e-9
+        np.testing.assert_allclose(
+            curve.rdp(np.array([2.0, 5.0])), product.rdp(np.array([2.0, 5.0]))
+        )
+
+    @pytest.mark.parametrize("delta", [1e-9, 1e-5])
+    def test_renyi_curves_with_gaussians(self, delta):
+        """rho * alpha composed with mu-GDP is the Renyi curve of a Gaussian."""
+        curve = compose_curves([(linear(0.25), 2), (GaussianCurve(1.0), 1)])
+        orders = np.array([1.5, 3.0])
+        np.testing.assert_allclose(curve.rdp(orders), orders)
+        exact = GaussianCurve(math.sqrt(2)).epsilon(delta)
+        assert exact < curve.epsilon(delta) < 1.15 * exact
+
+    def test_mixture_with_a_sampled_event(self):
+        curve = compose_curves([(mixture(), 1), (sampled(), 1), (GaussianCurve(0.5), 1)])
+        alone = compose_curves([(sampled(), 1), (GaussianCurve(math.hypot(0.5, 1.9)), 1)])
+        least = compose_curves([(sampled(), 1), (GaussianCurve(0.5), 1)])
+        assert least.epsilon(1e-5) < curve.epsilon(1e-5) < alone.epsilon(1e-5)
+
+    def test_events_and_a_renyi_curve_compose_by_divergences(self):
+        event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.5))
+        stock = rdp.RdpAccountant([2.0, 3.0]).compose(event, 20)
+        curve = compose_curves([(linear(0.1), 1), (sampled(), 1)])
+        np.testing.assert_allclose(
+            curve.rdp(np.array([2.0, 3.0])), stock.rdp + np.array([0.2, 0.3]), rtol=1e-12
+        )
+
+    def test_extra_deltas_add_up(self):
+        curve = compose_curves([(CurveWithDelta(mixture(), 1e-4), 3)])
+        inner = compose_curves([(mixture(), 3)])
+        assert curve.delta(2.0) == pytest.approx(inner.delta(2.0) + 3e-4)
+        assert curve.epsilon(3e-4) == math.inf
+
+    def test_no_privacy_wins(self):
+        assert compose_curves([(mixture(), 1), (GaussianCurve(math.inf), 1)]).mu == math.inf
+
+    def test_count_zero_is_nothing(self):
+        assert compose_curves([(mixture(), 0), (linear(1.0), 0)]).mu == 0
+
+    def test_a_single_curve_stays_itself(self):
+        one = mixture()
+        assert compose_curves([(one, 1)]) is one
+
+    def test_composed_curves_flatten(self):
+        pair = compose_curves([(mixture(), 1), (linear(0.1), 1)])
+        assert isinstance(pair, ComposedCurve)
+        twice = compose_curves([(pair, 2)])
+        np.testing.assert_allclose(twice.rdp(np.array([3.0])), 2 * pair.rdp(np.array([3.0])))
+
+
+def test_a_stock_accountant_agrees_on_mixture_free_compositions():
+    event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.5))
+    stock = pld.PLDAccountant().compose(event, 20).get_epsilon(1e-5)
+    curve = compose_curves([(sampled(), 1), (GaussianMixtureCurve([0.5, 0.5], [0.0, 1e-3]), 1)])
+    assert stock <= curve.epsilon(1e-5) < stock + 0.02
+
+
+def test_renyi_curve_of_zero_and_of_nothing():
+    assert linear(0.0).epsilon(1e-5) == 0.0
+    nothing = RdpCurve(lambda orders: np.full(orders.shape, math.inf))
+    assert nothing.epsilon(1e-5) == math.inf
+    assert nothing.delta(3.0) == 1.0
+    assert linear(1.0).delta(math.inf) == 0.0
