@@ -1,0 +1,51 @@
+"""Details of the engine in which a small mistake would be easy to make and hard to see."""
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run
+
+import hidden_state_accountants as hsa
+
+RELATION = NeighboringRelation.REPLACE_SPECIAL
+
+
+def mu(event):
+    return hsa.ShiftedInterpolationAccountant(RELATION).compose(event).guarantee.mu
+
+
+def recorded(event):
+    """A recorder that has seen the steps and releases of an event."""
+    recorder = hsa.RunRecorder(
+        batch_order=event.batch_order,
+        batch_size=event.batch_size,
+        dataset_size=event.dataset_size,
+        loss=event.loss,
+        domain_diameter=event.domain_diameter,
+    )
+    names = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
+    for t, values in enumerate(zip(*map(event.per_step, names), strict=True), start=1):
+        recorder.step(
+            **{name: float(value) for name, value in zip(names, values, strict=True)},
+            batch_index=recorder.expected_batch_index,
+            batch_rows=event.batch_size,
+        )
+        if t in event.release_steps:
+            recorder.release()
+    return recorder
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_the_worst_position_need_not_be_the_last_one(position):
+    """The batches after it take short steps: they neither hide the record nor matter themselves."""
+    is_late = np.arange(24) > 20 + position
+    schedules = {
+        "learning_rate": np.where(is_late, 0.01, 0.5),
+        "noise_multiplier": np.where(is_late, 8.0, 2.0),
+    }
+    event = cyclic_run(**schedules)
+    by_position = [mu(cyclic_run(**schedules, record_position=p)) for p in range(4)]
+    assert int(np.argmax(by_position)) == position
+    assert mu(event) == pytest.approx(by_position[position], rel=1e-12)
+    running = hsa.RunningGuarantee(recorded(event), RELATION).guarantee()
+    assert running.mu == pytest.approx(by_position[position], rel=1e-12)
