@@ -1,0 +1,638 @@
+"""Mistakes that somebody could plausibly make in the engine: the test suite must notice each.
+
+A mutation replaces one passage, which must occur exactly once in its file. It changes what some
+run is told: an equivalent change has no place here.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+ACCOUNTANTS = "accountants.py"
+COMPOSED = "as_composition.py"
+CURVES = "curves.py"
+CURVES_TOGETHER = "composed_curve.py"
+EVENTS = "events.py"
+GEOMETRY = "geometry.py"
+PROCESS = "process.py"
+SHIFTS = "bounds/shifted_interpolation.py"
+TAUT_STRING = "bounds/_taut_string.py"
+
+
+@attrs.frozen
+class Mutation:
+    """One mistake.
+
+    Attributes:
+        name: Says what is wrong in the mutant.
+        path: The file, below hidden_state_accountants/.
+        old: The passage that is replaced.
+        new: What replaces it.
+        hint: The test file, or a test in it, that is run first, below tests/.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    hint: str
+
+
+_SENSITIVITY = (
+    "if relation is NeighboringRelation.REPLACE_ONE or order is BatchOrder.WITHOUT_REPLACEMENT:"
+)
+_LAWS = "laws/test_accountants.py"
+_STANDARD_LAWS = "laws/test_standard_events.py"
+_GEOMETRY_TESTS = "core/test_geometry.py"
+_PROCESS_TESTS = "core/test_process.py"
+_CURVE_TESTS = "laws/test_curves.py"
+_TAUT_STRING_TESTS = "bounds/test_taut_string.py"
+_ORACLE_TESTS = "soundness/test_gaussian_oracle.py"
+_GRID_TESTS = "soundness/test_grid_oracle.py"
+
+MUTATIONS = (
+    # What one record moves.
+    Mutation(
+        "replace_one_moves_one_clip_norm",
+        "batch_order.py",
+        _SENSITIVITY,
+        "if order is BatchOrder.WITHOUT_REPLACEMENT:",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "without_replacement_forgets_the_stand_in",
+        "batch_order.py",
+        _SENSITIVITY,
+        "if relation is NeighboringRelation.REPLACE_ONE:",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "fixed_batches_accept_add_or_remove",
+        "batch_order.py",
+        "NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE",
+        "NeighboringRelation.ADD_OR_REMOVE_ONE and order not in (*_FIXED_SIZE, *BatchOrder)",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "drift_loses_the_factor_2",
+        PROCESS,
+        "terms = 2 * b + (",
+        "terms = b + (",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "drift_forgets_the_added_record",
+        PROCESS,
+        "terms = 2 * b + (relation is NeighboringRelation.ADD_OR_REMOVE_ONE)",
+        "terms = 2 * b",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "drift_forgets_the_decay",
+        PROCESS,
+        "drift_contraction=np.abs(1 - eta * decay)",
+        "drift_contraction=np.abs(1 - 0 * eta * decay)",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "sensitivity_is_lipschitz_where_the_clip_is_smaller",
+        EVENTS,
+        "return clip if lipschitz is None else np.minimum(clip, lipschitz)",
+        "return clip if lipschitz is None else np.full_like(clip, lipschitz)",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "sensitivity_ignores_lipschitz",
+        EVENTS,
+        "return clip if lipschitz is None else np.minimum(clip, lipschitz)",
+        "return clip",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "noise_in_units_of_lipschitz",
+        EVENTS,
+        'unit = self.gradient_bound() if self.clip_norm is None else self.per_step("clip_norm")',
+        "unit = self.gradient_bound()",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "noise_is_not_averaged",
+        PROCESS,
+        "noise_std=eta * event.noise_std_on_sum() / b",
+        "noise_std=eta * event.noise_std_on_sum()",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "radius_for_diameter",
+        PROCESS,
+        "domain_diameter=event.domain_diameter,",
+        "domain_diameter=event.domain_diameter / 2,",
+        _LAWS,
+    ),
+    # Which steps it moves.
+    Mutation(
+        "position_off_by_one",
+        PROCESS,
+        "result[position :: self.period] = self.sensitivity[position :: self.period]",
+        "result[position + 1 :: self.period] = self.sensitivity[position + 1 :: self.period]",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "worst_position_off_by_one",
+        SHIFTS,
+        "positions = [(process.num_steps - 1) % process.period]",
+        "positions = [process.num_steps % process.period]",
+        _LAWS,
+    ),
+    Mutation(
+        "worst_position_is_the_last_batch_of_an_epoch",
+        SHIFTS,
+        "positions = [(process.num_steps - 1) % process.period]",
+        "positions = [process.period - 1]",
+        _LAWS,
+    ),
+    Mutation(
+        "last_position_is_the_worst_with_schedules_too",
+        SHIFTS,
+        "if process.is_constant and len(positions) > 1:",
+        "if len(positions) > 1:",
+        _LAWS,
+    ),
+    Mutation(
+        "last_position_is_the_worst_with_schedules_too_while_running",
+        "running.py",
+        "if recorder.is_constant and not self._released.any():",
+        "if not self._released.any():",
+        "core/test_recorder.py",
+    ),
+    Mutation(
+        "last_position_is_the_worst_after_releases_too_while_running",
+        "running.py",
+        "if recorder.is_constant and not self._released.any():",
+        "if recorder.is_constant:",
+        "core/test_recorder.py",
+    ),
+    Mutation(
+        "unequal_batches_are_accepted",
+        PROCESS,
+        "if order is BatchOrder.CYCLIC and event.dataset_size % event.batch_size:",
+        "if order is BatchOrder.CYCLIC and event.dataset_size < event.batch_size:",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "schedules_are_taken_for_constant",
+        PROCESS,
+        "is_constant=not event.has_schedules",
+        "is_constant=True",
+        _PROCESS_TESTS,
+    ),
+    # How much a step stretches distances.
+    Mutation(
+        "clipped_maps_do_not_expand",
+        GEOMETRY,
+        "np.sqrt(1 + r * r / inside)",
+        "np.ones_like(r)",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "clipped_weakly_convex_row_without_e",
+        GEOMETRY,
+        "1 + eta * small,",
+        "1 + 0 * eta * small,",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "unclipped_row_where_the_clip_acts",
+        GEOMETRY,
+        "return np.where(clip_is_active, clipped, unclipped)",
+        "return np.where(clip_is_active & False, clipped, unclipped)",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "unclipped_row_where_the_clip_acts_in_some_steps",
+        GEOMETRY,
+        "or not clip_is_active.any()",
+        "or not clip_is_active.all()",
+        _PROCESS_TESTS,
+    ),
+    Mutation(
+        "generalized_linear_row_for_all_convex_losses",
+        GEOMETRY,
+        "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)",
+        "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR, LossKind.CONVEX)",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "strong_convexity_contracts_inside_the_clip",
+        GEOMETRY,
+        "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)",
+        "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR, LossKind.STRONGLY_CONVEX)",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "weak_convexity_is_forgotten",
+        GEOMETRY,
+        "if loss.kind is LossKind.STRONGLY_CONVEX else -loss.weak_convexity",
+        "if loss.kind is LossKind.STRONGLY_CONVEX else 0 * loss.weak_convexity",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "large_steps_do_not_overshoot",
+        GEOMETRY,
+        "np.abs(decay - eta * smoothness))",
+        "0 * np.abs(decay - eta * smoothness))",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "large_clipped_steps_do_not_overshoot",
+        GEOMETRY,
+        "eta * big - 1,",
+        "1 - 0 * eta * big,",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "decay_is_clipped_with_the_loss",
+        GEOMETRY,
+        "result = decay * _clipped(eta / decay, big, small)",
+        "result = _clipped(eta, big + float(np.max(w)), small)",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "decay_does_not_stretch_the_clipped_step",
+        GEOMETRY,
+        "result = decay * _clipped(eta / decay, big, small)",
+        "result = decay * _clipped(eta, big, small)",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "expanding_maps_are_taken_for_nonexpansive",
+        PROCESS,
+        "contraction=geometry.update_lipschitz(event.loss, eta, decay, clip_is_active)",
+        "contraction=np.minimum(1, geometry.update_lipschitz(event.loss, eta, decay, "
+        "clip_is_active))",
+        _ORACLE_TESTS,
+    ),
+    Mutation(
+        "clip_counts_as_active_at_the_gradient_bound",
+        PROCESS,
+        'clip_is_active = limit > event.per_step("clip_norm")',
+        'clip_is_active = limit >= event.per_step("clip_norm")',
+        _PROCESS_TESTS,
+    ),
+    # Optimal shifts, windows and segments.
+    Mutation(
+        "pooling_in_the_wrong_direction",
+        TAUT_STRING,
+        "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
+        "_slopes_fall(top, new) if self._grows_left else _slopes_fall(new, top)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "pooling_is_the_same_on_both_sides",
+        TAUT_STRING,
+        "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
+        "_slopes_fall(new, top)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "shift_is_spent_within_the_epoch",
+        TAUT_STRING,
+        "while len(blocks) > 1 and self._must_pool(block, blocks[-1]):",
+        "while len(blocks) < 1 and self._must_pool(block, blocks[-1]):",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "query_pools_everything",
+        TAUT_STRING,
+        "while index and self._must_pool(block, self._blocks[index]):",
+        "while index:",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "noise_of_the_step_is_contracted_by_itself",
+        TAUT_STRING,
+        "stack.push((s[t] * product, noise * noise, exponent))\n            product *= c[t]",
+        "product *= c[t]\n            noise = sigma[t] * product\n"
+        "            stack.push((s[t] * product, noise * noise, exponent))",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "window_starts_a_step_late",
+        TAUT_STRING,
+        "_scaled(known_shift[chunk], shift_unit)",
+        "_scaled(known_shift[start + 1 : stop + 1], shift_unit)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "window_after_a_batch_starts_a_step_early",
+        TAUT_STRING,
+        "known = _scaled(known_shift[start + 1 : stop + 1], shift_unit).tolist()",
+        "known = _scaled(known_shift[start:stop], shift_unit).tolist()",
+        _LAWS,
+    ),
+    Mutation(
+        "tracking_is_off_by_one",
+        SHIFTS,
+        "for t, (c, s, kappa, offset) in enumerate(values, start=1):",
+        "for t, (c, s, kappa, offset) in enumerate(values):",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "tracking_ignores_the_bounded_drift",
+        SHIFTS,
+        "capped = min(kappa * distance + offset, process.domain_diameter)",
+        "capped = max(kappa * distance + offset, process.domain_diameter)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "windows_are_not_looked_for",
+        SHIFTS,
+        "if c * distance + s > min(kappa * distance + drift, process.domain_diameter):",
+        "if c * distance + s > math.inf:",
+        _LAWS,
+    ),
+    Mutation(
+        "only_starts_after_batches_are_tried",
+        SHIFTS,
+        "return bool((c <= 1).all() and (excess <= slack).all())",
+        "return True",
+        _LAWS,
+    ),
+    Mutation(
+        "releases_are_ignored",
+        SHIFTS,
+        "if not process.release_steps:",
+        "if True:",
+        _LAWS,
+    ),
+    Mutation(
+        "segment_starts_at_the_beginning_of_the_epoch",
+        SHIFTS,
+        "totals += of_shape(start % process.period, end - start)",
+        "totals += of_shape(0, end - start)",
+        _LAWS,
+    ),
+    Mutation(
+        "segment_of_a_schedule_starts_with_the_run",
+        SHIFTS,
+        "            totals += _segment(process, start, end, positions)",
+        "            totals += _segment(process, start % process.period, end, positions)",
+        _LAWS,
+    ),
+    Mutation(
+        "short_segment_starts_at_position_0",
+        SHIFTS,
+        "result[np.arange(first, first + period) % process.period] =",
+        "result[np.arange(period)] =",
+        _LAWS,
+    ),
+    Mutation(
+        "releases_while_running_forget_the_segments_before",
+        "running.py",
+        "self._released += self._taut.mu_squared(range(process.period))",
+        "self._released = self._taut.mu_squared(range(process.period)) + 0 * self._released",
+        "core/test_recorder.py",
+    ),
+    # From mu to epsilon.
+    Mutation(
+        "delta_without_the_exponential_term",
+        "gaussian.py",
+        "result[right] = np.log(special.ndtr(a[right]) - second)",
+        "result[right] = np.log(special.ndtr(a[right]) - 0 * second)",
+        "core/test_gaussian.py",
+    ),
+    Mutation(
+        "epsilon_is_not_rounded_up",
+        "gaussian.py",
+        "while delta_from_mu(mu, epsilon) > delta:",
+        "while delta_from_mu(mu, epsilon) > 2 * delta:",
+        "core/test_gaussian.py",
+    ),
+    # Composition of runs.
+    Mutation(
+        "mu_is_added_instead_of_its_square",
+        CURVES_TOGETHER,
+        "mu_squared += count * curve.mu**2",
+        "mu_squared += count * curve.mu",
+        _LAWS,
+    ),
+    Mutation(
+        "count_of_a_run_is_ignored",
+        ACCOUNTANTS,
+        "(*state.guarantees, (guarantee, count))",
+        "(*state.guarantees, (guarantee, 1))",
+        _LAWS,
+    ),
+    Mutation(
+        "count_of_a_gaussian_event_is_ignored",
+        ACCOUNTANTS,
+        "(count * mu**2 if count else 0.0)",
+        "(mu**2 if count else 0.0)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "count_of_a_repeated_event_is_ignored",
+        ACCOUNTANTS,
+        "yield from _leaves(event.event, event.count * count)",
+        "yield from _leaves(event.event, event.count)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "failed_compose_is_half_applied",
+        ACCOUNTANTS,
+        "            state = outcome\n",
+        "            state = self._state = outcome\n            self._curve = state.curve()\n",
+        _LAWS,
+    ),
+    Mutation(
+        "gaussian_event_under_replace_one_is_not_doubled",
+        "standard.py",
+        "(2.0 if relation is _REPLACE_ONE else 1.0) / noise",
+        "1.0 / noise",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "laplace_event_under_replace_one_is_not_doubled",
+        "standard.py",
+        "part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
+        "part = StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "mu_beside_standard_events_is_lost",
+        "standard.py",
+        "total = orders * self.gaussian_mu**2 / 2",
+        "total = 0 * orders",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "larger_bound_is_preferred",
+        ACCOUNTANTS,
+        "return candidate.mu < best.mu * (1 - 1e-12)",
+        "return candidate.mu > best.mu * (1 + 1e-12)",
+        _LAWS,
+    ),
+    Mutation(
+        "count_of_standard_events_is_ignored",
+        CURVES_TOGETHER,
+        "attrs.evolve(part, count=count * part.count)",
+        "attrs.evolve(part, count=part.count)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "count_of_other_curves_is_ignored",
+        CURVES_TOGETHER,
+        "others.append((curve, count))",
+        "others.append((curve, 1))",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "count_of_composed_curves_is_ignored",
+        CURVES_TOGETHER,
+        "others += [(part, count * times) for part, times in curve.parts]",
+        "others += [(part, times) for part, times in curve.parts]",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "privacy_loss_of_repeated_curves_counts_once",
+        CURVES_TOGETHER,
+        "part = part.self_compose(count) if count > 1 else part",
+        "part = part.self_compose(1) if count > 1 else part",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "mu_beside_other_curves_is_lost",
+        CURVES_TOGETHER,
+        "*([(total, 1)] if mu or events else [])",
+        "*([(total, 1)] if events else [])",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "mixture_of_divergences_is_their_mean",
+        CURVES,
+        "return special.logsumexp(exponents, axis=-1, b=self.weights) / (orders - 1)",
+        "return exponents @ self.weights / (orders - 1)",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "grouped_mus_are_rounded_down",
+        CURVES,
+        "mus[np.append(starts[1:], len(mus)) - 1]",
+        "mus[starts]",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "privacy_loss_has_no_negative_losses",
+        CURVES,
+        "left = 1 - np.exp(-positive[:0:-1] * GRID) * (1 - right[:0:-1])",
+        "left = right[:0:-1]",
+        _CURVE_TESTS,
+    ),
+    # Runs as composition.
+    Mutation(
+        "cap_costs_no_delta",
+        "bounds/composition.py",
+        "extra = cap_delta(event, relation)",
+        "extra = 0 * cap_delta(event, relation)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "cap_delta_of_one_step",
+        COMPOSED,
+        "min(1.0, event.num_steps * float(tail))",
+        "min(1.0, float(tail))",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "cap_delta_off_by_one",
+        COMPOSED,
+        "stats.binom.sf(event.max_batch_size - 1,",
+        "stats.binom.sf(event.max_batch_size,",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "extra_delta_is_forgotten_by_epsilon",
+        CURVES,
+        "self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf",
+        "self.curve.epsilon(delta) if delta > self.extra else math.inf",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "extra_delta_counts_once_for_many_runs",
+        CURVES_TOGETHER,
+        "extra += count * curve.extra",
+        "extra += curve.extra",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "partial_epoch_is_not_counted",
+        COMPOSED,
+        "participations = -(-(event.num_steps - event.record_position) // period)",
+        "participations = max(1, (event.num_steps - event.record_position) // period)",
+        "core/test_events.py",
+    ),
+    Mutation(
+        "steps_without_learning_rate_cost_in_composition",
+        COMPOSED,
+        'cost = np.where(event.per_step("learning_rate") > 0, noise**-2.0, 0.0)',
+        "cost = noise**-2.0",
+        "core/test_events.py",
+    ),
+    Mutation(
+        "sampled_steps_without_learning_rate_cost_in_composition",
+        COMPOSED,
+        'noise = _effective_noise(event, relation)[event.per_step("learning_rate") > 0]',
+        "noise = _effective_noise(event, relation)",
+        "core/test_events.py",
+    ),
+    Mutation(
+        "reshuffled_record_keeps_its_position",
+        COMPOSED,
+        "mu_squared = float(epochs.max(axis=1).sum())",
+        "mu_squared = float(epochs.sum(axis=0).max())",
+        "core/test_events.py",
+    ),
+    Mutation(
+        "sampled_steps_of_equal_noise_count_once",
+        COMPOSED,
+        "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))",
+        "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count > 0))",
+        _STANDARD_LAWS,
+    ),
+    # The oracles: a judge that is too mild hides mistakes.
+    Mutation(
+        "gaussian_oracle_has_one_direction",
+        "auditing/gaussian.py",
+        "self._hockey_stick(self._second, self._first, epsilon)",
+        "self._hockey_stick(self._first, self._second, epsilon)",
+        _ORACLE_TESTS,
+    ),
+    Mutation(
+        "grid_oracle_has_one_direction",
+        "auditing/grid.py",
+        "for a, b in ((fine, coarse), (fine.reversed(), coarse.reversed()))",
+        "for a, b in ((fine, coarse), (fine, coarse))",
+        _GRID_TESTS,
+    ),
+    Mutation(
+        "grid_oracle_certifies_its_estimate_of_q",
+        "auditing/_cells.py",
+        "return np.minimum(self._inflated(q + self.missing_q), 1.0)",
+        "return np.minimum(0.5 * (q + self.missing_q), 1.0)",
+        _GRID_TESTS,
+    ),
+    Mutation(
+        "grid_oracle_does_not_clip",
+        "auditing/grid.py",
+        "value if self.clip is None else np.clip(value, -self.clip[t], self.clip[t])",
+        "value",
+        _GRID_TESTS,
+    ),
+    Mutation(
+        "poisson_batches_without_the_absent_records",
+        "auditing/_batch_laws.py",
+        "math.comb(k, n) * rate**n * (1 - rate) ** (k - n)",
+        "math.comb(k, n) * rate**n * (1 - rate) ** n",
+        _GRID_TESTS,
+    ),
+)

@@ -1,0 +1,41 @@
+"""Every mutation still finds its passage; `make test-mutations` then runs the tests on each."""
+
+import importlib
+import pathlib
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def check():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
+        yield importlib.import_module("check_mutations")
+
+
+def test_every_mutation_applies_and_is_another_program(check):
+    mutants = set()
+    for mutation in check.MUTATIONS:
+        source = (ROOT / check.PACKAGE / mutation.path).read_text(encoding="utf-8")
+        mutant = check.mutated(mutation, source)
+        compile(mutant, mutation.path, "exec")
+        assert mutant != source, mutation.name
+        mutants.add((mutation.path, mutant))
+        assert (ROOT / "tests" / mutation.hint.partition("::")[0]).is_file(), mutation.name
+    names = [mutation.name for mutation in check.MUTATIONS]
+    assert len(mutants) == len(set(names)) == len(names) >= 20
+
+
+def test_the_selection_exists(check):
+    for name in (*check.selection(), check.LEFT_OUT[0]):
+        assert (ROOT / name).exists()
+
+
+@pytest.mark.parametrize("source", ["", "{0} {0}"])
+def test_a_passage_that_is_gone_or_repeated_is_an_error(check, source):
+    mutation = check.MUTATIONS[0]
+    with pytest.raises(check.StaleMutationError, match=f"{mutation.name} no longer applies"):
+        check.mutated(mutation, source.format(mutation.old))
