@@ -25,10 +25,12 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
+from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
 from hidden_state_accountants.composed_curve import compose_curves
 from hidden_state_accountants.curves import Curve, GaussianCurve
 from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
 from hidden_state_accountants.standard import (
     StandardCurve,
@@ -79,6 +81,7 @@ class _Composed:
             assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
             alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
             caveat="; ".join(dict.fromkeys(g.caveat for g in guarantees if g.caveat)),
+            citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
         )
 
 
@@ -278,7 +281,18 @@ class ShiftedInterpolationAccountant(_BoundAccountant):
 def _bound_guarantee(
     bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    return bound.guarantee(event, relation)
+    guarantee = bound.guarantee(event, relation)
+    citations = dict.fromkeys((bound.citation, *guarantee.citations))
+    changes = None
+    if isinstance(event, LastIterateDpEvent):
+        changes = functools.partial(_changes, event, relation)
+    return attrs.evolve(guarantee, citations=tuple(citations), changes=changes)
+
+
+def _changes(
+    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
+) -> tuple[tuple[str, float], ...]:
+    return single_changes(event, lambda e: best_guarantee(e, relation).epsilon(delta))
 
 
 def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Guarantee:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import dp_accounting
@@ -12,7 +12,10 @@ import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
+from hidden_state_accountants.citation import Citation, bibtex
 from hidden_state_accountants.curves import Curve
+
+Changes = Callable[[float], Sequence[tuple[str, float]]]
 
 
 class Status(enum.Enum):
@@ -60,6 +63,9 @@ class Guarantee:
         assumptions: What has to be true, each checked, declared or public.
         alternatives: Name and reason of the bounds that do not apply or are larger.
         caveat: Why the claim is NOT proven; empty unless a published formula was asked for.
+        citations: The papers behind the theorem.
+        changes: Maps a delta to (description, epsilon) of the run with one thing changed, the
+            most helpful first; None if the guarantee is not that of a single run.
     """
 
     curve: Curve
@@ -68,6 +74,8 @@ class Guarantee:
     assumptions: tuple[Assumption, ...] = ()
     alternatives: tuple[tuple[str, str], ...] = ()
     caveat: str = ""
+    citations: tuple[Citation, ...] = ()
+    changes: Changes | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def mu(self) -> float | None:
@@ -100,19 +108,31 @@ class Guarantee:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
         return event
 
-    def explain(self) -> str:
-        """The theorem, the relation, the assumptions and the bounds that were not used."""
+    def explain(self, delta: float = 1e-5) -> str:
+        """Theorem, relation, assumptions, the bounds that were not used, and what would help.
+
+        Args:
+            delta: Where epsilon is read.
+        """
+        epsilon = self.epsilon(delta)
         lines = [
             f"theorem: {self.theorem}",
             f"neighboring relation: {self.neighboring_relation.name}",
         ]
         if self.mu is not None:
             lines.append(f"mu (Gaussian differential privacy): {self.mu:.6g}")
+        lines.append(f"epsilon at delta {delta:g}: {epsilon:.6g}")
         if self.caveat:
             lines.append(f"NOT PROVEN: {self.caveat}")
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
+        for description, changed in self.changes(delta) if self.changes else ():
+            lines.append(f"one change: {description}: epsilon {epsilon:.4g} -> {changed:.4g}")
         return "\n".join(lines)
+
+    def cite(self) -> str:
+        """BibTeX of the papers behind the theorems that were used, and of this package."""
+        return bibtex(self.citations)
 
 
 def merge_assumptions(groups: Sequence[tuple[Assumption, ...]]) -> tuple[Assumption, ...]:

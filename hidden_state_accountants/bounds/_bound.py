@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
+from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.process import UnmetCondition
 
-
-@attrs.frozen
-class Citation:
-    """Where a bound comes from."""
-
-    authors: str
-    theorem: str
-    arxiv: str | None = None
-
-    def __str__(self) -> str:
-        source = f", arXiv {self.arxiv}" if self.arxiv else ""
-        return f"{self.authors}, {self.theorem}{source}"
+__all__ = ["Bound", "Citation", "declared_assumptions", "divisor_assumption"]
 
 
 @runtime_checkable

@@ -130,6 +130,7 @@ class ShiftedInterpolation:
             theorem=f"Theorem A ({self.citation.authors}, arXiv {self.citation.arxiv}), "
             "optimal shifts",
             assumptions=declared_assumptions(event),
+            citations=(self.citation,),
         )
 
 

@@ -1,0 +1,121 @@
+"""What a guarantee says about itself: explanation, advice and citations."""
+
+import copy
+import pickle
+
+import attrs
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, full_run, probe_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.advice import single_changes
+
+DELTA = 1e-5
+
+
+def guarantee(event, relation=NeighboringRelation.REPLACE_SPECIAL):
+    return hsa.LastIterateAccountant(relation).compose(event).guarantee
+
+
+def epsilon(event):
+    return guarantee(event).epsilon(DELTA)
+
+
+class TestAdvice:
+    def test_numbers_are_those_of_the_changed_runs(self):
+        event = cyclic_run(release_steps=(8,))
+        found = dict(single_changes(event, epsilon))
+        assert found["release the last iterate only, not 1 more"] == epsilon(
+            attrs.evolve(event, release_steps=())
+        )
+        assert found["weight decay 0.4 instead of 0.2"] == epsilon(
+            attrs.evolve(event, weight_decay=0.4)
+        )
+
+    def test_most_helpful_first_and_only_what_helps(self):
+        event = cyclic_run(release_steps=(8,))
+        values = [value for _, value in single_changes(event, epsilon)]
+        assert values == sorted(values)
+        assert values
+        assert max(values) < epsilon(event)
+
+    def test_a_clip_that_never_acts(self):
+        event = probe_run(num_steps=1000)
+        changed = attrs.evolve(event, clip_norm=event.loss.lipschitz)
+        (text,) = [t for t, _ in single_changes(event, epsilon) if "clip norm" in t]
+        assert "clip norm 1.41421 instead of 1" in text
+        assert dict(single_changes(event, epsilon))[text] == epsilon(changed)
+
+    def test_schedules(self):
+        event = cyclic_run(learning_rate=[0.5] * 12 + [0.25] * 12, weight_decay=[0.1, 0.2] * 12)
+        texts = [text for text, _ in single_changes(event, epsilon)]
+        assert any("weight decay 0.4 instead of the schedule" in text for text in texts)
+
+    def test_nothing_is_known_about_the_loss(self):
+        found = single_changes(full_run(loss=None, release_steps=(3,)), epsilon)
+        assert not found  # composition counts every iterate anyway
+
+    def test_doubling_never_reaches_a_forbidden_decay(self):
+        event = full_run(learning_rate=1.0, weight_decay=0.7)
+        single_changes(event, epsilon)  # no event is refused
+
+
+class TestExplain:
+    def test_everything_is_named(self):
+        text = guarantee(probe_run(num_steps=1000)).explain()
+        for part in ("theorem: Theorem A", "REPLACE_SPECIAL", "epsilon at delta 1e-05"):
+            assert part in text
+        assert "assumption, declared: per-example loss" in text
+        assert "not used: composition" in text
+        assert "one change: clip norm 1.41421" in text
+
+    def test_delta_is_an_argument(self):
+        run = guarantee(cyclic_run())
+        assert f"epsilon at delta 0.001: {run.epsilon(1e-3):.6g}" in run.explain(1e-3)
+        with pytest.raises(ValueError, match="target_delta"):
+            run.explain(2.0)
+
+    def test_a_caveat_stands_out(self):
+        claimed = attrs.evolve(guarantee(cyclic_run()), caveat="its lemma is false")
+        assert "NOT PROVEN: its lemma is false" in claimed.explain()
+
+    def test_several_runs_have_no_single_change(self):
+        both = hsa.LastIterateAccountant().compose(cyclic_run()).compose(full_run()).guarantee
+        assert both.changes is None
+        assert "one change" not in both.explain()
+
+    def test_copies(self):
+        run = guarantee(cyclic_run())
+        for copied in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
+            assert copied.explain() == run.explain()
+
+
+class TestCite:
+    def test_the_theorem_that_was_used(self):
+        text = guarantee(cyclic_run()).cite()
+        assert "Shifted Interpolation" in text
+        assert "Gaussian Differential Privacy" not in text
+        assert "@software{hidden_state_accountants" in text
+
+    def test_composition_of_runs_cites_each_once(self):
+        accountant = hsa.LastIterateAccountant().compose(cyclic_run(), 2)
+        text = accountant.compose(full_run(loss=None)).guarantee.cite()
+        assert text.count("2403.00278") == text.count("1905.02383") == 1
+
+    @pytest.mark.parametrize("bound", hsa.BOUNDS, ids=lambda bound: bound.name)
+    def test_every_bound_has_an_entry(self, bound):
+        from hidden_state_accountants.citation import bibtex
+
+        assert bound.citation.arxiv in bibtex([bound.citation])
+
+    def test_running_guarantees_cite_too(self):
+        recorder = hsa.RunRecorder(
+            batch_order="full", batch_size=2, dataset_size=2, loss=hsa.LossGeometry.convex(1.0)
+        )
+        recorder.step(
+            noise_multiplier=1.0, learning_rate=0.1, clip_norm=1.0, weight_decay=0.5,
+            batch_index=0, batch_rows=2,
+        )  # fmt: skip
+        running = hsa.RunningGuarantee(recorder, NeighboringRelation.REPLACE_SPECIAL)
+        assert "2403.00278" in running.guarantee().cite()
