@@ -1,5 +1,6 @@
 """Details of the engine in which a small mistake would be easy to make and hard to see."""
 
+import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
@@ -49,3 +50,12 @@ def test_the_worst_position_need_not_be_the_last_one(position):
     assert mu(event) == pytest.approx(by_position[position], rel=1e-12)
     running = hsa.RunningGuarantee(recorded(event), RELATION).guarantee()
     assert running.mu == pytest.approx(by_position[position], rel=1e-12)
+
+
+@pytest.mark.parametrize("event", [cyclic_run(), dp_accounting.GaussianDpEvent(4.0)])
+def test_repetitions_of_repetitions_multiply(event):
+    once = hsa.LastIterateAccountant(RELATION).compose(event).guarantee.mu
+    nested = dp_accounting.SelfComposedDpEvent(dp_accounting.SelfComposedDpEvent(event, 2), 3)
+    pair = dp_accounting.ComposedDpEvent([nested, event])
+    accountant = hsa.LastIterateAccountant(RELATION).compose(pair, 5)
+    assert accountant.guarantee.mu == pytest.approx(once * 35**0.5, rel=1e-12)

@@ -64,7 +64,7 @@ MUTATIONS = (
         "batch_order.py",
         _SENSITIVITY,
         "if relation is NeighboringRelation.REPLACE_ONE:",
-        _STANDARD_LAWS,
+        "core/test_events.py",
     ),
     Mutation(
         "fixed_batches_accept_add_or_remove",
@@ -76,15 +76,15 @@ MUTATIONS = (
     Mutation(
         "drift_loses_the_factor_2",
         PROCESS,
-        "terms = 2 * b + (",
-        "terms = b + (",
+        "drift=eta * bound * terms / b",
+        "drift=eta * bound * terms / b / 2",
         _PROCESS_TESTS,
     ),
     Mutation(
         "drift_forgets_the_added_record",
         PROCESS,
-        "terms = 2 * b + (relation is NeighboringRelation.ADD_OR_REMOVE_ONE)",
-        "terms = 2 * b",
+        "drift=eta * bound * terms / b",
+        "drift=eta * bound * (terms - terms % 2) / b",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -129,6 +129,13 @@ MUTATIONS = (
         "domain_diameter=event.domain_diameter / 2,",
         _LAWS,
     ),
+    Mutation(
+        "cyclic_run_of_a_loss_without_linear_modulus",
+        PROCESS,
+        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:",
+        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent > 1:",
+        _PROCESS_TESTS,
+    ),
     # Which steps it moves.
     Mutation(
         "position_off_by_one",
@@ -163,7 +170,7 @@ MUTATIONS = (
         "running.py",
         "if recorder.is_constant and not self._released.any():",
         "if not self._released.any():",
-        "core/test_recorder.py",
+        "core/test_engine_details.py",
     ),
     Mutation(
         "last_position_is_the_worst_after_releases_too_while_running",
@@ -175,8 +182,8 @@ MUTATIONS = (
     Mutation(
         "unequal_batches_are_accepted",
         PROCESS,
-        "if order is BatchOrder.CYCLIC and event.dataset_size % event.batch_size:",
-        "if order is BatchOrder.CYCLIC and event.dataset_size < event.batch_size:",
+        " and event.dataset_size % event.batch_size:",
+        " and event.dataset_size < event.batch_size:",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -185,6 +192,27 @@ MUTATIONS = (
         "is_constant=not event.has_schedules",
         "is_constant=True",
         _PROCESS_TESTS,
+    ),
+    Mutation(
+        "recorder_accepts_short_batches",
+        "recorder.py",
+        "elif batch_rows != size:",
+        "elif batch_rows > size:",
+        "core/test_recorder.py",
+    ),
+    Mutation(
+        "recorder_accepts_batches_in_any_order",
+        "recorder.py",
+        "if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:",
+        "if order is BatchOrder.CYCLIC and batch_index is None:",
+        "core/test_recorder.py",
+    ),
+    Mutation(
+        "recorder_keeps_the_first_learning_rate",
+        "recorder.py",
+        "if self.values and self.values[-1] == value:",
+        "if self.values and self.values[0] == value:",
+        "core/test_recorder.py",
     ),
     # How much a step stretches distances.
     Mutation(
@@ -266,11 +294,19 @@ MUTATIONS = (
     ),
     Mutation(
         "expanding_maps_are_taken_for_nonexpansive",
-        PROCESS,
-        "contraction=geometry.update_lipschitz(event.loss, eta, decay, clip_is_active)",
-        "contraction=np.minimum(1, geometry.update_lipschitz(event.loss, eta, decay, "
-        "clip_is_active))",
-        _ORACLE_TESTS,
+        GEOMETRY,
+        "unclipped = unclipped_update_lipschitz(learning_rate, loss.smoothness, lower, "
+        "weight_decay)",
+        "unclipped = np.minimum(1, unclipped_update_lipschitz(learning_rate, loss.smoothness, "
+        "lower, weight_decay))",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "expanding_clipped_maps_are_taken_for_nonexpansive",
+        GEOMETRY,
+        "return np.where(clip_is_active, clipped, unclipped)",
+        "return np.where(clip_is_active, np.minimum(1, clipped), unclipped)",
+        _GEOMETRY_TESTS,
     ),
     Mutation(
         "clip_counts_as_active_at_the_gradient_bound",
@@ -278,6 +314,27 @@ MUTATIONS = (
         'clip_is_active = limit > event.per_step("clip_norm")',
         'clip_is_active = limit >= event.per_step("clip_norm")',
         _PROCESS_TESTS,
+    ),
+    Mutation(
+        "softmax_is_as_smooth_as_logistic",
+        "loss_geometry.py",
+        "return cls.convex(square / 2, math.sqrt(2 * square))",
+        "return cls.convex(square / 4, math.sqrt(2 * square))",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "softmax_gradient_is_as_short_as_logistic",
+        "loss_geometry.py",
+        "return cls.convex(square / 2, math.sqrt(2 * square))",
+        "return cls.convex(square / 2, math.sqrt(square))",
+        _GEOMETRY_TESTS,
+    ),
+    Mutation(
+        "bias_is_not_a_feature",
+        "loss_geometry.py",
+        "return norm * norm + (1.0 if bias else 0.0)",
+        "return norm * norm + (0.0 if bias else 0.0)",
+        _GEOMETRY_TESTS,
     ),
     # Optimal shifts, windows and segments.
     Mutation(
@@ -393,6 +450,27 @@ MUTATIONS = (
         "self._released = self._taut.mu_squared(range(process.period)) + 0 * self._released",
         "core/test_recorder.py",
     ),
+    Mutation(
+        "shift_without_noise_is_free",
+        TAUT_STRING,
+        "return s * (s / w) if w > 0 else math.inf",
+        "return s * (s / w) if w > 0 else 0.0",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "scan_stops_too_early",
+        TAUT_STRING,
+        "if stack.cost >= best or best * scale <= enough:",
+        "if stack.cost >= best / 2 or best * scale <= enough:",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "jump_skips_a_block",
+        TAUT_STRING,
+        "if self._must_pool(jumped, self._blocks[target]):",
+        "if self._must_pool(block, self._blocks[target]):",
+        _TAUT_STRING_TESTS,
+    ),
     # From mu to epsilon.
     Mutation(
         "delta_without_the_exponential_term",
@@ -407,6 +485,24 @@ MUTATIONS = (
         "while delta_from_mu(mu, epsilon) > delta:",
         "while delta_from_mu(mu, epsilon) > 2 * delta:",
         "core/test_gaussian.py",
+    ),
+    Mutation(
+        "extra_delta_is_forgotten_by_delta",
+        CURVES,
+        "return min(1.0, self.curve.delta(epsilon) + self.extra)",
+        "return min(1.0, self.curve.delta(epsilon))",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "extra_delta_is_forgotten_by_divergences",
+        CURVES,
+        """    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.full(orders.shape, math.inf)
+""",
+        """    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return self.curve.rdp(orders)
+""",
+        _CURVE_TESTS,
     ),
     # Composition of runs.
     Mutation(
@@ -435,7 +531,7 @@ MUTATIONS = (
         ACCOUNTANTS,
         "yield from _leaves(event.event, event.count * count)",
         "yield from _leaves(event.event, event.count)",
-        _STANDARD_LAWS,
+        "core/test_engine_details.py",
     ),
     Mutation(
         "failed_compose_is_half_applied",
@@ -449,14 +545,14 @@ MUTATIONS = (
         "standard.py",
         "(2.0 if relation is _REPLACE_ONE else 1.0) / noise",
         "1.0 / noise",
-        _STANDARD_LAWS,
+        "laws/test_accountants.py::TestComposition",
     ),
     Mutation(
         "laplace_event_under_replace_one_is_not_doubled",
         "standard.py",
         "part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
         "part = StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
-        _STANDARD_LAWS,
+        "laws/test_accountants.py::TestComposition",
     ),
     Mutation(
         "mu_beside_standard_events_is_lost",
@@ -528,6 +624,20 @@ MUTATIONS = (
         "left = right[:0:-1]",
         _CURVE_TESTS,
     ),
+    Mutation(
+        "zero_noise_inside_a_sampled_event_is_missed",
+        "standard.py",
+        "or any(map(has_zero_noise, _nested(event)))",
+        "or any(map(has_zero_noise, []))",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "without_replacement_event_under_replace_one_is_not_doubled",
+        "standard.py",
+        "part = StockEvent(_with_noise(event, 0.5), count, relation)",
+        "part = StockEvent(_with_noise(event, 1.0), count, relation)",
+        "laws/test_accountants.py::TestComposition",
+    ),
     # Runs as composition.
     Mutation(
         "cap_costs_no_delta",
@@ -598,6 +708,27 @@ MUTATIONS = (
         "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))",
         "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count > 0))",
         _STANDARD_LAWS,
+    ),
+    Mutation(
+        "last_batch_of_the_epoch_is_the_worst_in_composition",
+        COMPOSED,
+        "by_position.max() if position is None",
+        "by_position[-1] if position is None",
+        "core/test_events.py",
+    ),
+    Mutation(
+        "partial_epoch_is_not_composed",
+        COMPOSED,
+        "participations = len(epochs)",
+        "participations = max(1, event.num_steps // period)",
+        "core/test_events.py",
+    ),
+    Mutation(
+        "composition_forgets_a_declared_position",
+        COMPOSED,
+        "if event.record_position is not None:",
+        "if event.record_position is None and event.record_position:",
+        "core/test_events.py",
     ),
     # The oracles: a judge that is too mild hides mistakes.
     Mutation(
