@@ -432,8 +432,8 @@ MUTATIONS = (
     Mutation(
         "segment_of_a_schedule_starts_with_the_run",
         SHIFTS,
-        "            totals += _segment(process, start, end, positions)",
-        "            totals += _segment(process, start % process.period, end, positions)",
+        "(process, start, end, positions)",
+        "(process, start % process.period, end, positions)",
         _LAWS,
     ),
     Mutation(
