@@ -59,3 +59,16 @@ def test_repetitions_of_repetitions_multiply(event):
     pair = dp_accounting.ComposedDpEvent([nested, event])
     accountant = hsa.LastIterateAccountant(RELATION).compose(pair, 5)
     assert accountant.guarantee.mu == pytest.approx(once * 35**0.5, rel=1e-12)
+
+
+def test_divergences_add_up_over_runs_of_every_kind():
+    orders = [2, 5, 16]
+    fixed = cyclic_run()
+    random = cyclic_run(batch_order="poisson", loss=None, num_steps=3, noise_multiplier=9.0)
+    separate = [
+        hsa.LastIterateAccountant(RELATION).compose(event).guarantee.rdp(orders)
+        for event in (fixed, random)
+    ]
+    together = hsa.LastIterateAccountant(RELATION).compose(random, 3).compose(fixed, 2)
+    expected = 2 * separate[0] + 3 * separate[1]
+    np.testing.assert_allclose(together.guarantee.rdp(orders), expected, rtol=1e-12)

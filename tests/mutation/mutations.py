@@ -45,6 +45,10 @@ _LAWS = "laws/test_accountants.py"
 _STANDARD_LAWS = "laws/test_standard_events.py"
 _GEOMETRY_TESTS = "core/test_geometry.py"
 _PROCESS_TESTS = "core/test_process.py"
+_DETAILS = "core/test_engine_details.py"
+_COMPOSITION_LAWS = "laws/test_accountants.py::TestComposition"
+_RECORDER_TESTS = "core/test_recorder.py"
+_EVENT_TESTS = "core/test_events.py"
 _CURVE_TESTS = "laws/test_curves.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
 _ORACLE_TESTS = "soundness/test_gaussian_oracle.py"
@@ -64,7 +68,7 @@ MUTATIONS = (
         "batch_order.py",
         _SENSITIVITY,
         "if relation is NeighboringRelation.REPLACE_ONE:",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "fixed_batches_accept_add_or_remove",
@@ -170,14 +174,14 @@ MUTATIONS = (
         "running.py",
         "if recorder.is_constant and not self._released.any():",
         "if not self._released.any():",
-        "core/test_engine_details.py",
+        _DETAILS,
     ),
     Mutation(
         "last_position_is_the_worst_after_releases_too_while_running",
         "running.py",
         "if recorder.is_constant and not self._released.any():",
         "if recorder.is_constant:",
-        "core/test_recorder.py",
+        _RECORDER_TESTS,
     ),
     Mutation(
         "unequal_batches_are_accepted",
@@ -198,21 +202,21 @@ MUTATIONS = (
         "recorder.py",
         "elif batch_rows != size:",
         "elif batch_rows > size:",
-        "core/test_recorder.py",
+        _RECORDER_TESTS,
     ),
     Mutation(
         "recorder_accepts_batches_in_any_order",
         "recorder.py",
         "if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:",
         "if order is BatchOrder.CYCLIC and batch_index is None:",
-        "core/test_recorder.py",
+        _RECORDER_TESTS,
     ),
     Mutation(
         "recorder_keeps_the_first_learning_rate",
         "recorder.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
-        "core/test_recorder.py",
+        _RECORDER_TESTS,
     ),
     # How much a step stretches distances.
     Mutation(
@@ -448,7 +452,7 @@ MUTATIONS = (
         "running.py",
         "self._released += self._taut.mu_squared(range(process.period))",
         "self._released = self._taut.mu_squared(range(process.period)) + 0 * self._released",
-        "core/test_recorder.py",
+        _RECORDER_TESTS,
     ),
     Mutation(
         "shift_without_noise_is_free",
@@ -531,7 +535,7 @@ MUTATIONS = (
         ACCOUNTANTS,
         "yield from _leaves(event.event, event.count * count)",
         "yield from _leaves(event.event, event.count)",
-        "core/test_engine_details.py",
+        _DETAILS,
     ),
     Mutation(
         "failed_compose_is_half_applied",
@@ -545,21 +549,21 @@ MUTATIONS = (
         "standard.py",
         "(2.0 if relation is _REPLACE_ONE else 1.0) / noise",
         "1.0 / noise",
-        "laws/test_accountants.py::TestComposition",
+        _COMPOSITION_LAWS,
     ),
     Mutation(
         "laplace_event_under_replace_one_is_not_doubled",
         "standard.py",
         "part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
         "part = StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
-        "laws/test_accountants.py::TestComposition",
+        _COMPOSITION_LAWS,
     ),
     Mutation(
         "mu_beside_standard_events_is_lost",
         "standard.py",
         "total = orders * self.gaussian_mu**2 / 2",
         "total = 0 * orders",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "larger_bound_is_preferred",
@@ -573,7 +577,7 @@ MUTATIONS = (
         CURVES_TOGETHER,
         "attrs.evolve(part, count=count * part.count)",
         "attrs.evolve(part, count=part.count)",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "count_of_other_curves_is_ignored",
@@ -636,7 +640,7 @@ MUTATIONS = (
         "standard.py",
         "part = StockEvent(_with_noise(event, 0.5), count, relation)",
         "part = StockEvent(_with_noise(event, 1.0), count, relation)",
-        "laws/test_accountants.py::TestComposition",
+        _COMPOSITION_LAWS,
     ),
     # Runs as composition.
     Mutation(
@@ -679,28 +683,28 @@ MUTATIONS = (
         COMPOSED,
         "participations = -(-(event.num_steps - event.record_position) // period)",
         "participations = max(1, (event.num_steps - event.record_position) // period)",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "steps_without_learning_rate_cost_in_composition",
         COMPOSED,
         'cost = np.where(event.per_step("learning_rate") > 0, noise**-2.0, 0.0)',
         "cost = noise**-2.0",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "sampled_steps_without_learning_rate_cost_in_composition",
         COMPOSED,
         'noise = _effective_noise(event, relation)[event.per_step("learning_rate") > 0]',
         "noise = _effective_noise(event, relation)",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "reshuffled_record_keeps_its_position",
         COMPOSED,
         "mu_squared = float(epochs.max(axis=1).sum())",
         "mu_squared = float(epochs.sum(axis=0).max())",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "sampled_steps_of_equal_noise_count_once",
@@ -714,21 +718,21 @@ MUTATIONS = (
         COMPOSED,
         "by_position.max() if position is None",
         "by_position[-1] if position is None",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "partial_epoch_is_not_composed",
         COMPOSED,
         "participations = len(epochs)",
         "participations = max(1, event.num_steps // period)",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     Mutation(
         "composition_forgets_a_declared_position",
         COMPOSED,
         "if event.record_position is not None:",
         "if event.record_position is None and event.record_position:",
-        "core/test_events.py",
+        _EVENT_TESTS,
     ),
     # The oracles: a judge that is too mild hides mistakes.
     Mutation(
