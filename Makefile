@@ -6,6 +6,7 @@
 #   PIP_ARGS='...'               more options for pip, an --extra-index-url with PyTorch's CPU builds for example
 #   PYTEST_ARGS='...'            more options for pytest
 #   WORKERS=2                    test processes
+#   DEEP_EXAMPLES=18             how many times the examples of "make test" that "make test-deep" searches
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := $(or $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
@@ -13,6 +14,7 @@ PYTHON := $(or $(shell for python in python3.11 python3.12 python3.10 python3.13
     && echo $$python && break; done), python3)
 endif
 WORKERS ?= 2
+DEEP_EXAMPLES ?= 18
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks)
 CORE_TESTS := $(wildcard $(addprefix tests/, core laws conformance bounds soundness opacus_engine))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
@@ -90,11 +92,12 @@ help:
 	@echo "make test-numpy2  the core's and the Opacus adapter's tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (15 minutes)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
+	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make lint         ruff, mypy and the import directions"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make clean        remove caches and builds"
 	@echo "make distclean    remove the environments .venv and .venv-numpy2 too"
-	@echo "Options: PYTHON=python3.11 PIP_ARGS='...' PYTEST_ARGS='...' WORKERS=2"
+	@echo "Options: PYTHON=python3.11 PIP_ARGS='...' PYTEST_ARGS='...' WORKERS=2 DEEP_EXAMPLES=18"
 
 demo: .venv/.demo-installed
 	.venv/bin/python examples/linear_probe_opacus.py
@@ -115,6 +118,11 @@ test-mutations: .venv/.test-installed
 
 tightness: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tightness.py
+
+# One process: its progress is seen at once. New random runs every time; a failure is replayed first.
+test-deep: .venv/.test-installed
+	OMP_NUM_THREADS=1 DEEP_EXAMPLES=$(DEEP_EXAMPLES) .venv/bin/python -u -m pytest -sv --hypothesis-profile=deep \
+	    -k refutes $(PYTEST_ARGS) tests/soundness/test_search.py
 
 lint: .venv/.test-installed
 	.venv/bin/python -m ruff check $(SOURCES)

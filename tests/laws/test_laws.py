@@ -1,0 +1,488 @@
+"""Laws of every sound bound that applies, and of the accountant, over all orders and relations.
+
+What `test_accountants.py` states for cyclic and full batches is not repeated here: domains that
+shrink, delta and epsilon as inverses, the worst position, standard events beside runs.
+"""
+
+import itertools
+import json
+import math
+import pickle
+
+import attrs
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from strategies import CYCLIC, EPOCHS, FULL, REPLACE_ONE, SAMPLED, events, sound_guarantees
+
+import hidden_state_accountants as hsa
+
+ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+DETERMINISTIC = (FULL, CYCLIC, *EPOCHS)
+RENYI_ORDERS = (1.5, 2.0, 8.0, 32.0)
+ROUNDING = 1e-9
+
+laws = settings(
+    max_examples=max(30, settings().max_examples // 2),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def sizes(event, relation):
+    """Per bound: epsilon at 1e-5, or Renyi divergences where epsilon takes dp-accounting's PLD."""
+    is_sampled = event.batch_order in SAMPLED
+    guarantees = sound_guarantees(event, relation, accountant=not is_sampled)
+    assume(guarantees)
+    return {
+        name: g.rdp(RENYI_ORDERS) if is_sampled else np.array([g.epsilon(1e-5)])
+        for name, g in guarantees.items()
+    }
+
+
+def mus(event, relation):
+    """Per bound that is Gaussian: mu."""
+    guarantees = sound_guarantees(event, relation, event.batch_order not in SAMPLED)
+    return {name: g.mu for name, g in guarantees.items() if g.mu is not None}
+
+
+def assert_at_most(smaller, larger, strict=False):
+    """Bound by bound; strictly where the larger one is neither 0 nor infinite."""
+    assert smaller.keys() == larger.keys()
+    for name, low in smaller.items():
+        high = larger[name]
+        assert (low <= high * (1 + ROUNDING)).all(), name
+        if strict:
+            matters = (high > 1e-9) & np.isfinite(high)
+            assert (low[matters] < high[matters]).all(), name
+
+
+def scaled(value, factor):
+    """A number, a schedule or None, times a number or an array."""
+    if isinstance(value, hsa.Schedule):
+        return value.to_array() * factor
+    return None if value is None else value * factor
+
+
+def with_loss(event, **changes):
+    return attrs.evolve(event.loss, **changes)
+
+
+# --- noise, delta, relation, sensitivity ------------------------------------------------------
+
+
+@laws
+@given(events(), st.floats(1.01, 5))
+def test_epsilon_falls_with_noise(run, factor):
+    event, relation = run
+    noisier = attrs.evolve(event, noise_multiplier=scaled(event.noise_multiplier, factor))
+    assert_at_most(sizes(noisier, relation), sizes(event, relation), strict=True)
+
+
+@laws
+@given(events(), st.floats(1, 100), st.data())
+def test_epsilon_never_grows_with_the_noise_of_one_step(run, factor, data):
+    event, relation = run
+    noise = event.per_step("noise_multiplier").copy()
+    noise[data.draw(st.integers(0, event.num_steps - 1))] *= factor
+    noisier = attrs.evolve(event, noise_multiplier=noise)
+    assert_at_most(sizes(noisier, relation), sizes(event, relation))
+
+
+@laws
+@given(events(DETERMINISTIC), st.floats(1e-10, 0.4))
+def test_epsilon_falls_with_delta(run, delta):
+    for guarantee in sound_guarantees(*run).values():
+        epsilons = [guarantee.epsilon(d) for d in (delta, 1.01 * delta, 2 * delta, 1.0)]
+        assert epsilons[-1] == 0
+        for one, two in itertools.pairwise(epsilons):
+            assert two < one or one == two == 0
+
+
+@laws
+@given(events())
+def test_zeroing_a_record_costs_at_most_replacing_it(run):
+    """Twice the sensitivity: mu at most doubles, and exactly doubles without a domain."""
+    event, _ = run
+    special, one = mus(event, REPLACE_SPECIAL), mus(event, REPLACE_ONE)
+    for name in special.keys() & one.keys():
+        assert special[name] <= one[name] * (1 + ROUNDING)
+        assert one[name] <= 2 * special[name] * (1 + ROUNDING)
+        if event.batch_order in DETERMINISTIC:
+            assert special[name] < one[name] or one[name] == 0
+    if event.batch_order is FULL:
+        # The neighbour has one gradient more or less: s is that of zeroing, the drift larger.
+        added = mus(event, ADD_OR_REMOVE_ONE)
+        for name, mu in added.items():
+            assert mu >= special[name] * (1 - ROUNDING)
+
+
+@laws
+@given(events(), st.floats(1.01, 10))
+def test_epsilon_grows_with_the_gradient_bound_at_fixed_noise(run, factor):
+    """Clip norm (or declared bound, unclipped) up, noise std unchanged.
+
+    Where a larger clip norm reaches the declared gradient bound, clipping stops, the update
+    contracts better, and epsilon may fall: the law holds while the same steps are clipped.
+    """
+    event, relation = run
+    lipschitz = math.inf if event.loss.lipschitz is None else event.loss.lipschitz
+    noise = scaled(event.noise_multiplier, 1 / factor)
+    if event.clip_norm is None:
+        loss = with_loss(event, lipschitz=lipschitz * factor)
+        larger = attrs.evolve(event, loss=loss, noise_multiplier=noise)
+    else:
+        clip = event.per_step("clip_norm")
+        assume(((lipschitz > clip) == (lipschitz > clip * factor)).all())
+        larger = attrs.evolve(
+            event, clip_norm=scaled(event.clip_norm, factor), noise_multiplier=noise
+        )
+    assert_at_most(sizes(event, relation), sizes(larger, relation))
+    everything_scales = event.clip_norm is None or lipschitz == math.inf
+    if everything_scales and event.domain_diameter == math.inf:
+        before, after = mus(event, relation), mus(larger, relation)
+        for name, mu in before.items():
+            assert after[name] == pytest.approx(mu * factor, rel=ROUNDING)
+
+
+# --- weight decay -----------------------------------------------------------------------------
+
+
+def best_decay(loss, eta, clipped):
+    """The weight decay at which an update contracts most.
+
+    With u = 1 - eta*w the modulus is a maximum of convex functions of u (affine ones if unclipped,
+    |u d - eta Delta/2| + eta |Delta|/2 if clipped), so it is convex, and falls with w exactly while
+    u is above its minimiser: eta (M + h)/2 unclipped (Hessians from h to M), 3 eta M/8 clipped and
+    convex. kappa = u always falls.
+    """
+    lowest = loss.strong_convexity - loss.weak_convexity
+    if loss.kind is hsa.LossKind.HOELDER:  # exponent 1
+        lowest = -loss.smoothness
+    if clipped and loss.kind not in (hsa.LossKind.LINEAR, hsa.LossKind.GENERALIZED_LINEAR):
+        if lowest < 0:
+            return None if lowest > -loss.smoothness else 1 / eta  # smooth: u + eta M
+        turn = 3 / 8 * eta * loss.smoothness
+    else:
+        turn = eta * (loss.smoothness + lowest) / 2
+    return (1 - turn) / eta
+
+
+@laws
+@given(events(DETERMINISTIC, constant=True), st.floats(0, 1), st.floats(0, 1))
+def test_epsilon_falls_with_weight_decay_while_the_update_contracts_better(run, one, two):
+    event, relation = run
+    lipschitz = math.inf if event.loss.lipschitz is None else event.loss.lipschitz
+    clipped = event.clip_norm is not None and lipschitz > event.clip_norm
+    assume(event.loss.exponent == 1)
+    best = best_decay(event.loss, event.learning_rate, clipped)
+    assume(best is not None and best > 0)
+    less, more = (min(best, 0.999 / event.learning_rate) * u for u in sorted((one, two)))
+    assert_at_most(
+        sizes(attrs.evolve(event, weight_decay=more), relation),
+        sizes(attrs.evolve(event, weight_decay=less), relation),
+    )
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("strong", [0.0, 0.4])
+def test_beyond_that_weight_decay_hurts(clip_norm, strong):
+    loss = hsa.LossGeometry.convex(1.0, 1.0)
+    if strong:
+        loss = hsa.LossGeometry.strongly_convex(1.0, strong, 1.0)
+    best = best_decay(loss, 1.0, clip_norm is not None)
+
+    def mu(decay):
+        event = hsa.LastIterateDpEvent(
+            noise_multiplier=1.0,
+            learning_rate=1.0,
+            clip_norm=clip_norm,
+            weight_decay=decay,
+            batch_size=4,
+            dataset_size=4,
+            num_steps=10,
+            batch_order=FULL,
+            loss=loss,
+        )
+        return hsa.ShiftedInterpolationAccountant().compose(event).guarantee.mu
+
+    assert mu(best) < mu(best - 0.05)
+    assert mu(best) < mu(best + 0.05)
+
+
+# --- more steps, more releases ----------------------------------------------------------------
+
+
+@laws
+@given(events())
+def test_epsilon_grows_with_epochs(run):
+    """A repeated first epoch (a step, if batches are sampled) in front."""
+    event, relation = run
+    more = event.batches_per_epoch if event.batch_order not in SAMPLED else 1
+
+    def longer(name):
+        value = getattr(event, name)
+        if not isinstance(value, hsa.Schedule):
+            return value
+        return np.concatenate([np.resize(value.to_array(), more), value.to_array()])
+
+    names = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
+    extended = attrs.evolve(
+        event,
+        num_steps=event.num_steps + more,
+        release_steps=[r + more for r in event.release_steps],
+        **{name: longer(name) for name in names},
+    )
+    is_sampled = event.batch_order in SAMPLED
+    assert_at_most(sizes(event, relation), sizes(extended, relation), strict=is_sampled)
+
+
+@laws
+@given(events(DETERMINISTIC), st.data())
+def test_epochs_without_learning_rate_change_nothing(run, data):
+    event, relation = run
+    period = event.batches_per_epoch
+    start = period * data.draw(st.integers(0, event.num_steps // period))
+
+    def longer(name, filling):
+        if event.clip_norm is None and name == "clip_norm":
+            return None
+        array = event.per_step(name)
+        return np.concatenate([array[:start], np.full(period, filling), array[start:]])
+
+    idle = attrs.evolve(
+        event,
+        num_steps=event.num_steps + period,
+        release_steps=[r + period * (r > start) for r in event.release_steps],
+        noise_multiplier=longer("noise_multiplier", 1.0),
+        learning_rate=longer("learning_rate", 0.0),
+        clip_norm=longer("clip_norm", 1.0),
+        weight_decay=longer("weight_decay", 0.0),
+    )
+    before, after = mus(event, relation), mus(idle, relation)
+    assert before == pytest.approx(after, rel=ROUNDING)
+
+
+@laws
+@given(events(), st.lists(st.integers(1, 20)))
+def test_epsilon_grows_with_releases(run, steps):
+    event, relation = run
+    steps = [step for step in steps if step <= event.num_steps]
+    more = attrs.evolve(event, release_steps=[*event.release_steps, *steps])
+    assert_at_most(sizes(event, relation), sizes(more, relation))
+
+
+@laws
+@given(events())
+def test_nothing_exceeds_composition(run):
+    """Bounds may be larger than composition; the accountant, and all of Theorem A, may not."""
+    event, relation = run
+    found = sizes(event, relation)
+    for name in ("accountant", "shifted_interpolation"):
+        if name in found and "composition" in found:
+            assert (found[name] <= found["composition"] * (1 + ROUNDING)).all()
+
+
+# --- limits -----------------------------------------------------------------------------------
+
+
+@laws
+@given(events())
+def test_no_noise_is_no_privacy(run):
+    event, relation = run
+    for guarantee in sound_guarantees(attrs.evolve(event, noise_multiplier=0.0), relation).values():
+        assert guarantee.epsilon(0.5) == math.inf
+        assert guarantee.delta(10.0) == 1.0
+
+
+@laws
+@given(events((FULL,)), st.data())
+def test_noise_is_needed_where_it_is_released(run, data):
+    """A silent step is hidden by the noise of later steps, unless the iterate is released."""
+    event, relation = run
+    event = attrs.evolve(event, release_steps=())
+    noise = event.per_step("noise_multiplier").copy()
+    silent = data.draw(st.integers(0, event.num_steps - 1))
+    noise[silent] = 0.0
+    found = mus(attrs.evolve(event, noise_multiplier=noise), relation)
+    if "shifted_interpolation" in found:
+        is_last = silent == event.num_steps - 1
+        assert math.isinf(found["shifted_interpolation"]) == is_last
+        released = attrs.evolve(event, noise_multiplier=noise, release_steps=[silent + 1])
+        assert mus(released, relation)["accountant"] == math.inf
+
+
+@laws
+@given(events(DETERMINISTIC))
+def test_one_step_is_the_gaussian_mechanism(run):
+    event, relation = run
+
+    def first(value):
+        return value.values[0] if isinstance(value, hsa.Schedule) else value
+
+    event = attrs.evolve(
+        event,
+        num_steps=1,
+        release_steps=(),
+        record_position=None,
+        **{
+            name: first(getattr(event, name))
+            for name in ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
+        },
+    )
+    mu = (2 if relation is REPLACE_ONE else 1) * event.gradient_bound()[0]
+    mu /= event.noise_std_on_sum()[0]
+    for name, found in mus(event, relation).items():
+        assert found <= mu * (1 + ROUNDING), name
+        if event.batch_order in (FULL, CYCLIC):
+            assert found == pytest.approx(mu, rel=ROUNDING), name
+
+
+@laws
+@given(events((CYCLIC,), constant=True))
+def test_one_epoch_costs_one_gaussian_mechanism(run):
+    """The record takes part once, and its step has noise of its own."""
+    event, relation = run
+    event = attrs.evolve(
+        event, num_steps=event.batches_per_epoch, release_steps=(), record_position=None
+    )
+    mu = (2 if relation is REPLACE_ONE else 1) * event.gradient_bound()[0]
+    mu /= event.noise_std_on_sum()[0]
+    for name, found in mus(event, relation).items():
+        assert found == pytest.approx(mu, rel=ROUNDING), name
+
+
+@laws
+@given(events(DETERMINISTIC), st.integers(2, 50))
+def test_count_law(run, count):
+    event, relation = run
+    assume(sound_guarantees(event, relation))
+    once = hsa.LastIterateAccountant(relation).compose(event)
+    many = hsa.LastIterateAccountant(relation).compose(event, count)
+    one_by_one = hsa.LastIterateAccountant(relation)
+    for _ in range(count):
+        one_by_one.compose(event)
+    assert many.get_epsilon(1e-5) == pytest.approx(one_by_one.get_epsilon(1e-5), rel=1e-9)
+    if once.guarantee.mu is not None:
+        assert many.guarantee.mu == pytest.approx(once.guarantee.mu * math.sqrt(count), rel=1e-12)
+
+
+# --- units and names --------------------------------------------------------------------------
+
+
+@laws
+@given(events(), st.integers(-6, 6), st.integers(-6, 6))
+def test_units_of_the_loss_and_of_the_parameters_do_not_matter(run, of_loss, of_parameters):
+    """The loss times 2**k, the parameters times 2**j: powers of two, so that nothing rounds."""
+    event, relation = run
+    k, x = 2.0**of_loss, 2.0**of_parameters
+    loss, gradient, curvature = event.loss, k / x, k / x**2
+    scales = {name: curvature for name in ("strong_convexity", "weak_convexity")}
+    scales |= {"smoothness": k / x ** (1 + loss.exponent), "lipschitz": gradient}
+    other = attrs.evolve(
+        event,
+        learning_rate=scaled(event.learning_rate, 1 / curvature),
+        weight_decay=scaled(event.weight_decay, curvature),
+        clip_norm=scaled(event.clip_norm, gradient),
+        domain_diameter=event.domain_diameter * x,
+        loss=with_loss(event, **{n: scaled(getattr(loss, n), s) for n, s in scales.items()}),
+    )
+    before, after = sizes(event, relation), sizes(other, relation)
+    for name, value in before.items():
+        np.testing.assert_allclose(after[name], value, rtol=ROUNDING)
+
+
+@laws
+@given(events((CYCLIC,), constant=True), st.integers(0, 3))
+def test_batches_before_the_record_do_not_matter(run, position):
+    """Nothing differs before the record's first batch: it can be called the first of the epoch."""
+    event, relation = run
+    assume(position < min(event.batches_per_epoch, event.num_steps))
+    releases = [r for r in event.release_steps if r > position]
+    here = attrs.evolve(event, record_position=position, release_steps=releases)
+    relabelled = attrs.evolve(
+        event,
+        record_position=0,
+        num_steps=event.num_steps - position,
+        release_steps=[r - position for r in releases],
+    )
+    assert mus(here, relation) == pytest.approx(mus(relabelled, relation), rel=ROUNDING)
+
+
+@laws
+@given(events((CYCLIC,)))
+def test_the_worst_position_is_the_largest(run):
+    event, relation = run
+    positions = range(event.batches_per_epoch)
+    each = [mus(attrs.evolve(event, record_position=p), relation) for p in positions]
+    for name, worst in mus(attrs.evolve(event, record_position=None), relation).items():
+        assert worst == pytest.approx(max(one[name] for one in each), rel=ROUNDING)
+
+
+@laws
+@given(events(), st.randoms(use_true_random=False))
+def test_the_order_of_sampled_steps_does_not_matter_to_composition(run, random):
+    """Random batches: every step is alike, so a permuted schedule composes to the same."""
+    event, relation = run
+    assume(event.batch_order in (*SAMPLED, FULL))
+    order = list(range(event.num_steps))
+    random.shuffle(order)
+    names = ["noise_multiplier", "learning_rate", "weight_decay"]
+    names += ["clip_norm"] * (event.clip_norm is not None)
+    permuted = attrs.evolve(event, **{name: event.per_step(name)[order] for name in names})
+    before, after = sizes(event, relation), sizes(permuted, relation)
+    if "composition" in before:
+        np.testing.assert_allclose(after["composition"], before["composition"], rtol=ROUNDING)
+
+
+@laws
+@given(events())
+def test_events_survive_serialisation(run):
+    event, _ = run
+    dictionary = json.loads(json.dumps(event.to_dict(), allow_nan=False))
+    assert hsa.LastIterateDpEvent.from_dict(dictionary) == event
+    assert dp_accounting.DpEvent.from_named_tuple(event.to_named_tuple()) == event
+    assert pickle.loads(pickle.dumps(event)) == event
+    assert "\n" not in repr(event)
+    if not event.has_schedules:  # a schedule is abbreviated
+        assert eval(repr(event), vars(hsa) | {"inf": math.inf}) == event
+    loss = event.loss
+    assert eval(repr(loss), {"LossGeometry": hsa.LossGeometry}) == loss
+
+
+# --- both directions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("relation", "size", "noise"),
+    [(REPLACE_SPECIAL, 2, 1.0), (REPLACE_SPECIAL, 50, 2.0), (ADD_OR_REMOVE_ONE, 10, 1.5)],
+)
+def test_one_poisson_step_covers_both_directions(relation, size, noise):
+    """Removing and adding are different divergences; the claim must be the larger one."""
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=noise,
+        learning_rate=0.1,
+        clip_norm=1.0,
+        batch_size=1,
+        dataset_size=size,
+        num_steps=1,
+        batch_order="poisson",
+        loss=hsa.LossGeometry.convex(1.0),
+    )
+    accountant = hsa.LastIterateAccountant(relation).compose(event)
+    rate, x = 1 / size, np.linspace(-12, 13, 2_000_001) * max(noise, 1.0)
+    alone = stats.norm.pdf(x, scale=noise)
+    mixture = (1 - rate) * alone + rate * stats.norm.pdf(x, 1.0, noise)
+    for epsilon in (0.1, 0.5, 1.5):
+        directions = [
+            float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * (x[1] - x[0]))
+            for p, q in ((mixture, alone), (alone, mixture))
+        ]
+        assert directions[0] >= directions[1] - 1e-12
+        assert accountant.get_delta(epsilon) >= max(directions) * (1 - 1e-9)
+        # dp-accounting's grid rounds up, and by little.
+        assert accountant.get_delta(epsilon) <= max(directions) * 1.01 + 1e-6
