@@ -72,3 +72,9 @@ def test_divergences_add_up_over_runs_of_every_kind():
     together = hsa.LastIterateAccountant(RELATION).compose(random, 3).compose(fixed, 2)
     expected = 2 * separate[0] + 3 * separate[1]
     np.testing.assert_allclose(together.guarantee.rdp(orders), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "noise_multiplier", "clip_norm"])
+def test_a_schedule_that_returns_to_its_first_value_is_recorded_as_it_was(field):
+    event = cyclic_run(**{field: [0.5, 0.3, 0.5, 0.5, 0.3, 0.3, 0.5, 0.7] * 3})
+    assert recorded(event).event() == event

@@ -212,11 +212,11 @@ MUTATIONS = (
         _RECORDER_TESTS,
     ),
     Mutation(
-        "recorder_keeps_the_first_learning_rate",
+        "recorder_mistakes_a_return_to_the_first_value",
         "recorder.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
-        _RECORDER_TESTS,
+        _DETAILS,
     ),
     # How much a step stretches distances.
     Mutation(
