@@ -18,6 +18,7 @@ from hidden_state_accountants.accountants import (
 )
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
+from hidden_state_accountants.compare import Comparison, compare
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.geometry import clipped_update_lipschitz
@@ -34,6 +35,7 @@ __all__ = [
     "Assumption",
     "BatchOrder",
     "Bound",
+    "Comparison",
     "Guarantee",
     "LastIterateAccountant",
     "LastIterateDpEvent",
@@ -45,6 +47,7 @@ __all__ = [
     "ShiftedInterpolationAccountant",
     "UnsupportedRunError",
     "clipped_update_lipschitz",
+    "compare",
     "compose_guarantees",
     "shifted_gdp_mu",
 ]

@@ -1,0 +1,111 @@
+"""Pictures; matplotlib is needed only when one is drawn."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+# Okabe and Ito: told apart with any colour vision.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+@attrs.frozen
+class Series:
+    """One line: (x, y) points and what kind of claim they are."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    is_proven: bool = True
+    is_other_algorithm: bool = False
+
+
+@attrs.frozen
+class Panel:
+    """One set of axes."""
+
+    title: str
+    series: tuple[Series, ...]
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure that needs no display.
+
+    Raises:
+        ImportError: matplotlib is missing; the text says how to install it.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "Plots need matplotlib: pip install 'hidden-state-accountants[plot]'"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_comparison(
+    panels: Sequence[Panel], path: str | os.PathLike[str], *, delta: float, relation: str
+) -> None:
+    """Epsilon against epochs, one panel beside or below the other; both axes logarithmic."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(8.0 * columns, 5.2 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw_panel(axis, panel, delta, names)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(
+        "Epsilon of a training run, by accountant\n"
+        f"(delta = {delta:g}, neighboring relation {relation}; lower is better)"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _draw_panel(axis: Any, panel: Panel, delta: float, names: Sequence[str]) -> None:
+    drawn = [
+        attrs.evolve(series, points=tuple(p for p in series.points if 0 < p[1] < math.inf))
+        for series in panel.series
+    ]
+    drawn = [series for series in drawn if series.points]
+    drawn.sort(key=lambda series: -series.points[-1][1])  # the legend in the order of the lines
+    for rank, series in enumerate(drawn):
+        index = names.index(series.name)
+        style = ":" if series.is_other_algorithm else "-" if series.is_proven else "--"
+        axis.plot(
+            [x for x, _ in series.points],
+            [y for _, y in series.points],
+            linestyle=style,
+            linewidth=max(1.8, 4.5 - rank),  # of lines on top of each other all are seen
+            marker="osD^vPX"[index % 7],
+            markersize=5,
+            color="#7f7f7f" if series.is_other_algorithm else _COLORS[index % len(_COLORS)],
+            label=_label(series),
+        )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    for side, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        side.set_major_formatter(lambda value, _: f"{value:g}")
+        is_short = high < 20 * low
+        side.set_minor_formatter(_minor_label if is_short else (lambda value, _: ""))
+    axis.set_title(panel.title, fontsize=11)
+    axis.set_xlabel("epochs (the run is cut off there and its iterate released)")
+    axis.set_ylabel(f"epsilon at delta = {delta:g}")
+    axis.grid(True, which="both", alpha=0.25)
+    if drawn:
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def _minor_label(value: float, _: object) -> str:
+    return f"{value:g}" if f"{value:e}"[0] in "235" else ""
+
+
+def _label(series: Series) -> str:
+    label = f"{series.name}: {series.points[-1][1]:.3g} at the end"
+    if series.is_other_algorithm:
+        return f"ANOTHER ALGORITHM, {label}"
+    return label if series.is_proven else f"NOT PROVEN, {label}"

@@ -1,0 +1,238 @@
+import json
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import NeighboringRelation, pld, rdp
+from runs import cyclic_run, full_run, probe_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.as_composition import cap_delta
+
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def named(comparison, **values):
+    """The only row with these values."""
+    (row,) = (
+        row
+        for row in comparison.rows
+        if all(getattr(row, name) == value for name, value in values.items())
+    )
+    return row
+
+
+@pytest.fixture(scope="module")
+def cyclic():
+    return hsa.compare(cyclic_run(), delta=[1e-5, 1e-3])
+
+
+def test_every_bound_about_the_run_has_a_row(cyclic):
+    names = [row.accountant for row in cyclic.rows if row.delta == 1e-5]
+    expected = [b.name for b in hsa.BOUNDS if b.event_type is hsa.LastIterateDpEvent]
+    assert names[: len(expected)] == expected
+    assert len(set(names)) == len(names)
+
+
+def test_bounds_that_apply_have_their_epsilon_and_the_others_their_reason(cyclic):
+    relation = cyclic.neighboring_relation
+    for bound in hsa.BOUNDS:
+        if bound.event_type is not hsa.LastIterateDpEvent:
+            continue
+        row = named(cyclic, accountant=bound.name, delta=1e-3)
+        unmet = bound.check(cyclic_run(), relation)
+        if unmet:
+            assert row.epsilon is None
+            assert row.status == "does not apply"
+            assert all(str(condition) in row.note for condition in unmet)
+        else:
+            guarantee = bound.guarantee(cyclic_run(), relation)
+            assert row.epsilon == pytest.approx(guarantee.epsilon(1e-3))
+            assert row.status == ("proven" if bound.sound else "published, NOT proven")
+
+
+def test_combined_row_is_the_accountant_and_best_is_no_larger(cyclic):
+    accountant = hsa.LastIterateAccountant().compose(cyclic_run())
+    row = named(cyclic, accountant="LastIterateAccountant", delta=1e-3)
+    assert row.epsilon == accountant.get_epsilon(1e-3)
+    assert cyclic.best(delta=1e-3).epsilon == pytest.approx(row.epsilon)
+    assert cyclic.best().delta == 1e-5
+
+
+def test_stock_rows_are_what_dp_accounting_says(cyclic):
+    composed = cyclic_run().as_composition()
+    for kind in (rdp.RdpAccountant, pld.PLDAccountant):
+        accountant = kind(neighboring_relation=ADD_OR_REMOVE).compose(composed)
+        row = named(cyclic, accountant=kind.__name__, delta=1e-3)
+        assert row.epsilon == accountant.get_epsilon(1e-3)
+
+
+def test_poisson_row_is_marked_and_is_never_the_best():
+    comparison = hsa.compare(probe_run(num_steps=300, weight_decay=0.0))
+    row = named(comparison, accountant="Poisson batches, PLDAccountant")
+    assert row.status == "ANOTHER ALGORITHM"
+    step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(2.0))
+    expected = pld.PLDAccountant(ADD_OR_REMOVE).compose(step, 300).get_epsilon(1e-5)
+    assert row.epsilon == pytest.approx(expected)
+    assert row.epsilon < comparison.best().epsilon
+
+
+@pytest.mark.parametrize("order", ["full", "poisson"])
+def test_poisson_row_is_left_out_where_it_is_the_same_run(order):
+    event = full_run() if order == "full" else cyclic_run(batch_order="poisson")
+    assert not [r for r in hsa.compare(event).rows if r.status == "ANOTHER ALGORITHM"]
+
+
+def test_a_published_formula_is_marked_and_is_never_the_best(monkeypatch):
+    class TooGood:
+        name, sound, dominated_by = "too_good", False, ()
+        event_type = hsa.LastIterateDpEvent
+        citation = hsa.BOUNDS[0].citation
+
+        def check(self, event, relation):
+            return ()
+
+        def guarantee(self, event, relation):
+            return hsa.Guarantee(
+                hsa.BOUNDS[0].guarantee(full_run(noise_multiplier=1e3), relation).curve,
+                relation,
+                "Theorem 0",
+                caveat="wrong by a factor",
+            )
+
+    from hidden_state_accountants.compare import methods
+
+    monkeypatch.setattr(methods, "BOUNDS", (*hsa.BOUNDS, TooGood()))
+    comparison = hsa.compare(cyclic_run())
+    row = named(comparison, accountant="too_good")
+    assert (row.status, row.note) == ("published, NOT proven", "wrong by a factor")
+    assert row.epsilon < comparison.best().epsilon
+    assert comparison.best().accountant != "too_good"
+
+
+def test_the_cap_on_poisson_batches_is_paid_for():
+    event = cyclic_run(batch_order="poisson", max_batch_size=16, num_steps=3)
+    extra = cap_delta(event, NeighboringRelation.REPLACE_SPECIAL)
+    assert 1e-7 < extra < 1e-5
+    comparison = hsa.compare(event, delta=[1e-5, extra / 2])
+    step = dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(2.0))
+    stock = rdp.RdpAccountant(neighboring_relation=ADD_OR_REMOVE).compose(step, 3)
+    row = named(comparison, accountant="RdpAccountant", delta=1e-5)
+    assert row.epsilon == pytest.approx(stock.get_epsilon(1e-5 - extra))
+    assert "cap" in row.note
+    assert named(comparison, accountant="RdpAccountant", delta=extra / 2).epsilon == math.inf
+
+
+def test_without_replacement_is_read_by_rdp_alone():
+    comparison = hsa.compare(cyclic_run(batch_order="without_replacement"))
+    composed = cyclic_run(batch_order="without_replacement").as_composition()
+    accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    row = named(comparison, accountant="RdpAccountant")
+    assert row.epsilon == accountant.compose(composed).get_epsilon(1e-5)
+    assert named(comparison, accountant="PLDAccountant").epsilon is None
+
+
+def test_a_relation_without_a_theorem_gives_reasons_not_errors():
+    comparison = hsa.compare(cyclic_run(), neighboring_relation=ADD_OR_REMOVE)
+    assert comparison.best() is None
+    row = named(comparison, accountant="LastIterateAccountant")
+    assert row.epsilon is None
+    assert "REPLACE_SPECIAL" in row.note
+    assert "no accountant applies" in comparison.summary()
+
+
+def test_no_noise_is_infinite_everywhere():
+    for row in hsa.compare(cyclic_run(noise_multiplier=0.0)).rows:
+        assert row.epsilon in (None, math.inf)
+
+
+def test_a_huge_privacy_loss_does_not_fill_the_memory():
+    row = named(hsa.compare(cyclic_run(noise_multiplier=0.01)), accountant="PLDAccountant")
+    assert row.epsilon is None
+    assert "gigabytes" in row.note
+
+
+def test_schedules_with_many_noise_levels_do_not_take_hours():
+    event = cyclic_run(noise_multiplier=[2 + step / 100 for step in range(200)], num_steps=200)
+    row = named(hsa.compare(event), accountant="Poisson batches, PLDAccountant")
+    assert row.epsilon is None
+    assert "200 noise levels" in row.note
+
+
+def test_several_runs_have_labels_progress_and_tables():
+    lines = []
+    runs = {"less noise": full_run(noise_multiplier=1.0), "more | noise": full_run()}
+    comparison = hsa.compare(runs, progress=lines.append)
+    assert len(lines) == 2
+    assert comparison.best("less noise").epsilon > comparison.best("more | noise").epsilon
+    text = str(comparison)
+    assert text.count("| accountant |") == 2
+    assert [row.run for row in hsa.compare([full_run()] * 2).rows][-1] == "run 2"
+
+
+def test_tables_are_well_formed(cyclic):
+    lines = [line for line in cyclic.to_markdown().splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    plain = cyclic.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    (run,) = plain["runs"]
+    assert hsa.LastIterateDpEvent.from_dict(run["event"]) == cyclic_run()
+    assert len(run["rows"]) == len(cyclic.rows)
+
+
+def test_to_pandas(cyclic):
+    pandas = pytest.importorskip("pandas")
+    frame = cyclic.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == len(cyclic.rows)
+
+
+def test_in_parallel_the_figures_are_the_same():
+    pytest.importorskip("joblib")
+    runs = [full_run(num_steps=n) for n in (1, 2)]
+    one, two = hsa.compare(runs), hsa.compare(runs, jobs=2)
+    assert [row.epsilon for row in one.rows] == [row.epsilon for row in two.rows]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((dp_accounting.GaussianDpEvent(1.0),), TypeError),
+        ((1.0,), TypeError),
+        (([],), ValueError),
+        ((full_run(), []), ValueError),
+        ((full_run(), 2.0), ValueError),
+        ((full_run(), "1e-5"), TypeError),
+        ((full_run(), 1e-5, "replace_one"), TypeError),
+    ],
+)
+def test_bad_arguments(arguments, error):
+    with pytest.raises(error, match="Expected"):
+        hsa.compare(*arguments)
+
+
+def test_jobs_are_checked():
+    with pytest.raises(ValueError, match="jobs >= 1"):
+        hsa.compare(full_run(), jobs=0)
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    event = cyclic_run(
+        noise_multiplier=[2.0] * 12 + [3.0] * 12, release_steps=(5,), record_position=1
+    )
+    lines = []
+    hsa.compare(event).plot(tmp_path / "run.svg", progress=lines.append)
+    picture = (tmp_path / "run.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert len(lines) == 6  # epochs
+
+
+def test_plotted_points_are_the_first_epochs():
+    from hidden_state_accountants.compare.shorter import first_epochs, plotted_epochs
+
+    event = cyclic_run(learning_rate=[0.5] * 12 + [0.25] * 11, num_steps=23, release_steps=(4, 20))
+    assert plotted_epochs(event) == [1, 2, 3, 4, 5, 6]
+    short = first_epochs(event, 2)
+    assert (short.num_steps, short.learning_rate, short.release_steps) == (8, 0.5, (4,))
+    assert first_epochs(event, 6) == event
