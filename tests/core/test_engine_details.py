@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run
+from scipy import stats
 
 import hidden_state_accountants as hsa
 
@@ -78,3 +79,18 @@ def test_divergences_add_up_over_runs_of_every_kind():
 def test_a_schedule_that_returns_to_its_first_value_is_recorded_as_it_was(field):
     event = cyclic_run(**{field: [0.5, 0.3, 0.5, 0.5, 0.3, 0.3, 0.5, 0.7] * 3})
     assert recorded(event).event() == event
+
+
+def test_the_delta_of_a_cap_on_poisson_batches_is_never_lost():
+    make = {"batch_order": "poisson", "loss": None, "num_steps": 3, "noise_multiplier": 9.0}
+    free = hsa.LastIterateAccountant(RELATION).compose(cyclic_run(**make))
+    capped = hsa.LastIterateAccountant(RELATION)
+    capped.compose(cyclic_run(**make, max_batch_size=15))
+    extra = 3 * stats.binom.sf(14, 19, 5 / 20)  # some batch draws 15 of the 19 others
+    assert capped.get_delta(0.1) == pytest.approx(free.get_delta(0.1) + extra, rel=1e-12)
+    assert capped.get_epsilon(1e-4 + extra) == pytest.approx(free.get_epsilon(1e-4), rel=1e-9)
+    assert capped.get_epsilon(0.99 * extra) == np.inf
+    assert capped.guarantee.rdp([2]) == [np.inf]
+    twice = hsa.LastIterateAccountant(RELATION)
+    twice.compose(cyclic_run(**make, max_batch_size=15), 2)
+    assert twice.get_epsilon(1.99 * extra) == np.inf > twice.get_epsilon(2.01 * extra)

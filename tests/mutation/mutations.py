@@ -495,7 +495,7 @@ MUTATIONS = (
         CURVES,
         "return min(1.0, self.curve.delta(epsilon) + self.extra)",
         "return min(1.0, self.curve.delta(epsilon))",
-        _CURVE_TESTS,
+        _DETAILS,
     ),
     Mutation(
         "extra_delta_is_forgotten_by_divergences",
@@ -506,7 +506,7 @@ MUTATIONS = (
         """    def rdp(self, orders: np.ndarray) -> np.ndarray:
         return self.curve.rdp(orders)
 """,
-        _CURVE_TESTS,
+        _DETAILS,
     ),
     # Composition of runs.
     Mutation(
@@ -648,35 +648,35 @@ MUTATIONS = (
         "bounds/composition.py",
         "extra = cap_delta(event, relation)",
         "extra = 0 * cap_delta(event, relation)",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "cap_delta_of_one_step",
         COMPOSED,
         "min(1.0, event.num_steps * float(tail))",
         "min(1.0, float(tail))",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "cap_delta_off_by_one",
         COMPOSED,
         "stats.binom.sf(event.max_batch_size - 1,",
         "stats.binom.sf(event.max_batch_size,",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "extra_delta_is_forgotten_by_epsilon",
         CURVES,
         "self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf",
         "self.curve.epsilon(delta) if delta > self.extra else math.inf",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "extra_delta_counts_once_for_many_runs",
         CURVES_TOGETHER,
         "extra += count * curve.extra",
         "extra += curve.extra",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "partial_epoch_is_not_counted",
