@@ -12,11 +12,14 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
 """
 
 from hidden_state_accountants.accountants import (
+    BlockCoordinateAccountant,
+    LangevinAccountant,
     LastIterateAccountant,
     ShiftedInterpolationAccountant,
     compose_guarantees,
 )
 from hidden_state_accountants.batch_order import BatchOrder
+from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
 from hidden_state_accountants.compare import Comparison, compare
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -34,9 +37,12 @@ __all__ = [
     "BOUNDS",
     "Assumption",
     "BatchOrder",
+    "BlockCoordinateAccountant",
+    "BlockCoordinateDpEvent",
     "Bound",
     "Comparison",
     "Guarantee",
+    "LangevinAccountant",
     "LastIterateAccountant",
     "LastIterateDpEvent",
     "LossGeometry",

@@ -27,6 +27,8 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import _validate
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
+from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
+from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.composed_curve import compose_curves
 from hidden_state_accountants.curves import Curve, GaussianCurve
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -275,6 +277,43 @@ class ShiftedInterpolationAccountant(_BoundAccountant):
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
     ):
         super().__init__(neighboring_relation, ShiftedInterpolation())
+
+
+class LangevinAccountant(_BoundAccountant):
+    """Chourasia, Ye, Shokri 2021 (arXiv 2102.05855) alone (`bounds.Langevin`).
+
+    Args:
+        neighboring_relation: See `LastIterateAccountant`.
+        analysis: "sound" is the paper's recursion, balanced best and from a fixed start;
+            "published" is Corollary 1.
+    """
+
+    def __init__(
+        self,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        analysis: str = "sound",
+    ):
+        super().__init__(neighboring_relation, Langevin(analysis))
+
+
+class BlockCoordinateAccountant(_BoundAccountant):
+    """Runs of `BlockCoordinateDpEvent` alone (`bounds.BlockCoordinate`).
+
+    Args:
+        neighboring_relation: See `LastIterateAccountant`; the event's gradient_sensitivity is read
+            as that of this relation.
+        analysis: "sound", or "published" for Chen & Liu 2025 (arXiv 2407.08233), Theorem 4.6, which
+            is false in general and warns.
+    """
+
+    def __init__(
+        self,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        analysis: str = "sound",
+    ):
+        super().__init__(neighboring_relation, BlockCoordinate(analysis))
 
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose

@@ -1,19 +1,29 @@
 """One file per result. A new bound is one file and one line in `BOUNDS`."""
 
 from hidden_state_accountants.bounds._bound import Bound, Citation
+from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
 from hidden_state_accountants.bounds.composition import Composition
+from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
     shifted_gdp_mu,
 )
 
-BOUNDS: tuple[Bound, ...] = (Composition(), ShiftedInterpolation())
+BOUNDS: tuple[Bound, ...] = (
+    Composition(),
+    ShiftedInterpolation(),
+    Langevin(),
+    BlockCoordinate(),
+    BlockCoordinate("published"),
+)
 
 __all__ = [
     "BOUNDS",
+    "BlockCoordinate",
     "Bound",
     "Citation",
     "Composition",
+    "Langevin",
     "ShiftedInterpolation",
     "shifted_gdp_mu",
 ]
