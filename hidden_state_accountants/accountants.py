@@ -30,7 +30,7 @@ from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
 from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.composed_curve import compose_curves
-from hidden_state_accountants.curves import Curve, GaussianCurve
+from hidden_state_accountants.curves import BestOfCurves, Curve, GaussianCurve
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
@@ -340,8 +340,7 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     Raises:
         UnsupportedRunError: None applies; the text says why for each.
     """
-    best: tuple[Bound, Guarantee] | None = None
-    applied: set[str] = set()
+    found: list[tuple[Bound, Guarantee]] = []
     others: list[tuple[str, str]] = []
     for bound in BOUNDS:
         if not bound.sound or not isinstance(event, bound.event_type):
@@ -350,24 +349,26 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
         if unmet:
             others.append((bound.name, "; ".join(map(str, unmet))))
             continue
-        better = sorted(applied.intersection(bound.dominated_by))
+        better = [other.name for other, _ in found if other.name in bound.dominated_by]
         if better:
             others.append((bound.name, f"never smaller than {better[0]}"))
             continue
-        applied.add(bound.name)
-        candidate = _bound_guarantee(bound, event, relation)
-        if best is None or _is_smaller(candidate, best[1]):
-            if best is not None:
-                others.append((best[0].name, "a larger bound"))
-            best = bound, candidate
-        else:
-            others.append((bound.name, "not smaller for this run"))
-    if best is None:
+        found.append((bound, _bound_guarantee(bound, event, relation)))
+    if not found:
         raise UnsupportedRunError(
             " | ".join(f"{name}: {reason}" for name, reason in others)
             or f"No bound is about {type(event).__name__}."
         )
-    return attrs.evolve(best[1], alternatives=tuple(others))
+    best = found[0]
+    for candidate in found[1:]:
+        if _is_smaller(candidate[1], best[1]):
+            best = candidate
+    others += [
+        (bound.name, "not smaller for this run") for bound, _ in found if bound is not best[0]
+    ]
+    curves = [g.curve for _, g in found if g is best[1] or g.mu is None or best[1].mu is None]
+    curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
+    return attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
 
 
 def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:

@@ -13,6 +13,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from hidden_state_accountants.curves import (
     ORDERS,
     STOCK_ORDERS,
+    BestOfCurves,
     Curve,
     CurveWithDelta,
     GaussianCurve,
@@ -39,6 +40,8 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     for curve, count in curves:
         if count == 0:
             continue
+        if isinstance(curve, BestOfCurves) and (len(curves) > 1 or count > 1):
+            curve = curve.best()
         if isinstance(curve, CurveWithDelta):
             extra += count * curve.extra
             curve = curve.curve

@@ -262,3 +262,38 @@ class CurveWithDelta:
 
     def to_dpevent(self) -> None:
         return None
+
+
+@attrs.frozen(eq=False)
+class BestOfCurves:
+    """Several curves that all hold: at every point the smallest counts.
+
+    Attributes:
+        curves: At least one.
+    """
+
+    curves: tuple[Curve, ...]
+
+    @property
+    def mu(self) -> None:
+        """Not Gaussian."""
+        return None
+
+    def epsilon(self, delta: float) -> float:
+        return min(curve.epsilon(delta) for curve in self.curves)
+
+    def delta(self, epsilon: float) -> float:
+        return min(curve.delta(epsilon) for curve in self.curves)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
+
+    def best(self) -> Curve:
+        """The curve to compose with others."""
+        return min(self.curves, key=lambda curve: curve.epsilon(1e-6))
+
+    def privacy_loss(self) -> PrivacyLossDistribution | None:
+        return self.best().privacy_loss()
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        return self.best().to_dpevent()

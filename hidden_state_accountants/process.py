@@ -7,17 +7,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import geometry
 from hidden_state_accountants.as_composition import indivisible_batches
-from hidden_state_accountants.batch_order import (
-    BatchOrder,
-    sensitivity_in_clip_norms,
-    unmet_relation,
-)
+from hidden_state_accountants.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossKind
@@ -79,17 +77,20 @@ class NoisyProcess:
 
 
 def unmet_conditions(
-    event: LastIterateDpEvent, relation: NeighboringRelation
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    orders: Sequence[BatchOrder] = (BatchOrder.FULL, BatchOrder.CYCLIC),
 ) -> tuple[UnmetCondition, ...]:
-    """What keeps `event` from being a contractive noisy process with deterministic batches."""
+    """What keeps `event` from being a contractive noisy process in one of the batch orders."""
     unmet = []
     order = event.batch_order
-    if order not in (BatchOrder.FULL, BatchOrder.CYCLIC):
-        unmet.append(UnmetCondition("deterministic batches", "FULL or CYCLIC", order.name))
+    if order not in orders:
+        names = " or ".join(known.name for known in orders)
+        unmet.append(UnmetCondition("batch order", names, order.name))
     reason = unmet_relation(order, relation)
     if reason:
         unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-    if order is BatchOrder.CYCLIC and event.dataset_size % event.batch_size:
+    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
         unmet.append(
             UnmetCondition(
                 "equal batches",
@@ -113,14 +114,49 @@ def unmet_conditions(
 
 
 def noisy_process(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess:
-    """Builds the process of a FULL or CYCLIC run.
+    """Builds the process of a run with full or epoch-wise batches, for each position of the record.
+
+    A random order is a mixture of these positions: the caller's business.
 
     Raises:
         UnsupportedRunError: A condition of `unmet_conditions` is not met.
     """
-    unmet = unmet_conditions(event, relation)
+    unmet = unmet_conditions(event, relation, (BatchOrder.FULL, *EPOCH_ORDERS))
     if unmet:
         raise UnsupportedRunError("; ".join(map(str, unmet)))
+    period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch
+    last = event.record_position
+    return _process(
+        event,
+        relation,
+        period=period,
+        positions=range(min(period, event.num_steps)) if last is None else (last,),
+        most_terms=event.batch_size,
+    )
+
+
+def sampled_process(
+    event: LastIterateDpEvent, relation: NeighboringRelation, most_terms: int
+) -> NoisyProcess:
+    """The process in which the record joins every batch, of a run with random batches.
+
+    Args:
+        event: A POISSON or WITHOUT_REPLACEMENT run whose `unmet_conditions` are met.
+        relation: The neighbouring relation.
+        most_terms: The largest number of gradients that a batch may sum; the contraction holds
+            for every number from 0 on unless the batches have a fixed size.
+    """
+    return _process(event, relation, period=1, positions=(0,), most_terms=most_terms)
+
+
+def _process(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    *,
+    period: int,
+    positions: tuple[int, ...] | range,
+    most_terms: int,
+) -> NoisyProcess:
     assert event.loss is not None
     eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
     bound = event.gradient_bound()
@@ -129,21 +165,28 @@ def noisy_process(event: LastIterateDpEvent, relation: NeighboringRelation) -> N
         limit = np.inf if event.loss.lipschitz is None else event.loss.lipschitz
         clip_is_active = limit > event.per_step("clip_norm")
     b = event.batch_size
-    factor = sensitivity_in_clip_norms(event.batch_order, relation)
-    # Under ADD_OR_REMOVE_ONE the neighbour's full batch may hold b + 1 records.
-    terms = 2 * b + (relation is NeighboringRelation.ADD_OR_REMOVE_ONE)
-    full = event.batch_order is BatchOrder.FULL
-    period = 1 if full else event.batches_per_epoch
-    last = event.record_position
+    # One record more or less is one clip norm; only a record in a slot can be replaced by another.
+    factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
+    # k terms divided by b act like b terms at the learning rate eta k / b. The modulus is a
+    # supremum of functions that are convex in k: the largest is at an end.
+    stretch = most_terms / b
+    contraction = geometry.update_lipschitz(
+        event.loss, eta * stretch, decay / stretch, clip_is_active
+    )
+    terms = 2 * most_terms
+    if event.batch_order is BatchOrder.POISSON:
+        contraction = np.maximum(contraction, np.abs(1 - eta * decay))
+    elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        terms += 1  # the neighbour's full batch may hold b + 1 records
     return NoisyProcess(
-        contraction=geometry.update_lipschitz(event.loss, eta, decay, clip_is_active),
+        contraction=contraction,
         sensitivity=factor * eta * bound / b,
         noise_std=eta * event.noise_std_on_sum() / b,
         drift_contraction=np.abs(1 - eta * decay),
         drift=eta * bound * terms / b,
         domain_diameter=event.domain_diameter,
         period=period,
-        positions=range(min(period, event.num_steps)) if last is None else (last,),
+        positions=positions,
         release_steps=event.release_steps,
         is_constant=not event.has_schedules,
     )

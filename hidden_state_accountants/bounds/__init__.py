@@ -3,6 +3,7 @@
 from hidden_state_accountants.bounds._bound import Bound, Citation
 from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
 from hidden_state_accountants.bounds.composition import Composition
+from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
@@ -15,6 +16,8 @@ BOUNDS: tuple[Bound, ...] = (
     Langevin(),
     BlockCoordinate(),
     BlockCoordinate("published"),
+    ShuffledOnce(),
+    Reshuffled(),
 )
 
 __all__ = [
@@ -24,6 +27,8 @@ __all__ = [
     "Citation",
     "Composition",
     "Langevin",
+    "Reshuffled",
     "ShiftedInterpolation",
+    "ShuffledOnce",
     "shifted_gdp_mu",
 ]

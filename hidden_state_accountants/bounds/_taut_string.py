@@ -376,6 +376,39 @@ class CyclicTautString:
         return result
 
 
+def mu_squared_by_last_position(
+    contraction: float, sensitivity: float, noise_std: float, *, period: int, num_steps: int
+) -> list[float]:
+    """mu**2 of a record in the last batch of every epoch but the last, by its position there.
+
+    Constant parameters, contraction and sensitivity > 0. The list has one entry for each step of
+    the last, possibly partial, epoch and one more for a record that takes no part in it.
+    """
+    first = (num_steps - 1) // period * period
+    stack = BlockStack(grows_left=False)
+    scale, exponent = 1.0, 0  # 1 / product of the contractions
+    shifts, weights = [], []
+    for t in range(num_steps):
+        scale /= contraction
+        if not 1 / _LARGE < scale < _LARGE:
+            scale, power = math.frexp(scale)
+            exponent += power
+        noise = scale * noise_std / sensitivity  # in units of the sensitivity
+        weight = (0.0, noise * noise, exponent)
+        if t < first:
+            moves = (t + 1) % period == 0
+            stack.push(_add((scale, 0.0, exponent), weight) if moves else weight)
+        else:
+            shifts.append((scale, 0.0, exponent))
+            weights.append(weight)
+    result = []
+    suffixes = _suffix_sums(weights)
+    for shift, weight, suffix in zip(shifts, weights, suffixes, strict=True):
+        result.append(stack.cost_with(_add(shift, suffix)))
+        stack.push(weight)
+    return [*result, stack.cost]
+
+
 def _is_larger(total: Block, largest: float, exponent: int) -> bool:
     s, _, k = total
     if k >= exponent:

@@ -144,24 +144,31 @@ def worst_mu_squared(process: NoisyProcess) -> float:
     if not process.release_steps:
         if process.is_constant and len(positions) > 1:
             positions = [(process.num_steps - 1) % process.period]
-        return float(_segment(process, 0, process.num_steps, positions, only_worst=True).max())
+        steps = process.num_steps
+        return float(segment_mu_squared(process, 0, steps, positions, only_worst=True).max())
+    return float(mu_squared_by_position(process).max())
+
+
+def mu_squared_by_position(process: NoisyProcess) -> np.ndarray:
+    """mu**2 of everything released, for each of `process.positions` of the record."""
+    positions = process.positions
     totals = np.zeros(len(positions))
 
     @functools.cache
     def of_shape(first_position: int, length: int) -> np.ndarray:
-        return _segment(process, first_position, first_position + length, positions)
+        return segment_mu_squared(process, first_position, first_position + length, positions)
 
     start = 0
     for end in (*process.release_steps, process.num_steps):
         if process.is_constant:  # equal segments cost the same
             totals += of_shape(start % process.period, end - start)
         else:
-            totals += _segment(process, start, end, positions)
+            totals += segment_mu_squared(process, start, end, positions)
         start = end
-    return float(totals.max())
+    return totals
 
 
-def _segment(
+def segment_mu_squared(
     process: NoisyProcess,
     start: int,
     stop: int,
@@ -185,15 +192,14 @@ def _segment(
         if only_worst:
             return _worst_by_windows(process, start, stop, positions)
         return np.array([_segment_at(process, start, stop, p) for p in positions])
-    result = np.zeros(len(positions))
     if period == process.period:
-        result[:] = taut.mu_squared(positions)
-    else:
-        result[np.arange(first, first + period) % process.period] = taut.mu_squared(range(period))
-    return result
+        return np.array(taut.mu_squared(positions))
+    by_step = taut.mu_squared(range(period))
+    offsets = [(position - first) % process.period for position in positions]
+    return np.array([by_step[offset] if offset < period else 0.0 for offset in offsets])
 
 
-def _anywhere(process: NoisyProcess, start: int, stop: int) -> np.ndarray:
+def distance_anywhere(process: NoisyProcess, start: int, stop: int) -> np.ndarray:
     """Bound on |X_tau - X'_tau| for any position: tracking by domain and drift alone."""
     known = _known_shift(process, slice(start, stop), np.full(stop - start, np.inf))
     assert known is not None  # the first branch is infinite, the others are not
@@ -220,7 +226,7 @@ def _windows_after_batches(
         process.contraction[steps],
         process.sensitivity[steps],
         process.noise_std[steps],
-        _anywhere(process, start, stop),
+        distance_anywhere(process, start, stop),
         period=process.period,
         first_position=start % process.period,
     )
@@ -233,7 +239,7 @@ def _worst_by_windows(
     """Position by position: one that cannot be the worst costs a window, the others a pass."""
     steps = slice(start, stop)
     c, sigma = process.contraction[steps], process.noise_std[steps]
-    anywhere = _anywhere(process, start, stop)
+    anywhere = distance_anywhere(process, start, stop)
     result = np.zeros(len(positions))
     for index in np.argsort([(stop - 1 - p) % process.period for p in positions]):  # last one first
         position, worst = positions[index], float(result.max())

@@ -1,0 +1,192 @@
+r"""Secret orders: the record's place in the epoch is uniform, and nobody learns it.
+
+Given the order, Theorem A applies; the guarantee is the mean over the orders (joint convexity):
+
+.. math:: \delta(\varepsilon) \le \frac1l \sum_j \delta_{\mu_j}(\varepsilon), \qquad
+          D_\alpha \le \frac{1}{\alpha-1}\log\frac1l\sum_j e^{(\alpha-1)\alpha\mu_j^2/2}
+
+(docs/theory/data_order.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.batch_order import BatchOrder
+from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
+from hidden_state_accountants.bounds._taut_string import (
+    least_mu_squared,
+    mu_squared_by_last_position,
+)
+from hidden_state_accountants.bounds.shifted_interpolation import (
+    distance_anywhere,
+    mu_squared_by_position,
+    segment_mu_squared,
+)
+from hidden_state_accountants.composed_curve import compose_curves
+from hidden_state_accountants.curves import BestOfCurves, Curve, GaussianMixtureCurve
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process import (
+    NoisyProcess,
+    UnmetCondition,
+    noisy_process,
+    unmet_conditions,
+)
+
+_CITATION = Citation(
+    "Bok, Su, Altschuler 2024", "shifted interpolation, averaged over secret orders", "2403.00278"
+)
+
+
+@attrs.frozen
+class ShuffledOnce:
+    """One uniform secret order for all epochs (SHUFFLED_ONCE): the mean over the positions.
+
+    Formal guarantees:
+      - Relation: REPLACE_ONE and REPLACE_SPECIAL.
+      - Released: the last iterate and those after `release_steps`. Releases are composed inside
+        each position, then averaged: they share the order.
+      - Assumptions: Theorem A's, and that neither the order nor its seed is ever published.
+    """
+
+    name: str = "shuffled_once"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+    sound: bool = True
+    dominated_by: tuple[str, ...] = ()
+    citation: Citation = _CITATION
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """The conditions that `event` does not meet; empty if the bound applies."""
+        return unmet_conditions(event, relation, [BatchOrder.SHUFFLED_ONCE])
+
+    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """The mixture of Gaussian guarantees of the positions.
+
+        Raises:
+            UnsupportedRunError: A condition of `check` is not met.
+        """
+        process = noisy_process(event, relation)
+        curve = _mean_over_positions(mu_squared_by_position(process), process.period)
+        return _guarantee(event, relation, curve, "Theorem A averaged over the secret order")
+
+
+@attrs.frozen
+class Reshuffled:
+    """A fresh uniform secret order in every epoch (RESHUFFLED).
+
+    Formal guarantees:
+      - Relation: REPLACE_ONE and REPLACE_SPECIAL.
+      - Released: the last iterate and those after `release_steps`.
+      - The smaller, at every delta, of two bounds. (i) Shifts that are used up by the end of each
+        epoch: the epochs' mixtures compose. (ii) For constant parameters, c <= 1 and no releases:
+        the record is in the last batch of every epoch but the last, and in a uniform position
+        there; a participation that is moved to a later step never costs less.
+      - Assumptions: Theorem A's, and that neither the orders nor their seed are ever published.
+    """
+
+    name: str = "reshuffled"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+    sound: bool = True
+    dominated_by: tuple[str, ...] = ()
+    citation: Citation = _CITATION
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """The conditions that `event` does not meet; empty if the bound applies."""
+        return unmet_conditions(event, relation, [BatchOrder.RESHUFFLED])
+
+    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """The smaller of the two bounds.
+
+        Raises:
+            UnsupportedRunError: A condition of `check` is not met.
+        """
+        process = noisy_process(event, relation)
+        curve = _epoch_by_epoch(process)
+        if process.is_constant and not process.release_steps and process.contraction[0] <= 1:
+            curve = BestOfCurves((curve, _late_participations(process)))
+        return _guarantee(
+            event, relation, curve, "Theorem A averaged over the secret order of each epoch"
+        )
+
+
+def _mean_over_positions(mu_squared: np.ndarray, period: int) -> GaussianMixtureCurve:
+    """Equally likely positions; those beyond the array are never reached."""
+    mus = np.zeros(period)
+    mus[: len(mu_squared)] = np.sqrt(mu_squared)
+    return GaussianMixtureCurve(np.full(period, 1 / period), mus)
+
+
+def _epoch_by_epoch(process: NoisyProcess) -> Curve:
+    period, steps = process.period, process.num_steps
+    mixtures: dict[tuple[float, ...], tuple[Curve, int]] = {}
+    known: dict[tuple[int, ...], np.ndarray] = {}
+    for start in range(0, steps, period):
+        stop = min(start + period, steps)
+        cuts = [start, *(r for r in process.release_steps if start < r < stop), stop]
+        shape = tuple(cut - start for cut in cuts)
+        if process.is_constant and shape in known:
+            mu_squared = known[shape]
+        else:
+            # Every record is in one batch of the epoch: the releases in between compose.
+            mu_squared = np.zeros(stop - start)
+            for left, right in itertools.pairwise(cuts):
+                inside = range(left - start, right - start)
+                mu_squared[inside] = segment_mu_squared(process, left, right, inside)
+            known[shape] = mu_squared
+        key = tuple(mu_squared)
+        curve, count = mixtures.get(key, (_mean_over_positions(mu_squared, period), 0))
+        mixtures[key] = curve, count + 1
+    return compose_curves(list(mixtures.values()))
+
+
+def _late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
+    period, steps = process.period, process.num_steps
+    c, sensitivity, sigma = (
+        float(array[0]) for array in (process.contraction, process.sensitivity, process.noise_std)
+    )
+    mu_squared = np.full(period, np.inf)
+    if min(c, sensitivity, sigma) > 0:
+        by_position = mu_squared_by_last_position(
+            c, sensitivity, sigma, period=period, num_steps=steps
+        )
+        reached = len(by_position) - 1
+        mu_squared[:] = by_position[-1]  # not in a partial last epoch
+        mu_squared[:reached] = by_position[:reached]
+    # Windows start from a distance that holds for every order: under the bounded drift alone a
+    # later participation need not cost more.
+    at_the_end = process.sensitivity_at(period - 1)
+    at_the_end[-1] = process.sensitivity[-1]
+    last = least_mu_squared(
+        process.contraction,
+        at_the_end,
+        process.noise_std,
+        known_shift=distance_anywhere(process, 0, steps),
+    )
+    return _mean_over_positions(np.minimum(mu_squared, last), period)
+
+
+def _guarantee(
+    event: LastIterateDpEvent, relation: NeighboringRelation, curve: Curve, theorem: str
+) -> Guarantee:
+    secret = Assumption.declared(
+        f"{event.batch_order.name}: the order is uniform, does not depend on the data, and neither "
+        "the order nor its seed is ever published"
+    )
+    public = Assumption.public("batch size, hyper-parameters")
+    return Guarantee(
+        curve=curve,
+        neighboring_relation=relation,
+        theorem=f"{theorem} ({_CITATION.authors}, arXiv {_CITATION.arxiv})",
+        assumptions=(*declared_assumptions(event)[:-1], secret, public),
+        citations=(_CITATION,),
+    )

@@ -1,0 +1,225 @@
+"""Secret orders: means over the positions, against enumeration and exact mixtures."""
+
+import itertools
+import math
+
+import attrs
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, probe_run
+from shift_programs import least_squares_mu_squared
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.auditing import GaussianOracle
+from hidden_state_accountants.bounds import Reshuffled, ShuffledOnce
+from hidden_state_accountants.bounds._taut_string import (
+    least_mu_squared,
+    mu_squared_by_last_position,
+)
+from hidden_state_accountants.curves import GaussianMixtureCurve
+from hidden_state_accountants.gaussian import delta_from_mu
+
+SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
+EPSILONS = (0.0, 0.2, 1.0, 2.5)
+
+
+def cyclic_mu(event, position):
+    at = attrs.evolve(event, batch_order="cyclic", record_position=position)
+    return hsa.ShiftedInterpolationAccountant().compose(at).guarantee.mu
+
+
+class TestShuffledOnce:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {},
+            {"num_steps": 22},  # partial last epoch
+            {"num_steps": 3},  # less than an epoch: some positions are never reached
+            {"release_steps": (5, 6, 13)},
+            {"learning_rate": np.geomspace(0.5, 0.05, 24)},
+            {"domain_diameter": 0.3},
+            {"learning_rate": 3.5, "domain_diameter": 1.0},
+        ],
+        ids=["plain", "partial", "short", "releases", "schedule", "domain", "expanding"],
+    )
+    def test_mean_over_the_cyclic_positions(self, changes):
+        event = cyclic_run(batch_order="shuffled_once", **changes)
+        mus = [
+            cyclic_mu(event, p) if p < event.num_steps else 0.0
+            for p in range(event.batches_per_epoch)
+        ]
+        curve = ShuffledOnce().guarantee(event, SPECIAL).curve
+        for epsilon in EPSILONS:
+            expected = np.mean([delta_from_mu(mu, epsilon) for mu in mus])
+            assert curve.delta(epsilon) == pytest.approx(expected, rel=1e-11)
+
+    def test_reference_value(self):
+        event = probe_run(batch_order="shuffled_once")
+        epsilon = hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5)
+        assert epsilon == pytest.approx(1.3551, abs=5e-5)  # theory of this project, table 7
+
+    def test_releases_share_the_order(self):
+        """Averaging per release and composing the averages is unsound: D_2 = 7.947 is exact."""
+        event = hsa.LastIterateDpEvent(
+            noise_multiplier=1 / 1.2, learning_rate=1.0, clip_norm=1.0, batch_size=1,
+            dataset_size=2, num_steps=24, batch_order="shuffled_once",
+            loss=hsa.LossGeometry.linear(1.0), release_steps=range(2, 24, 2),
+        )  # fmt: skip
+        orders = [(0.5, [[0], [1]] * 12), (0.5, [[1], [0]] * 12)]
+        exact = GaussianOracle(
+            np.zeros((2, 1, 1)), orders, learning_rate=1.0, noise_std=1 / 1.2, batch_size=1,
+            record=0, slope_difference=[1.0], release_steps=range(2, 24, 2),
+        )  # fmt: skip
+        bound = ShuffledOnce().guarantee(event, SPECIAL).rdp(np.array([2.0]))[0]
+        assert bound >= max(exact.renyi(2.0)) * (1 - 1e-9)
+
+    def test_ten_thousand_positions_are_quick(self):
+        event = probe_run(
+            batch_order="shuffled_once", batch_size=5, dataset_size=50_000, num_steps=20_000
+        )
+        curve = ShuffledOnce().guarantee(event, SPECIAL).curve
+        assert len(curve.mus) > 1000
+        assert 0 < curve.epsilon(1e-5) < math.inf
+
+    def test_never_above_the_public_order(self):
+        event = cyclic_run(batch_order="shuffled_once", num_steps=22)
+        public = hsa.LastIterateAccountant().compose(attrs.evolve(event, batch_order="cyclic"))
+        secret = hsa.LastIterateAccountant().compose(event)
+        for delta in (1e-9, 1e-5, 1e-2):
+            assert secret.get_epsilon(delta) <= public.get_epsilon(delta)
+
+
+def worst_given_positions(event, positions):
+    """mu of the record with the given position in each epoch, by a general solver."""
+    process = hsa.process.noisy_process(event, SPECIAL)
+    period = event.batches_per_epoch
+    sensitivity = np.zeros(event.num_steps)
+    for epoch, position in enumerate(positions):
+        step = epoch * period + position
+        if step < event.num_steps:
+            sensitivity[step] = process.sensitivity[step]
+    return math.sqrt(least_squares_mu_squared(process.contraction, sensitivity, process.noise_std))
+
+
+class TestReshuffled:
+    @pytest.mark.parametrize("steps", [12, 9, 3])
+    @pytest.mark.parametrize("decay", [0.0, 1.0])
+    def test_covers_the_mean_over_all_sequences_of_positions(self, steps, decay):
+        """Given all positions Theorem A applies: the mean over them is a bound of its own."""
+        event = cyclic_run(
+            batch_order="reshuffled", num_steps=steps, weight_decay=decay,
+            loss=hsa.LossGeometry.generalized_linear(1.0),
+        )  # fmt: skip
+        period, epochs = event.batches_per_epoch, -(-steps // event.batches_per_epoch)
+        mus = [
+            worst_given_positions(event, positions)
+            for positions in itertools.product(range(period), repeat=epochs)
+        ]
+        finest = GaussianMixtureCurve(np.full(len(mus), 1 / len(mus)), mus)
+        curve = Reshuffled().guarantee(event, SPECIAL).curve
+        for epsilon in EPSILONS:
+            assert curve.delta(epsilon) >= finest.delta(epsilon) * (1 - 1e-9)
+        last = worst_given_positions(event, [period - 1] * (epochs - 1) + [(steps - 1) % period])
+        assert last >= max(mus) * (1 - 1e-12)  # a later participation never costs less
+        for epsilon in EPSILONS:
+            assert curve.delta(epsilon) <= delta_from_mu(last, epsilon) * (1 + 1e-12)
+
+    def test_last_position_is_not_the_worst_of_an_expanding_map(self):
+        event = cyclic_run(
+            batch_order="reshuffled", num_steps=12, learning_rate=2.1, weight_decay=0.0,
+            loss=hsa.LossGeometry.generalized_linear(1.0),
+        )  # fmt: skip
+        assert worst_given_positions(event, [3, 0, 3]) > worst_given_positions(event, [3, 3, 3])
+        alone = attrs.evolve(event, num_steps=4)
+        epoch = ShuffledOnce().guarantee(attrs.evolve(alone, batch_order="shuffled_once"), SPECIAL)
+        curve = Reshuffled().guarantee(event, SPECIAL).curve
+        np.testing.assert_allclose(
+            curve.rdp(np.array([2.0, 7.0])), 3 * epoch.rdp(np.array([2.0, 7.0]))
+        )
+
+    def test_schedules_compose_epoch_by_epoch(self):
+        rates = np.geomspace(0.5, 0.05, 24)
+        event = cyclic_run(batch_order="reshuffled", learning_rate=rates)
+        parts = [
+            ShuffledOnce().guarantee(
+                cyclic_run(
+                    batch_order="shuffled_once", num_steps=4, learning_rate=rates[i : i + 4]
+                ),
+                SPECIAL,
+            )
+            for i in range(0, 24, 4)
+        ]
+        orders = np.array([1.5, 4.0])
+        expected = sum(part.rdp(orders) for part in parts)
+        np.testing.assert_allclose(Reshuffled().guarantee(event, SPECIAL).rdp(orders), expected)
+
+    def test_releases_inside_an_epoch_compose_inside_the_position(self):
+        event = cyclic_run(batch_order="reshuffled", num_steps=8, release_steps=(2, 4, 5))
+        one = ShuffledOnce()
+        first = one.guarantee(
+            cyclic_run(batch_order="shuffled_once", num_steps=4, release_steps=(2,)), SPECIAL
+        )
+        second = one.guarantee(
+            cyclic_run(batch_order="shuffled_once", num_steps=4, release_steps=(1,)), SPECIAL
+        )
+        orders = np.array([1.5, 4.0])
+        np.testing.assert_allclose(
+            Reshuffled().guarantee(event, SPECIAL).rdp(orders),
+            first.rdp(orders) + second.rdp(orders),
+        )
+
+    @pytest.mark.parametrize("relation", [SPECIAL, ONE])
+    @pytest.mark.parametrize("diameter", [0.05, 0.3, 2.0])
+    def test_domain(self, diameter, relation):
+        """A domain never hurts, and a tiny one leaves one step."""
+        event = cyclic_run(batch_order="reshuffled", domain_diameter=diameter)
+        free = attrs.evolve(event, domain_diameter=math.inf)
+        orders = np.array([1.2, 2.0, 9.0])
+        small = Reshuffled().guarantee(event, relation).rdp(orders)
+        assert (small <= Reshuffled().guarantee(free, relation).rdp(orders) * (1 + 1e-9)).all()
+
+    def test_never_above_composition(self):
+        for event in (cyclic_run(), probe_run()):
+            secret = attrs.evolve(event, batch_order="reshuffled")
+            bound = hsa.LastIterateAccountant().compose(secret).get_epsilon(1e-5)
+            everything = hsa.LastIterateAccountant().compose(secret.as_composition())
+            assert bound <= everything.get_epsilon(1e-5) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_pass_for_all_last_positions(seed):
+    rng = np.random.default_rng(seed)
+    period, steps = int(rng.integers(1, 6)), int(rng.integers(1, 23))
+    c = float(rng.choice([1.0, 0.9, 0.5, 0.99, 1e-9, 1.3]))
+    s, sigma = rng.uniform(0.1, 3, 2)
+    found = mu_squared_by_last_position(c, s, sigma, period=period, num_steps=steps)
+    first = (steps - 1) // period * period
+    for position, value in zip([*range(steps - first), None], found, strict=True):
+        sensitivity = np.zeros(steps)
+        sensitivity[period - 1 : first : period] = s
+        if position is not None:
+            sensitivity[first + position] = s
+        expected = least_mu_squared(np.full(steps, c), sensitivity, np.full(steps, sigma))
+        assert value == pytest.approx(expected, rel=1e-12, abs=1e-300)
+
+
+@pytest.mark.parametrize("bound", [ShuffledOnce(), Reshuffled()])
+def test_other_runs_are_refused(bound):
+    for changes, word in [
+        ({"batch_order": "cyclic"}, "batch order"),
+        ({"batch_order": bound.name, "loss": None}, "loss geometry"),
+        ({"batch_order": bound.name, "dataset_size": 21}, "equal batches"),
+    ]:
+        unmet = bound.check(cyclic_run(**changes), SPECIAL)
+        assert [condition.condition for condition in unmet] == [word]
+    with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
+        hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(
+            cyclic_run(batch_order=bound.name)
+        )
+
+
+def test_the_secret_is_an_assumption():
+    guarantee = ShuffledOnce().guarantee(cyclic_run(batch_order="shuffled_once"), SPECIAL)
+    assert any("ever published" in a.text for a in guarantee.assumptions)
+    assert not any(a.text.startswith("order of the batches") for a in guarantee.assumptions)
