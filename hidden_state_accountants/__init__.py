@@ -13,6 +13,7 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
 
 from hidden_state_accountants.accountants import (
     BlockCoordinateAccountant,
+    DiceSgdAccountant,
     LangevinAccountant,
     LastIterateAccountant,
     ShiftedInterpolationAccountant,
@@ -22,6 +23,7 @@ from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
 from hidden_state_accountants.compare import Comparison, compare
+from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.geometry import clipped_update_lipschitz
@@ -41,6 +43,8 @@ __all__ = [
     "BlockCoordinateDpEvent",
     "Bound",
     "Comparison",
+    "DiceSgdAccountant",
+    "DiceSgdDpEvent",
     "Guarantee",
     "LangevinAccountant",
     "LastIterateAccountant",

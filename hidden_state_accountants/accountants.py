@@ -28,6 +28,7 @@ from hidden_state_accountants import _validate
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
 from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
+from hidden_state_accountants.bounds.dice_sgd import DiceSgd
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.composed_curve import compose_curves
 from hidden_state_accountants.curves import BestOfCurves, Curve, GaussianCurve
@@ -314,6 +315,24 @@ class BlockCoordinateAccountant(_BoundAccountant):
         analysis: str = "sound",
     ):
         super().__init__(neighboring_relation, BlockCoordinate(analysis))
+
+
+class DiceSgdAccountant(_BoundAccountant):
+    """Runs of `DiceSgdDpEvent` alone (`bounds.DiceSgd`).
+
+    Args:
+        neighboring_relation: See `LastIterateAccountant`.
+        analysis: "sound", or "published" for Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632),
+            Theorem 3.7, which is false and warns.
+    """
+
+    def __init__(
+        self,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        analysis: str = "sound",
+    ):
+        super().__init__(neighboring_relation, DiceSgd(analysis))
 
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose

@@ -4,6 +4,7 @@ from hidden_state_accountants.bounds._bound import Bound, Citation
 from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
+from hidden_state_accountants.bounds.dice_sgd import DiceSgd
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
@@ -18,6 +19,8 @@ BOUNDS: tuple[Bound, ...] = (
     BlockCoordinate("published"),
     ShuffledOnce(),
     Reshuffled(),
+    DiceSgd(),
+    DiceSgd("published"),
 )
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "Bound",
     "Citation",
     "Composition",
+    "DiceSgd",
     "Langevin",
     "Reshuffled",
     "ShiftedInterpolation",
