@@ -19,6 +19,7 @@ from hidden_state_accountants.accountants import (
     ShiftedInterpolationAccountant,
     compose_guarantees,
 )
+from hidden_state_accountants.auditing import AuditReport, audit
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BOUNDS",
     "Assumption",
+    "AuditReport",
     "BatchOrder",
     "BlockCoordinateAccountant",
     "BlockCoordinateDpEvent",
@@ -56,6 +58,7 @@ __all__ = [
     "Schedule",
     "ShiftedInterpolationAccountant",
     "UnsupportedRunError",
+    "audit",
     "clipped_update_lipschitz",
     "compare",
     "compose_guarantees",

@@ -109,3 +109,31 @@ def _label(series: Series) -> str:
     if series.is_other_algorithm:
         return f"ANOTHER ALGORITHM, {label}"
     return label if series.is_proven else f"NOT PROVEN, {label}"
+
+
+def plot_audit(
+    claimed: Series, found: Sequence[Series], path: str | os.PathLike[str], *, verdict: str
+) -> None:
+    """Delta over epsilon, logarithmic: what is claimed, and what it must be at least."""
+    figure = new_figure(8.0, 5.2)
+    axis = figure.subplots()
+    for rank, series in enumerate((claimed, *found)):
+        points = [(x, y) for x, y in series.points if y > 0]
+        axis.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            linestyle="-" if rank == 0 else "--",
+            linewidth=3.0 if rank == 0 else 1.8,
+            marker="osD^vPX"[rank % 7],
+            markersize=5,
+            color="#000000" if rank == 0 else _COLORS[(rank - 1) % (len(_COLORS) - 1)],
+            label=series.name,
+        )
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=1e-12, top=2.0)
+    axis.set_title(f"A claim is false where a lower bound is above it\n{verdict}", fontsize=11)
+    axis.set_xlabel("epsilon")
+    axis.set_ylabel("delta")
+    axis.grid(True, which="both", alpha=0.25)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

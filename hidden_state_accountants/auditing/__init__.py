@@ -1,11 +1,30 @@
-"""Exact oracles that any claim about a run can be held against.
+"""Attacks and exact oracles that any claim about a run can be held against.
 
-A claim is refuted by a single run of its class whose exact divergence is larger. The two oracles
-compute that divergence: `GaussianOracle` for quadratic and linear losses in any dimension,
-`GridOracle` for any losses in one dimension.
+A claim is refuted by a single run of its class whose exact divergence is larger. `audit` lets every
+attack of `ATTACKS` that knows the kind of run look for such a run. Two oracles compute divergences
+of a given run: `GaussianOracle` for quadratic and linear losses in any dimension, `GridOracle` for
+any losses in one dimension.
 """
 
+from hidden_state_accountants.auditing.audit import audit
+from hidden_state_accountants.auditing.evidence import Attack, Evidence
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.auditing.grid import GridEstimate, GridOracle
+from hidden_state_accountants.auditing.linear_losses import LinearLosses
+from hidden_state_accountants.auditing.report import AttackRow, AuditReport
 
-__all__ = ["GaussianOracle", "GridEstimate", "GridOracle"]
+ATTACKS: tuple[Attack, ...] = (LinearLosses(),)
+"""Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
+
+__all__ = [
+    "ATTACKS",
+    "Attack",
+    "AttackRow",
+    "AuditReport",
+    "Evidence",
+    "GaussianOracle",
+    "GridEstimate",
+    "GridOracle",
+    "LinearLosses",
+    "audit",
+]

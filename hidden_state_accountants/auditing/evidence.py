@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
@@ -11,6 +11,8 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 from scipy import optimize
 
+from hidden_state_accountants.batch_order import unmet_relation
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.process import UnmetCondition
 
 _LARGEST_EPSILON = 700.0  # exp of it is a double
@@ -53,6 +55,29 @@ class Evidence:
         while root > 0 and not self.delta(root) > delta:
             root = max(0.0, root - 2e-9)
         return float(root)
+
+
+def strongest(found: Sequence[Evidence]) -> Evidence:
+    """The pointwise largest bounds of one attack's runs; the witness is the best at delta 1e-5."""
+    best = max(found, key=lambda evidence: (evidence.epsilon(1e-5), evidence.delta(0.0)))
+    if len(found) == 1:
+        return best
+    renyi = [evidence.renyi for evidence in found if evidence.renyi is not None]
+    return attrs.evolve(
+        best,
+        delta=lambda epsilon: max(evidence.delta(epsilon) for evidence in found),
+        renyi=(lambda order: max(bound(order) for bound in renyi)) if renyi else None,
+    )
+
+
+def relation_conditions(
+    event: LastIterateDpEvent, relation: NeighboringRelation
+) -> tuple[UnmetCondition, ...]:
+    """The condition that the relation makes sense for the batch order, if it does not."""
+    reason = unmet_relation(event.batch_order, relation)
+    if reason is None:
+        return ()
+    return (UnmetCondition("neighboring relation", reason, relation.name),)
 
 
 class Attack(Protocol):

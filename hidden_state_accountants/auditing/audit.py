@@ -1,0 +1,163 @@
+"""Holds a claim about a run against every attack on runs of its kind.
+
+>>> import hidden_state_accountants as hsa
+>>> run = hsa.LastIterateDpEvent(
+...     noise_multiplier=4.0, learning_rate=0.5, clip_norm=1.0, batch_size=8, dataset_size=8,
+...     num_steps=16, batch_order="full", loss=hsa.LossGeometry.linear(1.0))
+>>> report = hsa.audit(hsa.LastIterateAccountant(), run)
+>>> report.violated, round(report.tightness, 6)
+(False, 1.0)
+>>> from dp_accounting import NeighboringRelation
+>>> half = (report.claimed / 2, 1e-5)
+>>> hsa.audit(half, run, neighboring_relation=NeighboringRelation.REPLACE_SPECIAL).violated_by
+'linear_losses'
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import _validate, auditing
+from hidden_state_accountants.auditing.claim import Claim, read_claim
+from hidden_state_accountants.auditing.evidence import Attack, Evidence, Progress
+from hidden_state_accountants.auditing.report import AttackRow, AuditReport
+from hidden_state_accountants.errors import UnsupportedRunError
+
+_LOGGER = logging.getLogger(__name__)
+_TARGET_DELTA = 1e-5
+_ORDERS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0, 64.0)
+_SLACK = 1e-9  # relative: rounding of an exact figure and of the claim
+
+
+def audit(
+    claim: Any,
+    event: dp_accounting.DpEvent,
+    *,
+    neighboring_relation: NeighboringRelation | None = None,
+    target_delta: float | None = None,
+    target_epsilons: Sequence[float] | None = None,
+    attacks: Sequence[Attack] | None = None,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Searches runs of the class that `event` declares for one that refutes the claim.
+
+    Formal guarantees:
+      - A violation by an attack of strength "exact" or "certified" is a proof that the claim is
+        false for the declared class: some run of the class has a larger privacy loss. Statistical
+        attacks say what their confidence is.
+      - No violation proves nothing. The ratio of the claim to the largest lower bound says how much
+        room there is for a better bound or for a better attack.
+
+    Args:
+        claim: A dp_accounting.PrivacyAccountant that has composed the event and nothing else, or
+            nothing at all (a copy of it then composes the event; an accountant that does not know
+            the event composes its `as_composition`); a `Guarantee`; or a pair (epsilon, delta).
+        event: The run.
+        neighboring_relation: Required for a pair, and for stock accountants of `as_composition`
+            unless it is theirs; otherwise taken from the claim.
+        target_delta: The delta at which epsilons are reported; by default that of a pair, or 1e-5.
+        target_epsilons: Where deltas are compared as well; by default where the claimed delta goes
+            from 0.3 to 1e-10.
+        attacks: By default all of `hidden_state_accountants.auditing.ATTACKS`.
+        progress: Receives one line of text at each stage; by default they are logged at INFO.
+
+    Raises:
+        TypeError: An argument has the wrong type, or no attack is about this kind of event.
+        ValueError: The claim is about another run or relation.
+    """
+    if not isinstance(event, dp_accounting.DpEvent):
+        raise TypeError(f"Expected event to be a dp_accounting.DpEvent, got {event!r}.")
+    chosen = [
+        attack
+        for attack in (auditing.ATTACKS if attacks is None else attacks)
+        if isinstance(event, attack.event_type)
+    ]
+    if not chosen:
+        raise TypeError(f"Expected an event that an attack is about, got {type(event).__name__}.")
+    tell = _LOGGER.info if progress is None else progress
+    read = read_claim(claim, event, neighboring_relation)
+    delta = _target_delta(target_delta, read)
+    epsilons = read.test_epsilons()
+    if target_epsilons is not None:
+        given = (_validate.real("target_epsilons", e, minimum=0) for e in target_epsilons)
+        epsilons = tuple(sorted({*epsilons, *given}))
+    deltas = tuple(float(read.delta(e)) for e in epsilons)
+    tell(f"audit of {read.name}")
+    return AuditReport(
+        claim=read.name,
+        neighboring_relation=read.relation.name,
+        target_delta=delta,
+        claimed=float(read.epsilon(delta)),
+        rows=tuple(_row(attack, event, read, delta, epsilons, deltas, tell) for attack in chosen),
+        epsilons=epsilons,
+        claimed_deltas=deltas,
+    )
+
+
+def _target_delta(given: float | None, claim: Claim) -> float:
+    if given is None:
+        return _TARGET_DELTA if claim.target_delta is None else claim.target_delta
+    return _validate.target_delta(given)
+
+
+def _row(
+    attack: Attack,
+    event: dp_accounting.DpEvent,
+    claim: Claim,
+    target_delta: float,
+    epsilons: Sequence[float],
+    claimed: Sequence[float],
+    tell: Progress,
+) -> AttackRow:
+    unmet = attack.check(event, claim.relation)
+    if unmet:
+        return AttackRow(attack.name, False, "", "; ".join(map(str, unmet)))
+    tell(f"{attack.name}: runs")
+    try:
+        evidence = attack.evidence(event, claim.relation, tell)
+    except UnsupportedRunError as error:
+        return AttackRow(attack.name, False, "", str(error))
+    epsilon = evidence.epsilon(target_delta) if target_delta < 1 else 0.0
+    tell(f"{attack.name}: epsilon is at least {epsilon:.6g} at delta {target_delta:g}")
+    deltas = tuple(evidence.delta(e) for e in epsilons)
+    return AttackRow(
+        attack=evidence.attack,
+        applies=True,
+        strength=evidence.strength,
+        detail=evidence.witness,
+        epsilon=epsilon,
+        deltas=deltas,
+        violation=_violation(evidence, claim, epsilons, deltas, claimed),
+    )
+
+
+def _violation(
+    evidence: Evidence,
+    claim: Claim,
+    epsilons: Sequence[float],
+    found: Sequence[float],
+    claimed: Sequence[float],
+) -> str:
+    """Where the evidence exceeds the claim most clearly; empty if nowhere."""
+    slack = 1 + _SLACK if evidence.strength == "exact" else 1.0
+    excess = [
+        (at_least / max(said, 1e-300), epsilon, at_least, said)
+        for epsilon, at_least, said in zip(epsilons, found, claimed, strict=True)
+        if at_least > said * slack
+    ]
+    if excess:
+        _, epsilon, at_least, said = max(excess)
+        return f"At epsilon {epsilon:.6g} delta is at least {at_least:.4g}, claimed {said:.4g}"
+    if claim.rdp is None or evidence.renyi is None:
+        return ""
+    for order, said in zip(_ORDERS, claim.rdp(np.array(_ORDERS)).tolist(), strict=True):
+        if said < math.inf and (bound := evidence.renyi(order)) > said * slack:
+            return f"At Renyi order {order:g} it is at least {bound:.6g}, claimed {said:.6g}"
+    return ""

@@ -1,0 +1,143 @@
+"""What is audited: a privacy claim in one of the forms that users have it in."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.guarantee import Guarantee
+
+_DELTAS = (0.3, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)
+_LARGEST_EPSILON = 700.0
+
+
+@attrs.frozen(eq=False)
+class Claim:
+    """An upper bound on the privacy loss of a run.
+
+    Attributes:
+        name: In words.
+        relation: The neighbouring relation that it is about.
+        epsilon: The claimed epsilon at a delta; inf where nothing is claimed.
+        delta: The claimed delta at an epsilon; 1 where nothing is claimed.
+        rdp: The claimed Renyi divergences of an array of orders, if the claim has any.
+        target_delta: The delta that the claim is about, if it is about one only.
+    """
+
+    name: str
+    relation: NeighboringRelation
+    epsilon: Callable[[float], float]
+    delta: Callable[[float], float]
+    rdp: Callable[[np.ndarray], np.ndarray] | None = None
+    target_delta: float | None = None
+
+    def test_epsilons(self) -> tuple[float, ...]:
+        """Where the claim says something: from delta near one down to tiny deltas."""
+        if self.target_delta is not None:
+            points = [self.epsilon(self.target_delta)]
+        else:
+            points = [0.0, *map(self.epsilon, _DELTAS)]
+        return tuple(sorted({min(e, _LARGEST_EPSILON) for e in points if e < math.inf}))
+
+
+def read_claim(
+    claim: Any, event: dp_accounting.DpEvent, relation: NeighboringRelation | None
+) -> Claim:
+    """The claim about `event` that an accountant, a guarantee or a pair makes.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It is about another run or another relation, or the relation is missing.
+    """
+    if relation is not None:
+        relation = _validate.neighboring_relation(relation)
+    if isinstance(claim, Guarantee):
+        return _of_guarantee(claim, relation)
+    if isinstance(claim, dp_accounting.PrivacyAccountant):
+        return _of_accountant(claim, event, relation)
+    if isinstance(claim, tuple | list) and len(claim) == 2:
+        return _of_pair(claim[0], claim[1], relation)
+    raise TypeError(
+        "Expected claim to be a dp_accounting.PrivacyAccountant, a Guarantee or a pair "
+        f"(epsilon, delta), got {claim!r}."
+    )
+
+
+def _of_guarantee(guarantee: Guarantee, relation: NeighboringRelation | None) -> Claim:
+    _same_relation(relation, guarantee.neighboring_relation)
+    return Claim(
+        guarantee.theorem,
+        guarantee.neighboring_relation,
+        guarantee.epsilon,
+        guarantee.delta,
+        guarantee.rdp,
+    )
+
+
+def _of_pair(epsilon: Any, delta: Any, relation: NeighboringRelation | None) -> Claim:
+    if relation is None:
+        raise ValueError(
+            "Expected neighboring_relation for a claim that is a pair (epsilon, delta), got none."
+        )
+    e, d = _validate.target_epsilon(epsilon), _validate.target_delta(delta)
+    return Claim(
+        f"({e:g}, {d:g})",
+        relation,
+        lambda at: e if at >= d else math.inf,
+        lambda at: d if at >= e else 1.0,
+        target_delta=d,
+    )
+
+
+def _of_accountant(
+    accountant: Any, event: dp_accounting.DpEvent, relation: NeighboringRelation | None
+) -> Claim:
+    name = type(accountant).__name__
+    standard = None
+    if relation is None:
+        relation = accountant.neighboring_relation
+    if isinstance(event, LastIterateDpEvent):
+        try:
+            standard = event.as_composition(relation)
+        except UnsupportedRunError:
+            standard = None
+    ledger = accountant.ledger
+    if isinstance(ledger, dp_accounting.NoOpDpEvent):
+        accountant = copy.deepcopy(accountant)
+        ledger = event if standard is None or accountant.supports(event) else standard
+        accountant.compose(ledger)
+    if ledger == event:
+        _same_relation(relation, accountant.neighboring_relation)
+    elif standard is None or ledger != standard:
+        raise ValueError(
+            f"Expected an accountant that has composed the event and nothing else, got the ledger "
+            f"{_short(ledger)}. Compose the event once into an accountant of its own."
+        )
+    guarantee = getattr(accountant, "guarantee", None)
+    if isinstance(guarantee, Guarantee):
+        return attrs.evolve(_of_guarantee(guarantee, relation), name=f"{name}: {guarantee.theorem}")
+    return Claim(name, relation, accountant.get_epsilon, accountant.get_delta)
+
+
+def _same_relation(asked: NeighboringRelation | None, found: NeighboringRelation) -> None:
+    if asked not in (None, found):
+        assert asked is not None
+        raise ValueError(
+            f"Expected neighboring_relation = {found.name}, which the claim is for, got "
+            f"{asked.name}. Leave it out."
+        )
+
+
+def _short(event: dp_accounting.DpEvent) -> str:
+    text = repr(event)
+    return text if len(text) <= 200 else f"{text[:200]}..."
