@@ -7,7 +7,7 @@ r"""The attack on DP-MBCD by convex blocks without curvature in one direction.
 ...     step_size=0.1, noise_variance=1.0, gradient_sensitivity=1.0, batch_size=1, dataset_size=25,
 ...     num_epochs=100, block_loss=hsa.LossGeometry.generalized_linear(1.0))
 >>> attack = BlockZeroCurvature(record_curvature=1.0)
->>> evidence = attack.evidence(run, NeighboringRelation.REPLACE_ONE, print)
+>>> evidence = attack.evidence(run, NeighboringRelation.REPLACE_ONE, len)
 >>> print(f"{evidence.renyi(2.0) / 2:.5f}")  # Theorem 4.6 claims .00532
 0.02090
 """

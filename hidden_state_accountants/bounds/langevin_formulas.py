@@ -85,8 +85,10 @@ def log_sobolev_rate(
     """
     square, time = _base(total_sensitivity, dataset_size, noise_std, learning_rate, num_steps)
     c = _validate.magnitude("log_sobolev_constant", log_sobolev_constant, positive=True)
+    if square == math.inf:
+        return math.inf if time else 0.0
     product = c * noise_std**2
-    return _saturating(square / (2 * product) if product else math.inf, product * time)
+    return _saturating(square / (2 * product) if product else 0.0, product * time)
 
 
 def strongly_convex_rate(
