@@ -13,7 +13,9 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
 
 from hidden_state_accountants.accountants import (
     BlockCoordinateAccountant,
+    ChienLiAccountant,
     DiceSgdAccountant,
+    KongRiberoAccountant,
     LangevinAccountant,
     LastIterateAccountant,
     ShiftedInterpolationAccountant,
@@ -44,10 +46,12 @@ __all__ = [
     "BlockCoordinateAccountant",
     "BlockCoordinateDpEvent",
     "Bound",
+    "ChienLiAccountant",
     "Comparison",
     "DiceSgdAccountant",
     "DiceSgdDpEvent",
     "Guarantee",
+    "KongRiberoAccountant",
     "LangevinAccountant",
     "LastIterateAccountant",
     "LastIterateDpEvent",

@@ -28,7 +28,9 @@ from hidden_state_accountants import _validate
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
 from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
+from hidden_state_accountants.bounds.chien_li import ChienLi
 from hidden_state_accountants.bounds.dice_sgd import DiceSgd
+from hidden_state_accountants.bounds.kong_ribero import KongRibero
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.composed_curve import compose_curves
 from hidden_state_accountants.curves import BestOfCurves, Curve, GaussianCurve
@@ -296,6 +298,42 @@ class LangevinAccountant(_BoundAccountant):
         analysis: str = "sound",
     ):
         super().__init__(neighboring_relation, Langevin(analysis))
+
+
+class ChienLiAccountant(_BoundAccountant):
+    """Chien & Li 2024 (arXiv 2410.01068) alone (`bounds.ChienLi`).
+
+    Args:
+        neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
+        analysis: "sound" or "published"; the latter reads WITHOUT_REPLACEMENT batches by Theorem
+            3.12, which is false and warns.
+    """
+
+    def __init__(
+        self,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        analysis: str = "sound",
+    ):
+        super().__init__(neighboring_relation, ChienLi(analysis))
+
+
+class KongRiberoAccountant(_BoundAccountant):
+    """Kong & Ribero 2025 (arXiv 2407.05237) alone (`bounds.KongRibero`).
+
+    Args:
+        neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
+        analysis: "sound", or "published" for the formulas as stated; Theorem 2.2 under clipping is
+            not proved as stated and warns.
+    """
+
+    def __init__(
+        self,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        analysis: str = "sound",
+    ):
+        super().__init__(neighboring_relation, KongRibero(analysis))
 
 
 class BlockCoordinateAccountant(_BoundAccountant):

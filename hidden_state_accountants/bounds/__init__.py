@@ -2,9 +2,11 @@
 
 from hidden_state_accountants.bounds._bound import Bound, Citation
 from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
+from hidden_state_accountants.bounds.chien_li import ChienLi
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
 from hidden_state_accountants.bounds.dice_sgd import DiceSgd
+from hidden_state_accountants.bounds.kong_ribero import KongRibero
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
@@ -21,15 +23,21 @@ BOUNDS: tuple[Bound, ...] = (
     Reshuffled(),
     DiceSgd(),
     DiceSgd("published"),
+    ChienLi(),
+    ChienLi("published"),
+    KongRibero(),
+    KongRibero("published"),
 )
 
 __all__ = [
     "BOUNDS",
     "BlockCoordinate",
     "Bound",
+    "ChienLi",
     "Citation",
     "Composition",
     "DiceSgd",
+    "KongRibero",
     "Langevin",
     "Reshuffled",
     "ShiftedInterpolation",

@@ -6,7 +6,12 @@ from dp_accounting import NeighboringRelation, privacy_accountant_test
 
 import hidden_state_accountants as hsa
 
-ACCOUNTANTS = (hsa.LastIterateAccountant, hsa.ShiftedInterpolationAccountant)
+ACCOUNTANTS = (
+    hsa.LastIterateAccountant,
+    hsa.ShiftedInterpolationAccountant,
+    hsa.ChienLiAccountant,
+    hsa.KongRiberoAccountant,
+)
 
 
 class LastIterateConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
@@ -17,6 +22,16 @@ class LastIterateConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
 class ShiftedInterpolationConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
     def _make_test_accountants(self):
         return [hsa.ShiftedInterpolationAccountant(relation) for relation in NeighboringRelation]
+
+
+class ChienLiConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [hsa.ChienLiAccountant(relation) for relation in NeighboringRelation]
+
+
+class KongRiberoConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [hsa.KongRiberoAccountant(relation) for relation in NeighboringRelation]
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
