@@ -118,7 +118,7 @@ def plot_audit(
     figure = new_figure(8.0, 5.2)
     axis = figure.subplots()
     for rank, series in enumerate((claimed, *found)):
-        points = [(x, y) for x, y in series.points if y > 0]
+        points = [(x, y) for x, y in series.points if 0 < y < 1]  # 1 claims nothing
         axis.plot(
             [x for x, _ in points],
             [y for _, y in points],

@@ -11,9 +11,13 @@ from hidden_state_accountants.auditing.evidence import Attack, Evidence
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.auditing.grid import GridEstimate, GridOracle
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
+from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
 from hidden_state_accountants.auditing.report import AttackRow, AuditReport
 
-ATTACKS: tuple[Attack, ...] = (LinearLosses(),)
+ATTACKS: tuple[Attack, ...] = (
+    LinearLosses(),
+    QuadraticLosses(),
+)
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
 __all__ = [
@@ -26,5 +30,6 @@ __all__ = [
     "GridEstimate",
     "GridOracle",
     "LinearLosses",
+    "QuadraticLosses",
     "audit",
 ]

@@ -17,7 +17,7 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
 
-_DELTAS = (0.3, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)
+_DELTAS = tuple((0.3, *np.geomspace(0.1, 1e-10, 19).tolist()))
 _LARGEST_EPSILON = 700.0
 
 
@@ -44,7 +44,7 @@ class Claim:
     def test_epsilons(self) -> tuple[float, ...]:
         """Where the claim says something: from delta near one down to tiny deltas."""
         if self.target_delta is not None:
-            points = [self.epsilon(self.target_delta)]
+            points = [self.epsilon(self.target_delta) * k / 4 for k in range(9)]
         else:
             points = [0.0, *map(self.epsilon, _DELTAS)]
         return tuple(sorted({min(e, _LARGEST_EPSILON) for e in points if e < math.inf}))

@@ -1,0 +1,145 @@
+r"""The attack by quadratic losses: curvature that erases noise, or undoes the weight decay.
+
+>>> import hidden_state_accountants as hsa
+>>> from dp_accounting import NeighboringRelation
+>>> from hidden_state_accountants.auditing import LinearLosses, QuadraticLosses
+>>> run = hsa.LastIterateDpEvent(
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=100, dataset_size=2000,
+...     num_steps=400, batch_order="cyclic", loss=hsa.LossGeometry.generalized_linear(1.0),
+...     weight_decay=0.1)
+>>> for attack in (LinearLosses(), QuadraticLosses()):
+...     evidence = attack.evidence(run, NeighboringRelation.REPLACE_SPECIAL, lambda text: None)
+...     print(attack.name, round(evidence.epsilon(1e-5), 1))
+linear_losses 0.9
+quadratic_losses 1.8
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.auditing._quadratic_runs import QuadraticRun, quadratic_runs
+from hidden_state_accountants.auditing._released import worst_position
+from hidden_state_accountants.auditing.evidence import (
+    Evidence,
+    Progress,
+    relation_conditions,
+    strongest,
+)
+from hidden_state_accountants.batch_order import BatchOrder
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.process import UnmetCondition
+
+
+@attrs.frozen
+class QuadraticLosses:
+    r"""The record's loss is linear, the others' are quadratic around the start, in one dimension.
+
+    Curvature contracts the noise and the record's influence alike, but a cyclic batch without the
+    record may erase the noise just before the record acts, and concave losses undo weight decay.
+
+    Formal guarantees:
+      - The witness is in the declared class: the others' losses are Huber-like (or their concave
+        mirror images), with gradients cut at the gradient bound. They agree with quadratics of a
+        curvature h while :math:`|h x_{t-1}| \le G_t` (and :math:`|x_t| \le R/2` in a domain), which
+        fails with a probability of at most p on one data set and p' on the other (union bound over
+        the steps, Gaussian tails). With the exact mu of the quadratic run
+
+        .. math::
+            \delta(\varepsilon) \ge \delta_\mu(\varepsilon)
+                - \min(p + e^\varepsilon p',\; p' + e^\varepsilon p)
+
+        Large batches leave much room: p is then far below a double's precision.
+      - A strongly convex class has a linear record only where clipping acts, see `LinearLosses`.
+      - A few curvatures are tried, for the record in the batch processed last and in the worst one
+        of linear losses: bounds of a subfamily.
+
+    Source: the law of a linear recursion; this project.
+    """
+
+    name: str = "quadratic_losses"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """Why the attack does not apply; empty if it does."""
+        unmet = list(relation_conditions(event, relation))
+        if event.batch_order not in (BatchOrder.FULL, BatchOrder.CYCLIC):
+            unmet.append(UnmetCondition("batch order", "FULL or CYCLIC", event.batch_order.name))
+        loss = event.loss
+        if loss is not None:
+            if loss.kind is LossKind.STRONGLY_CONVEX and loss.lipschitz is not None:
+                unmet.append(UnmetCondition("linear record", "no strong convexity", repr(loss)))
+            if loss.smoothness == 0 or loss.exponent != 1:
+                unmet.append(UnmetCondition("curvature", "a bound on it above 0", repr(loss)))
+        if not (event.per_step("learning_rate") * event.noise_std_on_sum()).any():
+            unmet.append(UnmetCondition("noise", "noise_multiplier > 0", "0"))
+        return tuple(unmet)
+
+    def evidence(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation, progress: Progress
+    ) -> Evidence:
+        """The bounds of the strongest run of the family."""
+        gradients = (1, -1) if relation is NeighboringRelation.REPLACE_ONE else (1, 0)
+        curvatures = _curvatures(event)
+        pairs = np.array(list(itertools.product(curvatures, repeat=2)))
+        if event.batches_per_epoch == 1:
+            pairs = np.array([(h, h) for h in curvatures])
+        runs: list[QuadraticRun] = []
+        for position in _positions(event):
+            progress(f"{self.name}: {len(pairs)} runs of {event.num_steps} steps")
+            runs += quadratic_runs(event, position, gradients, pairs[:, 0], pairs[:, 1])
+        return strongest([self._as_evidence(run) for run in _undominated(runs)])
+
+    def _as_evidence(self, run: QuadraticRun) -> Evidence:
+        return Evidence(
+            attack=self.name,
+            strength="certified",
+            witness=f"a linear record among quadratics, {run.text}: mu = {run.mu:.6g} except with "
+            f"probability {max(run.leaves, run.neighbour_leaves):.1e}",
+            delta=run.delta,
+        )
+
+
+def _positions(event: LastIterateDpEvent) -> set[int]:
+    if event.batch_order is BatchOrder.FULL or event.record_position is not None:
+        return {event.record_position or 0}
+    return {(event.num_steps - 1) % event.batches_per_epoch, worst_position(event)}
+
+
+def _curvature_range(loss: LossGeometry | None) -> tuple[float, float]:
+    if loss is None:
+        return -math.inf, math.inf
+    if loss.kind is LossKind.HOELDER:
+        return -loss.smoothness, loss.smoothness
+    return loss.strong_convexity - loss.weak_convexity, loss.smoothness
+
+
+def _curvatures(event: LastIterateDpEvent) -> list[float]:
+    """Ends and middle of the range, flat, undoing the decay, erasing what was before."""
+    low, high = _curvature_range(event.loss)
+    eta = float(event.per_step("learning_rate").max())
+    decay = float(event.per_step("weight_decay").max())
+    wanted = [0.0, -decay, (1 / eta - decay) / 2, 1 / eta - decay]
+    wanted += [h for h in (low, (low + high) / 2, high) if math.isfinite(h)]
+    return sorted({min(max(h, low), high) + 0.0 for h in wanted})
+
+
+def _undominated(runs: list[QuadraticRun]) -> list[QuadraticRun]:
+    """Those that no run with a larger mu stays in the class as surely as."""
+    kept: list[QuadraticRun] = []
+    for run in sorted(runs, key=lambda run: -run.mu):
+        if all(
+            run.leaves < other.leaves or run.neighbour_leaves < other.neighbour_leaves
+            for other in kept
+        ):
+            kept.append(run)
+    return kept
