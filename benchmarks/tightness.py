@@ -269,6 +269,10 @@ _RANDOM: dict[str, Any] = {
     "noise_multiplier": 2.0,
 }
 _SECRET = (
+    "The bound averages over the orders (joint convexity); it does not use that the last iterate "
+    "tells little about which one was drawn."
+)
+_SAMPLED = (
     "While the bound is composition, it holds for all iterates released; what was found is for the "
     "last iterate alone, in one dimension."
 )
@@ -466,10 +470,16 @@ CLASSES = (
             relation=REPLACE_SPECIAL,
         )
         for order, comment in (
-            ("shuffled_once", "Composition does not use that the order is secret. " + _SECRET),
-            ("reshuffled", "Composition does not use that the order is secret. " + _SECRET),
-            ("without_replacement", _SECRET),
-            ("poisson", _SECRET),
+            ("shuffled_once", _SECRET),
+            (
+                "reshuffled",
+                _SECRET,
+            ),
+            (
+                "without_replacement",
+                _SAMPLED + " The only stock accountant for this order converts Renyi divergences.",
+            ),
+            ("poisson", _SAMPLED),
         )
     ),
 )

@@ -443,8 +443,8 @@ MUTATIONS = (
     Mutation(
         "short_segment_starts_at_position_0",
         SHIFTS,
-        "result[np.arange(first, first + period) % process.period] =",
-        "result[np.arange(period)] =",
+        "offsets = [(position - first) % process.period for position in positions]",
+        "offsets = [position % process.period for position in positions]",
         _LAWS,
     ),
     Mutation(
@@ -474,6 +474,42 @@ MUTATIONS = (
         "if self._must_pool(jumped, self._blocks[target]):",
         "if self._must_pool(block, self._blocks[target]):",
         _TAUT_STRING_TESTS,
+    ),
+    # Secret orders.
+    Mutation(
+        "late_participations_of_expanding_runs",
+        "bounds/data_order.py",
+        "process.contraction[0] <= 1:",
+        "process.contraction[0] >= 0:",
+        "bounds/test_data_order.py",
+    ),
+    Mutation(
+        "late_participations_of_schedules",
+        "bounds/data_order.py",
+        "if process.is_constant and not process.release_steps and",
+        "if not process.release_steps and",
+        "bounds/test_data_order.py",
+    ),
+    Mutation(
+        "late_participations_of_runs_with_releases",
+        "bounds/data_order.py",
+        "if process.is_constant and not process.release_steps and",
+        "if process.is_constant and",
+        "bounds/test_data_order.py",
+    ),
+    Mutation(
+        "epochs_of_a_schedule_are_taken_for_alike",
+        "bounds/data_order.py",
+        "if process.is_constant and shape in known:",
+        "if shape in known:",
+        "bounds/test_data_order.py",
+    ),
+    Mutation(
+        "record_beyond_the_last_batch_never_took_part",
+        "bounds/data_order.py",
+        "mu_squared[:] = by_position[-1]",
+        "mu_squared[:] = 0 * by_position[-1]",
+        "bounds/test_data_order.py",
     ),
     # From mu to epsilon.
     Mutation(
