@@ -94,3 +94,13 @@ def test_the_delta_of_a_cap_on_poisson_batches_is_never_lost():
     twice = hsa.LastIterateAccountant(RELATION)
     twice.compose(cyclic_run(**make, max_batch_size=15), 2)
     assert twice.get_epsilon(1.99 * extra) == np.inf > twice.get_epsilon(2.01 * extra)
+
+
+@pytest.mark.parametrize("order", ["poisson", "without_replacement"])
+def test_sampled_steps_without_learning_rate_are_left_out(order):
+    make = {"batch_order": order, "loss": None}
+    rates = [0.5] * 9 + [0.0] * 15
+    assert (
+        cyclic_run(**make, learning_rate=rates).as_composition()
+        == cyclic_run(**make, num_steps=9).as_composition()
+    )

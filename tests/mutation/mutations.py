@@ -733,7 +733,7 @@ MUTATIONS = (
         COMPOSED,
         'noise = _effective_noise(event, relation)[event.per_step("learning_rate") > 0]',
         "noise = _effective_noise(event, relation)",
-        _EVENT_TESTS,
+        _DETAILS,
     ),
     Mutation(
         "reshuffled_record_keeps_its_position",
