@@ -92,7 +92,7 @@ class TestFormulas:
             "dimension": 30,
         }
         by_rdp = formulas.prescription_for_rdp(8.0, 0.5, **loss)
-        # (71): sigma^2 = 4 alpha L^2 / (lambda eps n^2), K* = 2 beta^2/lambda^2 log(n^2 eps/alpha d)
+        # (71): sigma^2 = 4 alpha L^2/(lambda eps n^2), K* = 2 beta^2/lambda^2 log(n^2 eps/alpha d)
         assert by_rdp.noise_std**2 == pytest.approx(4 * 8 * 9 / (0.2 * 0.5 * 50_000**2), rel=1e-12)
         assert by_rdp.num_steps == math.ceil(200 * math.log(50_000**2 * 0.5 / (8 * 30)))
         assert by_rdp.learning_rate == 0.2 / 8

@@ -1,0 +1,425 @@
+"""Chen & Liu 2025 (arXiv 2407.08233): the event, Theorem 4.6 as published, the sound account."""
+
+import json
+import math
+import pickle
+import warnings
+
+import attrs
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from scipy import special
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds._block_recursion import published_rates
+from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate, block_contraction
+
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+
+
+def block_run(**changes):
+    """Five batches of four records, six epochs."""
+    arguments = {
+        "step_size": 0.1,
+        "noise_variance": 1.0,
+        "gradient_sensitivity": 2.0,
+        "batch_size": 4,
+        "dataset_size": 20,
+        "num_epochs": 6,
+        "block_loss": hsa.LossGeometry.generalized_linear(1.0),
+    }
+    return hsa.BlockCoordinateDpEvent(**(arguments | changes))
+
+
+def varying_noise(epochs=6, batches=5, seed=0):
+    return np.exp(np.random.default_rng(seed).normal(0, 0.5, (epochs, batches)))
+
+
+def guarantee(event, analysis="sound", relation=REPLACE_ONE):
+    return BlockCoordinate(analysis).guarantee(event, relation)
+
+
+VARIANTS = [
+    {},
+    {"noise_variance": varying_noise()},
+    {"noise_variance": [[1.0, 1.0, 1.0, 2.0, 2.0]] * 6, "num_blocks": 3},
+    {"block_loss": None, "update_lipschitz": 0.98, "prox_lipschitz": 2.0},
+    {"prox_strong_convexity": 0.3, "block_loss": hsa.LossGeometry.convex(1.0, lipschitz=1.0)},
+    {"noise_variance": 0.0, "step_size": 0.0},
+]
+
+
+class TestEvent:
+    @pytest.mark.parametrize("changes", VARIANTS)
+    def test_round_trips(self, changes):
+        event = block_run(**changes)
+        assert dp_accounting.DpEvent.from_named_tuple(event.to_named_tuple()) == event
+        text = json.dumps(event.to_dict(), allow_nan=False)
+        assert hsa.BlockCoordinateDpEvent.from_dict(json.loads(text)) == event
+        assert pickle.loads(pickle.dumps(event)) == event
+        assert hash(event) == hash(block_run(**changes))
+        assert attrs.evolve(event) == event
+        assert "\n" not in repr(event)
+        assert len(repr(event)) < 500
+
+    def test_noise_is_canonical(self):
+        ones = [1.0, np.float64(1.0), np.array(1.0), np.ones((6, 5)), [[1] * 5] * 6,
+                hsa.Schedule([1.0], [30])]  # fmt: skip
+        assert len({block_run(noise_variance=one) for one in ones}) == 1
+        array = varying_noise()
+        for form in (array, array.tolist(), tuple(map(tuple, array))):
+            np.testing.assert_array_equal(block_run(noise_variance=form).noise_variances(), array)
+
+    def test_sizes(self):
+        event = block_run(dataset_size=18)
+        assert (event.batches_per_epoch, event.num_steps) == (5, 30)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "text"),
+        [
+            ({"step_size": -0.1}, ValueError, "step_size >= 0"),
+            ({"step_size": math.nan}, ValueError, "step_size"),
+            ({"step_size": [0.1] * 30}, TypeError, "step_size to be a real number"),
+            ({"noise_variance": -1.0}, ValueError, "noise_variance >= 0"),
+            ({"noise_variance": math.inf}, ValueError, "noise_variance"),
+            ({"noise_variance": "1"}, TypeError, "noise_variance"),
+            ({"noise_variance": [1.0] * 30}, TypeError, r"shape \(6, 5\)"),
+            ({"noise_variance": np.ones((5, 6))}, TypeError, r"got shape \(5, 6\)"),
+            ({"noise_variance": [[1.0] * 5] * 5 + [[1.0] * 4]}, TypeError, r"shape \(6, 5\)"),
+            ({"noise_variance": -np.ones((6, 5))}, ValueError, "noise_variance >= 0"),
+            ({"noise_variance": np.full((6, 5), np.nan)}, ValueError, "noise_variance"),
+            ({"noise_variance": hsa.Schedule([1.0], [29])}, ValueError, "30 steps, got 29"),
+            ({"gradient_sensitivity": -1.0}, ValueError, "gradient_sensitivity >= 0"),
+            ({"batch_size": 0}, ValueError, "batch_size >= 1"),
+            ({"batch_size": 21}, ValueError, "batch_size <= 20"),
+            ({"batch_size": 4.0}, TypeError, "batch_size to be an integer"),
+            ({"num_epochs": 0}, ValueError, "num_epochs >= 1"),
+            ({"num_blocks": 0}, ValueError, "num_blocks >= 1"),
+            ({"num_blocks": True}, TypeError, "num_blocks"),
+            ({"block_loss": 1.0}, TypeError, "block_loss to be a LossGeometry"),
+            ({"prox_strong_convexity": -1.0}, ValueError, "prox_strong_convexity >= 0"),
+            ({"update_lipschitz": -1.0}, ValueError, "update_lipschitz >= 0"),
+            ({"update_lipschitz": math.inf}, ValueError, "update_lipschitz"),
+            ({"prox_lipschitz": -2.0}, ValueError, "prox_lipschitz >= 0"),
+        ],
+    )
+    def test_what_no_run_can_have_is_refused(self, changes, error, text):
+        with pytest.raises(error, match=text):
+            block_run(**changes)
+
+    def test_dictionaries_with_mistakes(self):
+        plain = block_run().to_dict()
+        for broken in (
+            plain | {"schema": 2},
+            plain | {"type": "LastIterateDpEvent"},
+            plain | {"step": 1},
+            {key: value for key, value in plain.items() if key != "step_size"},
+        ):
+            with pytest.raises(ValueError, match=r"schema|type|Unknown key|Missing key"):
+                hsa.BlockCoordinateDpEvent.from_dict(broken)
+
+
+def lsi_constant(o, eta, big_f, big_t, k, j):
+    """Lemma C.3 as printed, its double sum; None at the start, where it is infinite."""
+    per_epoch = o.shape[1]
+    length = big_f * big_t
+    total = sum(
+        o[kk, jj] * length ** (2 * ((k - kk) * per_epoch - jj + j - 1))
+        for kk in range(k)
+        for jj in range(per_epoch)
+    )
+    total += sum(o[k, jj] * length ** (2 * (j - jj - 1)) for jj in range(j))
+    return 1 / (2 * eta * big_t**2 * total) if total else None
+
+
+def corollary_rate(o, eta, s_g, b, big_f, big_t, j0):
+    """Corollary 4.5, step by step, for one position."""
+    rho = 0.0
+    for k in range(o.shape[0]):
+        for j in range(o.shape[1]):
+            if j == j0:
+                rho += eta * s_g**2 / (4 * b**2 * o[k, j])
+            elif rho:
+                c = lsi_constant(o, eta, big_f, big_t, k, j)
+                rho *= (1 + c * 2 * eta * o[k, j] / big_f**2) ** (-1 / big_t**2)
+    return rho
+
+
+def telescoped_rate(o, eta, s_g, b, big_f, big_t, j0):
+    """(9) with its indices corrected: c_K^0 for c_K^{n/b-1}, the product over k < l < K."""
+    epochs, per_epoch = o.shape
+    row = np.vstack([o, o[-1:]])  # c_K^0 needs no noise of epoch K
+
+    def c(k, j):
+        return lsi_constant(row, eta, big_f, big_t, k, j)
+
+    total = 0.0
+    for k in range(epochs):
+        product = math.prod(c(i, j0 + 1) / c(i, j0) for i in range(k + 1, epochs))
+        power = (per_epoch - 1) * (epochs - k) - j0
+        inside = c(k, j0 + 1) / c(epochs, 0) * (1 / (big_f * big_t) ** 2) ** power * product
+        total += eta * s_g**2 / (4 * b**2 * o[k, j0]) * inside ** (-1 / big_t**2)
+    return total
+
+
+class TestPublished:
+    @pytest.mark.parametrize("big_f", [0.5, 0.95, 1.0, 1.2])
+    @pytest.mark.parametrize("big_t", [0.8, 1.0, 2.0])
+    def test_recursion_is_corollary_4_5_with_lemma_c_3(self, big_f, big_t):
+        o = varying_noise(4, 5)
+        ours = published_rates(0.1, o, 1.7, 3, big_f, big_t)
+        typed = [corollary_rate(o, 0.1, 1.7, 3, big_f, big_t, j0) for j0 in range(5)]
+        np.testing.assert_allclose(ours, typed, rtol=1e-9)
+        corrected = [telescoped_rate(o, 0.1, 1.7, 3, big_f, big_t, j0) for j0 in range(5)]
+        np.testing.assert_allclose(ours, corrected, rtol=1e-9)
+
+    @pytest.mark.parametrize("num_blocks", [1, 3])
+    def test_theorem_4_6(self, num_blocks):
+        o = varying_noise()
+        event = block_run(noise_variance=o, num_blocks=num_blocks)
+        # Lemma 4.1 with a constant step: L_F = |1 - eta beta|, and L_T = 1
+        rates = [corollary_rate(o, 0.1, 2.0, 4, 0.9, 1.0, j0) for j0 in range(5)]
+        for alpha in (1.5, 2.0, 40.0):
+            expected = (
+                num_blocks
+                * np.log(np.mean(np.exp([(alpha - 1) * alpha * rho for rho in rates])))
+                / (alpha - 1)
+            )
+            claimed = guarantee(event, "published").rdp([alpha])[0]
+            assert claimed == pytest.approx(expected, rel=1e-9)
+
+    def test_it_warns_every_time_and_says_why(self):
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=r"\|1 - eta\*beta\| = 0.9"):
+                hsa.BlockCoordinateAccountant(analysis="published").compose(block_run())
+        caveat = guarantee(block_run(prox_strong_convexity=1.0), "published").caveat
+        assert "directions without curvature are not contracted" in caveat
+        assert "exponent 1/L_T^2" in caveat
+        assert "between the blocks and through hidden variables" in caveat
+        declared = guarantee(block_run(block_loss=None, update_lipschitz=0.98), "published")
+        assert "0.98 is declared" in declared.caveat
+        assert not BlockCoordinate("published").sound
+        assert BlockCoordinate().sound
+
+    def test_it_needs_a_lipschitz_constant(self):
+        for loss in (None, hsa.LossGeometry.hoelder(1.0, 0.5)):
+            with pytest.raises(hsa.UnsupportedRunError, match="update_lipschitz, or a block_loss"):
+                hsa.BlockCoordinateAccountant(analysis="published").compose(
+                    block_run(block_loss=loss)
+                )
+
+    def test_no_noise_no_privacy(self):
+        silent = np.ones((6, 5))
+        silent[2, 3] = 0.0
+        for noise in (0.0, silent):
+            assert guarantee(block_run(noise_variance=noise), "published").epsilon(1e-5) == math.inf
+        assert guarantee(block_run(step_size=0.0), "published").epsilon(1e-5) == 0
+
+    def test_huge_constants(self):
+        expanding = block_run(update_lipschitz=1e60, num_epochs=40)
+        rates = guarantee(expanding, "published").rdp([2.0])[0] / 2
+        # No erosion is left: composition
+        assert rates == pytest.approx(40 * 0.1 * 4 / (4 * 16), rel=1e-9)
+
+
+def figure_rate(o, step_size, big_f, batch_size):
+    return published_rates(step_size, np.asarray(o), 1.0, batch_size, big_f, 1.0)
+
+
+def averaged(rates, alpha):
+    exponent = special.logsumexp((alpha - 1) * alpha * rates) - np.log(len(rates))
+    return float(exponent) / (alpha - 1)
+
+
+class TestFiguresOfThePaper:
+    def test_figure_1_constant_noise(self):
+        """A plateau and log-linear contributions; the noise is not stated (1 here)."""
+
+        def loss(epochs):
+            return averaged(figure_rate(np.ones((epochs, 25)), 0.05, 0.98, 100), 10)
+
+        values = [loss(epochs) for epochs in (1, 5, 10, 20)]
+        assert values == pytest.approx(
+            [5.46699e-6, 1.248117e-5, 1.2925375e-5, 1.2931718e-5], rel=1e-5
+        )
+        assert loss(200) == pytest.approx(values[-1], rel=1e-6)
+        # Epoch k's contribution at K = 20: the rate less that of a run that skips the record there.
+        contributions = []
+        whole = figure_rate(np.ones((20, 25)), 0.05, 0.98, 100).mean()
+        for epoch in range(8, 20):
+            without = _rates_without_epoch(epoch, 20, 25)
+            contributions.append(math.log(whole - without.mean()))
+        steps = np.diff(contributions)
+        assert steps.min() > 0
+        assert np.ptp(steps[:-1]) < 1e-3
+
+    def test_figure_4_settings(self):
+        """Text and caption of Figure 4 disagree about the settings; both converge."""
+        text = [averaged(figure_rate(np.ones((k, 9)), 0.05, 0.95, 10), 6) for k in (1, 10, 50)]
+        caption = [averaged(figure_rate(np.ones((k, 20)), 0.1, 0.9, 2), 10) for k in (1, 10, 50)]
+        assert text == pytest.approx([3.606038e-4, 9.190481e-4, 9.203570e-4], rel=1e-5)
+        assert caption == pytest.approx([1.7024403e-2, 1.8031227e-2, 1.8031227e-2], rel=1e-5)
+
+    def test_the_privacy_column_of_table_4_is_not_theorem_4_6(self):
+        """b = 960 of n = 4800, eta = 0.05, rho = 1, alpha = 2: wrong in scale, order and trend."""
+        epochs = (10, 20, 30, 40)
+        printed_constant = (0.0251, 0.0290, 0.0274, 0.0256)
+        printed_falling = (0.0109, 0.0141, 0.0178, 0.0252)
+        constant = [
+            averaged(figure_rate(np.full((k, 5), 0.005), 0.05, 0.95, 960), 2) for k in epochs
+        ]
+        falling = [
+            averaged(
+                figure_rate(
+                    np.repeat(0.002 + 0.00025 * np.arange(k)[::-1, None], 5, axis=1),
+                    0.05,
+                    0.95,
+                    960,
+                ),
+                2,
+            )
+            for k in epochs
+        ]
+        assert constant == pytest.approx(
+            [1.264792e-5, 1.325416e-5, 1.326742e-5, 1.326766e-5], rel=1e-5
+        )
+        assert falling == pytest.approx(
+            [3.072370e-5, 3.219341e-5, 3.222538e-5, 3.222591e-5], rel=1e-5
+        )
+        # Every scale (S_g, number of layers) cancels in these comparisons.
+        assert printed_constant[3] < printed_constant[1]
+        assert constant == sorted(constant)
+        assert all(d < c for c, d in zip(printed_constant, printed_falling, strict=True))
+        assert all(d > 2 * c for c, d in zip(constant, falling, strict=True))
+
+
+def _rates_without_epoch(epoch, epochs, batches):
+    """The recursion in which the record takes no part in one epoch."""
+    rates = np.zeros(batches)
+    for j0 in range(batches):
+        rho = inverse = 0.0
+        for k in range(epochs):
+            for j in range(batches):
+                if j != j0:
+                    rho *= 0.98**2 * inverse / (0.98**2 * inverse + 0.1)
+                elif k != epoch:
+                    rho += 0.05 / (4 * 100**2)
+                inverse = 0.98**2 * inverse + 0.1
+        rates[j0] = rho
+    return rates
+
+
+class TestSound:
+    def test_theorem_a_for_one_block(self):
+        o = varying_noise()
+        event = block_run(noise_variance=o, prox_strong_convexity=0.5)
+        c = 1.0 / (1 + 0.1 * 0.5)
+        sigma = np.sqrt(2 * 0.1 * o.ravel())
+        worst = 0.0
+        for j0 in range(5):
+            s = np.zeros(30)
+            s[j0::5] = 0.1 * 2.0 / 4
+            worst = max(worst, hsa.shifted_gdp_mu(np.full(30, c), s, sigma))
+        assert guarantee(event).mu == pytest.approx(worst, rel=1e-12)
+
+    def test_the_prox_after_the_last_step_is_post_processing(self):
+        event = block_run(num_epochs=1, batch_size=20, prox_strong_convexity=5.0)
+        assert guarantee(event).mu == pytest.approx(0.1 * 2 / 20 / math.sqrt(0.2), rel=1e-12)
+
+    @pytest.mark.parametrize(
+        ("changes", "contraction"),
+        [
+            ({}, 1.0),  # a generalized linear model, clipped or not
+            ({"step_size": 3.0}, 2.0),
+            ({"block_loss": hsa.LossGeometry.convex(1.0)}, 2 / math.sqrt(3.9)),  # may be clipped
+            ({"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=1.1)}, 2 / math.sqrt(3.9)),
+            ({"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=1.0)}, 1.0),
+            ({"block_loss": hsa.LossGeometry.strongly_convex(1.0, 0.3)}, 2 / math.sqrt(3.9)),
+            ({"block_loss": hsa.LossGeometry.strongly_convex(1.0, 0.3, lipschitz=1.0)}, 0.97),
+            ({"prox_strong_convexity": 0.5}, 1 / 1.05),
+            ({"prox_lipschitz": 2.0}, 1.0),  # every prox has 1
+            ({"prox_lipschitz": 0.9}, 0.9),
+            ({"block_loss": None, "update_lipschitz": 0.98}, 0.98),
+            ({"update_lipschitz": 1.5}, 1.0),
+            ({"block_loss": None}, None),
+            ({"block_loss": hsa.LossGeometry.hoelder(1.0, 0.5)}, None),
+        ],
+    )
+    def test_contraction_only_from_what_proves_it(self, changes, contraction):
+        found = block_contraction(block_run(**changes))
+        if contraction is None:
+            assert found is None
+        else:
+            assert found == pytest.approx(contraction, rel=1e-12)
+
+    def test_declared_constants_are_assumptions(self):
+        texts = [
+            str(a)
+            for a in guarantee(block_run(update_lipschitz=0.98, prox_lipschitz=0.9)).assumptions
+        ]
+        assert any("declared" in t and "constant 0.98 on every data set" in t for t in texts)
+        assert any(
+            "declared" in t and "the prox is Lipschitz with constant 0.9" in t for t in texts
+        )
+        for event in (block_run(), block_run(num_blocks=2)):
+            text = " ".join(map(str, guarantee(event).assumptions))
+            assert "hidden variables" in text
+            assert "under REPLACE_ONE the sum of the per-record gradients" in text
+
+    @pytest.mark.parametrize("changes", [{"num_blocks": 3}, {"block_loss": None}])
+    def test_otherwise_composition(self, changes):
+        o = varying_noise()
+        event = block_run(noise_variance=o, **changes)
+        per_position = (0.1 * 2.0 / 4) ** 2 / (2 * 0.1 * o)
+        expected = math.sqrt(changes.get("num_blocks", 1) * per_position.sum(axis=0).max())
+        assert guarantee(event).mu == pytest.approx(expected, rel=1e-12)
+        assert "composition" in guarantee(event).theorem
+
+    def test_one_block_is_never_worse_than_composition(self):
+        for eta in (0.1, 3.0, 30.0):
+            event = block_run(step_size=eta, num_epochs=50)
+            alone = guarantee(attrs.evolve(event, block_loss=None)).mu
+            assert guarantee(event).mu <= alone * (1 + 1e-12)
+
+    def test_no_noise_no_privacy(self):
+        silent = np.ones((6, 5))
+        silent[5, 4] = 0.0
+        for blocks in (1, 2):
+            run = block_run(noise_variance=silent, num_blocks=blocks)
+            assert guarantee(run).epsilon(1e-5) == math.inf
+            assert guarantee(block_run(step_size=0.0, num_blocks=blocks)).epsilon(1e-5) == 0
+            assert guarantee(
+                block_run(gradient_sensitivity=0.0, noise_variance=0.0, num_blocks=blocks)
+            ).mu == 0  # fmt: skip
+
+    @pytest.mark.parametrize("analysis", ["sound", "published"])
+    def test_conditions(self, analysis):
+        bound = BlockCoordinate(analysis)
+        (unmet,) = bound.check(block_run(), NeighboringRelation.ADD_OR_REMOVE_ONE)
+        assert "REPLACE_SPECIAL" in str(unmet)
+        full = block_run(batch_size=20)
+        assert bound.check(full, NeighboringRelation.ADD_OR_REMOVE_ONE) == ()
+        (unmet,) = bound.check(block_run(dataset_size=18), REPLACE_ONE)
+        assert "drop 2 records" in str(unmet)
+
+    def test_accountants(self):
+        event = block_run(prox_strong_convexity=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for relation in (REPLACE_ONE, REPLACE_SPECIAL):
+                own = hsa.BlockCoordinateAccountant(relation).compose(event, 2)
+                best = hsa.LastIterateAccountant(relation).compose(event, 2)
+                assert best.get_epsilon(1e-5) <= own.get_epsilon(1e-5) * (1 + 1e-6)
+                assert best.guarantee.mu == pytest.approx(math.sqrt(2) * guarantee(event).mu)
+                best.compose(dp_accounting.GaussianDpEvent(3.0))
+        run = hsa.LastIterateDpEvent(
+            noise_multiplier=1.0, learning_rate=0.1, clip_norm=1.0, batch_size=2, dataset_size=2,
+            num_steps=2, batch_order="full",
+        )  # fmt: skip
+        with pytest.raises(hsa.UnsupportedRunError, match="BlockCoordinateDpEvent"):
+            hsa.BlockCoordinateAccountant().compose(run)
+        with pytest.raises(ValueError, match='"sound" or "published"'):
+            hsa.BlockCoordinateAccountant(analysis="paper")
