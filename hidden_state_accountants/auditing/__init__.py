@@ -7,16 +7,23 @@ any losses in one dimension.
 """
 
 from hidden_state_accountants.auditing.audit import audit
+from hidden_state_accountants.auditing.bounded_domain import BoundedDomain
 from hidden_state_accountants.auditing.evidence import Attack, Evidence
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.auditing.grid import GridEstimate, GridOracle
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
+from hidden_state_accountants.auditing.monte_carlo import MonteCarloAudit, monte_carlo_audit
 from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
 from hidden_state_accountants.auditing.report import AttackRow, AuditReport
+from hidden_state_accountants.auditing.without_replacement_direction import (
+    WithoutReplacementDirection,
+)
 
 ATTACKS: tuple[Attack, ...] = (
     LinearLosses(),
     QuadraticLosses(),
+    BoundedDomain(),
+    WithoutReplacementDirection(),
 )
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
@@ -25,6 +32,7 @@ __all__ = [
     "Attack",
     "AttackRow",
     "AuditReport",
+    "BoundedDomain",
     "Evidence",
     "GaussianOracle",
     "GridEstimate",

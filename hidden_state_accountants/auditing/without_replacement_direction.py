@@ -17,7 +17,8 @@ from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossKind
 from hidden_state_accountants.process import UnmetCondition
 
-_MOST_STEPS = 100_000
+_MOST_STEPS = 1000
+_NEGLIGIBLE = 1e-290  # probability of a number of participations; smaller ones lose digits
 
 
 @attrs.frozen
@@ -123,7 +124,11 @@ def _oracle(
     # participation.
     return GaussianOracle(
         np.zeros((1, 1, 1)),
-        [(float(p), [np.zeros(k, dtype=int)]) for k, p in enumerate(probabilities) if p > 0],
+        [
+            (float(p), [np.zeros(k, dtype=int)])
+            for k, p in enumerate(probabilities)
+            if p > _NEGLIGIBLE
+        ],
         learning_rate=1.0,
         noise_std=float(event.noise_std_on_sum()[0]) * math.sqrt(steps),
         batch_size=1,

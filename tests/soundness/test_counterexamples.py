@@ -1,6 +1,7 @@
 """Two published formulas that single runs refute; the attacks against independent computations."""
 
 import math
+import warnings
 
 import attrs
 import numpy as np
@@ -70,6 +71,16 @@ def test_the_stated_direction_is_the_smaller_one(sigma, order, ratio):
     shown = evidence(WithoutReplacementDirection(), sampled(sigma)).renyi(order)
     assert shown == pytest.approx(truth, rel=1e-9)
     assert shown / published == pytest.approx(ratio, rel=2e-3)
+
+
+def test_the_published_theorem_312_is_refuted():
+    event = sampled(1.0)
+    accountant = hsa.ChienLiAccountant(REPLACE_ONE, analysis="published")
+    with pytest.warns(UserWarning, match="direction"):
+        accountant.compose(event)
+    claim = accountant.guarantee.rdp(np.array([4.0]))[0]
+    assert claim == pytest.approx(sampled_gaussian(0.1, 1.0, 4)[0], rel=1e-6)
+    assert evidence(WithoutReplacementDirection(), event).renyi(4.0) > 3 * claim
 
 
 @pytest.mark.parametrize("relation", [REPLACE_ONE, REPLACE_SPECIAL])
@@ -164,6 +175,19 @@ def test_the_published_constant_is_too_small(length, pull, batch_size, ratio):
     assert shown / kong_ribero(1.01, length, pull, 1.0) == pytest.approx(ratio, abs=2e-3)
     assert shown < kong_ribero(1.01, length, pull, clipped_update_lipschitz(0.5, 1.0))
     assert shown < kong_ribero(1.01, length, pull, math.sqrt(2))
+
+
+def test_the_published_theorem_22_is_refuted_and_the_sound_one_is_not():
+    event, claims = bounded(40, 0.75), {}
+    for analysis in ("published", "sound"):
+        accountant = hsa.KongRiberoAccountant(REPLACE_ONE, analysis=analysis)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            accountant.compose(event)
+        claims[analysis] = accountant.guarantee.rdp(np.array([1.01]))[0]
+    assert claims["published"] == pytest.approx(kong_ribero(1.01, 40, 0.75, 1.0))
+    shown = evidence(BoundedDomain(), event).renyi(1.01)
+    assert 1.02 * claims["published"] < shown < claims["sound"]
 
 
 @pytest.mark.parametrize("relation", [REPLACE_ONE, REPLACE_SPECIAL, ADD_OR_REMOVE_ONE])
