@@ -7,6 +7,7 @@ any losses in one dimension.
 """
 
 from hidden_state_accountants.auditing.audit import audit
+from hidden_state_accountants.auditing.block_zero_curvature import BlockZeroCurvature
 from hidden_state_accountants.auditing.bounded_domain import BoundedDomain
 from hidden_state_accountants.auditing.evidence import Attack, Evidence
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
@@ -24,6 +25,7 @@ ATTACKS: tuple[Attack, ...] = (
     QuadraticLosses(),
     BoundedDomain(),
     WithoutReplacementDirection(),
+    BlockZeroCurvature(),
 )
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
@@ -32,6 +34,7 @@ __all__ = [
     "Attack",
     "AttackRow",
     "AuditReport",
+    "BlockZeroCurvature",
     "BoundedDomain",
     "Evidence",
     "GaussianOracle",

@@ -34,7 +34,27 @@ class KongRiberoConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
         return [hsa.KongRiberoAccountant(relation) for relation in NeighboringRelation]
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+class LangevinConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [
+            hsa.LangevinAccountant(relation, analysis=analysis)
+            for relation in NeighboringRelation
+            for analysis in ("sound", "published")
+        ]
+
+
+class BlockCoordinateConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [
+            hsa.BlockCoordinateAccountant(relation, analysis=analysis)
+            for relation in NeighboringRelation
+            for analysis in ("sound", "published")
+        ]
+
+
+@pytest.mark.parametrize(
+    "accountant", [*ACCOUNTANTS, hsa.LangevinAccountant, hsa.BlockCoordinateAccountant]
+)
 def test_relation_is_the_first_argument_and_has_a_default(accountant):
     assert accountant().neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
     relation = NeighboringRelation.REPLACE_ONE
