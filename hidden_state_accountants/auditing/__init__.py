@@ -41,6 +41,9 @@ __all__ = [
     "GridEstimate",
     "GridOracle",
     "LinearLosses",
+    "MonteCarloAudit",
     "QuadraticLosses",
+    "WithoutReplacementDirection",
     "audit",
+    "monte_carlo_audit",
 ]
