@@ -104,3 +104,17 @@ def test_sampled_steps_without_learning_rate_are_left_out(order):
         cyclic_run(**make, learning_rate=rates).as_composition()
         == cyclic_run(**make, num_steps=9).as_composition()
     )
+
+
+def test_sampled_steps_of_equal_noise_are_counted():
+    noise = [2.0] * 10 + [3.0] * 9 + [2.0] * 5
+    event = cyclic_run(batch_order="poisson", loss=None, noise_multiplier=noise)
+    assert event.as_composition() == dp_accounting.ComposedDpEvent(
+        [
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(value)),
+                count,
+            )
+            for value, count in ((2.0, 15), (3.0, 9))
+        ]
+    )

@@ -747,7 +747,7 @@ MUTATIONS = (
         COMPOSED,
         "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))",
         "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count > 0))",
-        _STANDARD_LAWS,
+        _DETAILS,
     ),
     Mutation(
         "last_batch_of_the_epoch_is_the_worst_in_composition",
