@@ -1,11 +1,13 @@
 """The law of the batches of a run, by enumeration.
 
 Records with the same gradient are interchangeable: a batch is a tuple of counts, one per group of
-records. A run is a mixture of Markov chains of batches.
+records. Records without a gradient belong to no group and are not counted, so that there may be any
+number of them. A run is a mixture of Markov chains of batches.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,33 +22,37 @@ Draws = Sequence[tuple[float, Counts, Counts]]
 Chain = Callable[[int, Counts], Draws]
 """The draws of step t (from 0) in a state."""
 
-_MOST_BATCHES = 1000  # binomial coefficients then fit a double
+_MOST_BATCHES = 1000
 _MOST_ORDERS = 512
 
 
-def batch_chains(event: LastIterateDpEvent, groups: list[int]) -> list[tuple[float, Chain]]:
+def batch_chains(event: LastIterateDpEvent, groups: list[int | None]) -> list[tuple[float, Chain]]:
     """The mixture of chains from which `event` draws its batches.
 
     Args:
         event: The run.
-        groups: The group of each record; shape (dataset_size,).
+        groups: The group of each record, None for those that are not counted; at least one has a
+            group. Shape (dataset_size,).
 
     Raises:
         UnsupportedRunError: There are too many batches or orders to enumerate.
     """
     order, b = event.batch_order, event.batch_size
-    sizes = _counts(groups, max(groups) + 1)
+    sizes = _counts(groups, 1 + max(group for group in groups if group is not None))
+    rest = len(groups) - sum(sizes)
     if order is BatchOrder.POISSON:
         poisson = [(p, batch, ()) for p, batch in _poisson(sizes, b / event.dataset_size)]
         return [(1.0, lambda t, state: poisson)]
     if order is BatchOrder.WITHOUT_REPLACEMENT:
-        fixed_size = [(p, batch, ()) for p, batch in _without_replacement(sizes, b)]
+        fixed_size = [(p, batch, ()) for p, batch in _without_replacement(sizes, rest, b)]
         return [(1.0, lambda t, state: fixed_size)]
     if order is BatchOrder.RESHUFFLED:
-        return [(1.0, _reshuffled(sizes, b, event.batches_per_epoch))]
+        return [(1.0, _reshuffled(sizes, rest, b, event.batches_per_epoch))]
     if order is BatchOrder.SHUFFLED_ONCE:
-        orders = list(itertools.islice(_shuffles(sizes, b), _MOST_ORDERS + 1))
-        if len(orders) > _MOST_ORDERS:
+        orders = []  # at least one for each batch that the record could be in
+        if event.batches_per_epoch <= _MOST_ORDERS:
+            orders = list(itertools.islice(_shuffles(sizes, rest, b), _MOST_ORDERS + 1))
+        if not 0 < len(orders) <= _MOST_ORDERS:
             raise UnsupportedRunError(
                 f"Expected at most {_MOST_ORDERS} orders of the data, got more. Use fewer batches, "
                 "or give records that behave alike the same gradient callable."
@@ -56,7 +62,7 @@ def batch_chains(event: LastIterateDpEvent, groups: list[int]) -> list[tuple[flo
     return [(1.0, _fixed(batches))]
 
 
-def _counts(groups: list[int], number: int) -> Counts:
+def _counts(groups: list[int | None], number: int) -> Counts:
     return tuple(groups.count(group) for group in range(number))
 
 
@@ -64,25 +70,29 @@ def _fixed(batches: list[Counts]) -> Chain:
     return lambda t, state: [(1.0, batches[t % len(batches)], ())]
 
 
-def _reshuffled(sizes: Counts, batch_size: int, period: int) -> Chain:
+def _reshuffled(sizes: Counts, rest: int, batch_size: int, period: int) -> Chain:
+    total = sum(sizes) + rest
+
     def draws(t: int, state: Counts) -> Draws:
         left = sizes if t % period == 0 else state  # what the epoch has not used yet
+        unused = total - t % period * batch_size - sum(left)
         return [
             (p, batch, tuple(k - n for k, n in zip(left, batch, strict=True)))
-            for p, batch in _without_replacement(left, batch_size)
+            for p, batch in _without_replacement(left, unused, batch_size)
         ]
 
     return draws
 
 
-def _shuffles(sizes: Counts, batch_size: int) -> Iterator[tuple[float, list[Counts]]]:
-    if not any(sizes):
+def _shuffles(sizes: Counts, rest: int, batch_size: int) -> Iterator[tuple[float, list[Counts]]]:
+    if not any(sizes) and not rest:
         yield 1.0, []
         return
-    for p, batch in _without_replacement(sizes, batch_size):
+    for p, batch in _without_replacement(sizes, rest, batch_size):
         left = tuple(k - n for k, n in zip(sizes, batch, strict=True))
-        for q, rest in _shuffles(left, batch_size):
-            yield p * q, [batch, *rest]
+        unused = max(0, sum(sizes) + rest - batch_size) - sum(left)
+        for q, later in _shuffles(left, unused, batch_size):
+            yield p * q, [batch, *later]
 
 
 def _subsets(sizes: Counts) -> Iterator[Counts]:
@@ -106,9 +116,14 @@ def _poisson(sizes: Counts, rate: float) -> Iterator[tuple[float, Counts]]:
         )
 
 
-def _without_replacement(sizes: Counts, batch_size: int) -> Iterator[tuple[float, Counts]]:
-    size = min(batch_size, sum(sizes))
-    total = math.comb(sum(sizes), size)
-    for batch in _subsets(sizes):
-        if sum(batch) == size:
-            yield math.prod(map(math.comb, sizes, batch)) / total, batch
+@functools.lru_cache(maxsize=1024)  # binomial coefficients of large data sets have many digits
+def _without_replacement(
+    sizes: Counts, rest: int, batch_size: int
+) -> tuple[tuple[float, Counts], ...]:
+    size = min(batch_size, sum(sizes) + rest)
+    total = math.comb(sum(sizes) + rest, size)
+    return tuple(
+        (math.prod(map(math.comb, sizes, batch)) * math.comb(rest, others) / total, batch)
+        for batch in _subsets(sizes)
+        if 0 <= (others := size - sum(batch)) <= rest
+    )

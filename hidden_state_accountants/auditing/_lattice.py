@@ -40,15 +40,17 @@ class Measure:
         first = int(index[0])
         return Measure(first, np.bincount(index - first, self.mass))
 
-    def trimmed(self, low: float, high: float) -> tuple[Measure, float]:
+    def trimmed(
+        self, low: float, high: float, negligible: float = NEGLIGIBLE
+    ) -> tuple[Measure, float]:
         """Without the ends that hold no mass to speak of, and the mass that may have gone astray.
 
         That is the mass cut off and, where the measure does not end at `low` or `high`, the mass
         on its last node, which stands for a cell that reaches beyond.
         """
         mass = self.mass
-        left = int(np.searchsorted(np.cumsum(mass), NEGLIGIBLE))
-        right = len(mass) - int(np.searchsorted(np.cumsum(mass[::-1]), NEGLIGIBLE))
+        left = int(np.searchsorted(np.cumsum(mass), negligible))
+        right = len(mass) - int(np.searchsorted(np.cumsum(mass[::-1]), negligible))
         if left >= right:
             return Measure(self.first, mass[:1]), float(mass.sum())
         kept = Measure(self.first + left, mass[left:right])
@@ -79,21 +81,21 @@ def split(position: np.ndarray, mass: np.ndarray) -> Measure:
     return Measure(low, left + right)
 
 
-def node_kernel(std: float) -> Measure:
+def node_kernel(std: float, reach: float = REACH) -> Measure:
     """N(0, std**2), in lattice units, rounded randomly to the nodes without moving the mean."""
-    reach = math.ceil(REACH * std) + 1
-    index = np.arange(reach + 1)
-    mass = np.zeros(reach + 1)
+    end = math.ceil(reach * std) + 1
+    index = np.arange(end + 1)
+    mass = np.zeros(end + 1)
     for side in (-1, 1):
         x = index[:, None] + side * _NODES
         mass += np.exp(-0.5 * (x / std) ** 2) @ (_WEIGHTS * (1 - _NODES))
     mass /= std * math.sqrt(2 * math.pi)
-    return Measure(-reach, np.concatenate([mass[:0:-1], mass]))
+    return Measure(-end, np.concatenate([mass[:0:-1], mass]))
 
 
-def cell_kernel(std: float) -> Measure:
+def cell_kernel(std: float, reach: float = REACH) -> Measure:
     """N(0, std**2): the exact mass of the cells [k, k + 1]."""
-    reach = math.ceil(REACH * std)
-    tails = special.ndtr(-np.arange(reach + 1) / std)
+    end = math.ceil(reach * std)
+    tails = special.ndtr(-np.arange(end + 1) / std)
     half = tails[:-1] - tails[1:]
-    return Measure(-reach, np.concatenate([half[::-1], half]))
+    return Measure(-end, np.concatenate([half[::-1], half]))

@@ -25,6 +25,7 @@ from hidden_state_accountants import _validate
 from hidden_state_accountants.auditing._batch_laws import Chain, Counts, batch_chains
 from hidden_state_accountants.auditing._cells import LARGEST_EPSILON, CellPair
 from hidden_state_accountants.auditing._lattice import (
+    NEGLIGIBLE,
     REACH,
     Measure,
     cell_kernel,
@@ -96,8 +97,8 @@ class GridOracle:
             `loss` is not used: whether the gradients have the declared geometry is the caller's
             responsibility.
         gradients: One callable per record, from an array of iterates to the gradients at them;
-            neither clipped nor averaged. Equal callables are taken together, which is what makes
-            many records possible under random orders.
+            neither clipped nor averaged; None for no gradient. Equal callables are taken together,
+            which is what makes many records possible under random orders.
         neighbour: The gradient of the record that replaces `record`, None for none.
         record: The index of the record that differs. CYCLIC: batch j holds the records
             j * batch_size, ..., (j + 1) * batch_size - 1.
@@ -105,6 +106,8 @@ class GridOracle:
         domain: The interval (low, high) on which every iterate is projected; needed exactly if
             event.domain_diameter is finite, and no longer than that.
         cells_per_std: Cells per standard deviation of the noise on the iterate, at its smallest.
+        reach: Noise beyond this many standard deviations is cut off, and counted as missing. A
+            small one is faster, and misses the tails.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -118,13 +121,14 @@ class GridOracle:
     def __init__(
         self,
         event: LastIterateDpEvent,
-        gradients: Sequence[Gradient],
+        gradients: Sequence[Gradient | None],
         neighbour: Gradient | None,
         *,
         record: int = 0,
         start: float = 0.0,
         domain: tuple[float, float] | None = None,
         cells_per_std: int = 32,
+        reach: float = REACH,
     ):
         _check(event, gradients, domain)
         record = _validate.integer("record", record, minimum=0, maximum=event.dataset_size - 1)
@@ -137,12 +141,17 @@ class GridOracle:
         if domain is not None and not domain[0] <= start <= domain[1]:
             raise ValueError(f"Expected start in the domain {domain}, got {start!r}.")
         cells = _validate.integer("cells_per_std", cells_per_std, minimum=2)
-        others = list(dict.fromkeys(g for i, g in enumerate(gradients) if i != record))
-        groups = [0 if i == record else 1 + others.index(g) for i, g in enumerate(gradients)]
+        reach = _validate.real("reach", reach, minimum=4, maximum=REACH)
+        number: dict[Gradient | None, int | None] = {None: None}
+        for i, gradient in enumerate(gradients):
+            if i != record and gradient is not None:
+                number.setdefault(gradient, len(number))
+        groups = [0 if i == record else number[g] for i, g in enumerate(gradients)]
         chains = batch_chains(event, groups)
+        others = [gradient for gradient in number if gradient is not None]
         first, second = [gradients[record], *others], [neighbour, *others]
         self._fine, self._coarse = (
-            _cell_pair(_Grid(event, start, domain, per_std), chains, first, second)
+            _cell_pair(_Grid(event, start, domain, per_std, reach), chains, first, second)
             for per_std in (cells, cells / 2)
         )
 
@@ -182,7 +191,9 @@ class GridOracle:
 
 
 def _check(
-    event: LastIterateDpEvent, gradients: Sequence[Gradient], domain: tuple[float, float] | None
+    event: LastIterateDpEvent,
+    gradients: Sequence[Gradient | None],
+    domain: tuple[float, float] | None,
 ) -> None:
     if event.release_steps or event.max_batch_size is not None:
         raise UnsupportedRunError(
@@ -218,7 +229,10 @@ class _Grid:
         start: float,
         domain: tuple[float, float] | None,
         cells_per_std: float,
+        reach: float,
     ):
+        self.reach = reach
+        self.negligible = NEGLIGIBLE if reach == REACH else float(special.ndtr(-reach))
         self.eta = event.per_step("learning_rate") / event.batch_size
         self.decay = 1 - event.per_step("learning_rate") * event.per_step("weight_decay")
         self.clip = None if event.clip_norm is None else event.per_step("clip_norm")
@@ -276,8 +290,8 @@ class _Grid:
                     gap = max(gap, float(np.abs(np.diff(target)).max(initial=0.0)))
                     parts.setdefault(() if last else after, []).append((target, probability * mass))
             kappa[t] = (gap**2 + 1) / (8 * self.std[t] ** 2)
-            kernel = cell_kernel(self.std[t]) if last else node_kernel(self.std[t])
-            missing += 2 * float(special.ndtr(-REACH))
+            kernel = (cell_kernel if last else node_kernel)(self.std[t], self.reach)
+            missing += 2 * float(special.ndtr(-self.reach))
             laws = {}
             for after, pieces in parts.items():
                 positions, masses = map(np.concatenate, zip(*pieces, strict=True))
@@ -285,7 +299,8 @@ class _Grid:
                 if last:
                     # Cell k is [k, k + 1]; the cells next to the domain hold the atoms at its ends.
                     return law.folded(self.low - 1, self.high), kappa, missing
-                law, astray = law.folded(self.low, self.high).trimmed(self.low, self.high)
+                law = law.folded(self.low, self.high)
+                law, astray = law.trimmed(self.low, self.high, self.negligible)
                 missing += astray
                 laws[after] = (self.anchor + self.width * law.index, law.mass)
         raise AssertionError("an event has at least one step")
