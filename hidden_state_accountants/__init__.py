@@ -25,6 +25,11 @@ from hidden_state_accountants.auditing import AuditReport, audit
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
+from hidden_state_accountants.calibration import (
+    calibrate_epochs,
+    calibrate_noise,
+    calibrate_weight_decay,
+)
 from hidden_state_accountants.compare import Comparison, compare
 from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -63,6 +68,9 @@ __all__ = [
     "ShiftedInterpolationAccountant",
     "UnsupportedRunError",
     "audit",
+    "calibrate_epochs",
+    "calibrate_noise",
+    "calibrate_weight_decay",
     "clipped_update_lipschitz",
     "compare",
     "compose_guarantees",

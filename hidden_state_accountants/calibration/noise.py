@@ -1,0 +1,115 @@
+"""The smallest noise multiplier that meets a target."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.calibration.target import (
+    MakeAccountant,
+    MakeEvent,
+    Target,
+    check_tolerance,
+    close_in,
+    event_maker,
+    gaussian_log_mu,
+    make_target,
+    unreachable,
+)
+from hidden_state_accountants.errors import UnsupportedRunError
+
+_SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
+_SO_LITTLE_NOISE = 1e-12
+
+
+def calibrate_noise(
+    target_epsilon: float,
+    delta: float,
+    make_event: MakeEvent | dp_accounting.DpEvent,
+    *,
+    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    make_accountant: MakeAccountant | None = None,
+    tolerance: float = 1e-6,
+) -> float:
+    """The smallest noise multiplier that meets (target_epsilon, delta).
+
+    The bracket starts at the noise that plain Gaussian composition needs, which the default
+    accountant never exceeds, and shrinks by steps along the Gaussian curve of the last figure: a
+    few evaluations where the guarantee is Gaussian.
+
+    Formal guarantees: the accountant was asked for the run with the returned noise and its epsilon
+    is at most `target_epsilon`. If epsilon falls with the noise, as it does for every accountant
+    of this package, no noise multiplier below ``(1 - tolerance)`` times the result meets it.
+
+    Args:
+        target_epsilon: >= 0, finite.
+        delta: In (0, 1].
+        make_event: Maps a noise multiplier to a run; or a run whose own noise multiplier is
+            replaced.
+        neighboring_relation: Of the default accountant.
+        make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        tolerance: Relative, in [1e-12, 0.5].
+
+    Returns:
+        0 if the run needs no noise.
+
+    Raises:
+        UnsupportedRunError: The accountant does not cover the run.
+        ValueError: No noise meets the target; the text says why.
+    """
+    make = event_maker(make_event, "noise_multiplier")
+    relation = _validate.neighboring_relation(neighboring_relation)
+    target = make_target("noise_multiplier", target_epsilon, delta, make, make_accountant, relation)
+    tolerance = check_tolerance(tolerance)
+    start = _composition_noise(make, target, relation)
+    if not target.meets(start):
+        more = start * min(math.exp(target.log_mu(start)) * 1.05, 16.0)
+        if not target.meets(more) and not target.meets(start * _SO_MUCH_NOISE):
+            raise ValueError(unreachable(target, start * _SO_MUCH_NOISE))
+    meets = min(z for z in target.seen if target.meets(z))
+    misses = max((z for z in target.seen if not target.meets(z)), default=0.0)
+    while misses == 0.0:  # downwards, with care: a little noise can cost gigabytes
+        lower = meets * math.exp(target.log_mu(meets)) * (1 - tolerance / 3)
+        if not target.is_gaussian:
+            lower = max(lower, meets / 8 if meets > 4 else meets / 2)
+        if target.epsilon_of(meets) == 0:  # says nothing about how far away the target is
+            lower = meets / 8
+        if lower < start * _SO_LITTLE_NOISE:
+            return 0.0 if target.meets(0.0) else meets
+        meets, misses = (lower, 0.0) if target.meets(lower) else (meets, lower)
+    result = close_in(target, meets, misses, tolerance)
+    target.check_monotone(increasing=False)
+    return result
+
+
+def _composition_noise(make: MakeEvent, target: Target, relation: NeighboringRelation) -> float:
+    """The noise multiplier with which plain Gaussian composition meets the target; a start."""
+    mu = 0.0
+    try:
+        event: Any = make(1.0)
+        if hasattr(event, "as_composition"):
+            event = attrs.evolve(event, max_batch_size=None).as_composition(relation)
+        mu = gaussian_mu(event)
+    except (UnsupportedRunError, TypeError):
+        pass
+    log_mu = gaussian_log_mu(target.epsilon, target.delta)
+    if not 0 < mu < math.inf or not math.isfinite(log_mu):
+        return 1.0
+    return min(max(mu / math.exp(log_mu) * (1 + 1e-12), 1e-60), 1e60)
+
+
+def gaussian_mu(event: dp_accounting.DpEvent) -> float:
+    """The mu of composed Gaussian events, whose sampling is ignored; 0 if there is none."""
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return 1 / event.noise_multiplier if event.noise_multiplier > 0 else math.inf
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return math.sqrt(event.count) * gaussian_mu(event.event)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return math.hypot(*map(gaussian_mu, event.events))
+    inner = getattr(event, "event", None)
+    return gaussian_mu(inner) if isinstance(inner, dp_accounting.DpEvent) else 0.0

@@ -1,0 +1,205 @@
+"""Evaluating runs against a target, and closing in on the parameter that just meets it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+from scipy import optimize
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.accountants import LastIterateAccountant
+from hidden_state_accountants.curves import CurveWithDelta
+from hidden_state_accountants.gaussian import delta_from_mu
+
+MakeEvent = Callable[[Any], dp_accounting.DpEvent]
+MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
+
+_MOST_EVALUATIONS = 200
+_ROUNDING = 1e-4  # an increase of epsilon that may be discretisation, not a trend
+
+
+@attrs.define
+class Target:
+    """Evaluates runs against (epsilon, delta) and remembers what it saw."""
+
+    epsilon: float
+    delta: float
+    make_event: MakeEvent
+    make_accountant: MakeAccountant
+    name: str
+    seen: dict[float, float] = attrs.field(factory=dict)
+    accountant: Any = None  # the last one
+
+    def meets(self, value: float) -> bool:
+        return self.epsilon_of(value) <= self.epsilon
+
+    def epsilon_of(self, value: float) -> float:
+        if value not in self.seen:
+            if len(self.seen) >= _MOST_EVALUATIONS:
+                raise ValueError(
+                    f"Expected the search for {self.name} to end within {_MOST_EVALUATIONS} "
+                    f"evaluations, got as far as {value!r}. Allow a larger tolerance."
+                )
+            self.accountant = self.make_accountant()
+            self.accountant.compose(self.make_event(value))
+            epsilon = float(self.accountant.get_epsilon(self.delta))
+            if math.isnan(epsilon):
+                raise ValueError(f"Expected a number epsilon, got nan for {self.name} = {value!r}.")
+            self.seen[value] = epsilon
+        return self.seen[value]
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether the last guarantee is known to be Gaussian."""
+        return getattr(getattr(self.accountant, "guarantee", None), "mu", None) is not None
+
+    def log_mu(self, value: float) -> float:
+        """log of the mu whose Gaussian curve has this epsilon, over that of the target.
+
+        Negative where the target is met. Nearly linear in the log of the parameter: exactly, with
+        slope -1, for the noise of a Gaussian guarantee.
+        """
+        return gaussian_log_mu(self.epsilon_of(value), self.delta) - gaussian_log_mu(
+            self.epsilon, self.delta
+        )
+
+    def check_monotone(self, increasing: bool) -> None:
+        """Whether epsilon moved in one direction only, which the bisection relies on."""
+        values = sorted(self.seen, reverse=increasing)
+        for before, after in itertools.pairwise(values):
+            if self.seen[after] > self.seen[before] * (1 + _ROUNDING) + _ROUNDING:
+                raise ValueError(
+                    f"Expected epsilon to {'grow' if increasing else 'fall'} with {self.name}, got "
+                    f"{self.seen[before]:g} at {before:g} and {self.seen[after]:g} at {after:g}: "
+                    "there is more than one crossing of the target. Search by hand."
+                )
+
+
+@functools.lru_cache(maxsize=_MOST_EVALUATIONS)
+def gaussian_log_mu(epsilon: float, delta: float) -> float:
+    """log of the mu of the Gaussian curve through (epsilon, delta > 0)."""
+    if epsilon == math.inf:
+        return math.inf
+
+    def excess(log_mu: float) -> float:
+        return delta_from_mu(math.exp(log_mu), epsilon) - delta
+
+    low, high = -150.0, math.log(math.sqrt(2 * epsilon) + 40.0)
+    if excess(low) >= 0:
+        return low
+    if excess(high) <= 0:
+        return high
+    return float(optimize.brentq(excess, low, high, xtol=1e-13))
+
+
+def close_in(target: Target, meets: float, misses: float, tolerance: float) -> float:
+    """Shrinks a bracket of positive ends until they are `tolerance` apart; the end that meets."""
+    slow = 0
+    while abs(meets - misses) > tolerance * meets:
+        width = abs(math.log(meets / misses))
+        middle = math.nan if slow >= 2 else beyond_the_crossing(target, meets, misses, tolerance)
+        if not min(meets, misses) < middle < max(meets, misses):
+            middle, slow = math.sqrt(meets * misses), 0
+            if not min(meets, misses) < middle < max(meets, misses):
+                break  # neighbouring doubles
+        if target.meets(middle):
+            meets = middle
+        else:
+            misses = middle
+        slow = slow + 1 if abs(math.log(meets / misses)) > 0.5 * width else 0
+    return meets
+
+
+def beyond_the_crossing(target: Target, meets: float, misses: float, tolerance: float) -> float:
+    """Where the target seems to be met exactly, and a little towards the farther end.
+
+    A line in logarithms through the two best points, or the ends of the bracket. What it hits is
+    close to the crossing, so that the next bracket is narrow if it lies on the other side of it.
+    """
+    best = sorted(target.seen, key=lambda value: abs(target.log_mu(value)))[:2]
+    for first, second in (best, (meets, misses)):
+        height, rise = target.log_mu(first), target.log_mu(second) - target.log_mu(first)
+        if first <= 0 or second <= 0 or not math.isfinite(rise) or rise == 0:
+            continue
+        crossing = math.log(first) - math.log(second / first) * height / rise
+        ends = math.log(meets), math.log(misses)
+        if min(ends) < crossing < max(ends):
+            nearer, farther = sorted(ends, key=lambda end: abs(end - crossing))
+            margin = max(tolerance / 3, 0.01 * abs(crossing - nearer))
+            return math.exp(crossing + math.copysign(margin, farther - crossing))
+    return math.nan
+
+
+def make_target(
+    name: str,
+    target_epsilon: float,
+    delta: float,
+    make: MakeEvent,
+    make_accountant: MakeAccountant | None,
+    relation: NeighboringRelation,
+) -> Target:
+    """Checks the arguments that all calibrations share."""
+    return Target(
+        _validate.real("target_epsilon", target_epsilon, minimum=0),
+        _validate.real(
+            "delta", delta, above=0, maximum=1, remedy="Gaussian noise never reaches delta = 0."
+        ),
+        make,
+        make_accountant or (lambda: LastIterateAccountant(relation)),
+        name,
+    )
+
+
+def check_tolerance(value: float) -> float:
+    """A relative tolerance."""
+    return _validate.real("tolerance", value, minimum=1e-12, maximum=0.5)
+
+
+def event_maker(make_event: Any, field: str) -> MakeEvent:
+    """A function of the field from itself or from a run whose constant field it replaces."""
+    if isinstance(make_event, dp_accounting.DpEvent):
+        if not hasattr(make_event, field):
+            raise TypeError(
+                f"Expected a run with a {field}, got {make_event!r}. Pass a function of it."
+            )
+        if not isinstance(getattr(make_event, field), int | float):
+            raise ValueError(
+                f"Expected a constant {field} to replace, got a schedule. Pass a function that "
+                "scales it."
+            )
+        return lambda value: attrs.evolve(make_event, **{field: value})
+    if not callable(make_event):
+        raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
+    return make_event
+
+
+def unreachable(target: Target, value: float) -> str:
+    """Why even `value` does not meet the target."""
+    epsilon = target.epsilon_of(value)
+    text = (
+        f"Expected a target that some {target.name} meets, got epsilon {target.epsilon:g} at delta "
+        f"{target.delta:g}: with {target.name} = {value:.6g} epsilon is {epsilon:.6g}. "
+    )
+    guarantee = getattr(target.accountant, "guarantee", None)
+    curve = getattr(guarantee, "curve", None)
+    if isinstance(curve, CurveWithDelta) and curve.extra >= target.delta:
+        return text + (
+            f"The cap on the batches costs a delta of {curve.extra:.3g} by itself, whatever the "
+            "noise is. Raise max_batch_size or delta."
+        )
+    if epsilon == math.inf:
+        return text + "Something is released without noise, or no finite guarantee is known."
+    if target.name == "weight_decay" and guarantee is not None:
+        reasons = " | ".join(f"{name}: {reason}" for name, reason in guarantee.alternatives)
+        return text + (
+            f"The best bound is {guarantee.theorem}; more decay would not contract more. "
+            f"Add noise, or lower the learning rate. {reasons}".rstrip()
+        )
+    return text + "Epsilon levels off there: a part of the run does not depend on it."

@@ -1,0 +1,306 @@
+import math
+
+import attrs
+import dp_accounting
+import pytest
+from dp_accounting import NeighboringRelation, pld, rdp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import cyclic_run, full_run, probe_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.calibration.decay import largest_useful_decay
+from hidden_state_accountants.gaussian import epsilon_from_mu
+
+TOLERANCE = 1e-6
+
+
+class Counter:
+    """Makes accountants and counts them: one for each evaluation."""
+
+    def __init__(self, make=hsa.LastIterateAccountant):
+        self.make, self.count = make, 0
+
+    def __call__(self):
+        self.count += 1
+        return self.make()
+
+
+def with_noise(event):
+    return lambda noise: attrs.evolve(event, noise_multiplier=noise)
+
+
+def epsilon(event, delta=1e-5):
+    return hsa.LastIterateAccountant().compose(event).get_epsilon(delta)
+
+
+def steps(step, count):
+    return lambda noise: dp_accounting.SelfComposedDpEvent(step(noise), count)
+
+
+def sampled(noise):
+    return dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(noise))
+
+
+def coarse_pld():
+    return pld.PLDAccountant(value_discretization_interval=1e-2)
+
+
+COMMON_GROUND = {
+    "cyclic": (with_noise(cyclic_run()), hsa.LastIterateAccountant, (0.1, 2.0, 20.0)),
+    "full": (with_noise(full_run()), hsa.LastIterateAccountant, (0.1, 2.0, 20.0)),
+    "domain": (
+        with_noise(full_run(domain_diameter=0.3, weight_decay=0.0, num_steps=200)),
+        hsa.LastIterateAccountant,
+        (0.1, 2.0, 20.0),
+    ),
+    "composition": (with_noise(full_run(loss=None)), hsa.LastIterateAccountant, (0.1, 2.0, 20.0)),
+    "poisson": (
+        with_noise(cyclic_run(batch_order="poisson", num_steps=4)),
+        hsa.LastIterateAccountant,
+        (1.0,),
+    ),
+    "gaussian, rdp": (steps(dp_accounting.GaussianDpEvent, 100), rdp.RdpAccountant, (0.1, 2, 20)),
+    "sampled, rdp": (steps(sampled, 100), rdp.RdpAccountant, (0.1, 2.0)),
+    "sampled, pld": (steps(sampled, 100), coarse_pld, (0.5, 4.0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("make_event", "make_accountant", "target"),
+    [
+        pytest.param(make, accountant, target, id=f"{name}-{target}")
+        for name, (make, accountant, targets) in COMMON_GROUND.items()
+        for target in targets
+    ],
+)
+def test_same_answer_as_dp_accounting_with_fewer_evaluations(make_event, make_accountant, target):
+    ours, theirs = Counter(make_accountant), Counter(make_accountant)
+    noise = hsa.calibrate_noise(target, 1e-5, make_event, make_accountant=ours)
+    expected = dp_accounting.calibrate_dp_mechanism(theirs, make_event, target, 1e-5)
+    # dp-accounting stops within 1e-6 of the answer, on either side
+    assert noise == pytest.approx(expected, rel=2 * TOLERANCE, abs=3e-6)
+    assert make_accountant().compose(make_event(noise)).get_epsilon(1e-5) <= target
+    lower = make_event(noise * (1 - 2 * TOLERANCE))
+    assert make_accountant().compose(lower).get_epsilon(1e-5) > target
+    assert ours.count < theirs.count
+
+
+def test_a_gaussian_guarantee_takes_three_evaluations():
+    counter = Counter()
+    hsa.calibrate_noise(2.0, 1e-5, probe_run(), make_accountant=counter)
+    assert counter.count == 3
+
+
+@settings(max_examples=25)
+@given(
+    target=st.floats(0.0, 1e3),
+    delta=st.floats(1e-30, 0.9),
+    num_steps=st.integers(1, 60),
+    decay=st.floats(0.0, 0.5),
+)
+def test_the_target_is_always_met_and_only_just(target, delta, num_steps, decay):
+    event = cyclic_run(num_steps=num_steps, weight_decay=decay)
+    noise = hsa.calibrate_noise(target, delta, event)
+    assert epsilon(attrs.evolve(event, noise_multiplier=noise), delta) <= target
+    lower = attrs.evolve(event, noise_multiplier=noise * (1 - 2 * TOLERANCE))
+    assert epsilon(lower, delta) > target
+
+
+def test_a_closed_form():
+    noise = hsa.calibrate_noise(1.5, 1e-6, dp_accounting.GaussianDpEvent(1.0))
+    assert epsilon_from_mu(1 / noise, 1e-6) == pytest.approx(1.5, rel=1e-5)
+    doubled = hsa.calibrate_noise(
+        1.5,
+        1e-6,
+        dp_accounting.GaussianDpEvent(1.0),
+        neighboring_relation=NeighboringRelation.REPLACE_ONE,
+    )
+    assert doubled == pytest.approx(2 * noise, rel=1e-5)
+
+
+def test_schedules_are_scaled_by_a_function():
+    def make(scale):
+        return cyclic_run(noise_multiplier=[scale] * 12 + [2 * scale] * 12)
+
+    scale = hsa.calibrate_noise(1.0, 1e-5, make)
+    assert epsilon(make(scale)) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_no_noise_is_needed():
+    assert hsa.calibrate_noise(1.0, 1e-5, full_run(learning_rate=0.0)) == 0.0
+
+
+def test_delta_one_ends():
+    noise = hsa.calibrate_noise(1.0, 1.0, full_run())
+    assert epsilon(full_run(noise_multiplier=noise), 1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make_event", "delta", "reason"),
+    [
+        (cyclic_run(batch_order="poisson", max_batch_size=10), 1e-5, "Raise max_batch_size"),
+        (
+            lambda z: dp_accounting.ComposedDpEvent(
+                [full_run(noise_multiplier=z), dp_accounting.NonPrivateDpEvent()]
+            ),
+            1e-5,
+            "released without noise",
+        ),
+        (
+            lambda z: dp_accounting.ComposedDpEvent(
+                [full_run(noise_multiplier=z), dp_accounting.GaussianDpEvent(0.5)]
+            ),
+            1e-5,
+            "levels off",
+        ),
+        (lambda z: full_run(), 1e-5, "levels off"),
+        (full_run(), 0.0, "delta = 0"),
+    ],
+)
+def test_unreachable_targets_end_with_the_reason(make_event, delta, reason):
+    counter = Counter()
+    with pytest.raises(ValueError, match=reason):
+        hsa.calibrate_noise(1.0, delta, make_event, make_accountant=counter)
+    assert counter.count <= 5
+
+
+def test_uncovered_runs_say_so():
+    with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
+        hsa.calibrate_noise(
+            1.0, 1e-5, cyclic_run(), neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE
+        )
+
+
+def test_a_jump_over_the_target_ends():
+    """Epsilon is 3 below noise 1.7 and 1 from there on."""
+    counter = Counter()
+
+    def make(noise):
+        mu = {True: 3.0, False: 0.2}[noise < 1.7]
+        return full_run(noise_multiplier=1 / mu, num_steps=1, weight_decay=0.0)
+
+    noise = hsa.calibrate_noise(2.0, 1e-5, make, make_accountant=counter)
+    assert noise == pytest.approx(1.7, rel=2 * TOLERANCE)
+    assert counter.count < 60
+
+
+def test_epsilon_that_rises_with_noise_is_noticed():
+    def make(noise):
+        return full_run(noise_multiplier=noise if noise < 4 else 16 / noise, num_steps=1)
+
+    with pytest.raises(ValueError, match=r"more than one crossing|levels off"):
+        hsa.calibrate_noise(0.9, 1e-5, make)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(-1.0, 1e-5), (math.inf, 1e-5), (math.nan, 1e-5), (1.0, -1e-5), (1.0, 1.5), ("1", 1e-5)],
+)
+def test_bad_targets(arguments):
+    for calibrate in (hsa.calibrate_noise, hsa.calibrate_epochs, hsa.calibrate_weight_decay):
+        with pytest.raises((TypeError, ValueError), match="Expected"):
+            calibrate(*arguments, full_run())
+
+
+def test_bad_events():
+    with pytest.raises(TypeError, match="function or a run"):
+        hsa.calibrate_noise(1.0, 1e-5, 3.0)
+    with pytest.raises(ValueError, match="schedule"):
+        hsa.calibrate_noise(1.0, 1e-5, full_run(noise_multiplier=[1.0] * 12 + [2.0] * 12))
+    with pytest.raises(TypeError, match="noise_multiplier"):
+        hsa.calibrate_noise(1.0, 1e-5, dp_accounting.NoOpDpEvent())
+    with pytest.raises(TypeError, match="function or a run"):
+        hsa.calibrate_epochs(1.0, 1e-5, 3.0)
+    with pytest.raises(ValueError, match="one length"):
+        hsa.calibrate_epochs(1.0, 1e-5, full_run(release_steps=(3,)))
+    with pytest.raises(TypeError, match="LastIterateDpEvent"):
+        hsa.calibrate_weight_decay(1.0, 1e-5, dp_accounting.GaussianDpEvent(1.0))
+    with pytest.raises(ValueError, match="tolerance"):
+        hsa.calibrate_noise(1.0, 1e-5, full_run(), tolerance=0.0)
+
+
+@pytest.mark.parametrize("target", [1.8, 5.0, 12.0, 50.0])
+@pytest.mark.parametrize("loss", [None, hsa.LossGeometry.convex(0.1)])
+@pytest.mark.parametrize("order", ["cyclic", "shuffled_once"])
+def test_epochs_are_the_most_that_meet_the_target(target, loss, order):
+    event = cyclic_run(loss=loss, weight_decay=0.02, batch_order=order)
+    if epsilon(attrs.evolve(event, num_steps=4)) > target:
+        with pytest.raises(ValueError, match="what one epoch costs"):
+            hsa.calibrate_epochs(target, 1e-5, event)
+        return
+    counter = Counter()
+    epochs = hsa.calibrate_epochs(target, 1e-5, event, make_accountant=counter)
+    assert epsilon(attrs.evolve(event, num_steps=4 * epochs)) <= target
+    longer = epsilon(attrs.evolve(event, num_steps=4 * (epochs + 1)))
+    assert longer > target or epochs == 10_000
+    assert counter.count < 20
+
+
+def test_a_bound_that_levels_off_allows_any_number_of_epochs():
+    counter = Counter()
+    event = cyclic_run(weight_decay=0.5)
+    limit = epsilon(attrs.evolve(event, num_steps=4000))
+    assert hsa.calibrate_epochs(limit + 0.1, 1e-5, event, make_accountant=counter) == 10_000
+    assert counter.count < 10
+    assert hsa.calibrate_epochs(limit + 0.1, 1e-5, event, max_epochs=77) == 77
+
+
+def test_epochs_of_a_function():
+    def make(epochs):
+        rates = [0.5 / (1 + epoch) for epoch in range(epochs) for _ in range(4)]
+        return cyclic_run(learning_rate=rates, num_steps=len(rates), weight_decay=0.0)
+
+    epochs = hsa.calibrate_epochs(6.0, 1e-5, make)
+    assert epsilon(make(epochs)) <= 6.0 < epsilon(make(epochs + 1))
+
+
+def test_epsilon_that_falls_with_the_epochs_is_noticed():
+    def make(epochs):
+        return full_run(num_steps=1, noise_multiplier={1: 3.0, 2: 4.5}.get(epochs, 1.0))
+
+    with pytest.raises(ValueError, match="more than one crossing"):
+        hsa.calibrate_epochs(1.5, 1e-5, make)
+
+
+LOSSES = {
+    "clipped": hsa.LossGeometry.convex(1.0),
+    "generalized linear": hsa.LossGeometry.logistic(2.0),
+    "not clipped": hsa.LossGeometry.convex(1.0, lipschitz=1.0),
+    "weakly convex": hsa.LossGeometry.weakly_convex(1.0, 0.1),
+    "linear": hsa.LossGeometry.linear(1.0),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("schedule", [False, True])
+def test_decay_is_the_smallest_that_meets_the_target(loss, schedule):
+    rate = [0.5] * 400 + [0.1] * 400 if schedule else 0.5
+    event = cyclic_run(loss=loss, num_steps=800, learning_rate=rate, weight_decay=0.0)
+    composition = epsilon(attrs.evolve(event, loss=None))
+    best = epsilon(attrs.evolve(event, weight_decay=largest_useful_decay(event)))
+    assert best < composition
+    target = best + 0.3 * (composition - best)
+    counter = Counter()
+    decay = hsa.calibrate_weight_decay(target, 1e-5, event, make_accountant=counter)
+    assert epsilon(attrs.evolve(event, weight_decay=decay)) <= target
+    assert epsilon(attrs.evolve(event, weight_decay=decay * (1 - 2e-6))) > target
+    assert counter.count < 25
+    with pytest.raises(ValueError, match="more decay would not contract more"):
+        hsa.calibrate_weight_decay(best * 0.99, 1e-5, event)
+
+
+def test_the_useful_decays_are_those_of_the_closed_forms():
+    eta, smoothness = 0.5, 1.0
+    clipped = largest_useful_decay(cyclic_run(loss=LOSSES["clipped"]))
+    assert clipped == pytest.approx((1 - 3 * eta * smoothness / 8) / eta, abs=2e-3 / eta)
+    unclipped = largest_useful_decay(cyclic_run(loss=LOSSES["not clipped"]))
+    assert unclipped == pytest.approx((1 - eta * smoothness / 2) / eta, abs=2e-3 / eta)
+    assert largest_useful_decay(cyclic_run(loss=None)) == 0.0
+    assert largest_useful_decay(cyclic_run(learning_rate=0.0)) == 0.0
+
+
+def test_decay_that_is_not_needed_or_does_not_help():
+    assert hsa.calibrate_weight_decay(100.0, 1e-5, cyclic_run()) == 0.0
+    with pytest.raises(ValueError, match="composition"):
+        hsa.calibrate_weight_decay(1.0, 1e-5, cyclic_run(loss=None))
