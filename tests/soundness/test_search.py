@@ -10,6 +10,7 @@ import time
 import attrs
 import numpy as np
 import pytest
+from dp_accounting import NeighboringRelation
 from hypothesis import HealthCheck, Phase, given, settings, target
 from hypothesis import strategies as st
 from strategies import (
@@ -47,6 +48,7 @@ class Tally:
     runs: int = 0
     comparisons: int = 0
     closest: dict[str, float] = attrs.field(factory=dict)
+    visited: set[str] = attrs.field(factory=set)
 
     def record(self, name, share):
         self.closest[name] = max(self.closest.get(name, 0.0), share)
@@ -62,9 +64,12 @@ def judge(run, guarantees, tally, epsilons=None):
     Returns:
         How close the run came to a claim, and how close to one well below composition.
     """
-    tally.runs += 1
-    renyi = {order: lower_bound(run, "renyi", order) for order in RENYI_ORDERS}
     closest = {"any": 0.0, "amplified": 0.0}
+    if not guarantees:
+        return closest
+    tally.runs += 1
+    tally.visited |= features(run)
+    renyi = {order: lower_bound(run, "renyi", order) for order in RENYI_ORDERS}
     for name, guarantee in guarantees.items():
         shares = [0.0]
         tried = epsilons
@@ -83,6 +88,38 @@ def judge(run, guarantees, tally, epsilons=None):
             closest["amplified"] = max(closest["amplified"], *shares)
             tally.record(f"{name} (amplified)", max(shares))
     return closest
+
+
+def features(run):
+    """What is special about a run."""
+    event, loss = run.event, run.event.loss
+    eta = event.per_step("learning_rate")
+    found = {
+        "one record per batch": event.batch_size == 1,
+        "one epoch": event.num_steps <= event.batches_per_epoch,
+        "a partial epoch": event.num_steps % event.batches_per_epoch > 0,
+        "a domain": event.domain_diameter < math.inf,
+        "releases": bool(event.release_steps),
+        "a schedule": event.has_schedules,
+        "steps without learning rate": bool((eta == 0).any()),
+        "a large learning rate": loss is not None and bool((eta * loss.smoothness > 2).any()),
+        "decay near its limit": bool((eta * event.per_step("weight_decay") > 0.95).any()),
+        "no clipping": event.clip_norm is None,
+        "a given position": event.record_position is not None,
+    }
+    always = {event.batch_order.name, run.relation.name, loss.kind.name if loss else "no loss"}
+    return always | {name for name, is_there in found.items() if is_there}
+
+
+ANYWHERE = {
+    *("FULL", "CYCLIC"),
+    *(relation.name for relation in NeighboringRelation),
+    *(kind.name for kind in hsa.LossKind),
+    *("one record per batch", "one epoch", "a partial epoch", "a domain", "a schedule"),
+    *("steps without learning rate", "a large learning rate", "decay near its limit"),
+    *("no clipping", "a given position"),
+}
+VISITED = {"quadratic": {*ANYWHERE, "releases"}, "one dimension": ANYWHERE}
 
 
 def lower_bound(run, divergence, argument):
@@ -158,6 +195,8 @@ def test_no_run_refutes_a_sound_bound(name, record_property):
         if is_deep:
             print(f"\n{text}; {left} to go", flush=True)
     assert tally.runs > 0
+    if settings().max_examples >= 100:
+        assert VISITED.get(name, set()) <= tally.visited
 
 
 # --- the search can fail --------------------------------------------------------------------------
