@@ -49,6 +49,8 @@ _DETAILS = "core/test_engine_details.py"
 _COMPOSITION_LAWS = "laws/test_accountants.py::TestComposition"
 _RECORDER_TESTS = "core/test_recorder.py"
 _EVENT_TESTS = "core/test_events.py"
+_RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
+_RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
 _CURVE_TESTS = "laws/test_curves.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
 _ORACLE_TESTS = "soundness/test_gaussian_oracle.py"
@@ -431,21 +433,21 @@ MUTATIONS = (
         SHIFTS,
         "totals += of_shape(start % process.period, end - start)",
         "totals += of_shape(0, end - start)",
-        _LAWS,
+        _RELEASE_LAWS,
     ),
     Mutation(
         "segment_of_a_schedule_starts_with_the_run",
         SHIFTS,
         "(process, start, end, positions)",
         "(process, start % process.period, end, positions)",
-        _LAWS,
+        _RELEASE_LAWS,
     ),
     Mutation(
         "short_segment_starts_at_position_0",
         SHIFTS,
         "offsets = [(position - first) % process.period for position in positions]",
         "offsets = [position % process.period for position in positions]",
-        _LAWS,
+        _RELEASE_LAWS,
     ),
     Mutation(
         "releases_while_running_forget_the_segments_before",
@@ -481,35 +483,35 @@ MUTATIONS = (
         "bounds/data_order.py",
         "process.contraction[0] <= 1:",
         "process.contraction[0] >= 0:",
-        "bounds/test_data_order.py",
+        _RESHUFFLED_TESTS,
     ),
     Mutation(
         "late_participations_of_schedules",
         "bounds/data_order.py",
         "if process.is_constant and not process.release_steps and",
         "if not process.release_steps and",
-        "bounds/test_data_order.py",
+        _RESHUFFLED_TESTS,
     ),
     Mutation(
         "late_participations_of_runs_with_releases",
         "bounds/data_order.py",
         "if process.is_constant and not process.release_steps and",
         "if process.is_constant and",
-        "bounds/test_data_order.py",
+        _RESHUFFLED_TESTS,
     ),
     Mutation(
         "epochs_of_a_schedule_are_taken_for_alike",
         "bounds/data_order.py",
         "if process.is_constant and shape in known:",
         "if shape in known:",
-        "bounds/test_data_order.py",
+        _RESHUFFLED_TESTS,
     ),
     Mutation(
         "record_beyond_the_last_batch_never_took_part",
         "bounds/data_order.py",
         "mu_squared[:] = by_position[-1]",
         "mu_squared[:] = 0 * by_position[-1]",
-        "bounds/test_data_order.py",
+        _RESHUFFLED_TESTS,
     ),
     # From mu to epsilon.
     Mutation(
