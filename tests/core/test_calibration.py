@@ -56,9 +56,9 @@ COMMON_GROUND = {
     ),
     "composition": (with_noise(full_run(loss=None)), hsa.LastIterateAccountant, (0.1, 2.0, 20.0)),
     "poisson": (
-        with_noise(cyclic_run(batch_order="poisson", num_steps=4)),
+        with_noise(probe_run(batch_order="poisson", num_steps=100)),
         hsa.LastIterateAccountant,
-        (1.0,),
+        (0.5,),
     ),
     "gaussian, rdp": (steps(dp_accounting.GaussianDpEvent, 100), rdp.RdpAccountant, (0.1, 2, 20)),
     "sampled, rdp": (steps(sampled, 100), rdp.RdpAccountant, (0.1, 2.0)),
@@ -69,7 +69,13 @@ COMMON_GROUND = {
 @pytest.mark.parametrize(
     ("make_event", "make_accountant", "target"),
     [
-        pytest.param(make, accountant, target, id=f"{name}-{target}")
+        pytest.param(
+            make,
+            accountant,
+            target,
+            id=f"{name}-{target}",
+            marks=[pytest.mark.slow] if name == "poisson" else [],
+        )
         for name, (make, accountant, targets) in COMMON_GROUND.items()
         for target in targets
     ],
