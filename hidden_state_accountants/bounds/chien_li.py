@@ -127,8 +127,8 @@ class ChienLi:
         if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
             curve = _sampled(event, run)
         else:
-            if run.sensitivity == math.inf:  # no noise
-                values = np.array([math.inf])
+            if run.sensitivity in (0.0, math.inf):  # nothing to hide, or no noise
+                values = np.array([run.sensitivity])
             elif self.sound:
                 values = sound_values(event, relation, run)
             else:

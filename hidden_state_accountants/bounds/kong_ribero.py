@@ -34,9 +34,10 @@ from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.process import UnmetCondition
 
 _CITATION = Citation("Kong & Ribero 2025", "Theorems 2.2 and 2.3", "2407.05237")
-_UNPROVED = (
-    "the proof needs the constant sqrt(2)*L_lambda when gradients are clipped, the statement "
-    'says L_lambda. Use analysis="sound", or a clip norm that never acts (loss.lipschitz)'
+_UNSOUND = (
+    "the statement has L_lambda where the proof for clipped gradients gives sqrt(2)*L_lambda: a "
+    'clipped step of a convex loss can expand. Use analysis="sound", or declare a loss.lipschitz '
+    "of at most the clip norm"
 )
 
 
@@ -138,7 +139,7 @@ class KongRibero:
         with this package's modulus (clipping, decoupled decay), the constant 2 alpha that the proof
         gives and the tail of the record's own position. Theorem 2.2 with the clipped modulus.
       - analysis="published": the statements (16), (17), (19) as Renyi bounds; `caveat` is set where
-        the proof does not cover the statement. Corollaries C.2 and C.3 are never smaller.
+        Theorem 2.2 is used under clipping. Corollaries C.2 and C.3 are never smaller.
       - Conditions, both: learning_rate <= 1/(2(M + m)), or 1/(M + m) if clipping never acts.
 
     Source: Kong, Ribero 2025 (arXiv 2407.05237).
@@ -204,7 +205,7 @@ class KongRibero:
             + (", sharpened" if self.sound else ", as published"),
             assumptions=declared_assumptions(event),
             citations=(self.citation,),
-            caveat=_UNPROVED
+            caveat=_UNSOUND
             if not self.sound and theorem == "Theorem 2.2" and run.clip_is_active
             else "",
         )
