@@ -1,7 +1,8 @@
 r"""Noisy gradient descent as a Langevin diffusion: Chourasia, Ye, Shokri 2021 (arXiv 2102.05855).
 
 Full batches, strongly convex and smooth losses, noise N(0, 2 eta sigma^2 I) on the iterate; all
-results are Rényi divergences. Theorem A is never larger (docs/theory/langevin.md).
+results are Rényi divergences. Theorem A is never larger (docs/theory/langevin.md). The formulas as
+printed, Theorems 1 to 4 with their corollaries: `bounds.langevin_formulas`.
 """
 
 from __future__ import annotations
