@@ -23,7 +23,7 @@ def first_coordinate(release):
 
 @pytest.mark.parametrize("confidence", [0.6, 0.95])
 def test_all_four_intervals_hold_with_the_stated_confidence(confidence):
-    repetitions, failures = 300, 0
+    repetitions, failures = 200, 0
     for seed in range(repetitions):
         audit = monte_carlo_audit(
             gaussian(0.0),
