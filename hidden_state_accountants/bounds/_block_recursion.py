@@ -70,5 +70,8 @@ def secret_position_rdp(rates: np.ndarray, num_blocks: int, orders: np.ndarray) 
         return np.full(orders.shape, np.inf)
     # Chen & Liu 2025, Theorem 4.6, arXiv 2407.08233
     exponents = ((orders - 1) * orders)[..., None] * rates
-    mean = special.logsumexp(exponents, axis=-1) - np.log(len(rates))
-    return num_blocks * mean / (orders - 1)
+    top = exponents.max(axis=-1)
+    # log mean e^x; the second form cancels for small x, the first overflows for large ones
+    small = np.log1p(np.expm1(np.minimum(exponents, 1.0)).mean(axis=-1))
+    large = special.logsumexp(exponents, axis=-1) - np.log(len(rates))
+    return num_blocks * np.where(top < 1, small, large) / (orders - 1)

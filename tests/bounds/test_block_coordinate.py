@@ -218,6 +218,15 @@ class TestPublished:
             assert guarantee(block_run(noise_variance=noise), "published").epsilon(1e-5) == math.inf
         assert guarantee(block_run(step_size=0.0), "published").epsilon(1e-5) == 0
 
+    @pytest.mark.parametrize("sensitivity", [1e-3, 1e-7, 1e-60])
+    def test_small_losses_keep_their_digits(self, sensitivity):
+        small = guarantee(block_run(gradient_sensitivity=sensitivity), "published")
+        rates = [
+            corollary_rate(np.ones((6, 5)), 0.1, sensitivity, 4, 0.9, 1.0, j) for j in range(5)
+        ]
+        assert small.rdp([2.0])[0] == pytest.approx(2 * np.mean(rates), rel=1e-5)
+        assert small.rdp([1 + 1e-9])[0] == pytest.approx(np.mean(rates), rel=1e-5)
+
     def test_huge_constants(self):
         expanding = block_run(update_lipschitz=1e60, num_epochs=40)
         rates = guarantee(expanding, "published").rdp([2.0])[0] / 2
