@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -90,8 +91,8 @@ def _draw_panel(axis: Any, panel: Panel, delta: float, names: Sequence[str]) -> 
     axis.set_yscale("log")
     for side, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
         side.set_major_formatter(lambda value, _: f"{value:g}")
-        is_short = high < 20 * low
-        side.set_minor_formatter(_minor_label if is_short else (lambda value, _: ""))
+        digits = "23456789" if high < 4 * low else "235" if high < 20 * low else ""
+        side.set_minor_formatter(functools.partial(_minor_label, digits))
     axis.set_title(panel.title, fontsize=11)
     axis.set_xlabel("epochs (the run is cut off there and its iterate released)")
     axis.set_ylabel(f"epsilon at delta = {delta:g}")
@@ -100,8 +101,8 @@ def _draw_panel(axis: Any, panel: Panel, delta: float, names: Sequence[str]) -> 
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
-def _minor_label(value: float, _: object) -> str:
-    return f"{value:g}" if f"{value:e}"[0] in "235" else ""
+def _minor_label(digits: str, value: float, _: object) -> str:
+    return f"{value:g}" if f"{value:e}"[0] in digits else ""
 
 
 def _label(series: Series) -> str:

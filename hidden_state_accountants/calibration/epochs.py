@@ -100,8 +100,8 @@ def _epoch_maker(make_event: Any) -> MakeEvent:
                 "got one with them. Pass a function of the number of epochs."
             )
     if hasattr(make_event, "num_steps"):
-        steps = -(-make_event.dataset_size // make_event.batch_size)
-        return lambda epochs: attrs.evolve(make_event, num_steps=epochs * steps)
+        per_epoch = make_event.batches_per_epoch
+        return lambda epochs: attrs.evolve(make_event, num_steps=epochs * per_epoch)
     if not callable(make_event):
         raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
     return make_event

@@ -23,6 +23,7 @@ from hidden_state_accountants.calibration.target import (
 )
 from hidden_state_accountants.errors import UnsupportedRunError
 
+_NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
 _SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
 _SO_LITTLE_NOISE = 1e-12
 
@@ -49,8 +50,8 @@ def calibrate_noise(
     Args:
         target_epsilon: >= 0, finite.
         delta: In (0, 1].
-        make_event: Maps a noise multiplier to a run; or a run whose own noise multiplier is
-            replaced.
+        make_event: Maps a noise multiplier to a run; or a run whose own is replaced (noise_std of a
+            DiceSgdDpEvent, noise_variance of a BlockCoordinateDpEvent).
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
         tolerance: Relative, in [1e-12, 0.5].
@@ -62,9 +63,10 @@ def calibrate_noise(
         UnsupportedRunError: The accountant does not cover the run.
         ValueError: No noise meets the target; the text says why.
     """
-    make = event_maker(make_event, "noise_multiplier")
+    field = next((name for name in _NOISE_FIELDS if hasattr(make_event, name)), _NOISE_FIELDS[0])
+    make = event_maker(make_event, field)
     relation = _validate.neighboring_relation(neighboring_relation)
-    target = make_target("noise_multiplier", target_epsilon, delta, make, make_accountant, relation)
+    target = make_target(field, target_epsilon, delta, make, make_accountant, relation)
     tolerance = check_tolerance(tolerance)
     start = _composition_noise(make, target, relation)
     if not target.meets(start):

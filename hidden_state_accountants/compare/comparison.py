@@ -283,7 +283,7 @@ def _cell(text: str) -> str:
 def _title(label: str, event: Any, several: bool) -> str:
     order = getattr(event, "batch_order", None)
     parts = [f"{label}:"] if several else []
-    parts.append(f"{order.value.replace('_', ' ')} batches," if order else type(event).__name__)
+    parts.append(f"{order.value.replace('_', ' ')} batches," if order else "blocks,")
     parts.append(f"{event.batch_size:,} of {event.dataset_size:,} records")
     noise = getattr(event, "noise_multiplier", None)
     if isinstance(noise, float):

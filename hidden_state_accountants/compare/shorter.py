@@ -14,9 +14,7 @@ _MOST_POINTS = 10
 
 
 def _epochs(event: Any) -> int:
-    if hasattr(event, "num_epochs"):
-        return int(event.num_epochs)
-    return -(-event.num_steps // -(-event.dataset_size // event.batch_size))
+    return -(-int(event.num_steps) // int(event.batches_per_epoch))
 
 
 def plotted_epochs(event: Any) -> list[int]:
@@ -30,10 +28,10 @@ def plotted_epochs(event: Any) -> list[int]:
 
 def first_epochs(event: Any, epochs: int) -> Any:
     """The run cut off after its first epochs."""
-    if hasattr(event, "num_epochs"):
-        return attrs.evolve(event, num_epochs=epochs)
-    steps = min(event.num_steps, epochs * -(-event.dataset_size // event.batch_size))
+    steps = min(event.num_steps, epochs * event.batches_per_epoch)
     changes: dict[str, Any] = {"num_steps": steps}
+    if hasattr(event, "num_epochs"):
+        changes = {"num_epochs": epochs}
     for field in attrs.fields(type(event)):
         value = getattr(event, field.name)
         if isinstance(value, Schedule):

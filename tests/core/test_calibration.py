@@ -125,6 +125,32 @@ def test_a_closed_form():
     assert doubled == pytest.approx(2 * noise, rel=1e-5)
 
 
+def test_other_kinds_of_runs_have_noise_of_another_name():
+    dice = hsa.DiceSgdDpEvent(
+        noise_std=1.0,
+        clip_norm=1.0,
+        error_clip_norm=0.01,
+        batch_size=5,
+        dataset_size=20,
+        num_steps=8,
+        batch_order="cyclic",
+    )
+    noise = hsa.calibrate_noise(2.0, 1e-5, dice)
+    assert epsilon(attrs.evolve(dice, noise_std=noise)) == pytest.approx(2.0, rel=1e-5)
+    epochs = hsa.calibrate_epochs(2.0, 1e-5, attrs.evolve(dice, noise_std=2 * noise))
+    assert epochs >= 2
+    blocks = hsa.BlockCoordinateDpEvent(
+        step_size=0.1,
+        noise_variance=1.0,
+        gradient_sensitivity=0.02,
+        batch_size=5,
+        dataset_size=20,
+        num_epochs=3,
+    )
+    noise = hsa.calibrate_noise(2.0, 1e-5, blocks)
+    assert epsilon(attrs.evolve(blocks, noise_variance=noise)) == pytest.approx(2.0, rel=1e-5)
+
+
 def test_schedules_are_scaled_by_a_function():
     def make(scale):
         return cyclic_run(noise_multiplier=[scale] * 12 + [2 * scale] * 12)

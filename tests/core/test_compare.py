@@ -159,6 +159,36 @@ def test_schedules_with_many_noise_levels_do_not_take_hours():
     assert "200 noise levels" in row.note
 
 
+DICE = hsa.DiceSgdDpEvent(
+    noise_std=0.5,
+    clip_norm=1.0,
+    error_clip_norm=0.01,
+    batch_size=5,
+    dataset_size=20,
+    num_steps=8,
+    batch_order="cyclic",
+)
+BLOCKS = hsa.BlockCoordinateDpEvent(
+    step_size=0.1,
+    noise_variance=[[1e-4] * 4, [1e-4] * 4, [2e-4] * 4],
+    gradient_sensitivity=0.02,
+    batch_size=5,
+    dataset_size=20,
+    num_epochs=3,
+)
+
+
+@pytest.mark.parametrize("event", [DICE, BLOCKS], ids=["dice", "blocks"])
+def test_runs_of_other_kinds_have_their_own_bounds_and_no_standard_event(event):
+    comparison = hsa.compare(event)
+    bounds = [bound.name for bound in hsa.BOUNDS if bound.event_type is type(event)]
+    assert [row.accountant for row in comparison.rows][: len(bounds)] == bounds
+    for name in ("RdpAccountant", "PLDAccountant"):
+        assert type(event).__name__ in named(comparison, accountant=name).note
+    assert comparison.best().epsilon < math.inf
+    assert comparison.to_dict()["runs"][0]["event"] == event.to_dict()
+
+
 def test_several_runs_have_labels_progress_and_tables():
     lines = []
     runs = {"less noise": full_run(noise_multiplier=1.0), "more | noise": full_run()}
@@ -236,3 +266,7 @@ def test_plotted_points_are_the_first_epochs():
     short = first_epochs(event, 2)
     assert (short.num_steps, short.learning_rate, short.release_steps) == (8, 0.5, (4,))
     assert first_epochs(event, 6) == event
+    assert plotted_epochs(DICE) == [1, 2]
+    assert first_epochs(DICE, 1).num_steps == 4
+    assert plotted_epochs(BLOCKS) == [1, 2, 3]
+    assert first_epochs(BLOCKS, 2).noise_variance == 1e-4
