@@ -1,0 +1,320 @@
+"""The commands of `hsa`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import dp_accounting
+import typer
+from dp_accounting import NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.accountants import _BoundAccountant
+from hidden_state_accountants.cli import output
+from hidden_state_accountants.cli.flags import with_run
+from hidden_state_accountants.cli.run_file import RunDescription
+from hidden_state_accountants.cli.template import TEMPLATE
+from hidden_state_accountants.guarantee import Guarantee
+
+_EXIT_BAD_INPUT = 2
+_ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="hsa",
+    help="Privacy accounting of the model that you release: the last iterate.\n\n"
+    "Describe the run by flags, or in a file (hsa init), or in a file with flags that change it.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Run = Callable[..., RunDescription]
+_BOUNDS = ", ".join(bound.name for bound in hsa.BOUNDS)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; infinity is the text inf.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw a picture there, .png or .svg.", show_default=False)
+]
+Accountant = Annotated[
+    str, typer.Option(help=f"last_iterate (the smallest proven bound), or one of: {_BOUNDS}.")
+]
+_LAST_ITERATE = "last_iterate"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; the exit status. Bad input is one line on stderr and status 2."""
+    warnings.showwarning = lambda message, *_, **__: output.note(f"warning: {message}")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(list(arguments) or ["--help"], prog_name="hsa", standalone_mode=False)
+    except _ClickError as error:
+        output.note(error.format_message())
+        return _EXIT_BAD_INPUT
+    except (OSError, ImportError, TypeError, ValueError) as error:
+        output.note(f"{error}")
+        return _EXIT_BAD_INPUT
+    except typer.Abort:
+        return 130
+    return status if isinstance(status, int) else 0
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(hsa.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.PrivacyAccountant:
+    name = name.replace("-", "_")
+    if name == _LAST_ITERATE:
+        return hsa.LastIterateAccountant(relation)
+    for bound in hsa.BOUNDS:
+        if bound.name == name:
+            return _BoundAccountant(relation, bound)
+    raise ValueError(f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}.")
+
+
+def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        made: Any = _accountant(accountant, found.neighboring_relation)
+        return made.compose(found.event).guarantee
+
+
+@app.command()
+@with_run
+def epsilon(
+    run: Run,
+    accountant: Accountant = _LAST_ITERATE,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What is my epsilon?
+
+    Example: `hsa epsilon --noise-multiplier 2 --learning-rate 0.5 --clip-norm 1 --batch-size 500
+    --dataset-size 50000 --epochs 200 --batch-order cyclic --loss softmax_cross_entropy
+    --feature-norm 1 --weight-decay 0.1 --delta 1e-5`
+    """
+    found = run()
+    guarantee = _guarantee(found, accountant, quiet)
+    value = guarantee.epsilon(found.delta)
+    output.guarantee(found, guarantee, {"epsilon": value, "delta": found.delta}, json)
+
+
+@app.command()
+@with_run
+def delta(
+    run: Run,
+    epsilon: Annotated[float, typer.Option(help="The epsilon that it is for.")],
+    accountant: Accountant = _LAST_ITERATE,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What is delta at a given epsilon?
+
+    Example: `hsa delta run.toml --epsilon 2`
+    """
+    found = run()
+    guarantee = _guarantee(found, accountant, quiet)
+    value = guarantee.delta(epsilon)
+    output.guarantee(found, guarantee, {"delta": value, "epsilon": epsilon}, json)
+
+
+@app.command()
+@with_run
+def calibrate(
+    run: Run,
+    target_epsilon: Annotated[float, typer.Option("--target-epsilon", "-e", help="To meet.")],
+    parameter: Annotated[
+        str, typer.Option(help="What to change: noise, epochs or weight-decay.")
+    ] = "noise",
+    tolerance: Annotated[float, typer.Option(help="Relative, of noise and decay.")] = 1e-6,
+    max_epochs: Annotated[int, typer.Option(help="Where the search for epochs ends.")] = 10_000,
+    accountant: Accountant = _LAST_ITERATE,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """How much noise for a given epsilon? How many epochs? How much weight decay?
+
+    The answer is rounded to the safe side, and its epsilon is the one printed.
+
+    Examples: `hsa calibrate run.toml --target-epsilon 2`,
+    `hsa calibrate run.toml --target-epsilon 2 --parameter epochs`
+    """
+    kind = parameter.replace("-", "_")
+    defaults: dict[str, dict[str, Any]] = {
+        "noise": {"noise_multiplier": 1.0, "noise_std": 1.0, "noise_variance": 1.0},
+        "epochs": {"epochs": 1},
+        "weight_decay": {},
+    }
+    if kind not in defaults:
+        raise ValueError(
+            f"Expected --parameter to be noise, epochs or weight-decay, got {parameter!r}."
+        )
+    found = run(defaults=defaults[kind])
+    options: dict[str, Any] = {
+        "neighboring_relation": found.neighboring_relation,
+        "make_accountant": lambda: _accountant(accountant, found.neighboring_relation),
+    }
+    arguments = (target_epsilon, found.delta, found.event)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said once, below
+        if kind == "epochs":
+            value: Any = hsa.calibrate_epochs(*arguments, max_epochs=max_epochs, **options)
+            name, changes = "epochs", {"num_epochs": value}
+            if not hasattr(found.event, "num_epochs"):
+                changes = {"num_steps": value * found.event.batches_per_epoch}
+        elif kind == "noise":
+            noise = hsa.calibrate_noise(*arguments, tolerance=tolerance, **options)
+            name = next(field for field in defaults["noise"] if hasattr(found.event, field))
+            value = output.round_up(noise, 8)
+            changes = {name: value}
+        else:
+            decay = hsa.calibrate_weight_decay(*arguments, tolerance=tolerance, **options)
+            name, value = "weight_decay", output.round_up(decay, 8)
+            changes = {name: value}
+    found = attrs.evolve(found, event=attrs.evolve(found.event, **changes))
+    guarantee = _guarantee(found, accountant, quiet)
+    figures = {name: value, "epsilon": guarantee.epsilon(found.delta), "delta": found.delta}
+    output.guarantee(found, guarantee, figures, json)
+
+
+@app.command()
+@with_run
+def compare(
+    run: Run,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="TOML files, one for each run.", show_default=False)
+    ] = None,
+    delta: Annotated[
+        list[float] | None,
+        typer.Option("--delta", "-d", help="One or several; default 1e-5.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    plot: Plot = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes; needs joblib.")] = 1,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Which accountant is the best for my run, and why do the others not apply?
+
+    Flags change every run. Examples: `hsa compare run.toml --plot run.png`,
+    `hsa compare a.toml b.toml -d 1e-5 -d 1e-6 --jobs 2`,
+    `hsa compare run.toml --noise-multiplier 4`
+    """
+    runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
+    relations = {found.neighboring_relation for found in runs.values()}
+    if len(relations) > 1:
+        raise ValueError(
+            f"Expected one neighboring relation, got {len(relations)} in the files. "
+            "Choose one with --relation."
+        )
+    deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
+    events = {label: found.event for label, found in runs.items()}
+    with output.progress(quiet) as tell:
+        table = hsa.compare(events, deltas, relations.pop(), jobs=jobs, progress=tell)
+        if plot is not None:
+            table.plot(plot, jobs=jobs, progress=tell)
+    if json:
+        output.json(table.to_dict())
+    elif markdown:
+        typer.echo(table.to_markdown())
+    else:
+        output.comparison(table)
+
+
+@app.command()
+@with_run
+def audit(
+    run: Run,
+    claim_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="Audit (this, --delta) instead of the accountant's claim.", show_default=False
+        ),
+    ] = None,
+    accountant: Accountant = _LAST_ITERATE,
+    plot: Plot = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Is a claim about my run false? Attacks it; exit status 1 if an attack refutes it.
+
+    Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
+    """
+    found = run()
+    claim: Any = (claim_epsilon, found.delta)
+    if claim_epsilon is None:
+        claim = _guarantee(found, accountant, quiet)
+    with output.progress(quiet) as tell:
+        report = hsa.audit(
+            claim,
+            found.event,
+            neighboring_relation=found.neighboring_relation,
+            target_delta=found.delta,
+            progress=tell,
+        )
+        if plot is not None:
+            report.plot(plot)
+    if json:
+        output.json(report.to_dict())
+    else:
+        typer.echo(str(report))
+    if report.violated:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_run
+def explain(
+    run: Run, accountant: Accountant = _LAST_ITERATE, json: Json = False, quiet: Quiet = False
+) -> None:
+    """Which theorem, which assumptions, which bounds do not apply, and what would help?
+
+    Example: `hsa explain run.toml`
+    """
+    found = run()
+    guarantee = _guarantee(found, accountant, quiet)
+    with output.progress(quiet) as tell:
+        tell("explain: single changes of the run")
+        lines = guarantee.explain(found.delta).splitlines()
+    if json:
+        figures = {"epsilon": guarantee.epsilon(found.delta), "delta": found.delta}
+        output.guarantee(found, guarantee, {**figures, "explanation": lines}, json)
+    else:
+        typer.echo("\n".join([f"run: {found.event!r}", *lines]))
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write; - is the standard output.")] = Path(
+        "run.toml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file.")] = False,
+) -> None:
+    """Writes a commented description of a run, to edit.
+
+    Example: `hsa init run.toml && hsa epsilon run.toml`
+    """
+    if str(file) == "-":
+        typer.echo(TEMPLATE, nl=False)
+        return
+    if file.exists() and not force:
+        raise ValueError(f"{file} exists. Choose another name, or --force.")
+    file.write_text(TEMPLATE, encoding="utf-8")
+    typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")

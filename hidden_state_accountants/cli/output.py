@@ -1,0 +1,121 @@
+"""What the commands print: results on the standard output, everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hidden_state_accountants.cli.run_file import RunDescription
+from hidden_state_accountants.compare import Comparison
+from hidden_state_accountants.compare.comparison import Progress
+from hidden_state_accountants.guarantee import Guarantee
+
+_WIDTH_OF_A_PIPE = 140
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    typer.echo("hsa: " + " ".join(text.split()), err=True)
+
+
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[Progress]:
+    """A function that shows one line at a time: a spinner, or plain lines if nobody looks."""
+    if quiet:
+        yield lambda line: None
+    elif sys.stderr.isatty():
+        with Console(stderr=True).status("...") as status:
+            yield status.update
+    else:
+        yield note
+
+
+def round_up(value: float, digits: int) -> float:
+    """The next larger number with so many significant digits."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    rounded = float(f"{value:.{digits - 1}e}")
+    if rounded < value:
+        step = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
+        rounded = float(f"{value + step:.{digits - 1}e}")
+    return rounded
+
+
+def json(value: Any) -> None:
+    """Standard JSON: what is not a finite number is a text."""
+    typer.echo(json_module.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+def guarantee(
+    found: RunDescription, proved: Guarantee, figures: Mapping[str, Any], as_json: bool
+) -> None:
+    """The figures, the first of which is the answer, with theorem and relation."""
+    if as_json:
+        event: Any = found.event
+        json(
+            {
+                **figures,
+                "neighboring_relation": proved.neighboring_relation.name,
+                "theorem": proved.theorem,
+                "is_proven": not proved.caveat,
+                "caveat": proved.caveat,
+                "mu": proved.mu,
+                "assumptions": [str(assumption) for assumption in proved.assumptions],
+                "not_used": [list(pair) for pair in proved.alternatives],
+                "event": event.to_dict(),
+            }
+        )
+        return
+    texts = [f"{name} = {_text(name, value)}" for name, value in figures.items()]
+    typer.echo(f"{', '.join(texts)} ({proved.neighboring_relation.name})")
+    typer.echo(f"by {proved.theorem}")
+    if proved.caveat:
+        typer.echo(f"NOT PROVEN: {' '.join(proved.caveat.split())}")
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "epsilon":
+        return f"{round_up(value, 5):g}"
+    return f"{round_up(value, 8):.8g}" if isinstance(value, float) else str(value)
+
+
+def comparison(table: Comparison) -> None:
+    """A table for each run, and which accountant is the best."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+    for label, _ in table.runs:
+        shown = Table(title=f"{label}: {table.neighboring_relation.name}", title_justify="left")
+        shown.add_column("accountant", overflow="fold")
+        for delta in table.deltas:
+            shown.add_column(f"epsilon (delta {delta:g})", justify="right")
+        for name in ("status", "seconds", "theorem, or why not"):
+            shown.add_column(name)
+        rows = [row for row in table.rows if row.run == label]
+        for name in dict.fromkeys(row.accountant for row in rows):
+            group = [row for row in rows if row.accountant == name]
+            first = group[0]
+            epsilons = ["-" if r.epsilon is None else _text("epsilon", r.epsilon) for r in group]
+            why = "; ".join(part for part in (first.theorem, first.note) if part)
+            seconds = f"{sum(row.seconds for row in group):.2f}"
+            cells = (name, *epsilons, first.status, seconds, why)
+            shown.add_row(*(Text(cell) for cell in cells))  # brackets are no markup
+        console.print(shown)
+    typer.echo(table.summary())

@@ -1,0 +1,207 @@
+"""Run descriptions: a TOML file, flags, or both, as an event."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import _validate
+from hidden_state_accountants.accountants import RUN_EVENTS
+from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.plain_types import SCHEMA
+
+LOSSES = tuple(
+    name
+    for name, _ in inspect.getmembers(LossGeometry, inspect.ismethod)
+    if not name.startswith("_")
+)
+"""The class methods of `LossGeometry`."""
+
+RELATIONS = tuple(relation.name.lower() for relation in NeighboringRelation)
+
+
+@attrs.frozen
+class RunDescription:
+    """A run and how to account for it.
+
+    Attributes:
+        event: The run.
+        delta: The target delta.
+        neighboring_relation: The relation.
+    """
+
+    event: dp_accounting.DpEvent
+    delta: float
+    neighboring_relation: NeighboringRelation
+
+
+def read(
+    path: Path | None,
+    flags: Mapping[str, Any],
+    loss_flags: Mapping[str, Any],
+    delta: float | None,
+    relation: str | None,
+    defaults: Mapping[str, Any],
+) -> RunDescription:
+    """The run in a file, with the values of the flags instead where given.
+
+    Args:
+        path: A TOML file, or None: the flags describe the whole run.
+        flags: Fields of the event; None where not given. "epochs" stands for num_steps.
+        loss_flags: "loss" and the parameters of its class method.
+        delta: Instead of the file's; 1e-5 if neither has one.
+        relation: Instead of the file's; REPLACE_SPECIAL if neither has one.
+        defaults: Fields, or "epochs", that need not be given; those that the event does not have
+            are left out.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError, ValueError: No run can have these values.
+    """
+    values = {} if path is None else _toml(path)
+    accounting = _table(values, "accounting")
+    unknown = sorted(set(accounting) - {"delta", "neighboring_relation"})
+    if unknown:
+        raise ValueError(f"Unknown key in [accounting]: {', '.join(unknown)}.")
+    kinds = {kind.__name__: kind for kind in RUN_EVENTS}
+    name = values.setdefault("type", "LastIterateDpEvent")
+    if name not in kinds:
+        raise ValueError(f"Expected type to be one of {', '.join(kinds)}, got {name!r}.")
+    values.setdefault("schema", SCHEMA)
+    given = {key: value for key, value in flags.items() if value is not None}
+    if "epochs" in given or "num_steps" in given:
+        values.pop("epochs", None)
+        values.pop("num_steps", None)
+    values.update(given)
+    _merge_loss(values, {k: v for k, v in loss_flags.items() if v is not None})
+    for key, value in defaults.items():
+        lengths = ("epochs", "num_steps", "num_epochs")
+        if key == "epochs" and not any(name in values for name in lengths):
+            values[key] = value
+        if key in {field.name for field in attrs.fields(kinds[name])}:
+            values.setdefault(key, value)
+    _epochs_to_steps(values)
+    missing = [
+        field.name
+        for field in attrs.fields(kinds[name])
+        if field.default is attrs.NOTHING and field.name not in values
+    ]
+    if missing:
+        raise ValueError(_missing(missing, path, is_typed=name != "LastIterateDpEvent"))
+    if delta is None:
+        delta = accounting.get("delta", 1e-5)
+    if relation is None:
+        relation = accounting.get("neighboring_relation", "replace_special")
+    event = kinds[name].from_dict(values)
+    return RunDescription(event, _validate.target_delta(delta), parse_relation(relation))
+
+
+def parse_relation(text: Any) -> NeighboringRelation:
+    """A relation by its name, in any case, with - or _."""
+    name = str(text).upper().replace("-", "_")
+    if name not in NeighboringRelation.__members__:
+        raise ValueError(
+            f"Expected neighboring_relation to be one of {', '.join(RELATIONS)}, got {text!r}."
+        )
+    return NeighboringRelation[name]
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        text = path.read_text(encoding="utf-8")
+        return dict(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
+
+
+def _table(values: dict[str, Any], name: str) -> dict[str, Any]:
+    table = values.pop(name, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"Expected [{name}] to be a table, got {table!r}.")
+    return table
+
+
+def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
+    key = "block_loss" if values["type"] == "BlockCoordinateDpEvent" else "loss"
+    table = values.pop(key, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"Expected [{key}] to be a table with a kind, got {table!r}.")
+    kind = str(flags.pop("loss", table.get("kind", ""))).replace("-", "_")
+    if kind == "none":
+        if flags:
+            raise ValueError(f"Expected no parameters of the loss 'none', got {_names(flags)}.")
+        return
+    if kind != table.get("kind", kind):
+        table = {}  # the flags name another loss than the file
+    table = {**table, **flags}
+    table.pop("kind", None)
+    if not kind:
+        if table:
+            raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
+        return
+    if kind not in LOSSES:
+        raise ValueError(f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}.")
+    values[key] = _plain_loss(kind, table)
+
+
+def _plain_loss(kind: str, table: dict[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments, from those of the class method or of the constructor."""
+    fields = {field.name for field in attrs.fields(LossGeometry)}
+    parameters = inspect.signature(getattr(LossGeometry, kind)).parameters
+    is_full = kind in [k.value for k in LossKind] and not set(table) <= set(parameters)
+    if is_full and set(table) <= fields and "weak_convexity" in table:
+        return {"kind": kind, **table}
+    unknown = sorted(set(table) - set(parameters))
+    missing = [k for k, p in parameters.items() if p.default is p.empty and k not in table]
+    if unknown or missing:
+        takes = ", ".join(parameters)
+        found = ", ".join(sorted(table)) or "nothing"
+        raise ValueError(f"Expected the loss {kind} to have {takes}, got {found}.")
+    loss = getattr(LossGeometry, kind)(**table)
+    return {
+        name: value.value if isinstance(value, LossKind) else value
+        for name, value in attrs.asdict(loss).items()
+        if value is not None
+    }
+
+
+def _epochs_to_steps(values: dict[str, Any]) -> None:
+    if "epochs" not in values:
+        return
+    epochs = values.pop("epochs")
+    if values["type"] == "BlockCoordinateDpEvent":
+        values["num_epochs"] = epochs
+        return
+    if "num_steps" in values:
+        raise ValueError("Expected one of epochs and num_steps, got both.")
+    sizes = [values.get(name) for name in ("batch_size", "dataset_size")]
+    if not all(isinstance(n, int) and n > 0 for n in (*sizes, epochs)):
+        raise ValueError(
+            "Expected epochs, batch_size and dataset_size to be positive integers, got "
+            f"{epochs!r}, {sizes[0]!r} and {sizes[1]!r}."
+        )
+    values["num_steps"] = epochs * -(-sizes[1] // sizes[0])  # type: ignore[operator]
+
+
+def _missing(names: list[str], path: Path | None, *, is_typed: bool) -> str:
+    if path is not None:
+        return f"{path} has no {', '.join(names)}."
+    if is_typed:
+        return f"Missing {', '.join(names)}."
+    flags = ", ".join("--" + name.replace("_", "-") for name in names)
+    return f"Missing {flags}. Or describe the run in a file: hsa init run.toml."
+
+
+def _names(flags: Mapping[str, Any]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in flags)
