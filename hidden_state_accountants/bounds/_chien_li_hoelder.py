@@ -132,40 +132,44 @@ class HoelderProblem:
         if top == 0:
             return result
         shifts = top * np.logspace(-_DECADES, 0, _GRID)
-        last = (
-            self.sensitivity + shifts
-        )  # z is used up in a step with the record, or in one without
-        costates = np.tile(np.sort(np.concatenate([shifts, last])), (len(result), 1))
-        rows = np.arange(len(result))
-        _, found = self._search(rows, costates, result)
+        # The last shift is in a step with the record, or in one without.
+        grid = np.sort(np.concatenate([shifts, self.sensitivity + shifts]))
+        rows, costates = np.arange(len(result)), np.tile(grid, (len(result), 1))
+        found = self._search(rows, costates, result)
         rows, costates, found = (v[found >= 0] for v in (rows, costates, found))
         for _ in range(_ROUNDS):
             costates = _refined(costates, found)
-            _, found = self._search(rows, costates, np.full(len(rows), np.inf))
+            found = self._search(rows, costates, np.full(len(rows), np.inf))
         for row, costate in zip(rows.tolist(), costates[np.arange(len(rows)), found], strict=True):
             result[row] = min(result[row], self._plan(row, float(costate)))
         return result
 
-    def _search(
-        self, problems: np.ndarray, costates: np.ndarray, limit: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Per row the best value below `limit`, and the index of its costate or -1."""
+    def _search(self, problems: np.ndarray, costates: np.ndarray, limit: np.ndarray) -> np.ndarray:
+        """Per row the index of the costate with the least value below `limit`, or -1."""
         best, found = limit.astype(np.float64), np.full(len(problems), -1)
         at, columns = (index.ravel() for index in np.indices(costates.shape))
         p, z, cost = costates.ravel(), np.zeros(costates.size), np.zeros(costates.size)
         for step in range(self.num_steps - 1, -1, -1):  # from x_step to x_(step+1)
             rows = problems[at]
+            start = self.distance(rows, step)
+            value = self._start(rows, step, start, z, cost)
+            better = np.flatnonzero(value < best[at])
+            order = better[np.argsort(-value[better], kind="stable")]
+            best[at[order]], found[at[order]] = value[order], columns[order]
             z, p, cost = self._back(rows, step, z, p, cost)
-            reached = (z >= self.distance(rows, step)) & (cost < best[at])
-            if reached.any():
-                order = np.flatnonzero(reached)[np.argsort(-cost[reached], kind="stable")]
-                best[at[order]], found[at[order]] = cost[order], columns[order]
-            keep = ~reached & (cost < best[at])  # more steps only cost more
+            keep = (z < start) & (cost < best[at])  # more steps only cost more
             if not keep.any():
                 break
             if not keep.all():
                 at, columns, p, z, cost = (v[keep] for v in (at, columns, p, z, cost))
-        return best, found
+        return found
+
+    def _start(
+        self, rows: np.ndarray, step: int, start: np.ndarray, z: np.ndarray, cost: np.ndarray
+    ) -> np.ndarray:
+        """The sum if tau = step: the first shift takes D_tau straight to z, whatever p says."""
+        own = np.where(self.holds(rows, step), self.sensitivity, 0.0)
+        return cost + (own + np.maximum(self.modulus(start) - z, 0.0)) ** 2
 
     def _back(
         self, rows: np.ndarray, step: int, z: np.ndarray, p: np.ndarray, cost: np.ndarray
@@ -178,17 +182,21 @@ class HoelderProblem:
             return before, p, cost + total * total
 
     def _plan(self, row: int, costate: float) -> float:
-        """The cost of a costate's plan, from distances that make it feasible."""
+        """The least cost of a costate's plans, from distances that make them feasible."""
         rows = np.array([row])
         z, p, cost = np.zeros(1), np.array([costate]), np.zeros(1)
-        distances = [0.0]  # z_T, z_(T-1), ...
+        distances, best, best_start = [0.0], math.inf, self.num_steps  # z_T, z_(T-1), ...
         for step in range(self.num_steps - 1, -1, -1):
+            start = self.distance(rows, step)
+            value = float(self._start(rows, step, start, z, cost)[0])
+            if value < best:
+                best, best_start = value, step
             z, p, cost = self._back(rows, step, z, p, cost)
+            if z[0] >= start[0] or cost[0] >= best:
+                break
             distances.append(float(z[0]))
-            start = float(self.distance(rows, step)[0])
-            if z[0] >= start:
-                return self._cost(rows, step, start, distances[-2::-1])
-        return math.inf
+        planned = distances[: self.num_steps - best_start][::-1]
+        return self._cost(rows, best_start, float(self.distance(rows, best_start)[0]), planned)
 
     def _cost(self, rows: np.ndarray, start: int, z: float, distances: list[float]) -> float:
         """The sum for z_start = z and then, where g reaches them, the planned distances."""

@@ -69,18 +69,16 @@ def shift_costs(modulus: HoelderModulus, distance: np.ndarray) -> np.ndarray:
     p = float(modulus(distance.max())) * np.logspace(-8, 0, _GRID)
     z, cost = np.zeros(_GRID), np.zeros(_GRID)
     for step in range(num_steps - 1, -1, -1):
+        first = np.maximum(modulus(distance[step]) - z, 0.0)
+        costs[step] = min(costs[step], float((cost + first * first).min()))
         before = modulus.inverse(z + p)
         cost = cost + p * p
         with np.errstate(over="ignore"):
             p = p * modulus.slope(before)
-        z = before
-        reached = z >= distance[step]
-        if reached.any():
-            costs[step] = min(costs[step], float(cost[reached].min()))
-            keep = ~reached
-            p, z, cost = p[keep], z[keep], cost[keep]
-        if len(p) == 0:
+        keep = before < distance[step]
+        if not keep.any():
             break
+        z, p, cost = before[keep], p[keep], cost[keep]
     return costs
 
 
