@@ -14,6 +14,7 @@ from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.auditing.grid import GridEstimate, GridOracle
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_accountants.auditing.monte_carlo import MonteCarloAudit, monte_carlo_audit
+from hidden_state_accountants.auditing.one_dimensional import OneDimensional
 from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
 from hidden_state_accountants.auditing.report import AttackRow, AuditReport
 from hidden_state_accountants.auditing.without_replacement_direction import (
@@ -23,6 +24,7 @@ from hidden_state_accountants.auditing.without_replacement_direction import (
 ATTACKS: tuple[Attack, ...] = (
     LinearLosses(),
     QuadraticLosses(),
+    OneDimensional(),
     BoundedDomain(),
     WithoutReplacementDirection(),
     BlockZeroCurvature(),
@@ -42,6 +44,7 @@ __all__ = [
     "GridOracle",
     "LinearLosses",
     "MonteCarloAudit",
+    "OneDimensional",
     "QuadraticLosses",
     "WithoutReplacementDirection",
     "audit",

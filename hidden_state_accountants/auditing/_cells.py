@@ -69,7 +69,7 @@ class CellPair:
         # The loss is about 2 * sum(kappa): a set chosen with it in mind loses least.
         best = 0.0
         for margin in (0.0, 2 * float(self.kappa.sum())):
-            inside = self.p > math.exp(epsilon + min(margin, LARGEST_EPSILON)) * self.q
+            inside = self.p > math.exp(min(epsilon + margin, LARGEST_EPSILON)) * self.q
             p = self.at_least(np.array([self.p[inside].sum()]))[0]
             q = self.at_most(np.array([self.q[inside].sum()]))[0]
             best = max(best, float(p - math.exp(epsilon) * q))

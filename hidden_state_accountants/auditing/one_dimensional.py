@@ -1,0 +1,192 @@
+r"""The attack by kinked losses in one dimension, on a grid: domains, Huber losses, concave pieces.
+
+>>> import hidden_state_accountants as hsa
+>>> from dp_accounting import NeighboringRelation
+>>> from hidden_state_accountants.auditing import OneDimensional
+>>> run = hsa.LastIterateDpEvent(
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=2, dataset_size=2,
+...     num_steps=8, batch_order="full", loss=hsa.LossGeometry.convex(1.0), domain_diameter=4.0)
+>>> evidence = OneDimensional().evidence(
+...     run, NeighboringRelation.REPLACE_SPECIAL, lambda text: None)
+>>> claimed = hsa.LastIterateAccountant().compose(run).get_epsilon(1e-5)
+>>> 0.9 < evidence.epsilon(1e-5) / claimed <= 1
+True
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.auditing._pieces import Witness, curvatures, witnesses
+from hidden_state_accountants.auditing.evidence import Evidence, Progress, relation_conditions
+from hidden_state_accountants.auditing.grid import GridOracle
+from hidden_state_accountants.batch_order import BatchOrder
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.process import UnmetCondition
+
+_REACH = 9.0  # standard deviations; 1e-19 of the mass lies beyond
+_SEARCH_CELLS = 8
+_MOST_CELLS = 128
+_SEARCH_STEPS = 40_000  # of all runs of the search together
+_FEWEST_WITNESSES = 8
+_TARGET_DELTA = 1e-5
+_DETERMINISTIC = (BatchOrder.FULL, BatchOrder.CYCLIC)
+
+
+@attrs.frozen
+class OneDimensional:
+    r"""Searches one-dimensional runs on a coarse grid, certifies the best on a fine one.
+
+    The record's gradient is constant and as large as the bound allows. The others have no gradient,
+    a constant one, or curvature at an end of the class, around one place or two; with a domain, the
+    run starts in its middle or at an end.
+
+    Formal guarantees: the certified lower bounds of `GridOracle` for a run of the class. Gradients
+    other than constant ones are cut at the smallest gradient bound, so that one loss serves all
+    steps. Strongly convex losses are affine in a domain in which they stay within the gradient
+    bound; where they are clipped they are linear in the limit, see `LinearLosses`.
+
+    Args:
+        effort: Multiplications that one run may take on the fine grid, about 2e9 per second. A run
+            that is too long for a useful bound is declined.
+
+    Source: `GridOracle`; this project.
+    """
+
+    effort: float = 5e10
+    name: str = "one_dimensional"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """Why the attack does not apply; empty if it does."""
+        unmet = list(relation_conditions(event, relation))
+        if event.release_steps:
+            unmet.append(UnmetCondition("releases", "the last iterate alone", "release_steps"))
+        if event.max_batch_size is not None:
+            unmet.append(
+                UnmetCondition("batch size", "no cap", f"max_batch_size = {event.max_batch_size}")
+            )
+        if curvatures(event) is None:
+            unmet.append(
+                UnmetCondition(
+                    "strongly convex losses with a bounded gradient",
+                    "a domain_diameter < 2 * gradient bound / strong_convexity",
+                    f"{event.domain_diameter:g}",
+                )
+            )
+        if not (event.per_step("learning_rate") * event.noise_std_on_sum()).all():
+            unmet.append(
+                UnmetCondition("noise", "learning_rate and noise_multiplier > 0 at every step", "0")
+            )
+        if not unmet and self._cells(event) < _fewest_cells(event):
+            unmet.append(
+                UnmetCondition(
+                    "length of the run",
+                    f"at most {self.effort:g} multiplications (effort=)",
+                    f"{_cost_of_a_cell(event) * _fewest_cells(event) ** 2:.1e} for "
+                    f"{event.num_steps} steps",
+                )
+            )
+        return tuple(unmet)
+
+    def _cells(self, event: LastIterateDpEvent) -> int:
+        return int(min(_MOST_CELLS, math.sqrt(self.effort / _cost_of_a_cell(event))))
+
+    def evidence(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation, progress: Progress
+    ) -> Evidence:
+        """The certified bounds of the run that looks worst on a coarse grid.
+
+        Raises:
+            UnsupportedRunError: No run of the family can be put on a grid.
+        """
+        spread = float(_spread(event)[-1])
+        found: list[tuple[float, Witness]] = []
+        refused = "no run of the family is in the class"
+        most = max(_FEWEST_WITNESSES, _SEARCH_STEPS // event.num_steps)
+        for witness in itertools.islice(witnesses(event, relation, spread), most):
+            try:
+                oracle = _oracle(event, witness, _SEARCH_CELLS)
+            except (UnsupportedRunError, ValueError) as error:
+                refused = str(error)
+                continue
+            found.append((_estimated_epsilon(oracle), witness))
+            progress(f"{self.name}: epsilon about {found[-1][0]:.4g}, {witness}")
+        if not found:
+            raise UnsupportedRunError(refused)
+        _, best = max(found, key=lambda pair: pair[0])
+        cells = self._cells(event)
+        progress(f"{self.name}: certifies on {cells} cells per standard deviation: {best}")
+        oracle = _oracle(event, best, cells)
+        return Evidence(
+            attack=self.name,
+            strength="certified",
+            witness=str(best),
+            delta=lambda epsilon: max(0.0, *(v.lower_bound for v in oracle.delta(epsilon))),
+            renyi=lambda order: max(0.0, *(v.lower_bound for v in oracle.renyi(order))),
+        )
+
+
+def _estimated_epsilon(oracle: GridOracle) -> float:
+    """At the target delta, from the uncertified values of the grid."""
+    values = Evidence("", "", "", lambda epsilon: max(v.value for v in oracle.delta(epsilon)))
+    return values.epsilon(_TARGET_DELTA)
+
+
+def _oracle(event: LastIterateDpEvent, witness: Witness, cells: int) -> GridOracle:
+    radius = event.domain_diameter / 2
+    return GridOracle(
+        event,
+        witness.gradients(event),
+        witness.neighbour,
+        record=witness.index(event),
+        start=witness.start,
+        domain=None if radius == math.inf else (-radius, radius),
+        cells_per_std=cells,
+        reach=_REACH,
+    )
+
+
+def _fewest_cells(event: LastIterateDpEvent) -> float:
+    """The bound loses T / (2 cells**2) on each probability: how much of it may be lost."""
+    loss = 0.25 if event.batch_order in _DETERMINISTIC else 0.01  # a record that comes rarely
+    return max(_SEARCH_CELLS, math.sqrt(event.num_steps / (2 * loss)))
+
+
+def _spread(event: LastIterateDpEvent) -> np.ndarray:
+    """Standard deviation of the iterates, where curvature does not contract; shape (num_steps,)."""
+    eta, noise = event.per_step("learning_rate"), event.noise_std_on_sum()
+    low = (curvatures(event) or (0.0, 0.0))[0]
+    factor = 1 - eta * (event.per_step("weight_decay") + min(low, 0.0))
+    variance, result = 0.0, []
+    for f, std in zip(factor.tolist(), (eta * noise / event.batch_size).tolist(), strict=True):
+        variance = min(f * f * variance + std * std, 1e200)
+        result.append(math.sqrt(variance))
+    return np.array(result)
+
+
+def _cost_of_a_cell(event: LastIterateDpEvent) -> float:
+    """Multiplications per squared number of cells per standard deviation, for one run."""
+    eta = event.per_step("learning_rate") / event.batch_size
+    std = eta * event.noise_std_on_sum()
+    unit = float(std.min())
+    width = 2 * _REACH * _spread(event)
+    chains = 1
+    if event.batch_order not in _DETERMINISTIC:
+        width = width + 2 * np.cumsum(eta * event.gradient_bound())
+        if event.batch_order is BatchOrder.SHUFFLED_ONCE:
+            chains = event.batches_per_epoch
+        if event.batch_order is BatchOrder.RESHUFFLED:
+            chains = 2  # used in this epoch or not
+    nodes = np.minimum(width, event.domain_diameter) / unit
+    per_step = nodes * 2 * _REACH * std / unit
+    return 2.5 * chains * float(per_step.sum())  # two data sets, and the coarser grid
