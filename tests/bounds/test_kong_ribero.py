@@ -1,0 +1,401 @@
+"""Kong & Ribero 2025 against the paper's formulas typed anew, solvers and exact oracles."""
+
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from quadratics import cyclic_batches, random_hessian
+from runs import cyclic_run, full_run, probe_run
+from shift_programs import least_squares_mu_squared
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.auditing import GaussianOracle
+from hidden_state_accountants.bounds import Composition, KongRibero, ShiftedInterpolation
+from hidden_state_accountants.bounds.kong_ribero import corollary_c_2, corollary_c_3, theta
+from hidden_state_accountants.process import noisy_process
+
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
+SOUND, PUBLISHED = KongRibero(), KongRibero("published")
+ALPHA = 3.0
+
+
+def per_alpha(event, bound=PUBLISHED, relation=REPLACE_ONE):
+    """D_alpha/alpha of an event."""
+    return float(bound.guarantee(event, relation).rdp([ALPHA])[0]) / ALPHA
+
+
+# --- the paper, typed anew --------------------------------------------------------------------
+
+
+def typed_theta(lipschitz, steps):
+    """Equation (15)."""
+    return lipschitz ** (2 * (steps - 1)) / sum(lipschitz ** (2 * j) for j in range(steps))
+
+
+def typed_l_lambda(lam, m, big_m):
+    """Equation (13)."""
+    return math.sqrt(1 + 2 * lam * m * (1 + m / (2 * (big_m + m))))
+
+
+def typed_16(lam, m, big_m, clip, b, sigma, diameter):
+    return (typed_l_lambda(lam, m, big_m) * diameter + 2 * lam * clip / b) ** 2 / (2 * sigma**2)
+
+
+def typed_17(lam, m, big_m, clip, b, sigma, epochs, period, factor=2**0.5):
+    share = typed_theta(factor * typed_l_lambda(lam, m, big_m), period)
+    return 4 * (lam * clip / (b * sigma)) ** 2 * (1 + epochs * share)
+
+
+def random_case(seed):
+    """A run under the conditions of both theorems, and the paper's names for its numbers."""
+    rng = np.random.default_rng(seed)
+    b, period, epochs = (int(rng.integers(1, n)) for n in (4, 9, 6))
+    steps = int(rng.integers((epochs - 1) * period + 1, epochs * period + 1))
+    m, big_m = float(rng.choice([0.0, 0.3, 2.0])), float(rng.uniform(0.5, 2))
+    clip, noise = rng.uniform(0.5, 2), rng.uniform(0.5, 4)
+    lam = rng.uniform(0.1, 1) / (2 * (m + big_m))
+    unclipped = bool(rng.integers(2))
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=noise,
+        learning_rate=lam,
+        clip_norm=clip,
+        batch_size=b,
+        dataset_size=b * period,
+        num_steps=steps,
+        batch_order="cyclic",
+        loss=hsa.LossGeometry.weakly_convex(big_m, m, lipschitz=clip if unclipped else None),
+        domain_diameter=float(rng.choice([math.inf, rng.exponential()])),
+    )
+    sigma = lam * noise * clip / b
+    return event, (lam, m, big_m, clip, b, sigma), (epochs, period), unclipped
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_published_is_the_paper(seed):
+    event, numbers, shape, unclipped = random_case(seed)
+    by_epochs = typed_17(*numbers, *shape, factor=1.0 if unclipped else math.sqrt(2))
+    diameter = event.domain_diameter
+    by_domain = typed_16(*numbers, diameter) if diameter < math.inf else math.inf
+    guarantee = PUBLISHED.guarantee(event, REPLACE_ONE)
+    expected = min(by_epochs, by_domain)
+    assert per_alpha(event) == pytest.approx(expected, rel=1e-9)
+    name = "Theorem 2.2" if by_domain < by_epochs else "(19)" if unclipped else "(17)"
+    assert name in guarantee.theorem
+    assert bool(guarantee.caveat) == (by_domain < by_epochs and not unclipped)
+    assert guarantee.mu is None  # a Renyi bound for all orders is not mu-GDP
+    # Half the sensitivity.
+    half = per_alpha(event, relation=REPLACE_SPECIAL)
+    lam, m, big_m, clip, *rest = numbers
+    halved = typed_17(lam, m, big_m, clip / 2, *rest, *shape, factor=1.0 if unclipped else 2**0.5)
+    if diameter < math.inf:
+        halved = min(halved, typed_16(lam, m, big_m, clip / 2, *rest, diameter))
+    assert half == pytest.approx(halved, rel=1e-9)
+
+
+@pytest.mark.parametrize("lipschitz", [0.3, 1.0, 1.0000001, 1.2, 50.0])
+def test_theta(lipschitz):
+    for steps in (1, 2, 5, 40):
+        assert float(theta(lipschitz, steps)) == pytest.approx(
+            typed_theta(lipschitz, steps), rel=1e-9
+        )
+    assert float(theta(lipschitz, 0)) == 0
+    assert np.array_equal(theta(0.0, np.array([0, 1, 2])), [0, 1, 0])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_corollaries_are_never_smaller_than_theorem_2_3(seed):
+    rng = np.random.default_rng(seed)
+    m, big_m = rng.uniform(0.01, 2, 2)
+    s, epochs = 0.7, int(rng.integers(1, 50))
+    lam = 1 / (2 * (m + big_m))
+    l_lambda = typed_l_lambda(lam, m, big_m)
+    # C.2 needs at least log 2/log(1 + m lambda) steps per epoch.
+    period = math.ceil(math.log(2) / math.log(1 + m * lam)) + int(rng.integers(0, 20))
+    stated = 2 * s**2 * (1 + epochs * typed_theta(l_lambda, period))
+    assert corollary_c_2(big_m, m, epochs, s) == pytest.approx(
+        2 * s**2 * (1 + 4 * epochs * m / (big_m + m)), rel=1e-12
+    )
+    assert corollary_c_2(big_m, m, epochs, s) >= stated
+    lam = min(lam, 1 / math.sqrt(epochs))
+    l_lambda = typed_l_lambda(lam, m, big_m)
+    stated = 2 * s**2 * (1 + epochs * typed_theta(l_lambda, period))
+    c_3 = corollary_c_3(l_lambda, lam, period, s)
+    assert c_3 == pytest.approx(2 * (s / lam) ** 2 * (1 + typed_theta(l_lambda, period)), rel=1e-12)
+    assert c_3 >= stated * (1 - 1e-12)
+
+
+def test_corollary_c_2_as_stated_is_false():
+    """Its display lacks the factor E of its proof: linear losses alone exceed it."""
+    m, big_m, s, period, epochs = 0.01, 1.0, 1.0, 150, 1000
+    lam = 1 / (2 * (m + big_m))
+    assert period >= math.log(2) / math.log(1 + m * lam)
+    displayed = 2 * s**2 * (1 + 4 * m / (big_m + m))
+    exact = epochs * s**2 / period  # s per epoch against the noise of E * l steps
+    assert exact > 2 * displayed
+    assert corollary_c_2(big_m, m, epochs, s) > exact
+
+
+# --- Figure 1 -----------------------------------------------------------------------------------
+
+
+def figure_1(loss, steps=100_000, **changes):
+    """lambda = 1e-5, C = 10, sigma = 1e-5, b = 10, k = 1e4: s/sigma = 2, 1000 steps per epoch."""
+    arguments = {
+        "noise_multiplier": 1.0,
+        "learning_rate": 1e-5,
+        "clip_norm": 10.0,
+        "batch_size": 10,
+        "dataset_size": 10_000,
+        "num_steps": steps,
+        "batch_order": "cyclic",
+        "loss": loss,
+    }
+    return hsa.LastIterateDpEvent(**arguments | changes)
+
+
+def test_figure_1_without_clipping():
+    """Left: small m flattens the curve below composition; large m approaches it from above."""
+    whole = per_alpha(figure_1(None), Composition())
+    assert whole == pytest.approx(100 * 2**2 / 2)
+    values = [
+        per_alpha(figure_1(hsa.LossGeometry.weakly_convex(1000.0, m, lipschitz=10.0)))
+        for m in (0.0, 10.0, 1000.0)
+    ]
+    assert values == sorted(values)
+    assert values[0] == pytest.approx(4 * (1 + 100 / 1000), rel=1e-9)
+    assert values[0] < whole / 40
+    assert values[2] < whole
+    sound = per_alpha(figure_1(hsa.LossGeometry.convex(1000.0, lipschitz=10.0)), SOUND)
+    assert sound == pytest.approx(2 * (1 + 99 / 1000), rel=1e-9)
+
+
+def test_figure_1_with_clipping_is_never_below_composition():
+    """theta of sqrt(2)*L is at least 1/2: (17) is at least 4 (1 + E/2), composition is 2 E."""
+    for loss in (hsa.LossGeometry.convex(1000.0), hsa.LossGeometry.smooth(1000.0)):
+        for steps in (1, 1000, 10_001, 100_000):
+            event = figure_1(loss, steps)
+            assert per_alpha(event) >= per_alpha(event, Composition()) * (1 + 1e-9)
+            assert per_alpha(event, SOUND) <= per_alpha(event, Composition()) * (1 + 1e-12)
+    clipped = per_alpha(figure_1(hsa.LossGeometry.convex(1000.0)))
+    assert clipped == pytest.approx(4 * (1 + 100 / 2), rel=1e-9)
+    assert per_alpha(figure_1(hsa.LossGeometry.convex(1000.0)), SOUND) < clipped / 3
+
+
+def test_reference_run():
+    assert SOUND.guarantee(probe_run(), REPLACE_SPECIAL).mu == pytest.approx(0.554181, abs=5e-6)
+    without = probe_run(weight_decay=0.0)
+    assert per_alpha(without, relation=REPLACE_SPECIAL) == pytest.approx(25.25, rel=1e-9)
+    unclipped = probe_run(weight_decay=0.0, clip_norm=math.sqrt(2))
+    assert per_alpha(unclipped, relation=REPLACE_SPECIAL) == pytest.approx(0.75, rel=1e-9)
+    assert SOUND.guarantee(unclipped, REPLACE_SPECIAL).mu ** 2 == pytest.approx(0.7475, rel=1e-9)
+
+
+# --- the sharpened bound ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sharpened_bound_is_a_plan_of_theorem_a(seed):
+    """Epoch by epoch the optimal shifts, typed as separate programs; never above the paper."""
+    event, numbers, (_, period), _ = random_case(seed)
+    lam, _, _, clip, b, sigma = numbers
+    steps, c = event.num_steps, float(noisy_process(event, REPLACE_ONE).contraction[0])
+    totals = []
+    for position in range(min(period, steps)):
+        starts = [*range(position, steps, period), steps]
+        total = 0.0
+        for start, stop in itertools.pairwise(starts):
+            own = np.zeros(stop - start)
+            own[0] = 2 * lam * clip / b
+            total += least_squares_mu_squared(
+                np.full(stop - start, c), own, np.full(stop - start, sigma)
+            )
+        totals.append(total)
+        if event.domain_diameter == math.inf:
+            here = hsa.LastIterateDpEvent(**changed(event, record_position=position))
+            mu = SOUND.guarantee(here, REPLACE_ONE).mu
+            assert mu**2 == pytest.approx(total, rel=1e-9)
+    guarantee = SOUND.guarantee(event, REPLACE_ONE)
+    last = c * event.domain_diameter + 2 * lam * clip / b
+    drift = event.domain_diameter + 2 * lam * clip
+    expected = min(max(totals), (min(last, drift) / sigma) ** 2)
+    assert guarantee.mu**2 == pytest.approx(expected, rel=1e-9)
+    published = PUBLISHED.guarantee(event, REPLACE_ONE)
+    if not published.caveat:
+        assert guarantee.mu**2 / 2 <= per_alpha(event) * (1 + 1e-12)
+
+
+def changed(event, **changes):
+    names = [attribute.name for attribute in type(event).__attrs_attrs__]
+    return {name: getattr(event, name) for name in names} | changes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_dominates_the_exact_mu_of_quadratics(seed):
+    rng = np.random.default_rng(seed)
+    dimension, batch_size, period = (int(rng.integers(1, n)) for n in (4, 4, 6))
+    steps, size = int(rng.integers(1, 30)), batch_size * period
+    lowest = float(rng.choice([0.0, 0.2, -0.3]))
+    hessians = np.array([random_hessian(rng, dimension, lowest, 1.5) for _ in range(size)])
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=rng.uniform(0.5, 3),
+        learning_rate=rng.uniform(0.05, 1 / 1.8),
+        clip_norm=None,
+        weight_decay=float(rng.choice([0.0, 0.4])),
+        batch_size=batch_size,
+        dataset_size=size,
+        num_steps=steps,
+        batch_order="full" if period == 1 else "cyclic",
+        loss=hsa.LossGeometry.weakly_convex(1.5, max(-lowest, 0.0), 0.8),
+    )
+    exact = 0.0
+    for record in range(0, size, batch_size):
+        direction = rng.normal(size=dimension)
+        oracle = GaussianOracle(
+            hessians,
+            [(1.0, cyclic_batches(size, batch_size, steps))],
+            learning_rate=event.learning_rate,
+            noise_std=event.noise_std_on_sum()[0],
+            weight_decay=event.weight_decay,
+            batch_size=batch_size,
+            record=record,
+            slope_difference=1.6 * direction / np.linalg.norm(direction),
+        )
+        exact = max(exact, oracle.mu)
+    assert exact <= SOUND.guarantee(event, REPLACE_ONE).mu * (1 + 1e-9)
+    if not event.weight_decay:
+        assert exact**2 / 2 <= per_alpha(event) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_default_accountant_is_never_larger(seed):
+    event, *_ = random_case(seed)
+    if seed % 2:
+        event = hsa.LastIterateDpEvent(**changed(event, weight_decay=0.05))
+    for relation in (REPLACE_ONE, REPLACE_SPECIAL):
+        own = hsa.KongRiberoAccountant(relation).compose(event).guarantee
+        best = hsa.LastIterateAccountant(relation).compose(event).guarantee
+        assert best.mu <= own.mu * (1 + 1e-6)
+        assert best.epsilon(1e-5) <= own.epsilon(1e-5) * (1 + 1e-6)
+
+
+def test_can_be_smaller_than_theorem_a_where_steps_expand_a_large_domain():
+    """R + 2 eta C of the last step; Theorem A's windows use c R + s only."""
+    loss = hsa.LossGeometry.smooth(1.0, lipschitz=1.0)
+    event = cyclic_run(
+        learning_rate=0.5,
+        weight_decay=0.0,
+        loss=loss,
+        batch_size=1,
+        dataset_size=1,
+        batch_order="full",
+        num_steps=3000,
+        domain_diameter=50.0,
+    )
+    own = SOUND.guarantee(event, REPLACE_ONE)
+    assert "Theorem 2.2" in own.theorem
+    assert own.mu == pytest.approx((50 + 1) / (0.5 * 2), rel=1e-12)
+    assert own.mu <= Composition().guarantee(event, REPLACE_ONE).mu
+    assert hsa.LastIterateAccountant(REPLACE_ONE).compose(event).guarantee.mu <= own.mu
+    assert ShiftedInterpolation().check(event, REPLACE_ONE) == ()
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("analysis", ["sound", "published"])
+def test_the_learning_rate(analysis):
+    too_fast = cyclic_run(loss=hsa.LossGeometry.convex(2.0), learning_rate=0.5, weight_decay=0.0)
+    text = (
+        r"Theorem 2\.3 \(Kong & Ribero 2025\) needs learning_rate <= 0\.25, got 0\.5\. "
+        r"Lower it, or use LastIterateAccountant\."
+    )
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        hsa.KongRiberoAccountant(analysis=analysis).compose(too_fast)
+    bound = KongRibero(analysis)
+    (unmet,) = bound.check(too_fast, REPLACE_ONE)
+    assert (unmet.condition, unmet.required, unmet.actual) == (
+        "learning rate",
+        "learning_rate <= 0.25",
+        "0.5",
+    )
+    unclipped = cyclic_run(
+        loss=hsa.LossGeometry.convex(2.0, lipschitz=1.0), learning_rate=0.5, weight_decay=0.0
+    )
+    assert bound.check(unclipped, REPLACE_ONE) == ()
+    weakly = cyclic_run(
+        loss=hsa.LossGeometry.weakly_convex(1.0, 3.0), learning_rate=0.125, weight_decay=0.0
+    )
+    assert bound.check(weakly, REPLACE_ONE) == ()
+    linear = cyclic_run(
+        loss=hsa.LossGeometry.linear(1.0), learning_rate=1e3, weight_decay=0.0, clip_norm=0.5
+    )
+    assert bound.check(linear, REPLACE_ONE) == ()
+
+
+def test_theorem_2_2_needs_the_smaller_learning_rate():
+    """Between 1/(2(M + m)) and 1/(M + m), unclipped: only (19)."""
+    loss = hsa.LossGeometry.convex(1.0, lipschitz=1.0)
+    arguments = {"loss": loss, "weight_decay": 0.0, "domain_diameter": 1e-3}
+    slow, fast = (cyclic_run(**arguments, learning_rate=eta) for eta in (0.5, 0.51))
+    assert "2.2" in PUBLISHED.guarantee(slow, REPLACE_ONE).theorem
+    assert "(19)" in PUBLISHED.guarantee(fast, REPLACE_ONE).theorem
+
+
+@pytest.mark.parametrize(
+    ("changes", "condition"),
+    [
+        ({"batch_order": "poisson"}, "batch order"),
+        ({"batch_order": "shuffled_once"}, "batch order"),
+        ({"batch_order": "without_replacement"}, "batch order"),
+        ({"loss": None}, "loss geometry"),
+        ({"loss": hsa.LossGeometry.hoelder(1.0, 0.5)}, "smooth loss"),
+        ({"learning_rate": [0.1] * 23 + [0.2]}, "schedules"),
+        ({"clip_norm": [1.0] * 23 + [2.0]}, "schedules"),
+        ({"release_steps": [3]}, "releases"),
+        ({"dataset_size": 21}, "equal batches"),
+    ],
+)
+@pytest.mark.parametrize("bound", [SOUND, PUBLISHED])
+def test_refusals(bound, changes, condition):
+    event = cyclic_run(**{"weight_decay": 0.0} | changes)
+    assert [u.condition for u in bound.check(event, REPLACE_ONE)] == [condition]
+    with pytest.raises(hsa.UnsupportedRunError, match=r"\(Kong & Ribero 2025\) needs .*, got"):
+        bound.guarantee(event, REPLACE_ONE)
+
+
+def test_refusals_of_the_paper_alone():
+    unmet = PUBLISHED.check(full_run(), ADD_OR_REMOVE_ONE)
+    assert [u.condition for u in unmet] == ["neighboring relation", "weight decay"]
+    assert SOUND.check(full_run(), ADD_OR_REMOVE_ONE) == ()
+    assert SOUND.check(cyclic_run(), ADD_OR_REMOVE_ONE)
+    with pytest.raises(ValueError, match="analysis"):
+        hsa.KongRiberoAccountant(analysis="both")
+    assert not PUBLISHED.sound
+    assert SOUND.sound
+
+
+def test_the_accountant_warns_exactly_where_the_statement_is_not_proved():
+    arguments = {"weight_decay": 0.0, "learning_rate": 0.25, "domain_diameter": 1e-3}
+    clipped = cyclic_run(**arguments, loss=hsa.LossGeometry.convex(1.0))
+    with pytest.warns(UserWarning, match=r"Theorem 2\.2.*sqrt\(2\)"):
+        hsa.KongRiberoAccountant(analysis="published").compose(clipped)
+    unclipped = cyclic_run(**arguments, loss=hsa.LossGeometry.convex(1.0, lipschitz=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hsa.KongRiberoAccountant(analysis="published").compose(unclipped)
+        hsa.KongRiberoAccountant().compose(clipped)
+
+
+@pytest.mark.parametrize("bound", [SOUND, PUBLISHED])
+def test_ends_of_the_range(bound):
+    for diameter in (math.inf, 1.0):
+        arguments = {"weight_decay": 0.0, "domain_diameter": diameter}
+        silent = cyclic_run(**arguments, noise_multiplier=0.0)
+        assert bound.guarantee(silent, REPLACE_ONE).epsilon(1e-5) == math.inf
+        still = cyclic_run(**arguments, learning_rate=0.0)
+        assert bound.guarantee(still, REPLACE_ONE).epsilon(1e-5) == 0
