@@ -23,7 +23,8 @@ import hidden_state_accountants as hsa
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-DETERMINISTIC = (FULL, CYCLIC, *EPOCHS)
+PUBLIC = (FULL, CYCLIC)  # the accountant's epsilon under any other order may take a PLD
+DETERMINISTIC = (*PUBLIC, *EPOCHS)
 RENYI_ORDERS = (1.5, 2.0, 8.0, 32.0)
 ROUNDING = 1e-9
 
@@ -35,26 +36,25 @@ laws = settings(
 
 def sizes(event, relation):
     """Per bound: epsilon at 1e-5, or Renyi divergences where epsilon takes dp-accounting's PLD."""
-    is_sampled = event.batch_order in SAMPLED
-    guarantees = sound_guarantees(event, relation, accountant=not is_sampled)
+    is_public = event.batch_order in PUBLIC
+    guarantees = sound_guarantees(event, relation, accountant=is_public)
     assume(guarantees)
     return {
-        name: g.rdp(RENYI_ORDERS) if is_sampled else np.array([g.epsilon(1e-5)])
+        name: np.array([g.epsilon(1e-5)]) if is_public else g.rdp(RENYI_ORDERS)
         for name, g in guarantees.items()
     }
 
 
 def mus(event, relation):
     """Per bound that is Gaussian: mu."""
-    guarantees = sound_guarantees(event, relation, event.batch_order not in SAMPLED)
+    guarantees = sound_guarantees(event, relation, event.batch_order in PUBLIC)
     return {name: g.mu for name, g in guarantees.items() if g.mu is not None}
 
 
 def assert_at_most(smaller, larger, strict=False):
-    """Bound by bound; strictly where the larger one is neither 0 nor infinite."""
-    assert smaller.keys() == larger.keys()
-    for name, low in smaller.items():
-        high = larger[name]
+    """Per bound that covers both runs; strictly where the larger is neither 0 nor infinite."""
+    for name in smaller.keys() & larger.keys():
+        low, high = smaller[name], larger[name]
         assert (low <= high * (1 + ROUNDING)).all(), name
         if strict:
             matters = (high > 1e-9) & np.isfinite(high)
@@ -94,7 +94,7 @@ def test_epsilon_never_grows_with_the_noise_of_one_step(run, factor, data):
 
 
 @laws
-@given(events(DETERMINISTIC), st.floats(1e-10, 0.4))
+@given(events(PUBLIC), st.floats(1e-10, 0.4))
 def test_epsilon_falls_with_delta(run, delta):
     for guarantee in sound_guarantees(*run).values():
         epsilons = [guarantee.epsilon(d) for d in (delta, 1.01 * delta, 2 * delta, 1.0)]
@@ -264,7 +264,8 @@ def test_epochs_without_learning_rate_change_nothing(run, data):
         weight_decay=longer("weight_decay", 0.0),
     )
     before, after = mus(event, relation), mus(idle, relation)
-    assert before == pytest.approx(after, rel=ROUNDING)
+    for name in before.keys() & after.keys():  # some bounds want constant parameters
+        assert after[name] == pytest.approx(before[name], rel=ROUNDING), name
 
 
 @laws
@@ -294,7 +295,8 @@ def test_nothing_exceeds_composition(run):
 @given(events())
 def test_no_noise_is_no_privacy(run):
     event, relation = run
-    for guarantee in sound_guarantees(attrs.evolve(event, noise_multiplier=0.0), relation).values():
+    silent = attrs.evolve(event, noise_multiplier=0.0)
+    for guarantee in sound_guarantees(silent, relation, event.batch_order in PUBLIC).values():
         assert guarantee.epsilon(0.5) == math.inf
         assert guarantee.delta(10.0) == 1.0
 
@@ -357,7 +359,7 @@ def test_one_epoch_costs_one_gaussian_mechanism(run):
 
 
 @laws
-@given(events(DETERMINISTIC), st.integers(2, 50))
+@given(events(PUBLIC), st.integers(2, 50))
 def test_count_law(run, count):
     event, relation = run
     assume(sound_guarantees(event, relation))
