@@ -113,7 +113,8 @@ def _convolved(draws: list[_Draw], up: bool) -> Atoms:
     top = min(top, mean + _STEPS_IN_DOUBT * (variance**0.5 + peak))
     number = sum(len(draw.points) for draw in draws)
     nodes = int(np.clip(_MOST_WORK / number, 512, 16384))
-    width = top / (nodes - 1)
+    room = min(len(draws), nodes // 2) if up else 0  # each draw may be rounded up by a node
+    width = top / (nodes - 1 - room)
     small = 0.0  # shifts too small to be worth rounding up one by one: all of them happen
     law, beyond = np.zeros(nodes), 0.0
     law[0] = 1.0
