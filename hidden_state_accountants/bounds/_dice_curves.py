@@ -75,12 +75,14 @@ class Effect:
     def squared_shift(self, patterns: Inclusions) -> np.ndarray:
         """Bound, per pattern, on the sum of s_t^2 (Theorem 1 of docs/theory/dice_sgd.md).
 
-        c^2 k + P + 2 c min(sqrt((k - 1) P), 2 C2 (k - 1)): the first participation comes before
-        the errors differ.
+        c^2 k + P + 2 c min(sqrt((k - 1) P), 2 C2 (k - 1), h k (k - 1) / 2): the errors do not
+        differ before the first participation is over.
         """
         error = self.error_budget(patterns.before_last, patterns.after_first)
         again = np.maximum(patterns.count - 1, 0)
         together = np.minimum(np.sqrt(again * error), 2 * self.radius * again)
+        if self.deposit < math.inf:
+            together = np.minimum(together, self.deposit * patterns.count * again / 2)
         return self.step**2 * patterns.count + error + 2 * self.step * together
 
 
