@@ -9,6 +9,7 @@ any losses in one dimension.
 from hidden_state_accountants.auditing.audit import audit
 from hidden_state_accountants.auditing.block_zero_curvature import BlockZeroCurvature
 from hidden_state_accountants.auditing.bounded_domain import BoundedDomain
+from hidden_state_accountants.auditing.dice_outlier import DiceOutlier
 from hidden_state_accountants.auditing.evidence import Attack, Evidence
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.auditing.grid import GridEstimate, GridOracle
@@ -28,6 +29,7 @@ ATTACKS: tuple[Attack, ...] = (
     BoundedDomain(),
     WithoutReplacementDirection(),
     BlockZeroCurvature(),
+    DiceOutlier(),
 )
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
@@ -37,7 +39,7 @@ __all__ = [
     "AttackRow",
     "AuditReport",
     "BlockZeroCurvature",
-    "BoundedDomain",
+    "DiceOutlier",
     "Evidence",
     "GaussianOracle",
     "GridEstimate",

@@ -1,0 +1,181 @@
+r"""An outlier saturates the error of DiceSGD, and the error then shifts every later step.
+
+The record has a constant gradient of norm G in one direction, the others have none. From its first
+participation on the clipped error adds up to C2 to every step, with the same sign, so the sum of
+the updates moves far beyond its noise, and no sampling of later batches hides that.
+
+    N = 50_000, B = 1_000, T = 150, (2, 1e-5)-DP by Theorem 3.7 of Zhang, Bu, Wu, Hong 2024
+    (arXiv 2311.14632): the sum of the updates alone has delta(2) >= 0.51 and epsilon(1e-5) >= 18.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+from scipy import stats
+
+from hidden_state_accountants.auditing._half_lines import HalfLines
+from hidden_state_accountants.auditing._participation import Atoms
+from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
+from hidden_state_accountants.bounds._inclusion_counts import first_inclusion, inclusions
+from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
+from hidden_state_accountants.process import UnmetCondition
+
+_LEVELS = 1024  # shifts are rounded down to so many
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99)  # of the first participation: where to start summing
+
+
+@attrs.frozen
+class DiceOutlier:
+    """Sums of updates of runs with one outlier: certified lower bounds on half-lines.
+
+    Formal guarantees: every figure is a lower bound on the divergence of runs of the declared class
+    (or a limit of such figures), in one of the two directions. Gradients are constant, but for the
+    other records in two of the witnesses, whose gradient is not zero at the initial model only.
+
+      - The clipped gradients of the record (ordinary DP-SGD), with what each leaves in the error.
+      - The first participation saturates the error: C2 in every later step.
+      - No gradient bound: the first batch saturates the error in the opposite direction, and the
+        record then turns it around: 2 C2 in every later step.
+      - Automatic, G > C1: the smallest error of opposite sign does the same, with changing signs.
+    """
+
+    name: str = "dice_outlier"
+    event_type: type[dp_accounting.DpEvent] = DiceSgdDpEvent
+
+    def check(
+        self, event: DiceSgdDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """Why the attack does not apply to the event; empty if it does."""
+        reason = unmet_relation(event.batch_order, relation)
+        if reason:
+            return (UnmetCondition("neighboring_relation", reason, relation.name),)
+        if event.batch_order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
+            return (UnmetCondition("batch_size", "a divisor of dataset_size", "a remainder"),)
+        if event.noise_std == 0:
+            return (UnmetCondition("noise_std", "> 0", "0"),)
+        if event.automatic and event.gradient_bound < event.clip_norm:
+            need = f">= clip_norm = {event.clip_norm:g} in the automatic variant"
+            return (UnmetCondition("gradient_bound", need, f"{event.gradient_bound:g}"),)
+        return ()
+
+    def evidence(
+        self, event: DiceSgdDpEvent, relation: NeighboringRelation, progress: Progress
+    ) -> Evidence:
+        """The best of the witnesses at every epsilon."""
+        statistics = []
+        for statistic in _statistics(event, relation):
+            progress(f"{self.name}: {statistic.text}")
+            statistics.append((statistic.half_lines(event.noise_std), statistic.failure))
+
+        def delta(epsilon: float) -> float:
+            doubt = 1 + math.exp(epsilon)
+            return max(
+                0.0, *(lines.delta(epsilon) - doubt * failure for lines, failure in statistics)
+            )
+
+        return Evidence(
+            attack=self.name,
+            strength="certified",
+            witness="one outlier with a constant gradient; sums of the updates",
+            delta=delta,
+        )
+
+
+@attrs.frozen(eq=False)
+class _Statistic:
+    """A sum (with signs) of `length` updates, which the record shifts by a random amount.
+
+    Attributes:
+        shift: The amounts, rounded down.
+        mass: Their probabilities.
+        length: The number of updates.
+        mirrored: Whether the neighbour's record shifts it by as much in the other direction.
+        text: What it is.
+        failure: The probability that the other records do not play their part.
+    """
+
+    shift: np.ndarray
+    mass: np.ndarray
+    length: int
+    mirrored: bool
+    text: str
+    failure: float = 0.0
+
+    def half_lines(self, noise_std: float) -> HalfLines:
+        """The law of the sum on both data sets, compared on half-lines."""
+        unit = noise_std * math.sqrt(self.length)
+        shift, mass = self.shift / unit, self.mass
+        if len(shift) > _LEVELS:
+            width = float(shift.max()) / _LEVELS
+            levels = np.floor(shift / width)
+            shift, index = np.unique(levels * width, return_inverse=True)
+            mass = np.bincount(index, mass)
+        shift = np.append(shift, 0.0)
+        atoms = Atoms(shift, np.append(mass, max(0.0, 1 - float(mass.sum()))))
+        return HalfLines(atoms, atoms, 1.0, -1.0 if self.mirrored else 0.0)
+
+
+def _statistics(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Iterator[_Statistic]:
+    steps, radius = event.num_steps, event.error_clip_norm
+    mirrored = relation is NeighboringRelation.REPLACE_ONE
+    step = min(event.clip_norm, event.gradient_bound) / event.batch_size
+    deposit = max(0.0, event.gradient_bound - event.clip_norm) / event.batch_size
+    count, mass = _count_law(event, steps)
+    yield _Statistic(step * count, mass, steps, mirrored, "its clipped gradients")
+    if steps == 1:
+        return
+    first = first_inclusion(
+        event.batch_order, steps, event.batches_per_epoch, event.sampling_probability
+    )
+    after = np.arange(steps - 1, -1, -1)
+    if not event.automatic and deposit > 0:
+        count, mass = _count_law(event, steps - 1)
+        shift = (step + min(deposit, radius)) * count
+        yield _Statistic(shift, mass, steps, mirrored, "what each leaves in the error")
+        if deposit < radius * (steps - 1):
+            shift = step + np.minimum(deposit, radius * after)
+            yield _Statistic(shift, first, steps, mirrored, "what the first leaves in the error")
+        else:
+            for start in _starts(first):
+                shift = radius * np.minimum(after, steps - start)
+                text = f"saturated error, from step {start + 1} on"
+                yield _Statistic(shift, first, steps - start, mirrored, text)
+    if event.batch_size == 1:  # the first batch may hold no other record
+        return
+    opposed = event.automatic and event.gradient_bound > event.clip_norm
+    if opposed or (not event.automatic and deposit == math.inf):
+        if opposed:  # the signs may need one more step to differ
+            after = np.maximum(after - 1, 0)
+        failure = 0.0
+        if event.batch_order is BatchOrder.POISSON:
+            failure = (1 - event.sampling_probability) ** (event.dataset_size - 1)
+        for start in sorted({max(1, start) for start in _starts(first)}):
+            shift = 2 * radius * np.minimum(after, steps - start)
+            text = f"opposite errors, from step {start + 1} on"
+            yield _Statistic(shift, first, steps - start, False, text, failure)
+
+
+def _starts(first: np.ndarray) -> list[int]:
+    """Where to start summing: before it, the record has probably not taken part."""
+    below = np.cumsum(first)
+    starts = {int(np.searchsorted(below, quantile * below[-1])) for quantile in _QUANTILES}
+    return sorted({min(start, len(first) - 1) for start in starts} | {0})
+
+
+def _count_law(event: DiceSgdDpEvent, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """The number of participations in the first `steps` steps; CYCLIC: of the first batch."""
+    order, rate = event.batch_order, event.sampling_probability
+    if order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        number = np.arange(steps + 1)
+        return number, stats.binom.pmf(number, steps, rate)
+    law = inclusions(order, steps, event.batches_per_epoch, rate)
+    if order is BatchOrder.CYCLIC:
+        return law.count[:1], np.ones(1)
+    return law.count, law.weights
