@@ -39,6 +39,7 @@ __all__ = [
     "AttackRow",
     "AuditReport",
     "BlockZeroCurvature",
+    "BoundedDomain",
     "DiceOutlier",
     "Evidence",
     "GaussianOracle",
