@@ -52,8 +52,23 @@ class BlockCoordinateConformanceTest(privacy_accountant_test.PrivacyAccountantTe
         ]
 
 
+class DiceSgdConformanceTest(privacy_accountant_test.PrivacyAccountantTest):
+    def _make_test_accountants(self):
+        return [
+            hsa.DiceSgdAccountant(relation, analysis=analysis)
+            for relation in NeighboringRelation
+            for analysis in ("sound", "published")
+        ]
+
+
 @pytest.mark.parametrize(
-    "accountant", [*ACCOUNTANTS, hsa.LangevinAccountant, hsa.BlockCoordinateAccountant]
+    "accountant",
+    [
+        *ACCOUNTANTS,
+        hsa.LangevinAccountant,
+        hsa.BlockCoordinateAccountant,
+        hsa.DiceSgdAccountant,
+    ],
 )
 def test_relation_is_the_first_argument_and_has_a_default(accountant):
     assert accountant().neighboring_relation is NeighboringRelation.REPLACE_SPECIAL

@@ -1,0 +1,221 @@
+"""The outlier against DiceSGD: real runs that shift as claimed, and what they refute."""
+
+import math
+
+import numpy as np
+import pytest
+from dice import clip, normalise, update
+from dp_accounting import NeighboringRelation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize, stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.auditing.dice_outlier import DiceOutlier, _statistics
+from hidden_state_accountants.bounds import DiceSgd
+from hidden_state_accountants.bounds._dice_curves import sound_curve
+from hidden_state_accountants.bounds._dice_published import published_noise_std
+
+ADD, ONE, SPECIAL = (
+    NeighboringRelation.ADD_OR_REMOVE_ONE,
+    NeighboringRelation.REPLACE_ONE,
+    NeighboringRelation.REPLACE_SPECIAL,
+)
+Order = hsa.BatchOrder
+
+
+def silent(line):
+    """Progress that nobody reads."""
+
+
+def paper(**changes):
+    """The paper's batch size and data set; noise for (2, 1e-5) by Theorem 3.7."""
+    arguments = {
+        "noise_std": 1.0, "clip_norm": 1.0, "error_clip_norm": 1.0, "batch_size": 1000,
+        "dataset_size": 50_000, "num_steps": 150,
+    }  # fmt: skip
+    event = hsa.DiceSgdDpEvent(**(arguments | changes))
+    noise = published_noise_std(event, 2.0, 1e-5)
+    return hsa.DiceSgdDpEvent(**(arguments | changes | {"noise_std": noise}))
+
+
+def sum_of_updates(event, epsilon):
+    """delta from the sum of all updates alone, with C2 per step after the first participation."""
+    rate, steps = event.sampling_probability, event.num_steps
+    after = np.arange(steps - 1, -1, -1)
+    mass = rate * (1 - rate) ** np.arange(steps)
+    shift = event.error_clip_norm * after
+    std = event.noise_std * math.sqrt(steps)
+
+    def lost(threshold):
+        here = mass @ stats.norm.sf((threshold - shift) / std)
+        here += (1 - rate) ** steps * stats.norm.sf(threshold / std)
+        return math.exp(epsilon) * stats.norm.sf(threshold / std) - here
+
+    grid = np.linspace(-5, 15, 400) * std
+    best = grid[np.argmin([lost(c) for c in grid])]
+    return -optimize.minimize_scalar(lost, bounds=(best - std, best + std), method="bounded").fun
+
+
+def test_theorem_3_7_is_refuted():
+    event = paper()
+    assert sum_of_updates(event, 2.0) >= 0.51
+    assert sum_of_updates(event, 18.3) > 1e-5
+    published = DiceSgd("published").guarantee(event, SPECIAL)
+    assert published.epsilon(1e-5) == pytest.approx(2.0)
+    evidence = DiceOutlier().evidence(event, SPECIAL, silent)
+    assert evidence.delta(2.0) >= sum_of_updates(event, 2.0) - 1e-6
+    assert evidence.delta(2.0) > 0.85  # errors of opposite sign: 2 C2
+    assert evidence.epsilon(1e-5) > 51
+    assert sound_curve(event, SPECIAL).curves[0].epsilon(1e-5) < 1.06 * evidence.epsilon(1e-5)
+
+
+def test_the_automatic_variant_is_refuted_with_bounded_gradients():
+    event = paper(automatic=True, gradient_bound=1.01)
+    assert DiceOutlier().evidence(event, SPECIAL, silent).delta(2.0) > 0.85
+
+
+def test_audit_says_so():
+    event = paper(batch_order="poisson")
+    report = hsa.audit(DiceSgd("published").guarantee(event, SPECIAL), event)
+    assert report.violated
+    assert report.violated_by == "dice_outlier"
+    cyclic = small(40, batch_order="cyclic", gradient_bound=3.0)
+    assert not hsa.audit(hsa.DiceSgdAccountant().compose(cyclic), cyclic).violated
+
+
+# --- the witnesses, run by the reference implementation -------------------------------------------
+
+
+def errors_and_updates(event, joins, mine, helper, clipper):
+    """Noiseless v_t on D and on D', in one dimension; `helper` is one gradient in step 1."""
+    result = []
+    for present in (True, False):
+        error, values = np.zeros(1), []
+        for t, joined in enumerate(joins):
+            batch = [[helper]] * (t == 0 and helper != 0) + [[mine]] * bool(present and joined)
+            v, error = update(
+                error, np.array(batch).reshape(-1, 1), event.batch_size, event.clip_norm,
+                event.error_clip_norm, clipper,
+            )  # fmt: skip
+            values.append(float(v[0]))
+        result.append(values)
+    return np.array(result[0]) - np.array(result[1])
+
+
+patterns = st.lists(st.booleans(), min_size=2, max_size=12)
+
+
+def small(steps, **changes):
+    arguments = {
+        "noise_std": 1.0, "clip_norm": 1.0, "error_clip_norm": 0.3, "batch_size": 4,
+        "dataset_size": 16, "num_steps": steps,
+    }  # fmt: skip
+    return hsa.DiceSgdDpEvent(**(arguments | changes))
+
+
+@given(patterns, st.floats(0.2, 40))
+def test_plain_outlier_shifts_the_sum_as_claimed(joins, bound):
+    event = small(len(joins), gradient_bound=bound)
+    shift = errors_and_updates(event, joins, bound, 0.0, clip)
+    step, deposit = min(1.0, bound) / 4, max(0.0, bound - 1) / 4
+    counted = sum(joins[:-1]) * (step + min(deposit, 0.3))
+    assert shift.sum() >= max(counted, step * sum(joins)) - 1e-9
+    if any(joins):
+        after = len(joins) - 1 - joins.index(True)
+        assert shift.sum() >= step + min(deposit, 0.3 * after) - 1e-9
+        if deposit >= 0.3 * (len(joins) - 1):
+            for start in range(len(joins)):
+                assert shift[start:].sum() >= 0.3 * min(after, len(joins) - start) - 1e-9
+
+
+@given(patterns)
+def test_opposite_errors_shift_twice(joins):
+    event = small(len(joins))
+    shift = errors_and_updates(event, joins, 1e9, -1e5, clip)
+    after = len(joins) - 1 - joins.index(True) if any(joins) else 0
+    for start in range(1, len(joins)):
+        assert shift[start:].sum() >= 0.6 * min(after, len(joins) - start) - 1e-6
+
+
+@given(patterns)
+def test_automatic_errors_of_opposite_sign_shift_twice(joins):
+    """The signs alternate in a way that is known beforehand."""
+    event = small(len(joins), automatic=True, gradient_bound=1.1)
+    shift = errors_and_updates(event, joins, 1.02, -1.002, normalise)
+    unaffected = errors_and_updates(event, [False] * len(joins), 1.02, -1.002, normalise)
+    assert not unaffected.any()
+    signs = np.where(np.arange(len(joins)) % 2 == 1, 1.0, -1.0)
+    own = np.array(joins) * 0.25  # the clipped gradient itself
+    after = max(0, len(joins) - 2 - joins.index(True)) if any(joins) else 0
+    from_error = signs * (shift - own)
+    for start in range(1, len(joins)):
+        assert from_error[start:].sum() >= 0.6 * min(after, len(joins) - start) - 1e-9
+
+
+# --- no sound claim stays below -------------------------------------------------------------------
+
+
+@st.composite
+def runs(draw):
+    order = draw(st.sampled_from(list(Order)))
+    batch = draw(st.integers(1, 6))
+    period = 1 if order is Order.FULL else draw(st.integers(1, 8))
+    relations = [SPECIAL, ONE] + [ADD] * (order in (Order.FULL, Order.POISSON))
+    event = hsa.DiceSgdDpEvent(
+        noise_std=draw(st.floats(0.3, 5)) / batch,
+        clip_norm=1.0,
+        error_clip_norm=draw(st.sampled_from([0.01, 0.3, 2.0])),
+        batch_size=batch,
+        dataset_size=batch * period,
+        num_steps=draw(st.sampled_from([1, 2, 5, 40, 400])),
+        batch_order=order,
+        gradient_bound=draw(st.sampled_from([0.5, 1.0, 1.2, 4.0, 300.0, math.inf])),
+        automatic=draw(st.booleans()),
+    )
+    return event, draw(st.sampled_from(relations))
+
+
+@settings(max_examples=60)
+@given(runs())
+def test_sound_guarantees_dominate_the_attack(case):
+    event, relation = case
+    attack = DiceOutlier()
+    if attack.check(event, relation):
+        return
+    evidence = attack.evidence(event, relation, silent)
+    curve = sound_curve(event, relation)
+    # The split bound's privacy loss takes seconds: test_split_noise_dominates_the_attack.
+    curve = getattr(curve, "curves", [curve])[0]
+    for epsilon in (0.0, 0.5, 2.0, 10.0):
+        assert evidence.delta(epsilon) <= curve.delta(epsilon) * (1 + 1e-9) + 1e-14
+    # Evidence beyond epsilon 700 is reported as infinite.
+    assert min(evidence.epsilon(1e-5), 700) <= curve.epsilon(1e-5) + 1e-8
+
+
+@pytest.mark.parametrize(("bound", "noise"), [(1.0, 1.0), (1.1, 1.5), (math.inf, 10.0)])
+def test_split_noise_dominates_the_attack(bound, noise):
+    event = small(30, gradient_bound=bound, noise_std=noise)
+    evidence = DiceOutlier().evidence(event, SPECIAL, silent)
+    curve = sound_curve(event, SPECIAL)
+    for epsilon in (0.0, 0.5, 2.0):
+        assert evidence.delta(epsilon) <= curve.delta(epsilon) + 1e-9
+
+
+def test_full_batches_without_errors_are_attacked_exactly():
+    event = small(9, batch_order="full", dataset_size=4, gradient_bound=1.0)
+    evidence = DiceOutlier().evidence(event, SPECIAL, silent)
+    claim = sound_curve(event, SPECIAL).epsilon(1e-5)
+    assert evidence.epsilon(1e-5) == pytest.approx(claim, rel=1e-3)
+
+
+def test_conditions():
+    attack = DiceOutlier()
+    assert attack.check(small(3, noise_std=0.0), SPECIAL)
+    assert attack.check(small(3, batch_order="cyclic"), ADD)
+    assert attack.check(small(3, batch_order="cyclic", dataset_size=15), SPECIAL)
+    assert attack.check(small(3, automatic=True, gradient_bound=0.5), SPECIAL)
+    assert not attack.check(small(3), ADD)
+    texts = []
+    attack.evidence(small(3), SPECIAL, texts.append)
+    assert len(texts) == len(list(_statistics(small(3), SPECIAL)))
