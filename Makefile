@@ -16,13 +16,13 @@ endif
 WORKERS ?= 2
 DEEP_EXAMPLES ?= 18
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks)
-CORE_TESTS := $(wildcard $(addprefix tests/, core laws conformance bounds soundness opacus_engine))
+CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
 DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'
-NUMPY2_REQUIREMENTS := -e '.[opacus,dev]' scikit-learn
+NUMPY2_REQUIREMENTS := -e '.[cli,opacus,dev]' scikit-learn
 
 # An environment whose Python is gone (upgraded, moved) is not an installed one.
 $(shell for venv in .venv .venv-numpy2; do \

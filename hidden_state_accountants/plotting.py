@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,23 @@ def new_figure(width: float, height: float) -> Any:
             "Plots need matplotlib: pip install 'hidden-state-accountants[plot]'"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Whether a picture can be written there: asked before long work.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: The folder does not exist or the ending is not a format.
+    """
+    known = new_figure(1.0, 1.0).canvas.get_supported_filetypes()
+    place = pathlib.Path(path)
+    if place.suffix.lstrip(".").lower() not in known:
+        raise ValueError(
+            f"Expected a plot path that ends in .png, .svg or .pdf, got {str(path)!r}."
+        )
+    if not place.parent.is_dir():
+        raise ValueError(f"Expected a folder for the plot, got {str(place.parent)!r}.")
 
 
 def plot_comparison(

@@ -6,7 +6,7 @@
 ...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
 ...     loss=hsa.LossGeometry.convex(smoothness=0.5), weight_decay=0.1)
 >>> print(f"{hsa.calibrate_noise(1.0, 1e-5, run):.4f}")
-3.7336
+3.7337
 """
 
 from hidden_state_accountants.calibration.decay import calibrate_weight_decay

@@ -197,9 +197,8 @@ def unreachable(target: Target, value: float) -> str:
     if epsilon == math.inf:
         return text + "Something is released without noise, or no finite guarantee is known."
     if target.name == "weight_decay" and guarantee is not None:
-        reasons = " | ".join(f"{name}: {reason}" for name, reason in guarantee.alternatives)
-        return text + (
-            f"The best bound is {guarantee.theorem}; more decay would not contract more. "
-            f"Add noise, or lower the learning rate. {reasons}".rstrip()
-        )
+        why = dict(guarantee.alternatives).get("shifted_interpolation", "")
+        text += f"The best bound is {guarantee.theorem}; more decay would not contract more. "
+        text += f"Theorem A does not apply: {why}. " if "needs" in why else ""
+        return text + "Add noise, or lower the learning rate."
     return text + "Epsilon levels off there: a part of the run does not depend on it."

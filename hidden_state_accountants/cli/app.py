@@ -20,6 +20,7 @@ from hidden_state_accountants.cli.flags import with_run
 from hidden_state_accountants.cli.run_file import RunDescription
 from hidden_state_accountants.cli.template import TEMPLATE
 from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.plotting import check_path
 
 _EXIT_BAD_INPUT = 2
 _ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -48,16 +49,22 @@ _LAST_ITERATE = "last_iterate"
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command; the exit status. Bad input is one line on stderr and status 2."""
-    warnings.showwarning = lambda message, *_, **__: output.note(f"warning: {message}")
     logging.getLogger("absl").setLevel(logging.ERROR)
     command = typer.main.get_command(app)
     try:
-        status = command.main(list(arguments) or ["--help"], prog_name="hsa", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: output.note(f"warning: {message}")
+            status = command.main(
+                list(arguments) or ["--help"], prog_name="hsa", standalone_mode=False
+            )
     except _ClickError as error:
         output.note(error.format_message())
         return _EXIT_BAD_INPUT
-    except (OSError, ImportError, TypeError, ValueError) as error:
-        output.note(f"{error}")
+    except OSError as error:
+        output.note(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _EXIT_BAD_INPUT
+    except (ImportError, TypeError, ValueError) as error:
+        output.note(str(error))
         return _EXIT_BAD_INPUT
     except typer.Abort:
         return 130
@@ -88,7 +95,30 @@ def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.Priva
     raise ValueError(f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}.")
 
 
+def _check_covered(found: RunDescription, accountant: str) -> None:
+    """One line instead of the reasons of all bounds: those of the one that is nearest."""
+    name, reasons = accountant.replace("-", "_"), []
+    for bound in hsa.BOUNDS:
+        asked = bound.name == name or (name == _LAST_ITERATE and bound.sound)
+        if asked and isinstance(found.event, bound.event_type):
+            reasons.append((bound.name, bound.check(found.event, found.neighboring_relation)))
+        elif bound.name == name:
+            raise ValueError(
+                f"Expected a {bound.event_type.__name__} for --accountant {name}, got a "
+                f"{type(found.event).__name__}."
+            )
+    if all(unmet for _, unmet in reasons) and reasons:
+        nearest, unmet = min(reasons, key=lambda reason: len(reason[1]))
+        whole = (c.required if c.required.endswith(".") else str(c) for c in unmet)
+        if len(reasons) == 1:
+            raise ValueError(f"{nearest} does not cover this run: {'; '.join(whole)}")
+        raise ValueError(
+            f"No bound covers this run. {nearest}: {'; '.join(whole)} (All reasons: hsa compare.)"
+        )
+
+
 def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
+    _check_covered(found, accountant)
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
@@ -167,6 +197,7 @@ def calibrate(
             f"Expected --parameter to be noise, epochs or weight-decay, got {parameter!r}."
         )
     found = run(defaults=defaults[kind])
+    _check_covered(found, accountant)
     options: dict[str, Any] = {
         "neighboring_relation": found.neighboring_relation,
         "make_accountant": lambda: _accountant(accountant, found.neighboring_relation),
@@ -177,6 +208,8 @@ def calibrate(
         if kind == "epochs":
             value: Any = hsa.calibrate_epochs(*arguments, max_epochs=max_epochs, **options)
             name, changes = "epochs", {"num_epochs": value}
+            if value == max_epochs and not quiet:
+                output.note(f"not even {max_epochs} epochs, the end of the search, are too many")
             if not hasattr(found.event, "num_epochs"):
                 changes = {"num_steps": value * found.event.batches_per_epoch}
         elif kind == "noise":
@@ -224,6 +257,8 @@ def compare(
             f"Expected one neighboring relation, got {len(relations)} in the files. "
             "Choose one with --relation."
         )
+    if plot is not None:
+        check_path(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
@@ -257,6 +292,8 @@ def audit(
 
     Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
     """
+    if plot is not None:
+        check_path(plot)
     found = run()
     claim: Any = (claim_epsilon, found.delta)
     if claim_epsilon is None:

@@ -110,7 +110,8 @@ def with_run(function: Callable[..., Any]) -> Callable[..., Any]:
     own.pop("run")
     has_files = "files" in own
     first = own.pop("files") if has_files else _FILE
-    accounting = {name: p for name, p in _ACCOUNTING_FIELDS.items() if name not in own}
+    replaced = {*own, *({"delta"} if "epsilon" in own else ())}  # the answer is no flag
+    accounting = {name: p for name, p in _ACCOUNTING_FIELDS.items() if name not in replaced}
 
     @functools.wraps(function)
     def command(**values: Any) -> Any:

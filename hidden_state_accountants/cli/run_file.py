@@ -137,13 +137,13 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
     table = values.pop(key, {})
     if not isinstance(table, dict):
         raise ValueError(f"Expected [{key}] to be a table with a kind, got {table!r}.")
-    kind = str(flags.pop("loss", table.get("kind", ""))).replace("-", "_")
+    if "loss" in flags:
+        table = {"kind": flags.pop("loss")}  # another loss: nothing of the file's is left
+    kind = str(table.get("kind", "")).replace("-", "_")
     if kind == "none":
         if flags:
             raise ValueError(f"Expected no parameters of the loss 'none', got {_names(flags)}.")
         return
-    if kind != table.get("kind", kind):
-        table = {}  # the flags name another loss than the file
     table = {**table, **flags}
     table.pop("kind", None)
     if not kind:
@@ -165,9 +165,13 @@ def _plain_loss(kind: str, table: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(table) - set(parameters))
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in table]
     if unknown or missing:
-        takes = ", ".join(parameters)
-        found = ", ".join(sorted(table)) or "nothing"
-        raise ValueError(f"Expected the loss {kind} to have {takes}, got {found}.")
+        needed = [k for k, p in parameters.items() if p.default is p.empty]
+        others = [k for k in parameters if k not in needed]
+        optional = f" (optional: {', '.join(others)})" if others else ""
+        raise ValueError(
+            f"Expected {' and '.join(needed)} for the loss {kind}"
+            f"{optional}, got {', '.join(sorted(table)) or 'nothing'}."
+        )
     loss = getattr(LossGeometry, kind)(**table)
     return {
         name: value.value if isinstance(value, LossKind) else value
@@ -199,7 +203,7 @@ def _missing(names: list[str], path: Path | None, *, is_typed: bool) -> str:
         return f"{path} has no {', '.join(names)}."
     if is_typed:
         return f"Missing {', '.join(names)}."
-    flags = ", ".join("--" + name.replace("_", "-") for name in names)
+    flags = _names(dict.fromkeys(names)).replace("--num-steps", "--epochs (or --num-steps)")
     return f"Missing {flags}. Or describe the run in a file: hsa init run.toml."
 
 

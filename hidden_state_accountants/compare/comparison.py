@@ -22,7 +22,7 @@ from hidden_state_accountants.compare.methods import (
     rows_of,
 )
 from hidden_state_accountants.compare.shorter import first_epochs, plotted_epochs
-from hidden_state_accountants.plotting import Panel, Series, plot_comparison
+from hidden_state_accountants.plotting import Panel, Series, check_path, plot_comparison
 
 Progress = Callable[[str], None]
 """Receives one line of text at each stage of long work."""
@@ -147,7 +147,12 @@ class Comparison:
             delta: The delta of the epsilons; the first by default.
             jobs: Worker processes, with joblib.
             progress: Receives a line of text at each stage.
+
+        Raises:
+            ImportError: matplotlib, or joblib for several jobs, is missing.
+            ValueError: The path is not that of a picture.
         """
+        check_path(path)
         delta = self.deltas[0] if delta is None else _validate.target_delta(delta)
         relation = self.neighboring_relation
         lengths = {label: plotted_epochs(event) for label, event in self.runs}

@@ -1,0 +1,434 @@
+import json
+import math
+import subprocess
+import sys
+import warnings
+
+import attrs
+import pytest
+from runs import cyclic_run, full_run
+
+import hidden_state_accountants as hsa
+
+pytest.importorskip("typer")
+
+from hidden_state_accountants.cli import app, output
+from hidden_state_accountants.cli.app import run
+from hidden_state_accountants.cli.run_file import LOSSES
+from hidden_state_accountants.cli.template import TEMPLATE
+
+RUN = """
+noise_multiplier = 2.0
+learning_rate = 0.5
+clip_norm = 1.0
+batch_size = 5
+dataset_size = 20
+num_steps = 24
+batch_order = "cyclic"
+weight_decay = 0.2
+[loss]
+kind = "convex"
+smoothness = 1.0
+lipschitz = 1.0
+"""
+FLAGS = (
+    "--noise-multiplier 2 --learning-rate 0.5 --clip-norm 1 --batch-size 5 --dataset-size 20 "
+    "--num-steps 24 --batch-order cyclic --weight-decay 0.2 --loss convex --smoothness 1 "
+    "--lipschitz 1"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+@pytest.fixture
+def hsa_json(capsys):
+    def call(command):
+        status = run([*command.split(), "--json", "--quiet"])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        assert captured.err == ""
+        return json.loads(captured.out)
+
+    return call
+
+
+def epsilon(event, delta=1e-5):
+    return hsa.LastIterateAccountant().compose(event).get_epsilon(delta)
+
+
+def test_epsilon_from_a_file_from_flags_and_from_both(folder, hsa_json):
+    expected = epsilon(cyclic_run())
+    for command in ("epsilon run.toml", f"epsilon {FLAGS}", "epsilon run.toml --num-steps 24"):
+        found = hsa_json(command)
+        assert found["epsilon"] == expected
+        assert found["event"] == cyclic_run().to_dict()
+    found = hsa_json("epsilon run.toml --noise-multiplier 4 --epochs 3 --delta 1e-6")
+    assert found["epsilon"] == epsilon(cyclic_run(noise_multiplier=4.0, num_steps=12), 1e-6)
+
+
+def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
+    event = hsa_json(
+        "epsilon --noise-multiplier 1 --learning-rate 0.25 --clip-norm none --batch-size 4 "
+        "--dataset-size 8 --epochs 3 --batch-order cyclic --loss hoelder --constant 2 "
+        "--exponent 1 --lipschitz 3 --weight-decay 0.1 --domain-diameter 5 --release-steps 2,4 "
+        "--record-position 1"
+    )["event"]
+    assert hsa.LastIterateDpEvent.from_dict(event) == hsa.LastIterateDpEvent(
+        noise_multiplier=1.0,
+        learning_rate=0.25,
+        clip_norm=None,
+        batch_size=4,
+        dataset_size=8,
+        num_steps=6,
+        batch_order="cyclic",
+        loss=hsa.LossGeometry.hoelder(2.0, 1.0, lipschitz=3.0),
+        weight_decay=0.1,
+        domain_diameter=5.0,
+        release_steps=(2, 4),
+        record_position=1,
+    )
+    capped = hsa_json("epsilon run.toml --batch-order poisson --loss none --max-batch-size 20")
+    assert capped["event"]["max_batch_size"] == 20
+    flags = set(app.epsilon.__annotations__)
+    fields = {field.name for field in attrs.fields(hsa.LastIterateDpEvent)}
+    assert fields <= flags
+    assert "relation" in flags
+    assert set(LOSSES) >= {kind.value for kind in hsa.LossKind}
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss"),
+    [
+        ("none", None),
+        ("convex --smoothness 0.5", hsa.LossGeometry.convex(0.5)),
+        ("smooth --smoothness 0.5", hsa.LossGeometry.smooth(0.5)),
+        (
+            "strongly-convex --smoothness 2 --strong-convexity 1",
+            hsa.LossGeometry.strongly_convex(2.0, 1.0),
+        ),
+        ("linear --lipschitz 2", hsa.LossGeometry.linear(2.0)),
+        ("softmax_cross_entropy --feature-norm 1", hsa.LossGeometry.softmax_cross_entropy(1.0)),
+        ("logistic --feature-norm 2 --bias", hsa.LossGeometry.logistic(2.0, True)),
+        ("huber --feature-norm 2 --threshold 1", hsa.LossGeometry.huber(2.0, 1.0)),
+        (
+            "squared-error --feature-norm 1 --scale 2",
+            hsa.LossGeometry.squared_error(1.0, scale=2.0),
+        ),
+    ],
+)
+def test_losses(folder, hsa_json, flags, loss):
+    event = hsa_json(f"epsilon run.toml --loss {flags}")["event"]
+    assert hsa.LastIterateDpEvent.from_dict(event) == cyclic_run(loss=loss)
+
+
+SCHEDULED = cyclic_run(
+    noise_multiplier=[2.0] * 12 + [3.0] * 12,
+    learning_rate=[0.5, 0.25] * 12,
+    loss=hsa.LossGeometry.weakly_convex(1.0, 0.25),
+    release_steps=(5,),
+)
+DICE = hsa.DiceSgdDpEvent(
+    noise_std=0.5,
+    clip_norm=1.0,
+    error_clip_norm=0.01,
+    batch_size=5,
+    dataset_size=20,
+    num_steps=8,
+    batch_order="cyclic",
+)
+BLOCKS = hsa.BlockCoordinateDpEvent(
+    step_size=0.1,
+    noise_variance=1e-4,
+    gradient_sensitivity=0.02,
+    batch_size=5,
+    dataset_size=20,
+    num_epochs=3,
+    block_loss=hsa.LossGeometry.convex(1.0),
+)
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(part)}" for key, part in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("event", [SCHEDULED, DICE, BLOCKS], ids=["schedules", "dice", "blocks"])
+def test_the_dictionary_form_of_an_event_is_a_run_file(folder, hsa_json, event):
+    lines = [f"{key} = {toml(value)}" for key, value in event.to_dict().items()]
+    (folder / "event.toml").write_text("\n".join(lines))
+    found = hsa_json("epsilon event.toml")
+    assert type(event).from_dict(found["event"]) == event
+    assert found["epsilon"] == pytest.approx(epsilon(event))
+
+
+def test_the_file_can_name_delta_and_relation_and_flags_win(folder, hsa_json):
+    with (folder / "run.toml").open("a") as file:
+        file.write('[accounting]\ndelta = 1e-3\nneighboring_relation = "replace_one"\n')
+    found = hsa_json("epsilon run.toml")
+    assert (found["delta"], found["neighboring_relation"]) == (1e-3, "REPLACE_ONE")
+    found = hsa_json("epsilon run.toml --delta 1e-4 --relation replace-special")
+    assert (found["delta"], found["neighboring_relation"]) == (1e-4, "REPLACE_SPECIAL")
+
+
+def test_delta(folder, hsa_json):
+    found = hsa_json("delta run.toml --epsilon 2.5")
+    assert found["delta"] == hsa.LastIterateAccountant().compose(cyclic_run()).get_delta(2.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "change"),
+    [
+        ("", "noise_multiplier", lambda value: {"noise_multiplier": value * 0.999}),
+        (
+            "--parameter epochs --weight-decay 0.01",
+            "epochs",
+            lambda value: {"num_steps": 4 * (value + 1)},
+        ),
+        (
+            "--parameter weight-decay --num-steps 400",
+            "weight_decay",
+            lambda value: {"weight_decay": value * 0.999},
+        ),
+    ],
+)
+def test_calibrate(folder, hsa_json, flags, field, change):
+    found = hsa_json(f"calibrate run.toml --target-epsilon 6 {flags}")
+    event = hsa.LastIterateDpEvent.from_dict(found["event"])
+    assert found["epsilon"] == epsilon(event) <= 6
+    assert epsilon(attrs.evolve(event, **change(found[field]))) > 6
+
+
+def test_calibrate_needs_no_value_for_what_it_finds(hsa_json):
+    flags = FLAGS.replace("--noise-multiplier 2", "")
+    assert hsa_json(f"calibrate {flags} -e 1")["noise_multiplier"] > 2
+    flags = FLAGS.replace("--num-steps 24", "")
+    assert hsa_json(f"calibrate {flags} -e 6 --parameter epochs")["epochs"] > 1
+
+
+def test_a_search_for_epochs_that_ends_early_says_so(folder, capsys):
+    command = "calibrate run.toml -e 6 --parameter epochs --max-epochs 50"
+    assert run(command.split()) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("epochs = 50, ")
+    assert captured.err == "hsa: not even 50 epochs, the end of the search, are too many\n"
+
+
+def test_the_printed_noise_meets_the_target(folder, capsys):
+    assert run(["calibrate", "run.toml", "-e", "0.7"]) == 0
+    printed = capsys.readouterr().out
+    noise = float(printed.partition(",")[0].removeprefix("noise_multiplier = "))
+    assert 0.6999 < epsilon(cyclic_run(noise_multiplier=noise)) <= 0.7
+
+
+def test_printed_figures_are_rounded_up(folder, capsys):
+    assert run(["epsilon", "run.toml"]) == 0
+    printed = float(capsys.readouterr().out.partition(",")[0].removeprefix("epsilon = "))
+    assert epsilon(cyclic_run()) <= printed < epsilon(cyclic_run()) * 1.001
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, 1.0, 0.1 + 0.2, 1234567.8, 9.99999e-9, 5e-324])
+def test_round_up(value):
+    assert value <= output.round_up(value, 4) <= value * (1 + 1e-3) + 1e-300
+
+
+def test_compare(folder, hsa_json, capsys):
+    found = hsa_json("compare run.toml --delta 1e-5 --delta 1e-4")
+    (table,) = found["runs"]
+    assert table["label"] == "run.toml"
+    expected = hsa.compare(cyclic_run(), [1e-5, 1e-4])
+    for row, plain in zip(expected.rows, table["rows"], strict=True):
+        assert (plain["accountant"], plain["epsilon"]) == (row.accountant, row.epsilon)
+
+
+def test_compare_several_files_as_text_and_as_a_picture(folder, capsys):
+    pytest.importorskip("matplotlib")
+    (folder / "other.toml").write_text(
+        RUN.replace("noise_multiplier = 2.0", "noise_multiplier = 4")
+    )
+    command = "compare run.toml other.toml --num-steps 4 --plot out.svg"
+    assert run(command.split()) == 0
+    captured = capsys.readouterr()
+    assert "the best is composition" in captured.out
+    assert captured.out.count("ANOTHER ALGORITHM") == 2
+    assert "compare: run 2 of 2" in captured.err
+    assert (folder / "out.svg").read_text().startswith("<?xml")
+    assert run([*command.split()[:3], "--markdown", "--quiet", "--num-steps", "4"]) == 0
+    captured = capsys.readouterr()
+    assert "| accountant |" in captured.out
+    assert captured.err == ""
+
+
+def test_explain(folder, capsys, hsa_json):
+    assert run(["explain", "run.toml", "-q"]) == 0
+    text = capsys.readouterr().out
+    assert "theorem: Theorem A" in text
+    assert "not used: " in text
+    assert "assumption, declared" in text
+    assert hsa_json("explain run.toml")["explanation"][0].startswith("theorem: ")
+
+
+def test_audit_exits_with_1_if_the_claim_is_refuted(folder, capsys):
+    (folder / "full.toml").write_text(
+        RUN.replace("batch_size = 5", "batch_size = 20").replace("cyclic", "full")
+    )
+    command = ["audit", "full.toml", "--num-steps", "2", "--quiet", "--json"]
+    assert run(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["claimed"] == pytest.approx(epsilon(full_run(num_steps=2)), rel=1e-3)
+    assert run([*command, "--claim-epsilon", str(report["claimed"] / 4)]) == 1
+
+
+def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["init", "new.toml"]) == 0
+    capsys.readouterr()
+    assert run(["epsilon", "new.toml"]) == 0
+    assert capsys.readouterr().out.startswith("epsilon = 1.995, delta = 1e-05 (REPLACE_SPECIAL)")
+    assert run(["init", "new.toml"]) == 2
+    assert run(["init", "new.toml", "--force"]) == 0
+    assert run(["init", "-"]) == 0
+    assert capsys.readouterr().out.endswith(TEMPLATE)
+
+
+def test_init_names_every_field():
+    for field in attrs.fields(hsa.LastIterateDpEvent):
+        assert field.name in TEMPLATE or field.name == "num_steps"
+    for loss in LOSSES:
+        assert f'kind = "{loss}"' in TEMPLATE
+
+
+BAD = {
+    "epsilon": "--noise-multiplier",
+    "epsilon missing.toml": "missing.toml: No such file",
+    "epsilon .": "directory",
+    "epsilon broken.toml": "broken.toml is not a TOML file",
+    "epsilon typo.toml": "Unknown key in LastIterateDpEvent: noise.",
+    "epsilon short.toml": "short.toml has no learning_rate",
+    "epsilon kind.toml": "Expected type to be one of LastIterateDpEvent",
+    "epsilon run.toml --noise-multiplier -1": "Expected finite noise_multiplier >= 0, got -1.0.",
+    "epsilon run.toml --noise-multiplier nan": "noise_multiplier",
+    "epsilon run.toml --noise-multiplier x": "--noise-multiplier",
+    "epsilon run.toml --clip-norm x": "Expected clip_norm to be a number, got 'x'.",
+    "epsilon run.toml --release-steps 1,x": "release_steps",
+    "epsilon run.toml --num-steps 4 --epochs 1": "got both",
+    "epsilon run.toml --epochs 0": "positive integers",
+    "epsilon run.toml --loss convexx": "Expected loss to be one of none, convex,",
+    "epsilon run.toml --loss logistic": "Expected feature_norm for the loss logistic",
+    "epsilon run.toml --feature-norm 1": "for the loss convex",
+    "epsilon run.toml --loss none --smoothness 1": "--smoothness",
+    "epsilon run.toml --delta 2": "Expected finite target_delta",
+    "epsilon run.toml --relation x": "Expected neighboring_relation to be one of",
+    "epsilon run.toml --relation add_or_remove_one": "No bound covers this run. composition: CYC",
+    "epsilon run.toml --batch-size 3": "which leaves 2 records over",
+    "epsilon run.toml --accountant x": "Expected --accountant to be last_iterate",
+    "epsilon run.toml --accountant langevin": "langevin does not cover this run: ",
+    "epsilon run.toml --accountant dice_sgd": "Expected a DiceSgdDpEvent",
+    "delta run.toml": "--epsilon",
+    "delta run.toml --epsilon -1": "epsilon",
+    "calibrate run.toml": "--target-epsilon",
+    "calibrate run.toml -e 1 --parameter x": "noise, epochs or weight-decay",
+    "calibrate run.toml -e 1e-3 --parameter epochs": "what one epoch costs",
+    "calibrate run.toml -e 1e-3 --parameter weight-decay": "more decay would not contract more",
+    "calibrate run.toml -e 1 --relation add_or_remove_one": "No bound covers this run",
+    "compare run.toml missing.toml": "missing.toml",
+    "compare run.toml --plot x.nonsense": "ends in .png",
+    "compare run.toml --plot nowhere/x.png": "Expected a folder",
+    "compare run.toml --jobs 0": "jobs",
+    "audit run.toml --claim-epsilon -1": "epsilon",
+    "nonsense": "No such command",
+    "epsilon run.toml --nonsense": "No such option",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_is_one_line_and_status_2(folder, capsys, command):
+    if "--plot" in command:
+        pytest.importorskip("matplotlib")
+    (folder / "broken.toml").write_text("= 1")
+    (folder / "typo.toml").write_text(f"noise = 1\n{RUN}")
+    (folder / "short.toml").write_text("noise_multiplier = 1.0")
+    (folder / "kind.toml").write_text('type = "GaussianDpEvent"')
+    assert run(command.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("hsa: ")
+    assert BAD[command] in line
+
+
+def test_published_formulas_warn_unless_quiet(folder, capsys):
+    (folder / "dice.toml").write_text(
+        "\n".join(
+            f"{key} = {toml(value)}"
+            for key, value in attrs.evolve(DICE, error_clip_norm=1.0, batch_size=2)
+            .to_dict()
+            .items()
+        ).replace("cyclic", "poisson")
+    )
+    command = ["epsilon", "dice.toml", "--accountant", "dice_sgd_published"]
+    showing = warnings.showwarning
+    assert run(command) == 0
+    captured = capsys.readouterr()
+    assert "NOT PROVEN" in captured.out
+    (line,) = captured.err.splitlines()
+    assert line.startswith("hsa: warning: ")
+    assert run([*command, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert warnings.showwarning is showing
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command.name or command.callback.__name__ for command in app.app.registered_commands],
+)
+def test_help_has_an_example(capsys, command):
+    assert run([command, "--help"]) == 0
+    assert f"hsa {command}" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert run([]) == 0
+    assert "calibrate" in capsys.readouterr().out
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"{hsa.__version__}\n"
+
+
+def module(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "hidden_state_accountants", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def test_the_module_is_the_command(folder):
+    result = module("epsilon", "run.toml", "--noise-multiplier", "-1")
+    assert result.returncode == 2
+    assert result.stderr == "hsa: Expected finite noise_multiplier >= 0, got -1.0.\n"
+
+
+def test_without_typer_the_command_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ImportError('No module named typer')")
+    result = module("epsilon", env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "pip install 'hidden-state-accountants[cli]'" in line
+
+
+def test_shell_completion_knows_the_flags(monkeypatch, capsys):
+    monkeypatch.setenv("_HSA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "hsa epsilon --noise")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    try:
+        run(["epsilon"])
+    except SystemExit:
+        pass
+    assert "--noise-multiplier" in capsys.readouterr().out
