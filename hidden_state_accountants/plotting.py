@@ -11,8 +11,10 @@ from typing import Any
 
 import attrs
 
-# Okabe and Ito: told apart with any colour vision.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito, then Tol: told apart with any colour vision. The markers repeat later.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255",
+           "#999933", "#44AA99")  # fmt: skip
+_MARKERS = "osD^vPX<>*p"
 
 
 @attrs.frozen
@@ -71,7 +73,7 @@ def plot_comparison(
     """Epsilon against epochs, one panel beside or below the other; both axes logarithmic."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure = new_figure(8.0 * columns, 5.2 * rows)
+    figure = new_figure(10.5 * columns, 5.0 * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
     for axis, panel in zip(axes.flat, panels, strict=False):
@@ -100,7 +102,7 @@ def _draw_panel(axis: Any, panel: Panel, delta: float, names: Sequence[str]) -> 
             [y for _, y in series.points],
             linestyle=style,
             linewidth=max(1.8, 4.5 - rank),  # of lines on top of each other all are seen
-            marker="osD^vPX"[index % 7],
+            marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,
             color="#7f7f7f" if series.is_other_algorithm else _COLORS[index % len(_COLORS)],
             label=_label(series),
@@ -116,7 +118,7 @@ def _draw_panel(axis: Any, panel: Panel, delta: float, names: Sequence[str]) -> 
     axis.set_ylabel(f"epsilon at delta = {delta:g}")
     axis.grid(True, which="both", alpha=0.25)
     if drawn:
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), labelspacing=0.8)
 
 
 def _minor_label(digits: str, value: float, _: object) -> str:
@@ -126,8 +128,8 @@ def _minor_label(digits: str, value: float, _: object) -> str:
 def _label(series: Series) -> str:
     label = f"{series.name}: {series.points[-1][1]:.3g} at the end"
     if series.is_other_algorithm:
-        return f"ANOTHER ALGORITHM, {label}"
-    return label if series.is_proven else f"NOT PROVEN, {label}"
+        return f"ANOTHER ALGORITHM:\n{label}"
+    return label if series.is_proven else f"NOT PROVEN:\n{label}"
 
 
 def plot_audit(

@@ -19,6 +19,7 @@ from hidden_state_accountants.cli import output
 from hidden_state_accountants.cli.flags import with_run
 from hidden_state_accountants.cli.run_file import RunDescription
 from hidden_state_accountants.cli.template import TEMPLATE
+from hidden_state_accountants.compare.methods import round_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.plotting import check_path
 
@@ -215,11 +216,11 @@ def calibrate(
         elif kind == "noise":
             noise = hsa.calibrate_noise(*arguments, tolerance=tolerance, **options)
             name = next(field for field in defaults["noise"] if hasattr(found.event, field))
-            value = output.round_up(noise, 8)
+            value = round_up(noise, 8)
             changes = {name: value}
         else:
             decay = hsa.calibrate_weight_decay(*arguments, tolerance=tolerance, **options)
-            name, value = "weight_decay", output.round_up(decay, 8)
+            name, value = "weight_decay", round_up(decay, 8)
             changes = {name: value}
     found = attrs.evolve(found, event=attrs.evolve(found.event, **changes))
     guarantee = _guarantee(found, accountant, quiet)

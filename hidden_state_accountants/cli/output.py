@@ -17,9 +17,10 @@ from rich.text import Text
 from hidden_state_accountants.cli.run_file import RunDescription
 from hidden_state_accountants.compare import Comparison
 from hidden_state_accountants.compare.comparison import Progress
+from hidden_state_accountants.compare.methods import Row, round_up
 from hidden_state_accountants.guarantee import Guarantee
 
-_WIDTH_OF_A_PIPE = 140
+_WIDTH_OF_A_PIPE = 110
 
 
 def note(text: str) -> None:
@@ -37,17 +38,6 @@ def progress(quiet: bool) -> Iterator[Progress]:
             yield status.update
     else:
         yield note
-
-
-def round_up(value: float, digits: int) -> float:
-    """The next larger number with so many significant digits."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    rounded = float(f"{value:.{digits - 1}e}")
-    if rounded < value:
-        step = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
-        rounded = float(f"{value + step:.{digits - 1}e}")
-    return rounded
 
 
 def json(value: Any) -> None:
@@ -99,23 +89,30 @@ def _text(name: str, value: Any) -> str:
 
 
 def comparison(table: Comparison) -> None:
-    """A table for each run, and which accountant is the best."""
+    """For each run what applies, the smallest epsilon first, and why the rest does not."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
     for label, _ in table.runs:
-        shown = Table(title=f"{label}: {table.neighboring_relation.name}", title_justify="left")
+        groups: dict[str, list[Row]] = {}
+        for row in table.rows:
+            if row.run == label:
+                groups.setdefault(row.accountant, []).append(row)
+        applies = [group for group in groups.values() if group[0].epsilon is not None]
+        shown = Table(title=f"{label}, {table.neighboring_relation.name}", title_justify="left")
         shown.add_column("accountant", overflow="fold")
         for delta in table.deltas:
-            shown.add_column(f"epsilon (delta {delta:g})", justify="right")
-        for name in ("status", "seconds", "theorem, or why not"):
+            shown.add_column(f"epsilon at {delta:g}", justify="right")
+        for name in ("status", "theorem", "seconds"):
             shown.add_column(name)
-        rows = [row for row in table.rows if row.run == label]
-        for name in dict.fromkeys(row.accountant for row in rows):
-            group = [row for row in rows if row.accountant == name]
+        for group in sorted(applies, key=lambda group: group[0].epsilon or 0.0):
             first = group[0]
             epsilons = ["-" if r.epsilon is None else _text("epsilon", r.epsilon) for r in group]
             why = "; ".join(part for part in (first.theorem, first.note) if part)
             seconds = f"{sum(row.seconds for row in group):.2f}"
-            cells = (name, *epsilons, first.status, seconds, why)
+            cells = (first.accountant, *epsilons, first.status, why, seconds)
             shown.add_row(*(Text(cell) for cell in cells))  # brackets are no markup
-        console.print(shown)
+        if applies:
+            console.print(shown)
+        for name, group in groups.items():
+            if group[0].epsilon is None:
+                typer.echo(f"does not apply: {name}: {' '.join(group[0].note.split())}")
     typer.echo(table.summary())

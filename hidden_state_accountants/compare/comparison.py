@@ -19,6 +19,7 @@ from hidden_state_accountants.compare.methods import (
     OTHER_ALGORITHM,
     PROVEN,
     Row,
+    round_up,
     rows_of,
 )
 from hidden_state_accountants.compare.shorter import first_epochs, plotted_epochs
@@ -78,7 +79,9 @@ class Comparison:
         everything = [r for r in self._proven(label, delta) if r.accountant == "composition"]
         if everything and best.accountant != "composition" and best.epsilon > 0:
             plain = _epsilon(everything[0])
-            line += f", {plain / best.epsilon:.3g} times less than composition ({plain:.4g})"
+            line += (
+                f", {plain / best.epsilon:.3g} times less than composition ({round_up(plain, 5):g})"
+            )
         return f"{line}. {best.theorem}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +115,9 @@ class Comparison:
             header += ["status", "theorem", "seconds", "note"]
             table = [header, ["---"] * len(header)]
             for name, group in by_name.items():
-                epsilons = ["-" if r.epsilon is None else f"{r.epsilon:.4g}" for r in group]
+                epsilons = [
+                    "-" if r.epsilon is None else f"{round_up(r.epsilon, 5):g}" for r in group
+                ]
                 seconds = f"{sum(r.seconds for r in group):.3f}"
                 first = group[0]
                 table.append([name, *epsilons, first.status, first.theorem, seconds, first.note])

@@ -52,6 +52,17 @@ class Row:
     note: str
 
 
+def round_up(value: float, digits: int) -> float:
+    """The next larger number with so many significant digits: a figure never looks smaller."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    rounded = float(f"{value:.{digits - 1}e}")
+    if rounded < value:
+        step = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
+        rounded = float(f"{value + step:.{digits - 1}e}")
+    return rounded
+
+
 @attrs.frozen
 class _Result:
     epsilon: Callable[[float], float]

@@ -1,5 +1,4 @@
 import json
-import math
 import subprocess
 import sys
 import warnings
@@ -12,7 +11,7 @@ import hidden_state_accountants as hsa
 
 pytest.importorskip("typer")
 
-from hidden_state_accountants.cli import app, output
+from hidden_state_accountants.cli import app
 from hidden_state_accountants.cli.app import run
 from hidden_state_accountants.cli.run_file import LOSSES
 from hidden_state_accountants.cli.template import TEMPLATE
@@ -230,11 +229,6 @@ def test_printed_figures_are_rounded_up(folder, capsys):
     assert run(["epsilon", "run.toml"]) == 0
     printed = float(capsys.readouterr().out.partition(",")[0].removeprefix("epsilon = "))
     assert epsilon(cyclic_run()) <= printed < epsilon(cyclic_run()) * 1.001
-
-
-@pytest.mark.parametrize("value", [0.0, math.inf, 1.0, 0.1 + 0.2, 1234567.8, 9.99999e-9, 5e-324])
-def test_round_up(value):
-    assert value <= output.round_up(value, 4) <= value * (1 + 1e-3) + 1e-300
 
 
 def test_compare(folder, hsa_json, capsys):

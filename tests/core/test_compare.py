@@ -8,6 +8,7 @@ from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.as_composition import cap_delta
+from hidden_state_accountants.compare.methods import round_up
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -270,3 +271,8 @@ def test_plotted_points_are_the_first_epochs():
     assert first_epochs(DICE, 1).num_steps == 4
     assert plotted_epochs(BLOCKS) == [1, 2, 3]
     assert first_epochs(BLOCKS, 2).noise_variance == 1e-4
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, 1.0, 0.1 + 0.2, 1234567.8, 9.99999e-9, 5e-324])
+def test_printed_figures_are_rounded_up(value):
+    assert value <= round_up(value, 4) <= value * (1 + 1e-3) + 1e-300
