@@ -7,9 +7,9 @@ With the modulus :math:`g(z) = \kappa z + \ell z^\lambda` Theorems 3.7 and A.1 a
 
 (the best beta is already in it). g is concave, so this is not a convex problem. A stationary point
 has :math:`s_t + a_t = \max(s_t, p_t)` with :math:`p_{t-1} = p_t\, g'(z_{t-1})`: going backwards
-from T, the last p fixes everything, for every tau at once. A grid over p, refined where it is best,
-is a search; what is returned is feasible whatever the search did, because it is recomputed from the
-distances z it found.
+from T, the last p fixes everything, for every tau at once. A grid over p, refined where it is
+lowest, is a search; what is returned is feasible whatever the search did, because it is recomputed
+from the distances z it found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import numpy as np
 
 _GRID = 96
 _REFINED = 24
-_ROUNDS = 3
+_ROUNDS = 4
+_VALLEYS = 3
+_SLACK = 1.1
 _DECADES = 8
 
 
@@ -134,35 +136,35 @@ class HoelderProblem:
         shifts = top * np.logspace(-_DECADES, 0, _GRID)
         # The last shift is in a step with the record, or in one without.
         grid = np.sort(np.concatenate([shifts, self.sensitivity + shifts]))
-        rows, costates = np.arange(len(result)), np.tile(grid, (len(result), 1))
-        found = self._search(rows, costates, result)
-        rows, costates, found = (v[found >= 0] for v in (rows, costates, found))
-        for _ in range(_ROUNDS):
+        costates = np.tile(grid, (len(result), 1))
+        values = self._search(np.arange(len(result)), costates, result)
+        rows, found = _lowest_valleys(values, result)
+        costates = costates[rows]
+        for _ in range(_ROUNDS if len(rows) else 0):
             costates = _refined(costates, found)
-            found = self._search(rows, costates, np.full(len(rows), np.inf))
+            found = self._search(rows, costates, np.full(len(rows), np.inf)).argmin(axis=1)
         for row, costate in zip(rows.tolist(), costates[np.arange(len(rows)), found], strict=True):
             result[row] = min(result[row], self._plan(row, float(costate)))
         return result
 
     def _search(self, problems: np.ndarray, costates: np.ndarray, limit: np.ndarray) -> np.ndarray:
-        """Per row the index of the costate with the least value below `limit`, or -1."""
-        best, found = limit.astype(np.float64), np.full(len(problems), -1)
+        """The least value of every costate; one that cannot be close to the row's best is left."""
+        best, values = limit.astype(np.float64), np.full(costates.shape, np.inf)
         at, columns = (index.ravel() for index in np.indices(costates.shape))
         p, z, cost = costates.ravel(), np.zeros(costates.size), np.zeros(costates.size)
         for step in range(self.num_steps - 1, -1, -1):  # from x_step to x_(step+1)
             rows = problems[at]
             start = self.distance(rows, step)
             value = self._start(rows, step, start, z, cost)
-            better = np.flatnonzero(value < best[at])
-            order = better[np.argsort(-value[better], kind="stable")]
-            best[at[order]], found[at[order]] = value[order], columns[order]
+            values[at, columns] = np.minimum(values[at, columns], value)
+            np.minimum.at(best, at, value)
             z, p, cost = self._back(rows, step, z, p, cost)
-            keep = (z < start) & (cost < best[at])  # more steps only cost more
+            keep = (z < start) & (cost < _SLACK * best[at])  # more steps only cost more
             if not keep.any():
                 break
             if not keep.all():
                 at, columns, p, z, cost = (v[keep] for v in (at, columns, p, z, cost))
-        return found
+        return values
 
     def _start(
         self, rows: np.ndarray, step: int, start: np.ndarray, z: np.ndarray, cost: np.ndarray
@@ -209,6 +211,16 @@ class HoelderProblem:
             total += (own + (reached - after)) ** 2
             z = after
         return total
+
+
+def _lowest_valleys(values: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the lowest local minima of every row, if not far above its limit."""
+    padded = np.pad(values, ((0, 0), (1, 1)), constant_values=np.inf)
+    is_valley = (values <= padded[:, :-2]) & (values < padded[:, 2:])
+    depth = np.where(is_valley & (values < _SLACK * limit[:, None]), values, np.inf)
+    columns = np.argsort(depth, axis=1)[:, :_VALLEYS]
+    rows, rank = np.nonzero(np.isfinite(np.take_along_axis(depth, columns, axis=1)))
+    return rows, columns[rows, rank]
 
 
 def _refined(costates: np.ndarray, found: np.ndarray) -> np.ndarray:
