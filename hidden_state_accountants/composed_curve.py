@@ -17,11 +17,14 @@ from hidden_state_accountants.curves import (
     Curve,
     CurveWithDelta,
     GaussianCurve,
+    GaussianMixtureCurve,
+    RdpCurve,
     delta_from_rdp,
     epsilon_from_rdp,
 )
 from hidden_state_accountants.standard import StandardCurve, StockEvent
 
+_QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
 _LARGEST_PLD_EPSILON = 200.0  # beyond it the Renyi figure is good enough and a PLD takes gigabytes
 
 
@@ -37,9 +40,8 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     mu_squared, extra = 0.0, 0.0
     events: list[StockEvent] = []
     others: list[tuple[Curve, int]] = []
+    curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
     for curve, count in curves:
-        if count == 0:
-            continue
         if isinstance(curve, BestOfCurves) and (len(curves) > 1 or count > 1):
             curve = curve.best()
         if isinstance(curve, CurveWithDelta):
@@ -86,8 +88,8 @@ class ComposedCurve:
     @functools.cached_property
     def _orders(self) -> np.ndarray:
         # A sampled event takes seconds at an order that is large or not an integer.
-        sampled = any(isinstance(curve, StandardCurve) for curve, _ in self.parts)
-        return STOCK_ORDERS if sampled else ORDERS
+        known_in_closed_form = all(isinstance(curve, _QUICK) for curve, _ in self.parts)
+        return ORDERS if known_in_closed_form else STOCK_ORDERS
 
     @functools.cached_property
     def _divergences(self) -> np.ndarray:

@@ -23,6 +23,7 @@ ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e6, 400), STOCK_ORDERS)
 """The Renyi orders at which a curve that is known by its divergences alone is converted."""
 GRID = 1e-4
 """Spacing of the losses of a discretised privacy loss distribution."""
+_SMALLEST_DIVERGENCE = 1e-15  # dp-accounting takes the log of 1 - exp(-divergence)
 _MOST_GROUPS = 64
 
 
@@ -138,7 +139,10 @@ class GaussianMixtureCurve:
         if self.mus[self.weights > 0][-1] == math.inf:
             return np.full(orders.shape, math.inf)
         exponents = ((orders - 1) * orders / 2)[..., None] * self.mus**2
-        return special.logsumexp(exponents, axis=-1, b=self.weights) / (orders - 1)
+        direct = special.logsumexp(exponents, axis=-1, b=self.weights)
+        with np.errstate(over="ignore"):  # the log of a sum next to 1 would cancel
+            near_one = np.log1p(np.expm1(exponents) @ self.weights)
+        return np.where(direct < 1, near_one, direct) / (orders - 1)
 
     def privacy_loss(self) -> PrivacyLossDistribution | None:
         weights, mus = _grouped(self.weights, self.mus)
@@ -220,9 +224,8 @@ def epsilon_from_rdp(orders: np.ndarray, divergences: np.ndarray, delta: float) 
     finite = np.isfinite(divergences)
     if not finite.any():
         return 0.0 if delta >= 1 else math.inf
-    if not (divergences[finite] > 0).any():
-        return 0.0
-    return float(rdp.compute_epsilon(orders[finite], divergences[finite], delta)[0])
+    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
+    return float(rdp.compute_epsilon(orders[finite], divergences, delta)[0])
 
 
 def delta_from_rdp(orders: np.ndarray, divergences: np.ndarray, epsilon: float) -> float:
@@ -232,8 +235,8 @@ def delta_from_rdp(orders: np.ndarray, divergences: np.ndarray, epsilon: float) 
         return 1.0
     if epsilon == math.inf:
         return 0.0  # a finite divergence leaves no mass at infinity
-    compute = rdp_privacy_accountant.compute_delta
-    return float(compute(orders[finite], divergences[finite], epsilon)[0])
+    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
+    return float(rdp_privacy_accountant.compute_delta(orders[finite], divergences, epsilon)[0])
 
 
 @attrs.frozen

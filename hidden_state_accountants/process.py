@@ -20,6 +20,9 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossKind
 
+LINEAR_MODULUS = "linear modulus"
+"""The unmet condition of a loss whose gradient is not Lipschitz."""
+
 
 @attrs.frozen
 class UnmetCondition:
@@ -105,7 +108,7 @@ def unmet_conditions(
     elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:
         unmet.append(
             UnmetCondition(
-                "linear modulus",
+                LINEAR_MODULUS,
                 "a Lipschitz gradient (exponent 1)",
                 f"exponent {event.loss.exponent:g}",
             )
@@ -113,15 +116,27 @@ def unmet_conditions(
     return tuple(unmet)
 
 
-def noisy_process(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess:
+def noisy_process(
+    event: LastIterateDpEvent, relation: NeighboringRelation, *, is_linear: bool = True
+) -> NoisyProcess:
     """Builds the process of a run with full or epoch-wise batches, for each position of the record.
 
     A random order is a mixture of these positions: the caller's business.
 
+    Args:
+        event: The run.
+        relation: The neighbouring relation.
+        is_linear: False for a caller with a modulus of its own, who does not need `LINEAR_MODULUS`:
+            the contraction of a Hölder gradient is then infinite.
+
     Raises:
         UnsupportedRunError: A condition of `unmet_conditions` is not met.
     """
-    unmet = unmet_conditions(event, relation, (BatchOrder.FULL, *EPOCH_ORDERS))
+    unmet = [
+        condition
+        for condition in unmet_conditions(event, relation, (BatchOrder.FULL, *EPOCH_ORDERS))
+        if is_linear or condition.condition != LINEAR_MODULUS
+    ]
     if unmet:
         raise UnsupportedRunError("; ".join(map(str, unmet)))
     period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch
@@ -170,9 +185,12 @@ def _process(
     # k terms divided by b act like b terms at the learning rate eta k / b. The modulus is a
     # supremum of functions that are convex in k: the largest is at an end.
     stretch = most_terms / b
-    contraction = geometry.update_lipschitz(
-        event.loss, eta * stretch, decay / stretch, clip_is_active
-    )
+    if event.loss.exponent == 1:
+        contraction = geometry.update_lipschitz(
+            event.loss, eta * stretch, decay / stretch, clip_is_active
+        )
+    else:
+        contraction = np.full(event.num_steps, np.inf)
     terms = 2 * most_terms
     if event.batch_order is BatchOrder.POISSON:
         contraction = np.maximum(contraction, np.abs(1 - eta * decay))

@@ -6,21 +6,25 @@ from hidden_state_accountants.bounds.chien_li import ChienLi
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
 from hidden_state_accountants.bounds.dice_sgd import DiceSgd
+from hidden_state_accountants.bounds.hoelder import Hoelder
 from hidden_state_accountants.bounds.kong_ribero import KongRibero
 from hidden_state_accountants.bounds.langevin import Langevin
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
     shifted_gdp_mu,
 )
+from hidden_state_accountants.bounds.subsampling import Subsampling
 
 BOUNDS: tuple[Bound, ...] = (
     Composition(),
     ShiftedInterpolation(),
+    Hoelder(),
     Langevin(),
     BlockCoordinate(),
     BlockCoordinate("published"),
     ShuffledOnce(),
     Reshuffled(),
+    Subsampling(),
     DiceSgd(),
     DiceSgd("published"),
     ChienLi(),
@@ -37,10 +41,12 @@ __all__ = [
     "Citation",
     "Composition",
     "DiceSgd",
+    "Hoelder",
     "KongRibero",
     "Langevin",
     "Reshuffled",
     "ShiftedInterpolation",
     "ShuffledOnce",
+    "Subsampling",
     "shifted_gdp_mu",
 ]

@@ -1,0 +1,234 @@
+r"""Theorem B: random batches (Poisson, without replacement) with hidden iterates.
+
+Part of the noise of the last steps hides that the batches differ, the rest that the iterates do:
+
+.. math::
+    z_\tau \ge |X_\tau - X'_\tau|,\quad z_t = c_t z_{t-1} - a_t \ge 0,\quad z_T = 0
+
+and (X_T, X'_T) is dominated by the composition, over t > tau, of the sampled Gaussian mechanism
+with noise :math:`\sqrt{\beta_t}\,\sigma_t` and a Gaussian of
+:math:`\mu = a_t/(\sqrt{1-\beta_t}\,\sigma_t)`. Proof: docs/theory/subsampling.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+from scipy import stats
+
+from hidden_state_accountants.as_composition import cap_delta
+from hidden_state_accountants.batch_order import BatchOrder
+from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
+from hidden_state_accountants.bounds._sampled_windows import (
+    SampledSteps,
+    Window,
+    best_window,
+)
+from hidden_state_accountants.composed_curve import compose_curves
+from hidden_state_accountants.curves import BestOfCurves, Curve, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process import (
+    NoisyProcess,
+    UnmetCondition,
+    sampled_process,
+    unmet_conditions,
+)
+from hidden_state_accountants.sampled_curve import SampledWithoutReplacementCurve
+from hidden_state_accountants.standard import StandardCurve, StockEvent
+
+_OVERFULL = 1e-12  # the probability that a batch exceeds the number of terms we plan for
+_MOST_NOISE_LEVELS = 8
+
+
+@attrs.frozen
+class Subsampling:
+    """Theorem B for POISSON and WITHOUT_REPLACEMENT runs of a loss with a linear modulus.
+
+    Formal guarantees:
+      - Relation: REPLACE_SPECIAL and ADD_OR_REMOVE_ONE for POISSON; REPLACE_SPECIAL and
+        REPLACE_ONE for WITHOUT_REPLACEMENT. Both directions.
+      - Released: the last iterate and those after `release_steps`, whose segments compose.
+      - POISSON batches vary in size and the divisor does not: the modulus has to hold for every
+        size up to a limit, and the probability that a batch exceeds it (a cap that acts included)
+        adds to delta.
+      - Any window tau, any split beta, any shifts are valid: those of a search are used.
+      - Assumptions: Theorem A's; batches independent of the data and never published.
+    """
+
+    name: str = "subsampling"
+    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+    sound: bool = True
+    dominated_by: tuple[str, ...] = ()
+    citation: Citation = Citation(
+        "Bok, Su, Altschuler 2024", "shifted interpolation with sampled batches", "2403.00278"
+    )
+
+    def check(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """The conditions that `event` does not meet; empty if the bound applies."""
+        orders = [BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT]
+        unmet = list(unmet_conditions(event, relation, orders))
+        if event.batch_order is BatchOrder.POISSON and relation is NeighboringRelation.REPLACE_ONE:
+            unmet.append(
+                UnmetCondition(
+                    "neighboring relation", "REPLACE_SPECIAL or ADD_OR_REMOVE_ONE", relation.name
+                )
+            )
+        levels = len(np.unique(_step_mu(event)))
+        if levels > _MOST_NOISE_LEVELS:
+            unmet.append(
+                UnmetCondition(
+                    "noise multiplier", f"at most {_MOST_NOISE_LEVELS} values", f"{levels} values"
+                )
+            )
+        return tuple(unmet)
+
+    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """The best window found, segment by segment.
+
+        Raises:
+            UnsupportedRunError: A condition of `check` is not met.
+        """
+        terms, extra = _most_terms(event, relation)
+        process = sampled_process(event, relation, terms)
+        curve = _released_curve(event, process)
+        if extra:
+            curve = CurveWithDelta(curve, extra)
+        batches = Assumption.declared(
+            f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} "
+            "records, drawn independently of the data, and never published"
+        )
+        return Guarantee(
+            curve=curve,
+            neighboring_relation=relation,
+            theorem=f"Theorem B ({self.citation.authors}, arXiv {self.citation.arxiv}), "
+            "sampled batches",
+            assumptions=(
+                *declared_assumptions(event)[:-1],
+                batches,
+                Assumption.public("batch size, hyper-parameters"),
+            ),
+            citations=(self.citation,),
+        )
+
+
+def _step_mu(event: LastIterateDpEvent) -> np.ndarray:
+    """Per step, clip norms that the record can move over the noise std; 0 if eta is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = event.gradient_bound() / event.noise_std_on_sum()
+    moves = (event.per_step("learning_rate") > 0) & (event.gradient_bound() > 0)
+    factor = 2 if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT else 1
+    return np.where(moves, factor * ratio, 0.0)
+
+
+def _most_terms(event: LastIterateDpEvent, relation: NeighboringRelation) -> tuple[int, float]:
+    """How many gradients a batch sums at most, and the delta for the case that it sums more.
+
+    POISSON: |R_t| + 1 <= terms in every step, R_t the batch without the record; P(|R_t| + 1 >
+    terms) = P(Binomial(others, q) >= terms) is the same for both data sets.
+    """
+    if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+        return event.batch_size, 0.0
+    others = event.dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
+    rate = event.batch_size / event.dataset_size
+    allowed = _OVERFULL / event.num_steps
+    # binom.isf goes through 1 - allowed, which is 1
+    terms = bisect.bisect_left(
+        range(others + 1),
+        True,
+        lo=1,
+        key=lambda k: bool(stats.binom.sf(k - 1, others, rate) <= allowed),
+    )
+    if event.max_batch_size is not None and event.max_batch_size < terms:
+        return event.max_batch_size, cap_delta(event, relation)
+    tail = float(stats.binom.sf(terms - 1, others, rate))
+    return terms, min(1.0, event.num_steps * tail)
+
+
+def _released_curve(event: LastIterateDpEvent, process: NoisyProcess) -> Curve:
+    step_mu = _step_mu(event)
+    by_length: dict[int, Curve] = {}
+    curves: list[tuple[Curve, int]] = []
+    start = 0
+    for stop in (*process.release_steps, process.num_steps):
+        length = stop - start
+        if process.is_constant and length in by_length:
+            curve = by_length[length]
+        else:
+            curve = by_length[length] = _segment_curve(event, process, step_mu, start, stop)
+        curves.append((curve, 1))
+        start = stop
+    if process.is_constant:
+        lengths = np.diff([0, *process.release_steps, process.num_steps])
+        values, counts = np.unique(lengths, return_counts=True)
+        curves = [(by_length[int(v)], int(n)) for v, n in zip(values, counts, strict=True)]
+    return compose_curves(curves)
+
+
+def _segment_curve(
+    event: LastIterateDpEvent, process: NoisyProcess, step_mu: np.ndarray, start: int, stop: int
+) -> Curve:
+    steps = slice(start, stop)
+    if not np.isfinite(step_mu[steps]).all():
+        return GaussianCurve(math.inf)
+    rate = event.batch_size / event.dataset_size
+    window = best_window(
+        SampledSteps(
+            contraction=process.contraction[steps],
+            distance=_distances(process, steps),
+            noise_std=process.noise_std[steps],
+            step_mu=step_mu[steps],
+        ),
+        # Without replacement too: these divergences take seconds there, and only rank the windows.
+        lambda mu, orders: _poisson(rate, mu).rdp(orders),
+    )
+    levels = np.unique(step_mu[steps], return_counts=True)
+    everything = tuple((float(mu), int(count)) for mu, count in zip(*levels, strict=True))
+    whole = _composed(event, Window(everything, 0.0))
+    if not window.shift_mu:
+        return whole
+    return BestOfCurves((_composed(event, window), whole))
+
+
+def _composed(event: LastIterateDpEvent, window: Window) -> Curve:
+    curves: list[tuple[Curve, int]] = [(GaussianCurve(window.shift_mu), 1)]
+    for mu, count in window.sampled_mus:
+        if mu == 0:
+            continue
+        if event.batch_order is BatchOrder.POISSON:
+            curves.append((_poisson(event.batch_size / event.dataset_size, mu), count))
+        else:
+            sampled = SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, mu)
+            curves.append((sampled, count))
+    return compose_curves(curves)
+
+
+def _poisson(rate: float, mu: float) -> StandardCurve:
+    sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
+    # Zeroing a record of a Poisson sample is removing it.
+    return StandardCurve((StockEvent(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE),))
+
+
+def _distances(process: NoisyProcess, steps: slice) -> np.ndarray:
+    """D_tau >= |X_tau - X'_tau| for tau = 0..T, shape (T + 1,), the record in every batch.
+
+    D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = 0
+    """
+    distances = [0.0]
+    for c, s, kappa, drift in zip(
+        process.contraction[steps].tolist(),
+        process.sensitivity[steps].tolist(),
+        process.drift_contraction[steps].tolist(),
+        process.drift[steps].tolist(),
+        strict=True,
+    ):
+        last = distances[-1]
+        distances.append(min(c * last + s, kappa * last + drift, process.domain_diameter))
+    return np.array(distances)
