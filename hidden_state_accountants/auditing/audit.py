@@ -25,7 +25,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate, auditing
-from hidden_state_accountants.auditing.claim import Claim, read_claim
+from hidden_state_accountants.auditing.claim import LARGEST_EPSILON, Claim, read_claim
 from hidden_state_accountants.auditing.evidence import Attack, Evidence, Progress
 from hidden_state_accountants.auditing.report import AttackRow, AuditReport
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -64,7 +64,7 @@ def audit(
             unless it is theirs; otherwise taken from the claim.
         target_delta: The delta at which epsilons are reported; by default that of a pair, or 1e-5.
         target_epsilons: Where deltas are compared as well; by default where the claimed delta goes
-            from 0.3 to 1e-10.
+            down to 1e-10.
         attacks: By default all of `hidden_state_accountants.auditing.ATTACKS`.
         progress: Receives one line of text at each stage; by default they are logged at INFO.
 
@@ -88,13 +88,16 @@ def audit(
     if target_epsilons is not None:
         given = (_validate.real("target_epsilons", e, minimum=0) for e in target_epsilons)
         epsilons = tuple(sorted({*epsilons, *given}))
-    deltas = tuple(float(read.delta(e)) for e in epsilons)
     tell(f"audit of {read.name}")
+    claimed = float(read.epsilon(delta))
+    if claimed < math.inf:
+        epsilons = tuple(sorted({*epsilons, min(claimed, LARGEST_EPSILON)}))
+    deltas = tuple(float(read.delta(e)) for e in epsilons)
     return AuditReport(
         claim=read.name,
         neighboring_relation=read.relation.name,
         target_delta=delta,
-        claimed=float(read.epsilon(delta)),
+        claimed=claimed,
         rows=tuple(_row(attack, event, read, delta, epsilons, deltas, tell) for attack in chosen),
         epsilons=epsilons,
         claimed_deltas=deltas,

@@ -17,8 +17,9 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
 
-_DELTAS = tuple((0.3, *np.geomspace(0.1, 1e-10, 19).tolist()))
-_LARGEST_EPSILON = 700.0
+_SMALLEST_DELTA = 1e-10
+_NUM_EPSILONS = 6  # a composed curve takes up to seconds for each
+LARGEST_EPSILON = 700.0
 
 
 @attrs.frozen(eq=False)
@@ -42,12 +43,15 @@ class Claim:
     target_delta: float | None = None
 
     def test_epsilons(self) -> tuple[float, ...]:
-        """Where the claim says something: from delta near one down to tiny deltas."""
+        """Where the claim says something: from 0 to where its delta is tiny."""
         if self.target_delta is not None:
-            points = [self.epsilon(self.target_delta) * k / 4 for k in range(9)]
+            top = 2 * self.epsilon(self.target_delta)
         else:
-            points = [0.0, *map(self.epsilon, _DELTAS)]
-        return tuple(sorted({min(e, _LARGEST_EPSILON) for e in points if e < math.inf}))
+            top = self.epsilon(_SMALLEST_DELTA)
+        if top == math.inf:
+            return ()
+        top = min(top, LARGEST_EPSILON)
+        return tuple(sorted({top * k / (_NUM_EPSILONS - 1) for k in range(_NUM_EPSILONS)}))
 
 
 def read_claim(
