@@ -54,7 +54,9 @@ class Comparison:
         run = self.runs[0][0] if run is None else run
         delta = self.deltas[0] if delta is None else delta
         rows = [r for r in self._proven(run, delta) if r.accountant != COMBINED]
-        return min(rows, key=_epsilon, default=None)
+        smallest = min(map(_epsilon, rows), default=math.inf)
+        # equal figures differ by rounding: the first bound in BOUNDS has the name
+        return next((row for row in rows if _epsilon(row) <= smallest * (1 + 1e-9)), None)
 
     def _proven(self, run: str, delta: float) -> list[Row]:
         return [
@@ -73,9 +75,8 @@ class Comparison:
         best = self.best(label, delta)
         if best is None or best.epsilon is None:
             return f"{label}, delta {delta:g}: no accountant applies."
-        line = (
-            f"{label}, delta {delta:g}: the best is {best.accountant}, epsilon {best.epsilon:.4g}"
-        )
+        line = f"{label}, delta {delta:g}: the best is {best.accountant}, "
+        line += f"epsilon {round_up(best.epsilon, 5):g}"
         everything = [r for r in self._proven(label, delta) if r.accountant == "composition"]
         if everything and best.accountant != "composition" and best.epsilon > 0:
             plain = _epsilon(everything[0])

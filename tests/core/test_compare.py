@@ -60,6 +60,13 @@ def test_combined_row_is_the_accountant_and_best_is_no_larger(cyclic):
     assert cyclic.best().delta == 1e-5
 
 
+def test_rounding_does_not_decide_who_is_the_best():
+    comparison = hsa.compare(probe_run(num_steps=500, weight_decay=0.0))
+    ties = [r for r in comparison.rows if r.epsilon == pytest.approx(comparison.best().epsilon)]
+    assert len(ties) > 1
+    assert comparison.best() == ties[0]
+
+
 def test_stock_rows_are_what_dp_accounting_says(cyclic):
     composed = cyclic_run().as_composition()
     for kind in (rdp.RdpAccountant, pld.PLDAccountant):
