@@ -47,7 +47,7 @@ class TestReferenceRun:
         assert "Theorem A" in guarantee.theorem
         text = guarantee.explain()
         assert "REPLACE_SPECIAL" in text
-        assert "composition: a larger bound, or no smaller" in text
+        assert "composition: not smaller for this run" in text
         assert {a.status for a in guarantee.assumptions} == {Status.DECLARED, Status.PUBLIC}
 
 
