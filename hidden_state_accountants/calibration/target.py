@@ -15,7 +15,8 @@ from scipy import optimize
 
 from hidden_state_accountants import _validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.curves import CurveWithDelta
+from hidden_state_accountants.as_composition import cap_delta
+from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.gaussian import delta_from_mu
 
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
@@ -36,6 +37,7 @@ class Target:
     name: str
     seen: dict[float, float] = attrs.field(factory=dict)
     accountant: Any = None  # the last one
+    event: dp_accounting.DpEvent | None = None  # the last one
 
     def meets(self, value: float) -> bool:
         return self.epsilon_of(value) <= self.epsilon
@@ -48,7 +50,8 @@ class Target:
                     f"evaluations, got as far as {value!r}. Allow a larger tolerance."
                 )
             self.accountant = self.make_accountant()
-            self.accountant.compose(self.make_event(value))
+            self.event = self.make_event(value)
+            self.accountant.compose(self.event)
             epsilon = float(self.accountant.get_epsilon(self.delta))
             if math.isnan(epsilon):
                 raise ValueError(f"Expected a number epsilon, got nan for {self.name} = {value!r}.")
@@ -188,12 +191,13 @@ def unreachable(target: Target, value: float) -> str:
         f"{target.delta:g}: with {target.name} = {value:.6g} epsilon is {epsilon:.6g}. "
     )
     guarantee = getattr(target.accountant, "guarantee", None)
-    curve = getattr(guarantee, "curve", None)
-    if isinstance(curve, CurveWithDelta) and curve.extra >= target.delta:
-        return text + (
-            f"The cap on the batches costs a delta of {curve.extra:.3g} by itself, whatever the "
-            "noise is. Raise max_batch_size or delta."
-        )
+    if isinstance(target.event, LastIterateDpEvent):
+        extra = cap_delta(target.event, target.accountant.neighboring_relation)
+        if extra >= target.delta:
+            return text + (
+                f"The cap on the batches costs a delta of {extra:.3g} by itself, whatever the "
+                "noise is. Raise max_batch_size or delta."
+            )
     if epsilon == math.inf:
         return text + "Something is released without noise, or no finite guarantee is known."
     if target.name == "weight_decay" and guarantee is not None:
