@@ -1,0 +1,53 @@
+"""Hidden-state accounting for TensorFlow Privacy (TensorFlow 2.15, Keras 2).
+
+    data = cyclic_dataset(x, y, batch_size=100)
+    model.compile(
+        CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5, weight_decay=0.01,
+                                  loss_geometry=LossGeometry.softmax_cross_entropy(1.0)),
+        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"))
+    model.fit(data, epochs=20, callbacks=[record])
+    print(record.report(delta=1e-5))
+
+TensorFlow is imported when a name that needs it is first used, so import this package before you
+load a model that was saved with one of its optimizers, and name the optimizer.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hidden_state_adapters.tf_privacy.data import cyclic_dataset
+    from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
+
+_MODULES = {
+    "CyclicDPKerasSGDOptimizer": "optimizer",
+    "compute_last_iterate_privacy_statement": "statement",
+    "cyclic_dataset": "data",
+}
+
+__all__ = [
+    "CyclicDPKerasSGDOptimizer",
+    "compute_last_iterate_privacy_statement",
+    "cyclic_dataset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("tensorflow", "tensorflow_privacy"):
+            raise
+        raise ImportError(
+            f"{name} needs TensorFlow 2.15 and tensorflow-privacy 0.9.0 (Python 3.10 or 3.11), "
+            f"{error.name} is missing. Install hidden-state-accountants[tf]."
+        ) from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

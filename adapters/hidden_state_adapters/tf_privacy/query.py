@@ -1,0 +1,58 @@
+"""TF Privacy's Gaussian sum query, in the precision of the parameters and with two readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dp_accounting
+import tensorflow as tf
+from tensorflow_privacy.privacy.dp_query.gaussian_query import GaussianSumQuery
+
+from hidden_state_adapters.tf_privacy.fingerprint import fingerprint
+
+
+class WatchedGaussianSumQuery(GaussianSumQuery):
+    """Clips every record to `l2_norm_clip`, sums, adds noise, and tells what it saw.
+
+    GaussianSumQuery works in float32 only. Here clip and noise have the precision of the records.
+
+    Attributes:
+        largest_norm: After `get_noised_result`, the largest norm of a record before clipping
+            (float64, infinite if a record was not finite); a tensor of the trace that called it.
+        noise_fingerprint: Likewise, the fingerprint of the noise, 0 without noise (int64).
+
+    Args:
+        l2_norm_clip: C.
+        noise_multiplier: Standard deviation of the noise on the sum over C.
+    """
+
+    def __init__(self, l2_norm_clip: float, noise_multiplier: float):
+        super().__init__(l2_norm_clip, l2_norm_clip * noise_multiplier)
+        self.l2_norm_clip = l2_norm_clip
+        self.noise_multiplier = noise_multiplier
+        self.largest_norm: Any = None
+        self.noise_fingerprint: Any = None
+
+    def initial_sample_state(self, template: Any = None) -> Any:
+        """Zero sums, and zero for the largest norm."""
+        return super().initial_sample_state(template), tf.zeros([], tf.float64)
+
+    def accumulate_record(self, params: Any, sample_state: Any, record: Any) -> Any:
+        """Adds the clipped record to the sums."""
+        sums, largest = sample_state
+        clip = tf.constant(self.l2_norm_clip, record[0].dtype)
+        clipped, norm = tf.clip_by_global_norm(record, clip)
+        norm = tf.cast(norm, tf.float64)
+        norm = tf.where(tf.math.is_finite(norm), norm, tf.constant(float("inf"), tf.float64))
+        return tf.nest.map_structure(tf.add, sums, clipped), tf.maximum(largest, norm)
+
+    def get_noised_result(self, sample_state: Any, global_state: Any) -> Any:
+        """The sums plus independent Gaussian noise of standard deviation noise_multiplier * C."""
+        sums, self.largest_norm = sample_state
+        stddev = self.l2_norm_clip * self.noise_multiplier
+        self.noise_fingerprint = tf.zeros([], tf.int64)
+        if stddev:
+            noise = [tf.random.normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
+            self.noise_fingerprint = fingerprint(noise)
+            sums = [s + n for s, n in zip(sums, noise, strict=True)]
+        return sums, global_state, dp_accounting.GaussianDpEvent(self.noise_multiplier)

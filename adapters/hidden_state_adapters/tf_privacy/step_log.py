@@ -1,0 +1,162 @@
+"""What the last step did, kept on the device and written by the step itself."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy.fingerprint import fingerprint
+
+
+class Problem(enum.IntFlag):
+    """Why a step was not taken."""
+
+    NONE = 0
+    EMPTY = 1
+    ROWS = 2
+    WEIGHTS = 4
+    GRADIENT = 8
+    NOT_FINITE = 16
+
+    def __str__(self) -> str:
+        return " ".join(text for problem, text in PROBLEMS.items() if problem in self)
+
+
+PROBLEMS = {
+    Problem.EMPTY: "The batch is empty.",
+    Problem.ROWS: (
+        "The batch has another number of rows than the batches before it, or than "
+        "num_microbatches: every batch must have the same size, one row per example. Use "
+        "cyclic_dataset(..., drop_remainder=True)."
+    ),
+    Problem.WEIGHTS: (
+        "The trainable variables were changed outside the private optimizer, or other variables "
+        "are trained than before, so the model is not the iterate that was accounted. Leave them "
+        "alone during the run."
+    ),
+    Problem.GRADIENT: (
+        "A per-example gradient is longer than loss_geometry.lipschitz: the loss is not the "
+        "declared one (sum instead of mean? class weights? a scaled loss?), or the features are "
+        "longer than declared."
+    ),
+    Problem.NOT_FINITE: "A per-example gradient is not finite.",
+}
+
+
+@attrs.frozen
+class StepEntry:
+    """The log, read by the host.
+
+    Attributes:
+        steps: Number of steps taken so far.
+        rows: Rows of the last batch.
+        problem: Why a step was refused; nothing was changed then.
+        weights: Fingerprint of the trainable variables after the last step.
+        noise: Fingerprint of the noise of the last step, 0 if there was none.
+        learning_rate: In float64, as all that follow, of the last step.
+        l2_norm_clip: C.
+        noise_multiplier: Standard deviation of the noise on the sum over C.
+        weight_decay: Decoupled.
+        largest_norm: Of the gradients of the batch, before clipping.
+    """
+
+    steps: int
+    rows: int
+    problem: Problem
+    weights: int
+    noise: int
+    learning_rate: float
+    l2_norm_clip: float
+    noise_multiplier: float
+    weight_decay: float
+    largest_norm: float
+
+
+class StepLog:
+    """Two small variables, outside of checkpoints and saved models.
+
+    They are read and written with TensorFlow operations only, in every step, in graphs, under XLA
+    and eagerly alike.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self._counts = tf.Variable(tf.zeros([5], tf.int64), trainable=False)
+            self._values = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
+
+    def problem(
+        self,
+        rows: tf.Tensor,
+        expected_rows: int | None,
+        variables: Sequence[Any],
+        largest_norm: tf.Tensor,
+        norm_bound: float,
+    ) -> tf.Tensor:
+        """An int64 `Problem` of the step that is about to be taken.
+
+        Args:
+            rows: int64, the rows of the batch.
+            expected_rows: What they must be; None for as many as in the last step.
+            variables: The trainable variables.
+            largest_norm: The longest gradient of the batch, float64.
+            norm_bound: What it may be, or inf.
+        """
+        steps, last_rows, _, weights, _ = tf.unstack(self._counts.read_value())
+        is_first = tf.equal(steps, 0)
+        if expected_rows is None:
+            same_rows = is_first | tf.equal(rows, last_rows)
+        else:
+            same_rows = tf.equal(rows, expected_rows)
+        is_finite = tf.math.is_finite(largest_norm)
+        holds = {
+            Problem.EMPTY: rows > 0,
+            Problem.ROWS: same_rows,
+            Problem.WEIGHTS: is_first | tf.equal(weights, fingerprint(variables)),
+            Problem.GRADIENT: (largest_norm <= norm_bound) | ~is_finite,
+            Problem.NOT_FINITE: is_finite,
+        }
+        return tf.add_n(
+            [
+                tf.where(holds_one, tf.constant(0, tf.int64), tf.constant(int(problem), tf.int64))
+                for problem, holds_one in holds.items()
+            ]
+        )
+
+    def write(
+        self,
+        *,
+        rows: tf.Tensor,
+        problem: tf.Tensor,
+        variables: Sequence[Any],
+        noise: tf.Tensor,
+        values: Sequence[Any],
+    ) -> None:
+        """Notes the step after it was taken, or that it was refused."""
+        old = self._counts.read_value()
+        taken = tf.stack([old[0] + 1, rows, tf.zeros([], tf.int64), fingerprint(variables), noise])
+        refused = tf.stack([old[0], old[1], problem, old[3], old[4]])
+        self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
+        self._values.assign(tf.stack([_double(value) for value in values]))
+
+    def read(self) -> StepEntry:
+        """The log on the host."""
+        steps, rows, problem, weights, noise = self._counts.numpy().tolist()
+        return StepEntry(
+            steps, rows, Problem(problem), weights, noise, *self._values.numpy().tolist()
+        )
+
+    def has_written(self, variables: Sequence[Any]) -> bool:
+        """Whether the variables are as the last step left them, bit by bit."""
+        return bool(np.equal(self._counts.numpy()[3], fingerprint(variables).numpy()))
+
+
+def _double(value: Any) -> tf.Tensor:
+    """Without a detour of Python floats through float32."""
+    return (
+        tf.constant(value, tf.float64) if isinstance(value, float) else tf.cast(value, tf.float64)
+    )
