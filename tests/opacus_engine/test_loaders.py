@@ -16,9 +16,11 @@ from torch.utils.data import (
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.opacus import FixedOrderBatchSampler
+from hidden_state_adapters.opacus import OrderedBatchSampler
+from hidden_state_adapters.opacus.batch_plans import FixedPlan
 from hidden_state_adapters.opacus.cursor import BatchCursor
-from hidden_state_adapters.opacus.loaders import fixed_order, private_loader
+from hidden_state_adapters.opacus.loaders import private_loader
+from hidden_state_adapters.opacus.record_order import plan_batches
 
 
 def numbers(size):
@@ -26,8 +28,8 @@ def numbers(size):
 
 
 def deal(loader, order=BatchOrder.CYCLIC):
-    indices, batch_size = fixed_order(loader, order)
-    return private_loader(loader, indices, batch_size, BatchCursor(len(indices) // batch_size))
+    plan = plan_batches(loader, order)
+    return private_loader(loader, plan, BatchCursor(plan.num_batches))
 
 
 def batches(loader):
@@ -101,7 +103,7 @@ def test_explicit_orders():
 def test_an_order_is_copied():
     order = [3, 1, 2, 0]
     loader = deal(DataLoader(numbers(4), batch_size=2, sampler=order))
-    sampler = FixedOrderBatchSampler(order, 2, BatchCursor(2))
+    sampler = deal(DataLoader(numbers(4), batch_size=2, sampler=order)).batch_sampler
     order[:] = [0, 0, 0, 0]
     assert batches(loader) == list(sampler) == [[3, 1], [2, 0]]
 
@@ -209,7 +211,7 @@ def test_two_passes_at_once_are_refused_whoever_iterates(workers):
 def test_a_pass_can_start_in_the_middle():
     cursor = BatchCursor(3)
     cursor.first_batch = 1
-    sampler = FixedOrderBatchSampler(range(6), 2, cursor)
+    sampler = OrderedBatchSampler(FixedPlan(range(6), 2, BatchOrder.CYCLIC), cursor)
     assert list(sampler) == [[2, 3], [4, 5]]
     assert list(sampler) == [[2, 3], [4, 5]]  # still no step was taken
     cursor.take()

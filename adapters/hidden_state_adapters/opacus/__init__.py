@@ -14,15 +14,15 @@ from opacus.accountants import register_accountant
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.loaders import FixedOrderBatchSampler, FixedOrderDataLoader
+from hidden_state_adapters.opacus.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
-    "FixedOrderBatchSampler",
-    "FixedOrderDataLoader",
     "HiddenStateAccountant",
     "HiddenStateOptimizer",
     "HiddenStatePrivacyEngine",
+    "OrderedBatchSampler",
+    "OrderedDataLoader",
 ]

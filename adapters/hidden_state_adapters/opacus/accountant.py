@@ -95,6 +95,8 @@ class HiddenStateAccountant(IAccountant):
         self.neighboring_relation = neighboring_relation
         self._unclaimed: StockRun | None = None
         self._warned: set[str] = set()
+        self._refusals: list[str] = []
+        self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
         self._running: dict[RunRecorder, RunningGuarantee] = {}
 
     @classmethod
@@ -158,6 +160,22 @@ class HiddenStateAccountant(IAccountant):
         self._runs = [attrs.evolve(run, check=_nothing) for run in self._runs]
         self._runs.append(_Run(recorder, check))
         self._unclaimed = None
+
+    def assume(self, text: str) -> None:
+        """Adds something that the user declared about the last run to its assumptions."""
+        declared = (Assumption.declared(text),)
+        merged = merge_assumptions([self._runs[-1].assumptions, declared])
+        self._runs[-1] = attrs.evolve(self._runs[-1], assumptions=merged)
+
+    def refuse(self, reason: str) -> None:
+        """From now on there is no guarantee: something happened that no theorem covers."""
+        if reason not in self._refusals:
+            self._refusals.append(reason)
+
+    def check_not_refused(self) -> None:
+        """Raises UnsupportedRunError if `refuse` was called."""
+        if self._refusals:
+            raise UnsupportedRunError(" ".join(self._refusals))
 
     def _refuse_undeclared_steps(self, what: str) -> None:
         if self._history:
@@ -267,7 +285,12 @@ class HiddenStateAccountant(IAccountant):
 
     @property
     def guarantee(self) -> Guarantee:
-        """The guarantee of everything recorded."""
+        """The guarantee of everything recorded.
+
+        Raises:
+            UnsupportedRunError: There is none.
+        """
+        self.check_not_refused()
         runs = [run for run in self._runs if run.recorder.num_steps]
         if self._history and runs:
             raise UnsupportedRunError(
@@ -279,9 +302,14 @@ class HiddenStateAccountant(IAccountant):
             return undeclared_guarantee(tuple(self._history))
         for run in self._runs:
             run.check()
-        return compose_guarantees(
-            [self._run_guarantee(run) for run in runs], self.neighboring_relation
+        key = tuple(
+            (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
+            for r in runs
         )
+        if self._composed is None or self._composed[0] != key:
+            guarantees = [self._run_guarantee(run) for run in runs]
+            self._composed = key, compose_guarantees(guarantees, self.neighboring_relation)
+        return self._composed[1]
 
     def _run_guarantee(self, run: _Run) -> Guarantee:
         running = self._running.setdefault(
@@ -302,6 +330,7 @@ class HiddenStateAccountant(IAccountant):
         destination = super().state_dict(destination)
         destination["neighboring_relation"] = self.neighboring_relation.name
         destination["runs"] = [run.state_dict() for run in self._runs]
+        destination["refusals"] = list(self._refusals)
         return destination
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -326,6 +355,8 @@ class HiddenStateAccountant(IAccountant):
             )
         if state_dict.get("runs"):
             self._load_runs(list(state_dict["runs"]))
+            for reason in state_dict.get("refusals", ()):
+                self.refuse(str(reason))
         elif state_dict["history"]:
             if self._runs:
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")

@@ -10,7 +10,14 @@ import torch
 from dp_accounting import NeighboringRelation
 from torch import nn
 
-from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_accountants import (
+    BOUNDS,
+    BatchOrder,
+    LastIterateDpEvent,
+    LossGeometry,
+    UnsupportedRunError,
+)
+from hidden_state_accountants.batch_order import parse_batch_order
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus import optimizer_checks as checks
 
@@ -20,42 +27,69 @@ _OPACUS_ARGUMENTS = {
 }  # fmt: skip
 
 
-def supported_order(
-    batch_order: BatchOrder | str,
-    poisson_sampling: bool | None,
-    max_batch_size: int | None,
-    optimizer_class: type | None,
-) -> BatchOrder:
-    """CYCLIC or FULL; raises UnsupportedRunError for what this engine does not support."""
-    supported = 'batch_order="cyclic" and "full"'
-    value = getattr(batch_order, "value", batch_order)
-    if value not in (BatchOrder.CYCLIC.value, BatchOrder.FULL.value):
-        raise UnsupportedRunError(f"This engine supports {supported}, got {batch_order!r}.")
-    if poisson_sampling:
+def batch_order_of(batch_order: BatchOrder | str, poisson_sampling: bool | None) -> BatchOrder:
+    """The batch order; raises ValueError for an unknown one or a contradiction."""
+    order = parse_batch_order(batch_order)
+    if poisson_sampling is not None and poisson_sampling != (order is BatchOrder.POISSON):
         raise UnsupportedRunError(
-            f"This engine supports {supported}, got poisson_sampling=True. Leave it out, or use "
-            "opacus.PrivacyEngine for Poisson batches."
+            f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
+            f'batch_order="{order.value}", got {poisson_sampling!r}. Leave it out: batch_order '
+            "says how the records are dealt."
         )
-    if max_batch_size is not None:
+    return order
+
+
+def check_order_seed(order: BatchOrder, seed: int | None, is_secret: bool) -> None:
+    """Refuses a seed where it would give away an order that has to stay secret.
+
+    Whoever knows the seed knows the order. SHUFFLED_ONCE is then a fixed order and accounted as
+    CYCLIC. The others then have a known place of every record in every epoch or step; no bound
+    here is about such runs, and composition over all of them is no better than CYCLIC.
+    """
+    if not isinstance(is_secret, bool):
+        raise TypeError(f"Expected order_is_secret to be True or False, got {is_secret!r}.")
+    if seed is None:
+        if is_secret:
+            raise ValueError(
+                "Expected order_is_secret = False without an order_seed, got True: an order that "
+                "is drawn without a seed is secret anyway. Leave it out."
+            )
+        return
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"Expected order_seed to be an integer or None, got {type(seed).__name__}.")
+    if seed < 0:
+        raise ValueError("Expected order_seed >= 0, got a negative number.")
+    if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
+        raise ValueError(
+            f'Expected order_seed = None with batch_order="{order.value}", which draws nothing. '
+            'Use batch_order="shuffled_once".'
+        )
+    if order is not BatchOrder.SHUFFLED_ONCE and not is_secret:
         raise UnsupportedRunError(
-            f"Expected max_batch_size = None, got {max_batch_size!r}: it bounds Poisson batches, "
-            f"and this engine supports {supported}. Leave it out."
+            f'Expected order_seed = None with batch_order="{order.value}", got a seed: whoever '
+            "knows it knows which steps used a record, and the guarantee rests on nobody knowing. "
+            "Leave it out (the order then comes from the operating system's random source), use "
+            'batch_order="shuffled_once" (a seed makes it public, accounted as cyclic), or say '
+            "order_is_secret=True if the seed is random and never written down."
         )
+
+
+def refuse_optimizer_class(optimizer_class: type | None) -> None:
+    """Raises UnsupportedRunError for an optimizer_class."""
     if optimizer_class is not None:
         raise UnsupportedRunError(
             f"Expected optimizer_class = None, got {optimizer_class!r}: this engine supports plain "
             "SGD. Leave it out."
         )
-    return BatchOrder(value)
 
 
-def refuse_add_or_remove(relation: NeighboringRelation) -> None:
-    """Raises UnsupportedRunError for ADD_OR_REMOVE_ONE.
+def refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:
+    """Raises UnsupportedRunError for ADD_OR_REMOVE_ONE unless the batches are POISSON.
 
-    A step divides the noise by the number of records, or by a batch size that belongs to it; runs
-    on neighbouring data sets would differ in more than one gradient.
+    Elsewhere a step divides the noise by the number of records, or by a batch size that belongs to
+    it; runs on neighbouring data sets would differ in more than one gradient.
     """
-    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order is not BatchOrder.POISSON:
         raise UnsupportedRunError(
             "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
             "ADD_OR_REMOVE_ONE: the divisor would be the number of records, which is what adding "
@@ -63,7 +97,19 @@ def refuse_add_or_remove(relation: NeighboringRelation) -> None:
         )
 
 
-def check_opacus_arguments(arguments: dict[str, Any]) -> None:
+def check_covered(event: LastIterateDpEvent, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError if no bound is about such a run under `relation`."""
+    unmet = {
+        bound.name: bound.check(event, relation)
+        for bound in BOUNDS
+        if bound.sound and isinstance(event, bound.event_type)
+    }
+    if all(unmet.values()):
+        reasons = " | ".join(f"{k}: {'; '.join(map(str, v))}" for k, v in unmet.items())
+        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
+
+
+def check_opacus_arguments(arguments: dict[str, Any], order: BatchOrder) -> None:
     """Refuses arguments of Opacus' make_private that the run could not be checked with."""
     unknown = sorted(set(arguments) - _OPACUS_ARGUMENTS)
     if unknown:
@@ -73,11 +119,26 @@ def check_opacus_arguments(arguments: dict[str, Any]) -> None:
             f'Expected clipping = "flat", got {arguments["clipping"]!r}: the theorems need one '
             "fixed clip of the whole gradient of a record. Leave it out."
         )
-    mode = arguments.get("grad_sample_mode", "hooks")
-    if mode not in ("hooks", "functorch"):
+    if arguments.get("rand_on_empty"):
         raise UnsupportedRunError(
-            f'Expected grad_sample_mode = "hooks" or "functorch", got {mode!r}: the rows and norms '
-            "of the per-example gradients could not be checked."
+            "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
+            "batch, which the theorems do not know. Leave it out: empty batches work."
+        )
+    mode = arguments.get("grad_sample_mode", "hooks")
+    if mode not in ("hooks", "functorch", "ew"):
+        reason = (
+            "ghost clipping never forms per-example gradients, so their number and norms could not "
+            "be checked at every step"
+            if "ghost" in str(mode)
+            else "the per-example gradients could not be checked"
+        )
+        raise UnsupportedRunError(
+            f'Expected grad_sample_mode = "hooks", "functorch" or "ew", got {mode!r}: {reason}.'
+        )
+    if mode == "ew" and order is BatchOrder.POISSON:
+        raise UnsupportedRunError(
+            'Expected grad_sample_mode = "hooks" or "functorch" for Poisson batches, got "ew": '
+            "torch's expanded weights stop at an empty batch, which Poisson sampling can draw."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which batch of the fixed order the training loop is working on."""
+"""Which batch of the plan the training loop is working on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ class BatchCursor:
     what it prefetches, plus one, unless the loop left a piece out.
 
     Args:
-        num_batches: Batches per epoch. A single batch may be stepped on again and again.
+        num_batches: Batches per pass. A single fixed batch may be stepped on again and again.
         prefetched: How many batches the loader's workers fetch in advance.
+        counts_steps: Whether the index of a batch is the number of its step (batches that are drawn
+            for every step), not its place in the epoch.
     """
 
-    def __init__(self, num_batches: int, prefetched: int = 0):
+    def __init__(self, num_batches: int, prefetched: int = 0, *, counts_steps: bool = False):
         self._num_batches, self._prefetched = num_batches, prefetched
+        self._counts_steps = counts_steps
+        self._is_kept = num_batches == 1 and not counts_steps
+        self.steps_taken = 0
         self.first_batch = 0
         self._pass_id = 0
         self._was_left_out = self._has_taken = False
@@ -33,6 +38,28 @@ class BatchCursor:
     def pass_id(self) -> int:
         """Identifies the latest pass over the batches."""
         return self._pass_id
+
+    @property
+    def expected_index(self) -> int:
+        """The index that the next batch must have."""
+        return self.steps_taken if self._counts_steps else self.steps_taken % self._num_batches
+
+    @property
+    def first_index(self) -> int:
+        """The index of the first batch of a pass that starts now."""
+        return self.steps_taken if self._counts_steps else self.first_batch
+
+    @property
+    def first_step(self) -> int:
+        """The step (from 0 on) that the first batch of a pass that starts now belongs to."""
+        if self._counts_steps:
+            return self.steps_taken
+        return self.steps_taken // self._num_batches * self._num_batches + self.first_batch
+
+    def resume_at(self, step: int) -> None:
+        """The next pass starts where a run after `step` steps goes on."""
+        self.start_pass()
+        self.steps_taken, self.first_batch = step, step % self._num_batches
 
     def start_pass(self) -> int:
         """Forgets what an earlier pass announced, but not that the loop left a piece out."""
@@ -64,7 +91,8 @@ class BatchCursor:
     def deliver(self, index: int | None) -> None:
         """The loader hands batch `index` to the loop; None at the end of the pass."""
         self._left_out |= bool(self._pieces)
-        self._delivered = index
+        if index is not None or not self._is_kept:
+            self._delivered = index
 
     def signal(self, do_skip: bool) -> None:
         """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
@@ -94,7 +122,7 @@ class BatchCursor:
                 "piece that BatchMemoryManager delivers."
             )
         index, do_skip = self._pieces.popleft() if self._pieces else (self._delivered, False)
-        if not do_skip and self._num_batches > 1:
+        if not do_skip and not self._is_kept:
             self._delivered = None
         self.first_batch = 0
         return index, do_skip

@@ -2,98 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import attrs
 import torch
 from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
-from hidden_state_accountants import RunRecorder, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
-from hidden_state_adapters.opacus.cursor import BatchCursor
-from hidden_state_adapters.opacus.module_watch import CriterionWatch, ForwardWatch, ParameterWatch
-
-
-class NoiseWatch:
-    """Notices noise that was used before: the theorems add independent noise in every step.
-
-    Keeps a short hash of the state that the generator had before every step: a generator that is
-    seeded again comes back to an old state. The hashes stay in this process, because with them a
-    weak seed could be guessed; so a script that seeds, stops and resumes elsewhere is not noticed.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def draw(self, generator: torch.Generator | None, device: torch.device) -> None:
-        """Notes that noise is about to be drawn.
-
-        Raises:
-            UnsupportedRunError: The generator is in a state that already gave noise.
-        """
-        if generator is not None:
-            state = generator.get_state()
-        elif device.type == "cuda":
-            state = torch.cuda.get_rng_state(device)
-        else:
-            state = torch.get_rng_state()
-        digest = hashlib.sha256(state.numpy().tobytes()).digest()[:8]
-        key = int.from_bytes(digest, "big", signed=True)
-        if key in self._seen:
-            raise UnsupportedRunError(
-                "the noise generator is in a state that gave the noise of an earlier step, so the "
-                "noise would repeat and cancel. Do not seed during a run; better not at all."
-            )
-        self._seen.add(key)
-
-
-@attrs.define
-class RunContext:
-    """What a private optimizer needs to know about its run.
-
-    Attributes:
-        recorder: Records every logical step.
-        cursor: Says which batch the loop is working on.
-        batch_size: b.
-        parameters: Watches the parameters between steps.
-        forward: Watches the forward passes.
-        criterion: Watches the calls of the criterion, or None if its constants were declared.
-        noise: Watches the random numbers, over all runs of the engine.
-        lipschitz: The declared bound on per-example gradient norms, or None.
-        feature_norm: The declared bound on the features, or None.
-        projection_radius: Radius of the ball around 0 that the iterates are projected on, or None.
-    """
-
-    recorder: RunRecorder
-    cursor: BatchCursor
-    batch_size: int
-    parameters: ParameterWatch
-    forward: ForwardWatch
-    lipschitz: float | None = None
-    feature_norm: float | None = None
-    projection_radius: float | None = None
-    criterion: CriterionWatch | None = None
-    noise: NoiseWatch = attrs.field(factory=NoiseWatch)
-
-    def reset_watches(self) -> None:
-        """Starts counting for the next batch."""
-        self.forward.reset()
-        if self.criterion is not None:
-            self.criterion.reset()
-
-    def remove_hooks(self) -> None:
-        """Leaves the module and the criterion as they were."""
-        self.forward.remove()
-        if self.criterion is not None:
-            self.criterion.remove()
+from hidden_state_adapters.opacus.run_context import (
+    RunContext,
+    buffers_changed,
+    parameters_changed,
+)
 
 
 class HiddenStateOptimizer(DPOptimizer):
-    """Noisy clipped SGD with equal fixed batches; what the engine's event describes.
+    """Noisy clipped SGD on the batches of a plan; what the engine's event describes.
 
     One logical step of x is
 
@@ -163,9 +90,9 @@ class HiddenStateOptimizer(DPOptimizer):
         self._check_alive()
         self.context.cursor.check_finished()
         if bool(self.context.parameters.changed()):
-            raise self._changed()
+            raise parameters_changed(self._steps_taken)
         if bool(self.context.parameters.buffers_changed()):
-            raise _buffers_changed()
+            raise buffers_changed()
 
     def _check_alive(self) -> None:
         if self._closed:
@@ -183,14 +110,6 @@ class HiddenStateOptimizer(DPOptimizer):
                 "engine.load_checkpoint, which restores model, recorder and position together."
             )
 
-    def _changed(self) -> UnsupportedRunError:
-        return UnsupportedRunError(
-            f"The parameters were changed outside the private optimizer after step "
-            f"{self._steps_taken}, so the model is not the iterate that was accounted. Leave them "
-            "alone during the run; an earlier iterate may be used only if engine.release() was "
-            "called there."
-        )
-
     def close(self, reason: str) -> None:
         """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
         self._closed = reason
@@ -205,8 +124,7 @@ class HiddenStateOptimizer(DPOptimizer):
         self.context.reset_watches()
         self.context.parameters.remember()
         self.context.parameters.remember_buffers()
-        self.context.cursor.start_pass()
-        self.context.cursor.first_batch = self.context.recorder.expected_batch_index
+        self.context.cursor.resume_at(self._steps_taken)
 
     # Opacus' seams.
 
@@ -269,9 +187,9 @@ class HiddenStateOptimizer(DPOptimizer):
         step = self._steps_taken + 1
         try:
             self._check_optimizer(step)
-            self._take_batch(step)
+            rows = self._take_batch(step)
             self._check_sums(step)
-            self._check_values(step)
+            self.context.check_values(step, rows)
             proceeds = super().pre_step(closure)
             self._sums = [_version(p.summed_grad) for p in self.params]
         except BaseException as error:
@@ -309,6 +227,7 @@ class HiddenStateOptimizer(DPOptimizer):
             checks.project_on_ball(self.context.parameters.params, self.context.projection_radius)
         self.context.parameters.remember()
         self._steps_taken += 1
+        self.context.cursor.steps_taken = self._steps_taken
         self._start_batch()
         self._unfinished_step = None
         return result
@@ -331,9 +250,10 @@ class HiddenStateOptimizer(DPOptimizer):
                 "own work after optimizer.step()."
             )
 
-    def _take_batch(self, step: int) -> None:
+    def _take_batch(self, step: int) -> int:
+        """Checks the piece of the batch that the gradients are of; returns its rows."""
+        expected = self.context.cursor.expected_index
         index, self._skips_step = _at_step(step, self.context.cursor.take)
-        expected = self.context.recorder.expected_batch_index
         if index != expected:
             raise UnsupportedRunError(
                 f"step {step} used {'no new batch' if index is None else f'batch {index}'}, "
@@ -345,10 +265,13 @@ class HiddenStateOptimizer(DPOptimizer):
         params = self.context.parameters.params
         rows = _at_step(step, lambda: checks.gradient_rows(params))
         self._rows += rows
-        size = self.context.batch_size
+        size = self.context.plan.num_rows(step - 1)
         if self._rows > size or not (self._skips_step or self._rows == size):
+            what = (
+                "batch_size =" if size == self.context.batch_size else "the records of its batch,"
+            )
             raise UnsupportedRunError(
-                f"step {step} used {self._rows} rows, expected batch_size = {size}."
+                f"step {step} used {self._rows} rows, expected {what} {size}."
             )
         passes = self.context.forward.passes
         if passes != 1:
@@ -359,6 +282,7 @@ class HiddenStateOptimizer(DPOptimizer):
             )
         if self.context.criterion is not None:
             self.context.criterion.check_calls(step, rows)
+        return rows
 
     def _check_sums(self, step: int) -> None:
         for param, expected in zip(self.params, self._sums, strict=True):
@@ -371,54 +295,6 @@ class HiddenStateOptimizer(DPOptimizer):
                     "the pieces of its batch. Call optimizer.zero_grad() after every step, and "
                     "leave summed_grad alone."
                 )
-
-    def _check_values(self, step: int) -> None:
-        run = self.context
-        zero = torch.zeros((), device=run.parameters.params[0].device)
-        figures = {
-            "changed": run.parameters.changed(),
-            "buffers": run.parameters.buffers_changed(),
-            "perturbed": run.forward.has_other_parameters,
-        }
-        if run.lipschitz is not None:
-            figures["gradient"] = checks.largest_gradient_norm(run.parameters.params)
-        if run.feature_norm is not None:
-            largest = run.forward.largest_feature_norm
-            figures["feature"] = zero + math.nan if largest is None else largest
-        if run.projection_radius is not None:
-            figures["norm"] = checks.joint_norm(run.parameters.params)
-        if run.criterion is not None:
-            figures["bad_target"] = run.criterion.has_bad_target
-        # One transfer from the device for all of them.
-        values = torch.stack(
-            [figure.to(device=zero.device, dtype=torch.float64) for figure in figures.values()]
-        ).tolist()
-        self._judge_values(step, dict(zip(figures, values, strict=True)))
-
-    def _judge_values(self, step: int, values: dict[str, float]) -> None:
-        run = self.context
-        if values["changed"]:
-            raise self._changed()
-        if values["perturbed"]:
-            raise UnsupportedRunError(
-                f"step {step} has gradients at other parameters than the last step left: they were "
-                "changed for the training pass and restored. The theorems need the gradient at the "
-                "iterate. Leave the parameters alone between the steps."
-            )
-        if values["buffers"]:
-            raise _buffers_changed()
-        if run.criterion is not None and values["bad_target"]:
-            run.criterion.raise_bad_target(step)
-        if run.feature_norm is not None:
-            checks.check_feature_norm(values["feature"], run.feature_norm, step)
-        if run.lipschitz is not None:
-            checks.check_gradient_norm(values["gradient"], run.lipschitz, step)
-        radius = run.projection_radius
-        if radius is not None and not values["norm"] <= radius * (1 + 1e-6):
-            raise UnsupportedRunError(
-                f"step {step} starts at norm {values['norm']:.8g}, outside the ball of radius "
-                f"{radius:.8g}."
-            )
 
     def _record(self) -> None:
         options = checks.sgd_options(self.original_optimizer)
@@ -438,14 +314,6 @@ class HiddenStateOptimizer(DPOptimizer):
             "A private optimizer cannot be copied or pickled: the steps of the copy would be "
             "missing from epsilon. Use engine.save_checkpoint, or make_private for another run."
         )
-
-
-def _buffers_changed() -> UnsupportedRunError:
-    return UnsupportedRunError(
-        "A buffer of the module was changed during the run (running statistics, counters, caches): "
-        "it carries data of the records past the noise. Put the layer that writes it in eval() "
-        "mode, or replace it."
-    )
 
 
 def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
     Assumption,
+    BatchOrder,
     Guarantee,
     LastIterateAccountant,
     LastIterateDpEvent,
+    compose_guarantees,
 )
+from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.guarantee import Status, merge_assumptions
-from hidden_state_accountants.process import noisy_process, unmet_conditions
-from hidden_state_adapters.opacus.optimizer import RunContext
+from hidden_state_accountants.process import (
+    NoisyProcess,
+    noisy_process,
+    sampled_process,
+    unmet_conditions,
+)
+from hidden_state_adapters.opacus.run_context import RunContext
 
 _STEPS_LOOKED_AHEAD, _DELTA = 50_000, 1e-5
 
@@ -23,13 +33,24 @@ _STEPS_LOOKED_AHEAD, _DELTA = 50_000, 1e-5
 _EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
 
 
-def standard_epsilon(event: dp_accounting.DpEvent, delta: float) -> float:
-    """The epsilon of a standard event that has the relation folded into its noise."""
-    return (
-        LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-        .compose(event)
-        .get_epsilon(delta)
-    )
+def composition_epsilon(
+    events: Sequence[LastIterateDpEvent], relation: NeighboringRelation, delta: float
+) -> float:
+    """The epsilon with every iterate of every run released; inf if no such bound is known."""
+    bound = Composition()
+    if any(bound.check(event, relation) for event in events):
+        return math.inf
+    guarantees = [bound.guarantee(event, relation) for event in events]
+    return compose_guarantees(guarantees, relation).epsilon(delta)
+
+
+def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess | None:
+    """The contractive process of a run; of random batches that with batches of b records."""
+    if unmet_conditions(event, relation, tuple(BatchOrder)):
+        return None
+    if event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        return sampled_process(event, relation, event.batch_size)
+    return noisy_process(event, relation)
 
 
 def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
@@ -41,9 +62,10 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
         event: One step of the run with its first hyper-parameters.
         relation: The neighbouring relation.
     """
-    if unmet_conditions(event, relation):
+    process = process_of(event, relation)
+    if process is None:
         return f"{_EQUALS_COMPOSITION}; no loss geometry is declared"
-    c = float(noisy_process(event, relation).contraction[0])
+    c = float(process.contraction[0])
     if c < 1 or event.domain_diameter < float("inf"):
         return ""
     reason = (
@@ -51,12 +73,17 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
         if c > 1
         else "the update does not shrink distances (c = 1)"
     )
+    if event.batch_order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
+        return (
+            f"no contraction: {reason}; what the secret order gains is in get_epsilon (assuming "
+            "the first step's hyper-parameters)"
+        )
     epochs = min(10, _STEPS_LOOKED_AHEAD // event.batches_per_epoch)
     if epochs < 2:  # within one epoch the last batch always costs as much as under composition
         return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
     ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
     last = LastIterateAccountant(relation).compose(ahead).get_epsilon(_DELTA)
-    every = standard_epsilon(ahead.as_composition(relation), _DELTA)
+    every = composition_epsilon([ahead], relation, _DELTA)
     gain = last / every if 0 < every < float("inf") else 1.0
     assuming = f"assuming delta = {_DELTA:g} and the first step's hyper-parameters"
     if gain > 0.999:
@@ -75,50 +102,68 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
         context: Of the current run, if there is one.
     """
     checked = [
-        "indices of the batches: b each, in the fixed order, each once per epoch, one step each",
         "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded",
         "parameters in float32 or float64, changed by the private optimizer only; no batch "
         "statistics, buffers unchanged",
     ]
-    if context is not None and context.criterion is not None:
-        checked.append("the criterion called once on the whole batch, one target per record")
-    replaced = "projected on"
-    if context is not None and context.lipschitz is not None:
-        checked.append(f"per-example gradient norms at most {context.lipschitz:g}")
-    if context is not None and context.feature_norm is not None:
-        checked.append(f"feature norms at most {context.feature_norm:g}")
-    if context is not None and context.projection_radius is not None:
-        radius = context.projection_radius
-        checked.append(f"all parameters together projected on the ball of radius {radius:g}")
-    declared = (
+    declared = [
         "every per-example gradient is that of the loss at one record of the delivered batch",
         "the initial model and the order of the records do not depend on the records",
-    )
+    ]
+    public = "batch size, hyper-parameters"
+    if context is not None:
+        plan = context.plan
+        checked.insert(0, plan.description)
+        if context.criterion is not None:
+            checked.append("the criterion called once on the whole batch, one target per record")
+        if context.lipschitz is not None:
+            checked.append(f"per-example gradient norms at most {context.lipschitz:g}")
+        if context.feature_norm is not None:
+            checked.append(f"feature norms at most {context.feature_norm:g}")
+        if context.projection_radius is not None:
+            radius = context.projection_radius
+            checked.append(f"all parameters together projected on the ball of radius {radius:g}")
+        if context.forward.has_frozen_backbone:
+            declared.append(
+                "the frozen part of the model is public: it was not fitted to the private records, "
+                "and it maps every record by itself"
+            )
+        if plan.is_secret and plan.is_seeded:
+            declared.append("order_seed is random, and nobody else ever knows it")
+        if plan.order is BatchOrder.POISSON:
+            declared.append("the sizes of the batches are shown to nobody")
+            if guarantee.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+                declared.append("the sampling probability b/n is a public constant")
+        if not plan.is_secret:
+            public = f"order of the batches, {public}"
     return merge_assumptions(
         [
             tuple(Assumption.checked(text) for text in checked),
             tuple(Assumption.declared(text) for text in declared),
-            tuple(a for a in guarantee.assumptions if replaced not in a.text),
-            (Assumption.public("order of the batches, batch size, hyper-parameters"),),
+            tuple(
+                a
+                for a in guarantee.assumptions
+                if "projected on" not in a.text and a.status is not Status.PUBLIC
+            ),
+            (Assumption.public(public),),
         ]
     )
 
 
 def text_report(
-    event: LastIterateDpEvent,
+    events: Sequence[LastIterateDpEvent],
     guarantee: Guarantee,
     assumptions: tuple[Assumption, ...],
     delta: float,
-    epsilon: float,
-    epsilon_released: float,
     projection_radius: float | None,
-    num_runs: int,
 ) -> str:
-    """About a dozen lines to paste; the run described is the last of `num_runs`."""
+    """About a dozen lines to paste; the run described is the last one."""
+    event, num_runs = events[-1], len(events)
     relation = guarantee.neighboring_relation
+    epsilon_released = composition_epsilon(events, relation, delta)
     contraction, ratio = "unknown (no loss geometry declared)", "-"
-    if not unmet_conditions(event, relation):
-        process = noisy_process(event, relation)
+    process = process_of(event, relation)
+    if process is not None:
         contraction = f"c = {_range(process.contraction)}"
         acts = process.sensitivity > 0
         if acts.any():
@@ -135,7 +180,7 @@ def text_report(
     return "\n".join(
         [
             f"Privacy of the released model{f' ({num_runs} runs)' if num_runs > 1 else ''}",
-            f"epsilon = {epsilon:.4f} at delta = {delta:g}",
+            f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
             f"neighboring relation: {relation.name}",
             f"theorem: {guarantee.theorem}",
             f"epsilon if every iterate were released: {epsilon_released:.4f}",

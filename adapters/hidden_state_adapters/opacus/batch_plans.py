@@ -1,0 +1,311 @@
+"""Which records each step of a run uses: one plan for each kind of batch order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+
+_KEY_RANGE = 2**64
+
+
+@attrs.frozen
+class RandomKeys:
+    """Independent uniform 64-bit integers: what every random order is made from.
+
+    Attributes:
+        seed: None reads the operating system's cryptographic source; there is no state that could
+            leak. A seed makes draw number k a function of (seed, k).
+    """
+
+    seed: int | None = attrs.field(default=None, repr=False)
+
+    def draw(self, number: int, count: int) -> np.ndarray:
+        """Draw number `number`, shape (count,), dtype uint64."""
+        if self.seed is None:
+            return np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+        sequence = np.random.SeedSequence(self.seed, spawn_key=(number,))
+        return np.random.PCG64(sequence).random_raw(count)
+
+    def permutation(self, number: int, count: int) -> np.ndarray:
+        """A uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
+        return np.argsort(self.draw(number, count), kind="stable")
+
+
+class BatchPlan:
+    """The batches of a run. The batch of a step is drawn once and then stays what it is.
+
+    A loop that looks at batches, breaks off and starts again therefore meets the same batches: it
+    cannot choose among them.
+
+    Args:
+        records: The indices of all records, in an order that does not depend on them; public.
+        batch_size: b; the expected size for POISSON.
+        order: The batch order that is accounted.
+        keys: Where the randomness comes from, or None.
+    """
+
+    draws_every_step = False  # a step is not one of l steps of an epoch
+
+    def __init__(
+        self, records: Sequence[int], batch_size: int, order: BatchOrder, keys: RandomKeys | None
+    ):
+        self.records, self.batch_size, self.order, self._keys = records, batch_size, order, keys
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of one pass of the loader."""
+        return -(-len(self.records) // self.batch_size)
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the guarantee needs that nobody learns which records a step used."""
+        return self.order not in (BatchOrder.CYCLIC, BatchOrder.FULL)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the user's seed fixes everything that is drawn."""
+        return self._keys is not None and self._keys.seed is not None
+
+    @property
+    def description(self) -> str:
+        """What the engine checks about the batches, in words."""
+        raise NotImplementedError
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the records of step `step` >= 0."""
+        raise NotImplementedError
+
+    def num_rows(self, step: int) -> int:
+        """The number of records of a step whose batch was drawn."""
+        return self.batch_size
+
+    def start_pass(self, step: int) -> None:
+        """A pass of the loader starts at `step`; earlier batches may be forgotten."""
+
+    def fingerprint(self) -> str:
+        """A hash of a public order of the records; empty for a secret one."""
+        return ""
+
+    def why_not_resumable(self, step: int) -> str:
+        """Why a run after `step` steps needs the private state to go on, or ""."""
+        return ""
+
+    def private_state(self, step: int) -> dict[str, Any]:
+        """Plain types that restore what was drawn for step `step` and later. Secret."""
+        return {}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned.
+
+        Raises:
+            ValueError: The state is of other records; nothing is changed.
+        """
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.order.value} batches>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.is_secret:
+            raise UnsupportedRunError(
+                f"A {self.order.value} order cannot be copied or pickled: it has to stay secret. "
+                "Use the loader that make_private returned."
+            )
+        return super().__reduce_ex__(protocol)
+
+
+class FixedPlan(BatchPlan):
+    """The same batches in the same order in every epoch: CYCLIC, FULL and SHUFFLED_ONCE.
+
+    With `keys` the order of the records is one uniform permutation of them.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[int],
+        batch_size: int,
+        order: BatchOrder,
+        keys: RandomKeys | None = None,
+    ):
+        super().__init__(records, batch_size, order, keys)
+        self._sequence = (
+            records if keys is None else np.asarray(records)[keys.permutation(0, len(records))]
+        )
+
+    @property
+    def description(self) -> str:
+        """What the engine checks about the batches, in words."""
+        kind = "one order, drawn at random" if self._keys is not None else "the fixed order"
+        return f"indices of the batches: b each, in {kind}, each once per epoch, one step each"
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the records of step `step` >= 0."""
+        start = step % self.num_batches * self.batch_size
+        return [int(index) for index in self._sequence[start : start + self.batch_size]]
+
+    def fingerprint(self) -> str:
+        """A hash of a public order of the records; empty for a secret one."""
+        if self.is_secret:
+            return ""
+        return hashlib.sha256(np.asarray(self._sequence, dtype=np.int64).tobytes()).hexdigest()
+
+    def why_not_resumable(self, step: int) -> str:
+        """Why a run after `step` steps needs the private state to go on, or ""."""
+        if not self.is_secret or self.is_seeded or not step:
+            return ""
+        return "the order of the records, which stays the same for the whole run"
+
+    def private_state(self, step: int) -> dict[str, Any]:
+        """Plain types that restore what was drawn for step `step` and later. Secret."""
+        return {"order": torch.tensor(self._sequence)} if self.is_secret else {}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned."""
+        if self.is_secret:
+            self._sequence = _restored(state["order"], self.records)
+
+
+class ReshuffledPlan(BatchPlan):
+    """A fresh uniform permutation of the records in every epoch."""
+
+    def __init__(self, records: Sequence[int], batch_size: int, keys: RandomKeys):
+        super().__init__(records, batch_size, BatchOrder.RESHUFFLED, keys)
+        self._random, self._records = keys, np.asarray(records)
+        self._epoch, self._sequence = -1, self._records
+
+    @property
+    def description(self) -> str:
+        """What the engine checks about the batches, in words."""
+        return (
+            "indices of the batches: b each, in an order drawn anew for every epoch, each once per "
+            "epoch, one step each"
+        )
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the records of step `step` >= 0."""
+        epoch, index = divmod(step, self.num_batches)
+        if epoch != self._epoch:
+            assert epoch > self._epoch, "the order of an earlier epoch is gone"
+            permutation = self._random.permutation(epoch, len(self._records))
+            self._epoch, self._sequence = epoch, self._records[permutation]
+        start = index * self.batch_size
+        return [int(i) for i in self._sequence[start : start + self.batch_size]]
+
+    def why_not_resumable(self, step: int) -> str:
+        """Why a run after `step` steps needs the private state to go on, or ""."""
+        if self.is_seeded or step % self.num_batches == 0:
+            return ""
+        return "the order of the epoch that it is in the middle of"
+
+    def private_state(self, step: int) -> dict[str, Any]:
+        """Plain types that restore what was drawn for step `step` and later. Secret."""
+        if self._epoch != step // self.num_batches:
+            return {"epoch": -1}
+        return {"epoch": self._epoch, "order": torch.tensor(self._sequence)}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned."""
+        self._epoch = int(state["epoch"])
+        if self._epoch >= 0:
+            self._sequence = _restored(state["order"], self.records)
+
+
+class SampledPlan(BatchPlan):
+    """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT.
+
+    POISSON: every record joins by itself with probability b/n (rounded down to a multiple of
+    2**-64). If more than `max_batch_size` join, a uniform subset of that many stays and the others
+    are DROPPED; nothing is drawn again, which would change the law of the batch with the data.
+
+    WITHOUT_REPLACEMENT: a uniform subset of b records.
+
+    Args:
+        records: The indices of all records.
+        batch_size: b.
+        order: POISSON or WITHOUT_REPLACEMENT.
+        keys: Where the randomness comes from.
+        max_batch_size: The cap of POISSON batches, or None.
+    """
+
+    draws_every_step = True
+
+    def __init__(
+        self,
+        records: Sequence[int],
+        batch_size: int,
+        order: BatchOrder,
+        keys: RandomKeys,
+        max_batch_size: int | None = None,
+    ):
+        super().__init__(records, batch_size, order, keys)
+        self._random, self._records, self.max_batch_size = keys, np.asarray(records), max_batch_size
+        self._batches: dict[int, list[int]] = {}
+
+    @property
+    def description(self) -> str:
+        """What the engine checks about the batches, in words."""
+        if self.order is BatchOrder.WITHOUT_REPLACEMENT:
+            return "indices of the batches: b records drawn anew for every step, one step each"
+        cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
+        return (
+            "indices of the batches: every record drawn by itself for every step with probability "
+            f"b/n{cap}, one step each, empty batches included"
+        )
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the records of step `step` >= 0."""
+        if step not in self._batches:
+            self._batches[step] = self._records[self._draw(step)].tolist()
+        return self._batches[step]
+
+    def _draw(self, step: int) -> np.ndarray:
+        n, b = len(self._records), self.batch_size
+        keys = self._random.draw(step, n)
+        if self.order is BatchOrder.WITHOUT_REPLACEMENT:
+            return np.sort(np.argsort(keys, kind="stable")[:b])
+        threshold = b * _KEY_RANGE // n
+        chosen = np.arange(n)
+        if threshold < _KEY_RANGE:
+            chosen = np.flatnonzero(keys < np.uint64(threshold))
+        if self.max_batch_size is not None and len(chosen) > self.max_batch_size:
+            # Given that they are below the threshold, the keys are still independent and uniform.
+            smallest = np.argsort(keys[chosen], kind="stable")[: self.max_batch_size]
+            chosen = np.sort(chosen[smallest])
+        return chosen
+
+    def num_rows(self, step: int) -> int:
+        """The number of records of a step whose batch was drawn."""
+        return len(self._batches[step])
+
+    def start_pass(self, step: int) -> None:
+        """A pass of the loader starts at `step`; earlier batches may be forgotten."""
+        self._batches = {k: batch for k, batch in self._batches.items() if k >= step}
+
+    def private_state(self, step: int) -> dict[str, Any]:
+        """Plain types that restore what was drawn for step `step` and later. Secret."""
+        return {"batches": {k: list(b) for k, b in self._batches.items() if k >= step}}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned."""
+        known = {int(index) for index in self.records}
+        batches = {int(k): [int(i) for i in batch] for k, batch in state["batches"].items()}
+        if any(len(set(b)) < len(b) or not known.issuperset(b) for b in batches.values()):
+            raise ValueError("The private state is damaged: a batch holds unknown records.")
+        self._batches = batches
+
+
+def _restored(order: Any, records: Sequence[int]) -> np.ndarray:
+    sequence = np.asarray(order)
+    if not np.array_equal(np.sort(sequence), np.sort(np.asarray(records))):
+        raise ValueError(
+            "Expected the order of the same records in the private state, got another. Load the "
+            "checkpoint into a run of the same data set."
+        )
+    return sequence

@@ -1,0 +1,126 @@
+"""What passes through the model in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
+
+
+def check_batch_norm(module: nn.Module) -> None:
+    """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch."""
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            continue
+        if part.training or part.running_mean is None:
+            raise UnsupportedRunError(
+                f"Expected no batch statistics, got {type(part).__name__} {name!r} "
+                f"{'in train() mode' if part.training else 'without running statistics'}, frozen "
+                "or not: one record then changes the gradients of all others, and the statistics "
+                "are stored without noise. Call .eval() on this part of the model after every "
+                "model.train(), or use nn.GroupNorm."
+            )
+
+
+class ForwardWatch:
+    """Checks the training passes of a module and measures the features of a linear layer.
+
+    A pass is one call of the module, or a call of one of its trainable layers by itself. Every pass
+    uses the parameters that the last step left, and no batch statistics.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: Where to measure the norm of the inputs, or None.
+        parameters: The watch of the module's parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        head: nn.Linear | None = None,
+        parameters: ParameterWatch | None = None,
+    ):
+        self._parameters = parameters
+        self.passes = 0
+        self.largest_feature_norm: torch.Tensor | None = None
+        self.has_other_parameters = torch.tensor(False)
+        self._owners = [
+            part
+            for part in module.modules()
+            if any(p.requires_grad for p in part.parameters(recurse=False))
+        ]
+        self.has_frozen_backbone = any(not p.requires_grad for p in module.parameters())
+        self._is_inside = False
+        self._handles = [
+            module.register_forward_pre_hook(self._count),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+        for part in self._owners:
+            if part is not module:
+                self._handles.append(part.register_forward_pre_hook(self._count_layer))
+        if head is not None:
+            self._handles.append(head.register_forward_pre_hook(self._measure, with_kwargs=True))
+
+    def _is_training(self) -> bool:
+        return torch.is_grad_enabled() and any(part.training for part in self._owners)
+
+    @property
+    def is_in_training_pass(self) -> bool:
+        """Whether what is computed now may belong to the next step."""
+        return self.passes > 0 and self._is_training()
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_training():
+            return
+        check_batch_norm(module)
+        self._is_inside = True
+        self.passes += 1
+        if self._parameters is not None:
+            changed = self._parameters.changed()
+            self.has_other_parameters = self.has_other_parameters.to(changed.device) | changed
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_inside = False
+
+    def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_inside and self._is_training():
+            self.passes += 1  # the loop calls a layer by itself
+
+    def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_training():
+            return
+        features = args[0] if args else kwargs["input"]
+        if features.dim() != 2:
+            raise UnsupportedRunError(
+                f"Expected features of shape (records, {module.in_features}) at the linear layer, "
+                f"got {tuple(features.shape)}: several rows per record are not one linear "
+                "prediction. Flatten them, or declare loss_geometry without feature_norm."
+            )
+        largest = features.detach().norm(2, dim=1).max() if len(features) else None
+        if largest is not None and self.largest_feature_norm is not None:
+            largest = torch.maximum(largest, self.largest_feature_norm)
+        self.largest_feature_norm = largest
+
+    def reset(self) -> None:
+        """Starts counting for the next batch."""
+        self.passes, self.largest_feature_norm = 0, None
+        self.has_other_parameters = torch.tensor(False)
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        return _idle_watch, ()  # a copy of the module trains nothing here
+
+
+def _idle_watch() -> ForwardWatch:
+    watch = ForwardWatch(nn.Identity())
+    watch.remove()
+    return watch

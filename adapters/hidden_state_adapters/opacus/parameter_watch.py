@@ -1,0 +1,136 @@
+"""What is done to the parameters between the steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.optimizer_checks import check_precision
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError unless `optimizer` trains exactly the trainable parameters."""
+    own = dict(module.named_parameters())
+    known = {id(p) for p in own.values()}
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if managed - known:
+        raise UnsupportedRunError(
+            f"Expected the optimizer to hold parameters of the module only, got "
+            f"{len(managed - known)} others. Construct it with module.parameters()."
+        )
+    if not any(p.requires_grad for p in own.values()):
+        raise UnsupportedRunError("Expected a module with trainable parameters, got none.")
+    for name, param in own.items():
+        if not param.requires_grad:
+            continue
+        check_precision(f"parameter {name}", param)
+        if id(param) not in managed:
+            raise UnsupportedRunError(
+                f"Expected every trainable parameter in the optimizer, {name} is missing: other "
+                "code could train it unaccounted. Add it, or freeze it with requires_grad_(False)."
+            )
+
+
+class ParameterWatch:
+    """Notices when parameters change in another way than through the private optimizer.
+
+    A copy of the trainable parameters is kept after every step and compared bit by bit before the
+    next one; this sees every way to write them (`load_state_dict`, `.data`, another optimizer).
+    `ForwardWatch` compares them in every training pass, too: a gradient taken at perturbed
+    parameters that are restored before the step (Nesterov by hand, sharpness-aware training) is not
+    the gradient of the theorems. Values that are changed and restored with neither in between
+    (evaluation with averaged weights) do no harm. Buffers must not change at all during a run.
+
+    It cannot see a model that was copied out, trained elsewhere and released, nor values that were
+    changed through `.data` between forward and backward pass and restored.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        optimizer: The wrapped optimizer.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer):
+        self._module = module
+        self._optimizer = optimizer
+        self._names = _trainable(module)
+        self.params = [param for _, param in self._names]
+        self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._copies: list[torch.Tensor] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.remember()
+        self.remember_buffers()
+
+    def remember_buffers(self) -> None:
+        """Takes the current buffers of the module for those of the run."""
+        self._buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
+
+    def buffers_changed(self) -> torch.Tensor:
+        """A 0-dim boolean: whether a buffer was added, removed or written during the run."""
+        buffers = dict(self._module.named_buffers())
+        if buffers.keys() != self._buffers.keys():
+            return torch.tensor(True)
+        device = self._copies[0].device
+        flags = [_differ(buffers[name], old).to(device) for name, old in self._buffers.items()]
+        return torch.stack(flags).any() if flags else torch.tensor(False, device=device)
+
+    def remember(self) -> None:
+        """Takes the current values for those that the last step left."""
+        self._copies = [param.detach().clone() for param in self.params]
+
+    def check_structure(self, step: int) -> None:
+        """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
+        names = _trainable(self._module)
+        if len(names) != len(self._names) or any(
+            name != old_name or param is not old
+            for (name, param), (old_name, old) in zip(names, self._names, strict=True)
+        ):
+            raise UnsupportedRunError(
+                f"step {step} trains {[name for name, _ in names]}, expected "
+                f"{[name for name, _ in self._names]} as at make_private: the set of trainable "
+                "parameters is fixed for a run. Call make_private again for another set."
+            )
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in params} != self._managed:
+            raise UnsupportedRunError(
+                f"step {step} optimizes {len(params)} parameters, expected the "
+                f"{len(self._managed)} of make_private: parameter groups are fixed for a run."
+            )
+        for param in params:
+            if not param.requires_grad and param.grad is not None:
+                raise UnsupportedRunError(
+                    f"step {step} would move a frozen parameter by its old gradient, without "
+                    "noise. Set its .grad to None."
+                )
+            if param.requires_grad:
+                check_precision("parameters", param)
+
+    def changed(self) -> torch.Tensor:
+        """A 0-dim boolean: whether a value differs from what the last step left."""
+        device = self._copies[0].device
+        flags = [
+            _differ(param, copy).to(device)
+            for param, copy in zip(self.params, self._copies, strict=True)
+        ]
+        return torch.stack(flags).any()
+
+    def release_memory(self) -> None:
+        """Drops the copies; the watch ends."""
+        self._copies, self._buffers = [], {}
+
+
+def _differ(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    if value.shape != copy.shape or value.dtype != copy.dtype:
+        return torch.tensor(True, device=copy.device)
+    value = value.detach().to(copy.device)
+    if copy.dtype in _INTEGERS:  # compares bits: NaN equals itself
+        kind = _INTEGERS[copy.dtype]
+        value, copy = value.view(kind), copy.view(kind)
+    return (value != copy).any()

@@ -1,0 +1,134 @@
+"""What a private optimizer knows about its run, and the values it checks before a step."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+
+from hidden_state_accountants import RunRecorder, UnsupportedRunError
+from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.batch_plans import BatchPlan
+from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
+from hidden_state_adapters.opacus.cursor import BatchCursor
+from hidden_state_adapters.opacus.forward_watch import ForwardWatch
+from hidden_state_adapters.opacus.noise_watch import NoiseWatch
+from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
+
+
+@attrs.define
+class RunContext:
+    """What a private optimizer needs to know about its run.
+
+    Attributes:
+        recorder: Records every logical step.
+        plan: The batches.
+        cursor: Says which batch the loop is working on.
+        parameters: Watches the parameters between steps.
+        forward: Watches the forward passes.
+        criterion: Watches the calls of the criterion, or None if its constants were declared.
+        noise: Watches the random numbers, over all runs of the engine.
+        lipschitz: The declared bound on per-example gradient norms, or None.
+        feature_norm: The declared bound on the features, or None.
+        projection_radius: Radius of the ball around 0 that the iterates are projected on, or None.
+    """
+
+    recorder: RunRecorder
+    plan: BatchPlan
+    cursor: BatchCursor
+    parameters: ParameterWatch
+    forward: ForwardWatch
+    lipschitz: float | None = None
+    feature_norm: float | None = None
+    projection_radius: float | None = None
+    criterion: CriterionWatch | None = None
+    noise: NoiseWatch = attrs.field(factory=NoiseWatch)
+
+    @property
+    def batch_size(self) -> int:
+        """b, the divisor."""
+        return self.plan.batch_size
+
+    def reset_watches(self) -> None:
+        """Starts counting for the next batch."""
+        self.forward.reset()
+        if self.criterion is not None:
+            self.criterion.reset()
+
+    def remove_hooks(self) -> None:
+        """Leaves the module and the criterion as they were."""
+        self.forward.remove()
+        if self.criterion is not None:
+            self.criterion.remove()
+
+    def check_values(self, step: int, rows: int) -> None:
+        """Raises UnsupportedRunError unless parameters, gradients and features are as declared.
+
+        Args:
+            step: The number of the step, from 1 on.
+            rows: The records of the current piece of its batch.
+        """
+        zero = torch.zeros((), device=self.parameters.params[0].device)
+        figures = {
+            "changed": self.parameters.changed(),
+            "buffers": self.parameters.buffers_changed(),
+            "perturbed": self.forward.has_other_parameters,
+        }
+        if self.lipschitz is not None and rows:
+            figures["gradient"] = checks.largest_gradient_norm(self.parameters.params)
+        if self.feature_norm is not None and rows:
+            largest = self.forward.largest_feature_norm
+            figures["feature"] = zero + math.nan if largest is None else largest
+        if self.projection_radius is not None:
+            figures["norm"] = checks.joint_norm(self.parameters.params)
+        if self.criterion is not None:
+            figures["bad_target"] = self.criterion.has_bad_target
+        # One transfer from the device for all of them.
+        values = torch.stack(
+            [figure.to(device=zero.device, dtype=torch.float64) for figure in figures.values()]
+        ).tolist()
+        self._judge(step, dict(zip(figures, values, strict=True)))
+
+    def _judge(self, step: int, values: dict[str, float]) -> None:
+        if values["changed"]:
+            raise parameters_changed(step - 1)
+        if values["perturbed"]:
+            raise UnsupportedRunError(
+                f"step {step} has gradients at other parameters than the last step left: they were "
+                "changed for the training pass and restored. The theorems need the gradient at the "
+                "iterate. Leave the parameters alone between the steps."
+            )
+        if values["buffers"]:
+            raise buffers_changed()
+        if self.criterion is not None and values["bad_target"]:
+            self.criterion.raise_bad_target(step)
+        if self.feature_norm is not None and "feature" in values:
+            checks.check_feature_norm(values["feature"], self.feature_norm, step)
+        if self.lipschitz is not None and "gradient" in values:
+            checks.check_gradient_norm(values["gradient"], self.lipschitz, step)
+        radius = self.projection_radius
+        if radius is not None and not values["norm"] <= radius * (1 + 1e-6):
+            raise UnsupportedRunError(
+                f"step {step} starts at norm {values['norm']:.8g}, outside the ball of radius "
+                f"{radius:.8g}."
+            )
+
+
+def parameters_changed(step: int) -> UnsupportedRunError:
+    """The error for parameters that are not those that step `step` left."""
+    return UnsupportedRunError(
+        f"The parameters were changed outside the private optimizer after step "
+        f"{step}, so the model is not the iterate that was accounted. Leave them "
+        "alone during the run; an earlier iterate may be used only if engine.release() was "
+        "called there."
+    )
+
+
+def buffers_changed() -> UnsupportedRunError:
+    """The error for a buffer that was written during the run."""
+    return UnsupportedRunError(
+        "A buffer of the module was changed during the run (running statistics, counters, caches): "
+        "it carries data of the records past the noise. Put the layer that writes it in eval() "
+        "mode, or replace it."
+    )

@@ -1,0 +1,325 @@
+"""Every batch order through the engine: batches, divisor, event, epsilon, secrecy."""
+
+import io
+import itertools
+import logging
+import math
+import pickle
+import re
+
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+ORDERS = ["cyclic", "full", "shuffled_once", "reshuffled", "without_replacement", "poisson"]
+SECRET = ORDERS[2:]
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def event(order, **changes):
+    arguments = {
+        "noise_multiplier": 4.0, "learning_rate": 0.5, "clip_norm": 2.1, "batch_size": 10,
+        "dataset_size": 60, "num_steps": 12, "batch_order": order, "weight_decay": 0.1,
+        "loss": hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True), **changes,
+    }  # fmt: skip
+    return hsa.LastIterateDpEvent(**arguments)
+
+
+@pytest.mark.parametrize("order", SECRET)
+def test_the_event_is_that_of_the_order(make_run, order):
+    run = make_run(batch_order=order, noise_multiplier=4.0, loader={"shuffle": True})
+    assert len(run.loader) == 6
+    for _ in range(2):
+        run.epoch()
+    assert run.engine.privacy_event == event(order)
+    expected = hsa.LastIterateAccountant().compose(event(order)).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
+    cyclic = hsa.LastIterateAccountant().compose(event("cyclic")).get_epsilon(DELTA)
+    if order != "without_replacement":  # its worst case replaces a stand-in: 2 C
+        assert run.engine.get_epsilon(DELTA) < cyclic
+    lines = [str(assumption) for assumption in run.engine.assumptions]
+    assert any(line.startswith("checked: indices of the batches") for line in lines)
+    assert "public: batch size, hyper-parameters" in lines
+    assert f"x 10 of 60 records, {order} (2 epochs)" in run.engine.report(DELTA)
+
+
+def numbered_records():
+    """Says which record it is: the first of two features is the index."""
+    features = torch.stack([torch.arange(60) / 100.0, torch.ones(60)], dim=1)
+    return {"dataset": TensorDataset(features, torch.arange(60) % 2)}
+
+
+LINEAR = {"loss_geometry": hsa.LossGeometry.convex(10.0), "feature_norm": 2.0}
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
+
+
+def indices(features):
+    return (features[:, 0] * 100).round().long().tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", SECRET)
+def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
+    run = make_run(
+        model=nn.Linear(2, 2), batch_order=order, **LINEAR,
+        loader={**numbered_records(), "num_workers": workers},
+    )  # fmt: skip
+    used = []
+    for _ in range(2):
+        for features, labels in run.loader:
+            assert indices(features) == run.optimizer.context.plan.batch(run.steps)
+            used.append(indices(features))
+            run.step((features, labels))
+    assert run.steps == len(used) == 12
+    if order != "poisson":
+        assert {len(batch) for batch in used} == {10}
+    if order in ("shuffled_once", "reshuffled"):
+        first, second = flat(used[:6]), flat(used[6:])
+        assert sorted(first) == sorted(second) == list(range(60))
+        assert (first == second) == (order == "shuffled_once")
+        assert first != sorted(first)
+    else:
+        assert all(len(set(batch)) == len(batch) for batch in used)
+        assert used[:6] != used[6:]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("pieces", [None, 3])
+@pytest.mark.parametrize("order", SECRET)
+def test_the_divisor_is_the_declared_batch_size(make_run, order, pieces, reduction):
+    lr = 0.5 if reduction == "mean" else 0.05
+    run = make_run(
+        batch_order=order,
+        noise_multiplier=0.0,
+        sgd={"lr": lr, "weight_decay": 0.0},
+        criterion=nn.CrossEntropyLoss(reduction=reduction),
+        loss_reduction=reduction,
+    )
+    loader, steps = run.loader, 0
+    if pieces:
+        manager = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=pieces, optimizer=run.optimizer
+        )
+        loader = manager.__enter__()
+    before = [p.detach().clone() for p in run.plain_model.parameters()]
+    for batch in loader:
+        run.step(batch)
+        if run.steps == steps:
+            continue  # a piece
+        steps = run.steps
+        for p, old in zip(run.optimizer.params, before, strict=True):
+            torch.testing.assert_close(p.detach(), old - 0.5 / 10 * p.summed_grad)
+        before = [p.detach().clone() for p in run.plain_model.parameters()]
+    assert steps == 6
+    assert run.engine.privacy_event.learning_rate == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_empty_batches_are_steps(make_run, mode, pieces, workers):
+    if workers and mode != "hooks":
+        pytest.skip("workers do not depend on it")
+    run = make_run(
+        batch_order="poisson", grad_sample_mode=mode, projection_radius=5.0,
+        loader={"batch_size": 1, "num_workers": workers},
+    )  # fmt: skip
+    sizes = []
+    plan, loader = run.optimizer.context.plan, run.loader
+    if pieces:
+        loader = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=pieces, optimizer=run.optimizer
+        ).__enter__()
+    for batch in loader:
+        if run.steps == len(sizes):
+            sizes.append(len(plan.batch(run.steps)))
+        run.step(batch)
+    assert run.steps == len(run.loader) == len(sizes) == 60
+    assert 0 in sizes
+    assert max(sizes) > 1
+    assert all(bool(torch.isfinite(p).all()) for p in run.plain_model.parameters())
+
+
+def test_a_cap_on_poisson_batches(make_run):
+    run = make_run(batch_order="poisson", max_batch_size=12, noise_multiplier=4.0)
+    for _ in range(5):
+        run.epoch()
+    expected = event("poisson", max_batch_size=12, num_steps=30)
+    assert run.engine.privacy_event == expected
+    assert run.engine.get_epsilon(DELTA) == math.inf  # the cap acts too often
+    assert "at most 12" in run.engine.report(DELTA)
+    run = make_run(batch_order="poisson", max_batch_size=40, noise_multiplier=4.0)
+    run.epoch()
+    expected = event("poisson", max_batch_size=40, num_steps=6)
+    exact = hsa.LastIterateAccountant().compose(expected).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(exact, rel=1e-12)
+    assert exact < math.inf
+
+
+def test_poisson_with_add_or_remove(make_run):
+    engine = HiddenStatePrivacyEngine(neighboring_relation=ADD_OR_REMOVE)
+    run = make_run(engine=engine, batch_order="poisson", poisson_sampling=True)
+    run.epoch()
+    expected = hsa.LastIterateAccountant(ADD_OR_REMOVE).compose(run.engine.privacy_event)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-12)
+    assert any("b/n is a public constant" in a.text for a in engine.assumptions)
+    for order in ("shuffled_once", "reshuffled", "without_replacement"):
+        with pytest.raises(hsa.UnsupportedRunError, match="ADD_OR_REMOVE_ONE: the divisor"):
+            make_run(engine=engine, batch_order=order)
+
+
+def test_poisson_with_replace_one_has_no_theorem(make_run):
+    engine = HiddenStatePrivacyEngine(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"No theorem here covers.*REPLACE_SPECIAL"):
+        make_run(engine=engine, batch_order="poisson")
+    make_run(engine=engine, batch_order="without_replacement").epoch()
+
+
+@pytest.mark.parametrize("order", SECRET)
+def test_without_a_loss_geometry_it_is_composition(make_run, order):
+    run = make_run(batch_order=order, loss_geometry=None)
+    run.epoch()
+    assert run.engine.accountant.guarantee.theorem.startswith("composition")
+
+
+@pytest.mark.parametrize("order", SECRET)
+def test_a_secret_order_is_in_no_output(make_run, order, tmp_path, caplog):
+    # Records 1000 to 1059 of a larger data set, so that an index is recognised where it appears.
+    features, labels = make_run().loader.dataset.tensors
+    data = TensorDataset(features.repeat(20, 1), labels.repeat(20))
+    subset = {"dataset": data, "sampler": range(1000, 1060)}
+    with caplog.at_level(logging.DEBUG):
+        run = make_run(batch_order=order, loader=subset)
+        run.epoch()
+        engine = run.engine
+        path = tmp_path / "checkpoint.pt"
+        engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    shown = [
+        caplog.text, engine.report(DELTA), repr(engine.privacy_event), str(engine.assumptions),
+        repr(run.loader.batch_sampler.plan), repr(engine.__dict__), repr(run.optimizer.context),
+        repr(run.optimizer.__dict__), repr(engine.accountant.state_dict()),
+        repr(torch.load(path, weights_only=True)),
+    ]  # fmt: skip
+    assert not [text for text in shown if re.search(r"(?<![\w.])10[0-5]\d(?![\w.])", text)]
+    plan = run.optimizer.context.plan
+    assert re.search(r"(?<![\w.])10[0-5]\d(?![\w.])", repr(plan.batch(run.steps - 1)))
+    for secret in (run.loader, run.loader.batch_sampler):
+        with pytest.raises((hsa.UnsupportedRunError, AttributeError, pickle.PicklingError)):
+            torch.save(secret, io.BytesIO())
+
+
+def test_a_public_seed_makes_one_shuffle_cyclic(make_run):
+    runs = [make_run(batch_order="shuffled_once", order_seed=seed) for seed in (5, 5, 6)]
+    for run in runs:
+        run.epoch()
+    assert runs[0].engine.privacy_event.batch_order is BatchOrder.CYCLIC
+    assert "order of the batches" in runs[0].engine.report(DELTA)
+    batches = [[run.optimizer.context.plan.batch(k) for k in range(6)] for run in runs]
+    assert batches[0] == batches[1] != batches[2]
+    plain = make_run()
+    plain.epoch()
+    assert runs[0].engine.get_epsilon(DELTA) == plain.engine.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("order", SECRET)
+def test_a_seed_that_is_declared_secret(make_run, order):
+    run = make_run(batch_order=order, order_seed=2**80 + 1, order_is_secret=True)
+    run.epoch()
+    assert run.engine.privacy_event.batch_order is BatchOrder(order)
+    assert any(a.text.startswith("order_seed is random") for a in run.engine.assumptions)
+    assert str(2**80 + 1) not in repr(run.engine.__dict__) + repr(run.optimizer.context)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"batch_order": "reshuffled", "order_seed": 1}, hsa.UnsupportedRunError, "whoever knows"),
+        ({"batch_order": "poisson", "order_seed": 1}, hsa.UnsupportedRunError, "whoever knows"),
+        (
+            {"batch_order": "without_replacement", "order_seed": 1},
+            hsa.UnsupportedRunError,
+            "order_is_secret=True",
+        ),
+        ({"batch_order": "cyclic", "order_seed": 1}, ValueError, "draws nothing"),
+        ({"batch_order": "full", "order_seed": 1}, ValueError, "draws nothing"),
+        ({"batch_order": "poisson", "order_is_secret": True}, ValueError, "without an order_seed"),
+        ({"batch_order": "poisson", "order_is_secret": 1}, TypeError, "True or False"),
+        ({"batch_order": "poisson", "order_seed": -1}, ValueError, "order_seed >= 0"),
+        ({"batch_order": "poisson", "order_seed": 0.5}, TypeError, "integer or None, got float"),
+        ({"batch_order": "poisson", "order_seed": True}, TypeError, "integer or None, got bool"),
+        ({"batch_order": "poisson", "max_batch_size": 0}, ValueError, "max_batch_size >= 1"),
+        ({"batch_order": "reshuffled", "max_batch_size": 20}, ValueError, "POISSON"),
+        (
+            {"batch_order": "reshuffled", "loader": {"batch_size": 7}},
+            hsa.UnsupportedRunError,
+            "reshuffled batches must all have the same size",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(make_run, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_run(**arguments)
+
+
+def test_dropped_records_are_always_the_same(make_run):
+    run = make_run(batch_order="reshuffled", loader={"batch_size": 25, "drop_last": True})
+    for _ in range(2):
+        run.epoch()
+        used = flat(run.optimizer.context.plan.batch(run.steps - k) for k in (2, 1))
+        assert sorted(used) == list(range(50))
+    assert run.engine.privacy_event.dataset_size == 50
+
+
+@pytest.mark.parametrize("order", ["without_replacement", "poisson"])
+def test_random_batches_use_all_records(make_run, order):
+    run = make_run(batch_order=order, loader={"batch_size": 25, "drop_last": True})
+    run.epoch()
+    assert (run.engine.privacy_event.dataset_size, run.steps) == (60, 3)
+
+
+def test_a_private_loader_starts_another_run_with_another_order(make_run):
+    first = make_run(batch_order="shuffled_once")
+    first.epoch()
+    before = first.optimizer.context.plan.batch(0)
+    _, optimizer, _ = first.engine.make_private(
+        module=first.model, optimizer=first.optimizer, data_loader=first.loader,
+        noise_multiplier=2.0, max_grad_norm=2.1, batch_order="shuffled_once",
+    )  # fmt: skip
+    plan = optimizer.context.plan
+    assert plan.batch(0) != before
+    assert sorted(flat(plan.batch(k) for k in range(6))) == list(range(60))
+
+
+def test_indices_of_a_subset(make_run):
+    data = make_run().loader.dataset
+    run = make_run(
+        batch_order="reshuffled", loader={"dataset": Subset(data, range(20, 40)), "shuffle": True}
+    )
+    run.epoch()
+    assert run.engine.privacy_event.dataset_size == 20
+
+
+@pytest.mark.parametrize("order", SECRET)
+def test_epsilon_is_read_after_every_epoch_in_reasonable_time(make_run, order):
+    run = make_run(batch_order=order, noise_multiplier=4.0)
+    values = []
+    for _ in range(4):
+        run.epoch()
+        values.append(run.engine.get_epsilon(DELTA))
+        guarantee = run.engine.accountant.guarantee
+        assert run.engine.accountant.guarantee.curve is guarantee.curve  # not computed again
+    assert values == sorted(values)
+    assert values[0] > 0

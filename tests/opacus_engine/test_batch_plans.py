@@ -1,0 +1,205 @@
+"""What is drawn has the law that the bounds assume, is drawn once, and stays secret."""
+
+import collections
+import copy
+import itertools
+import pickle
+
+import pytest
+from scipy import stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+from hidden_state_adapters.opacus.batch_plans import (
+    FixedPlan,
+    RandomKeys,
+    ReshuffledPlan,
+    SampledPlan,
+)
+
+RECORDS = (7, 3, 11, 2, 5, 0)  # indices into a larger data set
+
+
+def shuffled(seed=None, records=RECORDS, b=2):
+    return FixedPlan(records, b, BatchOrder.SHUFFLED_ONCE, RandomKeys(seed))
+
+
+def reshuffled(seed=None, records=RECORDS, b=2):
+    return ReshuffledPlan(records, b, RandomKeys(seed))
+
+
+def subsets(seed=None, records=RECORDS, b=2):
+    return SampledPlan(records, b, BatchOrder.WITHOUT_REPLACEMENT, RandomKeys(seed))
+
+
+def poisson(seed=None, records=RECORDS, b=2, cap=None):
+    return SampledPlan(records, b, BatchOrder.POISSON, RandomKeys(seed), cap)
+
+
+SECRET = [shuffled, reshuffled, subsets, poisson]
+
+
+@pytest.mark.parametrize("make", [shuffled, reshuffled])
+def test_an_epoch_holds_every_record_once(make):
+    plan = make()
+    assert plan.num_batches == 3
+    for epoch in range(4):
+        batches = [plan.batch(3 * epoch + k) for k in range(3)]
+        assert sorted(itertools.chain.from_iterable(batches)) == sorted(RECORDS)
+        assert [len(batch) for batch in batches] == [2, 2, 2]
+        if make is shuffled:
+            assert batches == [plan.batch(k) for k in range(3)]
+
+
+def uniform_p_value(counts):
+    return stats.chisquare(list(counts.values())).pvalue
+
+
+def test_orders_are_uniform():
+    # All 720 orders of six records, not only the places of one.
+    keys = RandomKeys(1)
+    orders = collections.Counter(tuple(keys.permutation(k, 6).tolist()) for k in range(36_000))
+    assert len(orders) == 720
+    assert uniform_p_value(orders) > 1e-4
+
+
+def test_orders_of_epochs_are_independent():
+    plan = reshuffled(seed=2, records=range(4), b=2)
+    pairs = collections.Counter()
+    for epoch in range(0, 12_000, 2):
+        first, second = (0 in plan.batch(2 * e) for e in (epoch, epoch + 1))
+        pairs[first, second] += 1
+    assert len(pairs) == 4
+    assert uniform_p_value(pairs) > 1e-4
+
+
+def test_subsets_are_uniform_and_independent_from_step_to_step():
+    plan = subsets(seed=3, records=range(4), b=2)
+    drawn = collections.Counter()
+    for step in range(0, 36_000, 2):
+        plan.start_pass(step)
+        drawn[tuple(plan.batch(step)), tuple(plan.batch(step + 1))] += 1
+    assert len(drawn) == 36
+    assert uniform_p_value(drawn) > 1e-4
+
+
+def test_poisson_batches_are_independent_coins():
+    plan = poisson(seed=4, records=range(3), b=1)  # q = 1/3
+    drawn = collections.Counter()
+    for step in range(27_000):
+        plan.start_pass(step)
+        drawn[tuple(plan.batch(step))] += 1
+    expected = {key: (1 / 3) ** len(key) * (2 / 3) ** (3 - len(key)) * 27_000 for key in drawn}
+    assert len(drawn) == 8
+    assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
+
+
+def test_a_cap_drops_uniformly_and_draws_nothing_again():
+    n, b, cap = 4, 2, 2
+    free, capped = poisson(5, range(n), b), poisson(5, range(n), b, cap)
+    kept = collections.Counter()
+    for step in range(24_000):
+        for plan in (free, capped):
+            plan.start_pass(step)
+        all_of_them, some = free.batch(step), capped.batch(step)
+        if len(all_of_them) <= cap:
+            assert some == all_of_them
+        else:
+            assert len(some) == cap
+            assert set(some) < set(all_of_them)
+            kept[tuple(all_of_them), tuple(some)] += 1
+    by_batch = collections.defaultdict(list)
+    for (everything, _), count in kept.items():
+        by_batch[everything].append(count)
+    assert sorted(map(len, by_batch.values())) == [3, 3, 3, 3, 6]  # all subsets of size 2
+    assert all(stats.chisquare(counts).pvalue > 1e-4 for counts in by_batch.values())
+
+
+def test_full_sampling_rate_takes_everything():
+    assert poisson(b=6).batch(0) == list(RECORDS)
+    assert sorted(subsets(b=6).batch(0)) == sorted(RECORDS)
+    capped = poisson(b=6, cap=2).batch(0)
+    assert len(set(capped)) == 2
+    assert set(capped) < set(RECORDS)
+
+
+@pytest.mark.parametrize("make", SECRET)
+def test_the_batch_of_a_step_is_drawn_once(make):
+    plan = make(records=range(60), b=10)
+    first = [list(plan.batch(step)) for step in range(6)]
+    plan.start_pass(0)  # a look at the batches, then training
+    assert [plan.batch(step) for step in range(6)] == first
+    plan.start_pass(4)
+    assert [plan.batch(step) for step in range(4, 6)] == first[4:]
+    assert [plan.num_rows(step) for step in range(4, 6)] == [len(batch) for batch in first[4:]]
+
+
+@pytest.mark.parametrize("make", SECRET)
+def test_seeds(make):
+    batches = [[make(seed).batch(step) for step in range(9)] for seed in (1, 1, 2)]
+    assert batches[0] == batches[1] != batches[2]
+    plan = make(1)
+    assert [plan.batch(step) for step in range(6, 9)] == batches[0][6:]  # resumed
+    assert make(1).is_seeded
+    assert not make().is_seeded
+    without = [[make(None, range(60), 10).batch(step) for step in range(6)] for _ in range(2)]
+    assert without[0] != without[1]
+    assert "seed" not in repr(RandomKeys(12345))
+
+
+@pytest.mark.parametrize("make", SECRET)
+def test_a_secret_order_is_neither_copied_nor_shown(make):
+    plan = make()
+    plan.batch(0)
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied"):
+            copying(plan)
+    assert not any(character.isdigit() for character in repr(plan) + str(plan))
+    assert plan.fingerprint() == ""
+
+
+def test_a_public_order_may_be_copied():
+    plan = FixedPlan(RECORDS, 2, BatchOrder.CYCLIC)
+    assert copy.deepcopy(plan).batch(1) == pickle.loads(pickle.dumps(plan)).batch(1) == [11, 2]
+    other = FixedPlan(tuple(reversed(RECORDS)), 2, BatchOrder.CYCLIC)
+    assert plan.fingerprint() != other.fingerprint()
+    assert (
+        FixedPlan(range(4), 2, BatchOrder.CYCLIC).fingerprint()
+        == FixedPlan([0, 1, 2, 3], 2, BatchOrder.CYCLIC).fingerprint()
+    )
+
+
+@pytest.mark.parametrize("make", SECRET)
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_private_state_goes_on_with_the_same_batches(make, step):
+    plan = make()
+    for k in range(step + 1):
+        plan.batch(k)
+    other = make()
+    other.load_private_state(plan.private_state(step))
+    drawn = {subsets: 1, poisson: 1, reshuffled: 3 - step % 3, shuffled: 6}[make]
+    steps = range(step, step + drawn)
+    assert [other.batch(k) for k in steps] == [plan.batch(k) for k in steps]
+    for name in ("order", "batches"):
+        damaged = plan.private_state(step)
+        if name not in damaged:
+            continue
+        damaged[name] = {step: [99]} if name == "batches" else damaged[name] + 1
+        with pytest.raises(ValueError, match="private state"):
+            make().load_private_state(damaged)
+
+
+@pytest.mark.parametrize(
+    ("make", "needed"),
+    [(shuffled, [1, 2, 3]), (reshuffled, [1, 2]), (subsets, []), (poisson, [])],
+)
+def test_when_the_private_state_is_needed(make, needed):
+    assert [k for k in range(4) if make().why_not_resumable(k)] == needed
+    assert not any(make(1).why_not_resumable(k) for k in range(4))
+
+
+def test_keys_are_those_of_the_operating_system(monkeypatch):
+    asked = []
+    monkeypatch.setattr("os.urandom", lambda size: asked.append(size) or bytes(range(size)))
+    assert shuffled(records=range(4)).batch(0) == [0, 1]
+    assert asked == [32]
