@@ -16,6 +16,8 @@ EVENTS = "events.py"
 GEOMETRY = "geometry.py"
 PROCESS = "process.py"
 SHIFTS = "bounds/shifted_interpolation.py"
+SUBSAMPLING = "bounds/subsampling.py"
+WINDOWS = "bounds/_sampled_windows.py"
 TAUT_STRING = "bounds/_taut_string.py"
 
 
@@ -52,6 +54,7 @@ _EVENT_TESTS = "core/test_events.py"
 _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
 _RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
 _CURVE_TESTS = "laws/test_curves.py"
+_SAMPLED_TESTS = "bounds/test_subsampling.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
 _ORACLE_TESTS = "soundness/test_gaussian_oracle.py"
 _GRID_TESTS = "soundness/test_grid_oracle.py"
@@ -648,7 +651,7 @@ MUTATIONS = (
     Mutation(
         "mixture_of_divergences_is_their_mean",
         CURVES,
-        "return special.logsumexp(exponents, axis=-1, b=self.weights) / (orders - 1)",
+        "return np.where(direct < 1, near_one, direct) / (orders - 1)",
         "return exponents @ self.weights / (orders - 1)",
         _CURVE_TESTS,
     ),
@@ -807,5 +810,54 @@ MUTATIONS = (
         "math.comb(k, n) * rate**n * (1 - rate) ** (k - n)",
         "math.comb(k, n) * rate**n * (1 - rate) ** n",
         _GRID_TESTS,
+    ),
+    Mutation(
+        "sampled_record_replaces_nobody",
+        SUBSAMPLING,
+        "factor = 2 if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT else 1",
+        "factor = 1",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "overfull_batches_cost_nothing",
+        SUBSAMPLING,
+        "return event.max_batch_size, cap_delta(event, relation)",
+        "return event.max_batch_size, 0.0",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "poisson_batches_have_the_expected_size",
+        SUBSAMPLING,
+        "process = sampled_process(event, relation, terms)",
+        "process = sampled_process(event, relation, event.batch_size)",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "empty_batches_contract_too",
+        PROCESS,
+        "contraction = np.maximum(contraction, np.abs(1 - eta * decay))",
+        "contraction = contraction * 1.0",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "the_past_left_no_distance",
+        SUBSAMPLING,
+        "distance=_distances(process, steps),",
+        "distance=0 * _distances(process, steps),",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "both_parts_of_the_noise_are_whole",
+        WINDOWS,
+        "shift_mu = (_shift_mu_squared(steps, length, shifted_steps) / (1 - beta)) ** 0.5",
+        "shift_mu = _shift_mu_squared(steps, length, shifted_steps) ** 0.5",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "sampling_amplifies_twice",
+        "sampled_curve.py",
+        "return q * deltas_from_mu(self.step_mu, np.log1p(np.expm1(epsilon) / q))",
+        "return q * q * deltas_from_mu(self.step_mu, np.log1p(np.expm1(epsilon) / q))",
+        _SAMPLED_TESTS,
     ),
 )
