@@ -391,6 +391,29 @@ def test_split_noise_dominates_small_runs_enumerated(bound, noise):
         assert_dominates(deltas, (4, Order.POISSON, 1.0, bound, drift, noise), 0)
 
 
+def test_split_noise_is_split():
+    """The clipped gradient and the error in the same direction, at the same step."""
+    event = run(
+        noise_std=0.3, error_clip_norm=1.0, batch_size=8, dataset_size=9, num_steps=4,
+        gradient_bound=2.0,
+    )  # fmt: skip
+    effect = Effect.of(event, SPECIAL)
+    budget = float(effect.error_budget(np.array(3), np.array(3)))
+    curve = _split(event, effect, budget)
+    share = (curve.events[0].event.event.noise_multiplier * effect.step / 0.3) ** 2
+    assert share + budget / (0.3 * curve.gaussian_mu) ** 2 == pytest.approx(1, rel=1e-12)
+    weights, shifts = [], []
+    for weight, joins in enumerate_patterns(Order.POISSON, 4, 1, 8 / 9):
+        _, total = simulate(joins, HOLD, np.full((4, 1), 2.0), 1.0, 1.0, 8)
+        weights.append(weight)
+        shifts.append(total[:, 0])
+    weights, shifts = np.array(weights), np.array(shifts)
+    assert shifts.max() == pytest.approx(1 / 8 + 3 / 8)
+    for epsilon in EPSILONS:
+        exact = projected_delta(weights, shifts, 0.3, weights @ shifts, epsilon)
+        assert exact <= curve.delta(epsilon)
+
+
 @pytest.mark.parametrize("order", [Order.POISSON, Order.WITHOUT_REPLACEMENT, Order.FULL])
 @pytest.mark.parametrize("bound", [0.7, 1.0])
 def test_without_errors_it_is_dp_sgd(order, bound):
