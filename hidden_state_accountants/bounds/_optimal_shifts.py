@@ -17,7 +17,8 @@ import attrs
 import numpy as np
 from scipy import linalg
 
-_GRID = 64
+_GRID, _FINE_GRID = 64, 128
+_FEW_STEPS = 500  # that can afford the fine grid
 _SEARCHES = 3
 _ROUNDS = 60
 _TRIALS = 12  # of the damping
@@ -119,7 +120,7 @@ def least_mu(problem: ShiftProblem) -> float:
                 mu = _refined(trimmed, start, distance, plan, mu)
             best = min(best, mu)
             needed = 2 * max(float(plan.max()), distance)
-            if not 0 < needed < top / 4:
+            if not 1e-9 * top < needed < top / 4:
                 break
             top = needed  # most of the grid was beyond the plan
     return best
@@ -177,7 +178,8 @@ class _GridSearch:
         self._problem, self._distances = problem, distances
         typical = float(np.median(problem.sensitivity[problem.sensitivity > 0]))
         low = min(1e-3 * typical, 1e-2 * top)
-        self._z = np.concatenate([[0.0], np.geomspace(low, top, _GRID - 1)])
+        size = _FINE_GRID if problem.num_steps <= _FEW_STEPS else _GRID
+        self._z = np.concatenate([[0.0], np.geomspace(low, top, size - 1)])
         self._left, self._width = self._z[:-1], np.diff(self._z)
         self._values: dict[int, np.ndarray] = {}
 
