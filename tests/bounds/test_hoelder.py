@@ -125,8 +125,8 @@ def update(problem, step, z):
     return problem.decay[step] * z + bend + problem.sensitivity[step]
 
 
-def nonlinear_program_mu(problem, rng, tries=4):
-    """SLSQP from random points, for every start and every set of distances that are 0."""
+def nonlinear_program_mu(problem, tries=5):
+    """SLSQP from several points, for every start and every set of distances that are 0."""
     steps, best = problem.num_steps, math.inf
     distances = [0.0]
     for t in range(steps):
@@ -151,21 +151,23 @@ def nonlinear_program_mu(problem, rng, tries=4):
         if not len(free):
             best = min(best, total([]))
             continue
-        for _ in range(tries):
+        for share in np.linspace(0.1, 0.9, tries):
             z, first = distances[start], []
             for i, is_free in enumerate(pattern):
-                z = update(problem, start + i, z) * rng.uniform() * is_free
+                z = update(problem, start + i, z) * share * is_free
                 first += [z] * is_free
-            result = optimize.minimize(
-                total,
-                first,
-                bounds=[(1e-9, None)] * len(free),
-                constraints=[{"type": "ineq", "fun": shifts}],
-                method="SLSQP",
-                options={"ftol": 1e-15, "maxiter": 500},
-            )
-            if shifts(result.x).min() > -1e-8:
-                best = min(best, result.fun)
+            for _ in range(2):  # from where it stopped too early
+                result = optimize.minimize(
+                    total,
+                    first,
+                    bounds=[(1e-9, None)] * len(free),
+                    constraints=[{"type": "ineq", "fun": shifts}],
+                    method="SLSQP",
+                    options={"ftol": 1e-15, "maxiter": 500},
+                )
+                first = result.x
+                if shifts(first).min() > -1e-8:
+                    best = min(best, result.fun)
     return math.sqrt(best)
 
 
@@ -173,8 +175,8 @@ def nonlinear_program_mu(problem, rng, tries=4):
 def test_general_programs_find_nothing_better(seed):
     rng = np.random.default_rng([7, seed])
     problem = random_problem(rng, int(rng.integers(2, 5)))
-    found, best = least_mu(problem), nonlinear_program_mu(problem, rng)
-    assert best * (1 - 1e-5) <= found <= best * (1 + 1e-7)  # SLSQP stops a little too early
+    found, best = least_mu(problem), nonlinear_program_mu(problem)
+    assert best * (1 - 1e-5) <= found <= best * (1 + 1e-7)
 
 
 @pytest.mark.parametrize("seed", range(40))
