@@ -456,7 +456,6 @@ def test_a_copy_starts_without_steps():
     assert copy.deepcopy(optimizer).last_step.steps == 0
 
 
-@pytest.mark.skip
 def test_tensorflow_is_imported_late_and_torch_never():
     program = (
         "import sys, hidden_state_adapters.tf_privacy as t\n"

@@ -5,6 +5,7 @@
         CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5, weight_decay=0.01,
                                   loss_geometry=LossGeometry.softmax_cross_entropy(1.0)),
         tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"))
+    record = HiddenStateCallback(dataset_size=len(x), batch_size=100)
     model.fit(data, epochs=20, callbacks=[record])
     print(record.report(delta=1e-5))
 
@@ -16,18 +17,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
     from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
     "CyclicDPKerasSGDOptimizer": "optimizer",
+    "HiddenStateCallback": "callback",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
 }
 
 __all__ = [
     "CyclicDPKerasSGDOptimizer",
+    "HiddenStateCallback",
     "compute_last_iterate_privacy_statement",
     "cyclic_dataset",
 ]

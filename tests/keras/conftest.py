@@ -1,0 +1,78 @@
+"""A logistic model on 24 records of 4 features in 6 batches of 4; TensorFlow is imported once."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    HiddenStateCallback,
+    cyclic_dataset,
+)
+
+RECORDS, FEATURES, BATCH = 24, 4, 4
+
+
+def make_data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x, (random.random((RECORDS, 1)) < 0.5).astype("float32")
+
+
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
+def make_optimizer(**kwargs):
+    return CyclicDPKerasSGDOptimizer(
+        **{
+            "l2_norm_clip": 1.5,
+            "noise_multiplier": 2.0,
+            "learning_rate": 0.5,
+            "weight_decay": 0.1,
+            "loss_geometry": LossGeometry.logistic(1.0, bias=True),
+            **kwargs,
+        }
+    )
+
+
+def make_layer():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.build((None, FEATURES))
+    kernel = np.linspace(-0.4, 0.5, FEATURES, dtype="float32").reshape(FEATURES, 1)
+    model.set_weights([kernel, np.array([0.2], "float32")])
+    return model
+
+
+class Run:
+    """A compiled model with its data and its callback."""
+
+    def __init__(self, *, optimizer=None, compile=None, callback=None):
+        self.x, self.y = make_data()
+        self.model = make_layer()
+        self.optimizer = make_optimizer(**(optimizer or {}))
+        self.model.compile(self.optimizer, bce(), **(compile or {}))
+        self.callback = HiddenStateCallback(
+            **{"dataset_size": RECORDS, "batch_size": BATCH, **(callback or {})}
+        )
+        self.data = cyclic_dataset(self.x, self.y, batch_size=BATCH)
+
+    def fit(self, x=None, callbacks=(), **kwargs):
+        return self.model.fit(
+            self.data if x is None else x,
+            callbacks=[self.callback, *callbacks],
+            **{"verbose": 0, **kwargs},
+        )
+
+    @property
+    def variables(self):
+        return self.model.trainable_variables
+
+
+@pytest.fixture
+def make_run():
+    return Run

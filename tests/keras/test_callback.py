@@ -1,0 +1,136 @@
+"""What HiddenStateCallback shows: epsilon per epoch, report, assumptions, releases."""
+
+import pickle
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    HiddenStateCallback,
+    compute_last_iterate_privacy_statement,
+    cyclic_dataset,
+)
+
+DELTA = 1e-5
+
+
+def test_epsilon_of_every_epoch_in_the_logs_and_the_progress_bar(make_run, capsys):
+    run = make_run(callback={"target_delta": DELTA})
+    history = run.fit(epochs=3, verbose=2).history["epsilon_if_released_now"]
+    for epoch, epsilon in enumerate(history, 1):
+        event = run.callback.privacy_event
+        event = hsa.LastIterateDpEvent.from_dict({**event.to_dict(), "num_steps": 6 * epoch})
+        exact = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+        assert epsilon == pytest.approx(exact, rel=1e-9)
+    assert f"epsilon_if_released_now: {history[-1]:.4f}" in capsys.readouterr().out
+    assert "Epsilon of the released model" in run.callback.report()
+
+
+def test_without_target_delta_the_logs_are_those_of_keras(make_run):
+    run = make_run()
+    assert set(run.fit().history) == {"loss"}
+    with pytest.raises(ValueError, match="Expected delta, got None"):
+        run.callback.report()
+
+
+@pytest.mark.parametrize(
+    "relation", [NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE]
+)
+def test_report(make_run, relation):
+    run = make_run(
+        optimizer={"projection_radius": 2.0}, callback={"neighboring_relation": relation}
+    )
+    run.fit(epochs=2)
+    text = run.callback.report(DELTA)
+    plain = compute_last_iterate_privacy_statement(run.callback.privacy_event, DELTA, relation)
+    figures = [line for line in plain.splitlines() if "Epsilon" in line]
+    assert len(figures) == 3
+    assert all(line in text for line in figures)
+    flat = " ".join(text.split())
+    for part in (
+        "Checked: - batches of equal size",
+        "all variables together within 2 of 0",
+        "per-example gradient norms at most 1.41421",
+        "losses and metrics of the training data (History, progress bar) stay private",
+    ):
+        assert part in flat
+
+
+def test_releases(make_run):
+    run = make_run()
+    run.callback.release()  # nothing yet
+    run.fit()
+    before = run.callback.get_epsilon(DELTA)
+    run.callback.release()
+    run.fit()
+    assert run.callback.privacy_event.release_steps == (6,)
+    assert run.callback.get_epsilon(DELTA) > before
+
+
+def test_foreign_callbacks_are_an_assumption(make_run):
+    class Mine(tf.keras.callbacks.Callback):
+        pass
+
+    run = make_run()
+    run.fit(callbacks=[Mine(), tf.keras.callbacks.TerminateOnNaN()])
+    texts = [a.text for a in run.callback.assumptions]
+    assert sum("(Mine)" in text for text in texts) == 1
+
+
+def test_models_that_are_not_built_and_have_several_inputs_and_dropout():
+    inputs = {name: tf.keras.Input([3], name=name) for name in "ab"}
+    joined = tf.keras.layers.Concatenate()(list(inputs.values()))
+    functional = tf.keras.Model(inputs, tf.keras.layers.Dense(2)(joined))
+    lazy = tf.keras.Sequential([tf.keras.layers.Dropout(0.5), tf.keras.layers.Dense(2)])
+    x, y = np.ones((12, 3), "float32"), np.arange(12) % 2
+    for model, data in ((functional, {"a": x, "b": x}), (lazy, x)):
+        model.compile(
+            CyclicDPKerasSGDOptimizer(1.0, 1.0, projection_radius=10.0),
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
+            metrics=["accuracy"],
+        )
+        callback = HiddenStateCallback(dataset_size=12, batch_size=4)
+        model.fit(cyclic_dataset(data, y, batch_size=4), callbacks=[callback], verbose=0)
+        assert callback.privacy_event.num_steps == 3
+        assert callback.privacy_event.loss is None  # nothing declared: composition
+        assert "composition" in callback.guarantee.theorem.lower()
+
+
+def test_before_the_first_step(make_run):
+    callback = make_run().callback
+    for act in (
+        lambda: callback.privacy_event,
+        lambda: callback.report(DELTA),
+        lambda: callback.get_epsilon(DELTA),
+        lambda: callback.assumptions,
+    ):
+        with pytest.raises(ValueError, match="at least one step"):
+            act()
+    with pytest.raises(hsa.UnsupportedRunError, match="pickled"):
+        pickle.dumps(callback)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "text"),
+    [
+        ({"dataset_size": 0}, ValueError, "dataset_size"),
+        ({"dataset_size": 3}, ValueError, "dataset_size >= 4"),
+        ({"batch_size": 2.0}, TypeError, "batch_size"),
+        ({"target_delta": -0.1}, ValueError, "target_delta"),
+        ({"neighboring_relation": "REPLACE_ONE"}, TypeError, "neighboring_relation"),
+        (
+            {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE},
+            hsa.UnsupportedRunError,
+            "ADD_OR_REMOVE_ONE",
+        ),
+    ],
+)
+def test_impossible_arguments(kwargs, kind, text):
+    with pytest.raises(kind, match=text):
+        HiddenStateCallback(**{"dataset_size": 24, "batch_size": 4, **kwargs})

@@ -1,0 +1,493 @@
+"""What Model.fit does differently from the event raises, or is accounted as it happened.
+
+One case per way to get a silently wrong epsilon. A case acts on a run, and names the text that must
+be raised, or the expected event is checked in a test of its own below.
+"""
+
+import attrs
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import cyclic_dataset
+
+callbacks = tf.keras.callbacks
+layers = tf.keras.layers
+
+
+def at_batch(index, act):
+    """A callback that acts after the batch with this index of the first epoch."""
+    state = {"done": False}
+
+    def end(batch, logs):
+        if batch == index and not state["done"]:
+            state["done"] = True
+            act()
+
+    return callbacks.LambdaCallback(on_train_batch_end=end)
+
+
+def nudge(run):
+    run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
+
+
+# Row 1: batches that are not the declared ones.
+
+
+def shuffled_arrays(run):
+    run.fit(run.x, y=run.y, batch_size=4)
+
+
+def ragged_arrays(run):
+    run.callback = type(run.callback)(dataset_size=23, batch_size=4)
+    run.fit(run.x[:23], y=run.y[:23], batch_size=4, shuffle=False)
+
+
+def default_batch_size_of_keras(run):
+    run.fit(run.x, y=run.y, shuffle=False)
+
+
+def fewer_examples_than_declared(run):
+    run.fit(cyclic_dataset(run.x[:20], run.y[:20], batch_size=4))
+
+
+def other_batch_size_than_declared(run):
+    run.fit(cyclic_dataset(run.x, run.y, batch_size=6))
+
+
+def shuffled_dataset(run):
+    run.fit(run.data.shuffle(6))
+
+
+def plain_dataset(run):
+    run.fit(tf.data.Dataset.from_tensor_slices((run.x, run.y)).batch(4))
+
+
+def generator(run):
+    def batches():
+        yield run.x[:4], run.y[:4]
+
+    run.fit(batches())
+
+
+def part_of_an_epoch(run):
+    run.fit(steps_per_epoch=3, epochs=2)
+
+
+def other_data_in_the_second_fit(run):
+    run.fit()
+    run.fit(cyclic_dataset(run.x[::-1], run.y[::-1], batch_size=4))
+
+
+def interrupted_epoch(run):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(callbacks=[at_batch(2, interrupt)])
+    assert run.callback.privacy_event.num_steps == 3
+    run.fit()
+
+
+def fit_without_the_callback(run):
+    run.fit()
+    run.model.fit(run.data, verbose=0)
+    run.callback.report(1e-5)
+
+
+def fit_without_the_callback_before(run):
+    run.model.fit(run.data, verbose=0)
+    run.fit()
+
+
+def train_on_batch_within_an_epoch(run):
+    extra = at_batch(1, lambda: run.model.train_on_batch(run.x[:4], run.y[:4]))
+    run.fit(callbacks=[extra])
+
+
+class TwoSteps(tf.keras.Sequential):
+    def train_step(self, data):
+        super().train_step(data)
+        return super().train_step(data)
+
+
+def two_steps_on_every_batch(run):
+    run.model = TwoSteps(run.model.layers)
+    compile_with(run)
+    run.fit()
+
+
+def several_steps_per_execution(run):
+    run.model.compile(
+        run.optimizer,
+        tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none"),
+        steps_per_execution=2,
+    )
+    run.fit()
+
+
+def own_loop_around_the_callback(run):
+    run.callback.set_model(run.model)
+    run.callback.on_train_begin()
+
+
+# Row 2: choices by metrics.
+
+
+def early_stopping(run):
+    run.fit(callbacks=[callbacks.EarlyStopping(monitor="loss", restore_best_weights=True)])
+
+
+def plateau(run):
+    run.fit(callbacks=[callbacks.ReduceLROnPlateau(monitor="loss")])
+
+
+def best_checkpoint(run):
+    run.fit(callbacks=[callbacks.ModelCheckpoint("unused", monitor="loss", save_best_only=True)])
+
+
+def stopped_by_a_callback(run):
+    stop = callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(run.model, "stop_training", True)
+    )
+    run.fit(callbacks=[stop], epochs=3)
+
+
+# Rows 4 to 7 and 9: another loss, longer features, microbatches.
+
+
+def compile_with(run, loss=None, **kwargs):
+    loss = loss or tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+    run.model.compile(run.optimizer, loss, **kwargs)
+
+
+def reduced_loss(run):
+    compile_with(run, tf.keras.losses.BinaryCrossentropy(from_logits=True))
+    run.fit()
+
+
+class TenTimes(tf.keras.losses.BinaryCrossentropy):
+    def call(self, y_true, y_pred):
+        return 10.0 * super().call(y_true, y_pred)
+
+
+def scaled_loss(run):
+    compile_with(run, TenTimes(from_logits=True, reduction="none"))
+    run.fit()
+
+
+def loss_weights(run):
+    compile_with(run, loss_weights=[0.5])
+    run.fit()
+
+
+def class_weights(run):
+    run.fit(class_weight={0: 1.0, 1: 3.0})
+
+
+def sample_weights(run):
+    run.fit(run.x, y=run.y, sample_weight=np.ones(24), shuffle=False, batch_size=4)
+
+
+def long_features(run):
+    run.fit(cyclic_dataset(5.0 * run.x, run.y, batch_size=4))
+
+
+def validation_split(run):
+    run.fit(run.x, y=run.y, validation_split=0.5, shuffle=False, batch_size=4)
+
+
+def regularised(run, **kwargs):
+    run.model = tf.keras.Sequential([layers.Dense(1, **kwargs)])
+    compile_with(run)
+    run.fit()
+
+
+def kernel_regularizer(run):
+    regularised(run, kernel_regularizer="l2")
+
+
+def activity_regularizer(run):
+    regularised(run, activity_regularizer="l2")
+
+
+def trained_batch_normalisation(run):
+    run.model = tf.keras.Sequential([layers.BatchNormalization(), layers.Dense(1)])
+    compile_with(run)
+    run.fit()
+
+
+def stateful_layer(run):
+    run.model = tf.keras.Sequential([layers.SimpleRNN(1, stateful=True)])
+    run.model.build((4, 2, 2))
+    compile_with(run)
+    run.fit()
+
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.total = self.add_weight(name="total", shape=[], trainable=False, initializer="zeros")
+
+    def call(self, inputs):
+        self.total.assign_add(tf.reduce_sum(inputs))
+        return inputs
+
+
+def layer_that_sums_the_examples(run):
+    run.model = tf.keras.Sequential([Counts(), layers.Dense(1)])
+    compile_with(run)
+    run.fit()
+
+
+# Row 11 and 13: weights that the optimizer did not leave.
+
+
+def nudged_between_batches(run):
+    run.fit(callbacks=[at_batch(2, lambda: nudge(run))])
+
+
+def nudged_between_batches_with_xla(run):
+    compile_with(run, jit_compile=True)
+    run.fit(callbacks=[at_batch(2, lambda: nudge(run))])
+
+
+def nudged_between_fits(run):
+    run.fit()
+    nudge(run)
+    run.fit()
+
+
+def other_weights_reported(run):
+    run.fit()
+    run.model.set_weights([0.0 * w for w in run.model.get_weights()])
+    run.callback.report(1e-5)
+
+
+def earlier_weights_released(run):
+    run.fit()
+    weights = run.model.get_weights()
+    run.fit()
+    run.model.set_weights(weights)
+    run.callback.release()
+
+
+def frozen_within_the_run(run):
+    run.fit()
+    run.model.layers[0].bias = tf.Variable(run.model.layers[0].bias, trainable=False)
+    compile_with(run)
+    run.fit()
+
+
+def other_optimizer_within_the_run(run):
+    run.fit()
+    run.model.compile(type(run.optimizer).from_config(run.optimizer.get_config()), run.model.loss)
+    run.fit()
+
+
+def other_kind_of_optimizer(run):
+    run.model.compile("sgd", "mse")
+    run.fit()
+
+
+def backup_and_restore(run):
+    run.fit(callbacks=[callbacks.BackupAndRestore("unused")])
+
+
+# Row 12
+
+
+def initial_weights_outside_of_the_ball(run):
+    run.model.set_weights([10 + w for w in run.model.get_weights()])
+    run.optimizer._projection_radius = 1.0
+    run.fit()
+
+
+# Row 14: noise
+
+
+def seeded_in_every_step(run):
+    compile_with(run, run_eagerly=True)
+    seed = callbacks.LambdaCallback(on_train_batch_begin=lambda b, logs: tf.random.set_seed(0))
+    run.fit(callbacks=[seed])
+
+
+# Row 17
+
+
+def csv_logger(run):
+    run.fit(callbacks=[callbacks.CSVLogger("unused")])
+
+
+def tensorboard(run):
+    run.fit(callbacks=[callbacks.TensorBoard("unused")])
+
+
+def checkpoint_with_metrics(run):
+    run.model.fit(
+        run.data, callbacks=[callbacks.ModelCheckpoint("unused.keras"), run.callback], verbose=0
+    )
+
+
+CASES = {
+    shuffled_arrays: "shuffle=True",
+    ragged_arrays: "divides the 23 examples",
+    default_batch_size_of_keras: "batch_size = 4 examples, got 32",
+    fewer_examples_than_declared: "dataset_size = 24 examples, got 20",
+    other_batch_size_than_declared: "batch_size = 4 examples, got 6",
+    shuffled_dataset: "not known",
+    plain_dataset: "not known",
+    generator: "not known",
+    part_of_an_epoch: "6 steps in an epoch, got 3",
+    other_data_in_the_second_fit: "the same object",
+    interrupted_epoch: "go on with batch 3",
+    fit_without_the_callback: "took 12 steps, but 6 are recorded",
+    fit_without_the_callback_before: "not recorded",
+    train_on_batch_within_an_epoch: "has taken 4 steps, expected 3",
+    two_steps_on_every_batch: "has taken 2 steps, expected 1",
+    several_steps_per_execution: "steps_per_execution = 1",
+    own_loop_around_the_callback: "another caller",
+    early_stopping: "got EarlyStopping",
+    plateau: "got ReduceLROnPlateau",
+    best_checkpoint: "save_best_only",
+    stopped_by_a_callback: "stopped early",
+    reduced_loss: "got a scalar",
+    scaled_loss: "longer than loss_geometry.lipschitz",
+    loss_weights: "loss_weights=None",
+    class_weights: "class_weight = None",
+    sample_weights: "sample_weight = None",
+    long_features: "longer than loss_geometry.lipschitz",
+    validation_split: "validation_split = 0",
+    kernel_regularizer: "no regularisation losses",
+    activity_regularizer: "got a scalar|no regularisation losses",
+    trained_batch_normalisation: "no trainable batch normalisation",
+    stateful_layer: "stateful=True",
+    layer_that_sums_the_examples: "variable that is not trained was changed",
+    nudged_between_batches: "step 4 was not taken. The trainable variables were changed",
+    nudged_between_batches_with_xla: "step 4 was not taken. The trainable variables were changed",
+    nudged_between_fits: "were changed outside",
+    other_weights_reported: "were changed outside",
+    earlier_weights_released: "were changed outside",
+    frozen_within_the_run: "were changed outside",
+    other_optimizer_within_the_run: "got another one",
+    other_kind_of_optimizer: "compiled with CyclicDPKerasSGDOptimizer",
+    backup_and_restore: "BackupAndRestore",
+    initial_weights_outside_of_the_ball: "projection_radius = 1",
+    seeded_in_every_step: "step 2 used the noise of an earlier step",
+    csv_logger: "no CSVLogger",
+    tensorboard: "no TensorBoard",
+    checkpoint_with_metrics: "after HiddenStateCallback",
+}
+
+
+@pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
+def test_refused(make_run, act):
+    run = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
+        act(run)
+
+
+# What is accounted as it happened
+
+
+EXPECTED = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0,
+    learning_rate=0.5,
+    clip_norm=1.5,
+    batch_size=4,
+    dataset_size=24,
+    num_steps=12,
+    batch_order="cyclic",
+    loss=hsa.LossGeometry.logistic(1.0, bias=True),
+    weight_decay=0.1,
+)
+
+
+def two_epochs(run):
+    run.fit(epochs=2)
+
+
+def two_fits(run):
+    run.fit()
+    run.fit()
+
+
+def arrays_in_order(run):
+    run.fit(run.x, y=run.y, batch_size=4, shuffle=False, epochs=2)
+
+
+def evaluation_within_the_run(run):
+    run.fit(validation_data=(run.x[:5], run.y[:5]), epochs=2)
+    run.model.evaluate(run.x, run.y, verbose=0)
+    run.model.predict(run.x, verbose=0)
+
+
+def later_epochs(run):
+    run.fit(epochs=5, initial_epoch=3)
+
+
+@pytest.mark.parametrize(
+    "act", [two_epochs, two_fits, arrays_in_order, evaluation_within_the_run, later_epochs]
+)
+def test_accounted(make_run, act):
+    run = make_run()
+    act(run)
+    assert run.callback.privacy_event == EXPECTED
+    assert run.callback.get_epsilon(1e-5) == pytest.approx(
+        hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(1e-5)
+    )
+
+
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": True}])
+def test_accounted_in_every_mode(make_run, mode):
+    run = make_run(compile=mode)
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == EXPECTED
+
+
+def test_learning_rates_are_those_that_were_used(make_run):
+    run = make_run()
+    scheduler = callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 + 0.1 * epoch)
+    run.fit(callbacks=[scheduler], epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, learning_rate=[0.1] * 6 + [0.2] * 6)
+
+
+def test_the_projection_is_on_a_set_of_twice_the_radius(make_run):
+    run = make_run(optimizer={"projection_radius": 0.9})
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, domain_diameter=1.8)
+
+
+def test_dropped_examples_do_not_count(make_run):
+    for declared in (26, 24):
+        run = make_run(callback={"dataset_size": declared})
+        x, y = np.r_[run.x, run.x[:2]], np.r_[run.y, run.y[:2]]
+        run.fit(cyclic_dataset(x, y, batch_size=4, drop_remainder=True), epochs=2)
+        assert run.callback.privacy_event == EXPECTED
+
+
+def test_checkpoints_count_as_released(make_run, tmp_path):
+    run = make_run()
+    run.fit(callbacks=[callbacks.ModelCheckpoint(str(tmp_path / "a.keras"))], epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, release_steps=(6,))
+    run = make_run()
+    every = callbacks.ModelCheckpoint(str(tmp_path / "b"), save_freq=1, save_weights_only=True)
+    run.fit(callbacks=[every], epochs=2)
+    assert run.callback.privacy_event.release_steps == tuple(range(1, 12))
+    run = make_run(callback={"checkpoints_stay_private": True})
+    run.fit(callbacks=[callbacks.ModelCheckpoint(str(tmp_path / "c.keras"))], epochs=2)
+    assert run.callback.privacy_event == EXPECTED
+    assert any("ModelCheckpoint stay private" in a.text for a in run.callback.assumptions)
+
+
+def test_a_saved_model_holds_no_metrics_of_the_training_data(make_run, tmp_path):
+    run = make_run()
+    run.fit()
+    path = str(tmp_path / "model")
+    run.model.save(path, save_format="tf")
+    reader = tf.train.load_checkpoint(path + "/variables/variables")
+    names = [n for n in reader.get_variable_to_shape_map() if "metrics" in n]
+    assert names
+    assert not any(reader.get_tensor(name).any() for name in names)
