@@ -222,8 +222,10 @@ class RdpCurve:
 def epsilon_from_rdp(orders: np.ndarray, divergences: np.ndarray, delta: float) -> float:
     """dp-accounting's conversion; inf where no divergence is finite."""
     finite = np.isfinite(divergences)
+    if delta >= 1:
+        return 0.0
     if not finite.any():
-        return 0.0 if delta >= 1 else math.inf
+        return math.inf
     divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
     return float(rdp.compute_epsilon(orders[finite], divergences, delta)[0])
 

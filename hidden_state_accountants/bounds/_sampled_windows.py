@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import attrs
@@ -54,45 +55,106 @@ def best_window(
         steps: The segment.
         sampled_rdp: Renyi divergences, at an array of orders, of the sampled mechanism of a mu.
     """
+    search = _Search(steps, sampled_rdp)
     total = len(steps.contraction)
-    orders = _ORDERS
-    levels = np.unique(steps.step_mu)
-    # counts[i, k]: how many of the last k steps have mu = levels[i]
-    backwards = steps.step_mu[::-1]
-    counts = np.stack([np.append(0, np.cumsum(backwards == level)) for level in levels])
-    plain = np.stack([_rdp(sampled_rdp, level, orders) for level in levels])
-    split = np.stack(
-        [
-            np.stack([_rdp(sampled_rdp, level / np.sqrt(beta), orders) for level in levels])
-            for beta in _SPLITS
-        ]
-    )  # (splits, levels, orders)
-    best = _epsilons(orders, counts[:, total] @ plain), total, 0, 1.0
-    log_shift = _LogShift(steps)
+    best = search.epsilon(total, 0, 1.0), total, 0, 1.0
     lengths = _grid(total)
     for length in lengths[:-1]:  # the whole segment starts from a shared state: nothing to hide
         shifted = np.array([k for k in lengths if k <= length])
-        shift = np.exp(np.minimum(log_shift.mu_squared(length, shifted), 700.0))
-        divergences = ((counts[:, [length]] - counts[:, shifted]).T @ plain)[:, None, :]
-        divergences = divergences + np.einsum("ls,blo->sbo", counts[:, shifted], split)
-        divergences = divergences + (shift[:, None] / (1 - _SPLITS))[:, :, None] * orders / 2
-        epsilons = _epsilons(orders, divergences)
+        epsilons = search.epsilons(length, shifted, _SPLITS)
         index = np.unravel_index(np.argmin(epsilons), epsilons.shape)
         if epsilons[index] < best[0]:
-            best = epsilons[index], length, int(shifted[index[0]]), float(_SPLITS[index[1]])
-    _, length, shifted_steps, beta = best
-    sampled: dict[float, int] = {}
-    for level, row in zip(levels.tolist(), counts, strict=True):
-        for mu, count in (
-            (level, int(row[length] - row[shifted_steps])),
-            (level / beta**0.5, int(row[shifted_steps])),
-        ):
-            if count:
-                sampled[mu] = sampled.get(mu, 0) + count
-    shift_mu = 0.0
-    if shifted_steps:
-        shift_mu = (_shift_mu_squared(steps, length, shifted_steps) / (1 - beta)) ** 0.5
-    return Window(tuple(sampled.items()), shift_mu)
+            best = (
+                float(epsilons[index]), length, int(shifted[index[0]]), float(_SPLITS[index[1]])
+            )  # fmt: skip
+    if best[2]:
+        best = _refined(search, best)
+    return search.window(*best[1:])
+
+
+_Point = tuple[float, int, int, float]
+"""epsilon, length of the window, steps that carry shifts, beta."""
+
+
+def _refined(search: _Search, best: _Point) -> _Point:
+    """Moves one coordinate at a time by ever smaller factors."""
+    factor = 2.0**0.25
+    while factor > 1.005:
+        _, length, shifted, beta = best
+        moves = [(length, shifted, 1 - (1 - beta) * f) for f in (factor, 1 / factor)]
+        for f in (factor, 1 / factor):
+            moves.append((length, round(shifted * f), beta))
+            moves.append((round(length * f), shifted, beta))
+        allowed = [m for m in moves if 1 <= m[1] <= m[0] < search.total and 0 < m[2] < 1]
+        found = min(((search.epsilon(*move), *move) for move in allowed), default=best)
+        if found[0] < best[0]:
+            best = found
+        else:
+            factor **= 0.5
+    return best
+
+
+class _Search:
+    """Epsilon of the windows of a segment, by Renyi divergences."""
+
+    def __init__(self, steps: SampledSteps, sampled_rdp: Callable[[float, np.ndarray], np.ndarray]):
+        self.total = len(steps.contraction)
+        self._steps = steps
+        self._sampled_rdp = sampled_rdp
+        self._levels = np.unique(steps.step_mu)
+        backwards = steps.step_mu[::-1]
+        # _counts[i, k]: how many of the last k steps have mu = levels[i]
+        self._counts = np.stack(
+            [np.append(0, np.cumsum(backwards == level)) for level in self._levels]
+        )
+        self._log_shift = _LogShift(steps)
+        self._divergences: dict[float, np.ndarray] = {}
+
+    def _rdp(self, beta: float) -> np.ndarray:
+        """Shape (levels, orders)."""
+        if beta not in self._divergences:
+            self._divergences[beta] = np.stack(
+                [
+                    self._sampled_rdp(float(level) / beta**0.5, _ORDERS)
+                    if level > 0
+                    else np.zeros(_ORDERS.shape)
+                    for level in self._levels
+                ]
+            )
+        return self._divergences[beta]
+
+    def epsilons(self, length: int, shifted: np.ndarray, betas: np.ndarray) -> np.ndarray:
+        """Shape (shifted, betas)."""
+        split = np.stack([self._rdp(float(beta)) for beta in betas])
+        with_shift = self._counts[:, shifted]
+        without = (self._counts[:, [length]] - with_shift).T @ self._rdp(1.0)
+        divergences = without[:, None, :] + np.einsum("ls,blo->sbo", with_shift, split)
+        if shifted.any():
+            log_shift = self._log_shift.mu_squared(length, shifted)
+            mu_squared = np.exp(np.minimum(log_shift, 600.0))[:, None] / (1 - betas)
+            divergences = divergences + mu_squared[:, :, None] * _ORDERS / 2
+        # Canonne, Kamath, Steinke 2020 (arXiv 2004.00010 v5), Proposition 12
+        shares = np.log1p(-1 / _ORDERS) - (math.log(_DELTA) + np.log(_ORDERS)) / (_ORDERS - 1)
+        return np.maximum(0.0, np.min(divergences + shares, axis=-1))
+
+    def epsilon(self, length: int, shifted: int, beta: float) -> float:
+        """Of one window."""
+        return float(self.epsilons(length, np.array([shifted]), np.array([beta]))[0, 0])
+
+    def window(self, length: int, shifted: int, beta: float) -> Window:
+        """What dominates the segment for this choice, exactly."""
+        sampled: dict[float, int] = {}
+        for level, row in zip(self._levels.tolist(), self._counts, strict=True):
+            for mu, count in (
+                (level, int(row[length] - row[shifted])),
+                (level / beta**0.5, int(row[shifted])),
+            ):
+                if count:
+                    sampled[mu] = sampled.get(mu, 0) + count
+        shift_mu = 0.0
+        if shifted:
+            shift_mu = (_shift_mu_squared(self._steps, length, shifted) / (1 - beta)) ** 0.5
+        return Window(tuple(sampled.items()), shift_mu)
 
 
 class _LogShift:
@@ -131,18 +193,6 @@ def _shift_mu_squared(steps: SampledSteps, length: int, shifted: int) -> float:
         steps.noise_std[inside],
         initial_shift=distance,
     )
-
-
-def _rdp(
-    sampled_rdp: Callable[[float, np.ndarray], np.ndarray], mu: float, orders: np.ndarray
-) -> np.ndarray:
-    return sampled_rdp(float(mu), orders) if mu > 0 else np.zeros(orders.shape)
-
-
-def _epsilons(orders: np.ndarray, divergences: np.ndarray) -> np.ndarray:
-    # Canonne, Kamath, Steinke 2020 (arXiv 2004.00010 v5), Proposition 12
-    shares = np.log1p(-1 / orders) - (np.log(_DELTA) + np.log(orders)) / (orders - 1)
-    return np.maximum(0.0, np.min(divergences + shares, axis=-1))
 
 
 def _grid(largest: int) -> list[int]:

@@ -52,8 +52,12 @@ def mus(event, relation):
 
 
 def assert_at_most(smaller, larger, strict=False):
-    """Per bound that covers both runs; strictly where the larger is neither 0 nor infinite."""
-    for name in smaller.keys() & larger.keys():
+    """Per bound that covers both runs; strictly where the larger is neither 0 nor infinite.
+
+    Not for `subsampling`: it takes the best of the windows that a search visits, all valid, and a
+    search need not find as good a one for the easier run.
+    """
+    for name in (smaller.keys() & larger.keys()) - {"subsampling"}:
         low, high = smaller[name], larger[name]
         assert (low <= high * (1 + ROUNDING)).all(), name
         if strict:
@@ -89,8 +93,10 @@ def test_epsilon_never_grows_with_the_noise_of_one_step(run, factor, data):
     event, relation = run
     noise = event.per_step("noise_multiplier").copy()
     noise[data.draw(st.integers(0, event.num_steps - 1))] *= factor
-    noisier = attrs.evolve(event, noise_multiplier=noise)
-    assert_at_most(sizes(noisier, relation), sizes(event, relation))
+    noisier = sizes(attrs.evolve(event, noise_multiplier=noise), relation)
+    # The log-Sobolev constant grows with the noise of earlier steps: this bound alone may grow.
+    noisier.pop("langevin", None)
+    assert_at_most(noisier, sizes(event, relation))
 
 
 @laws
@@ -145,8 +151,8 @@ def test_epsilon_grows_with_the_gradient_bound_at_fixed_noise(run, factor):
     everything_scales = event.clip_norm is None or lipschitz == math.inf
     if everything_scales and event.domain_diameter == math.inf:
         before, after = mus(event, relation), mus(larger, relation)
-        for name, mu in before.items():
-            assert after[name] == pytest.approx(mu * factor, rel=ROUNDING)
+        for name in before.keys() & after.keys():
+            assert after[name] == pytest.approx(before[name] * factor, rel=ROUNDING)
 
 
 # --- weight decay -----------------------------------------------------------------------------
@@ -436,9 +442,11 @@ def test_the_order_of_sampled_steps_does_not_matter_to_composition(run, random):
     names = ["noise_multiplier", "learning_rate", "weight_decay"]
     names += ["clip_norm"] * (event.clip_norm is not None)
     permuted = attrs.evolve(event, **{name: event.per_step(name)[order] for name in names})
-    before, after = sizes(event, relation), sizes(permuted, relation)
-    if "composition" in before:
-        np.testing.assert_allclose(after["composition"], before["composition"], rtol=ROUNDING)
+    bound = hsa.BOUNDS[0]
+    assert bound.name == "composition"
+    assume(not bound.check(event, relation))
+    before, after = (bound.guarantee(e, relation).rdp(RENYI_ORDERS) for e in (event, permuted))
+    np.testing.assert_allclose(after, before, rtol=ROUNDING)
 
 
 @laws

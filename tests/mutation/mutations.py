@@ -849,8 +849,8 @@ MUTATIONS = (
     Mutation(
         "both_parts_of_the_noise_are_whole",
         WINDOWS,
-        "shift_mu = (_shift_mu_squared(steps, length, shifted_steps) / (1 - beta)) ** 0.5",
-        "shift_mu = _shift_mu_squared(steps, length, shifted_steps) ** 0.5",
+        "shift_mu = (_shift_mu_squared(self._steps, length, shifted) / (1 - beta)) ** 0.5",
+        "shift_mu = _shift_mu_squared(self._steps, length, shifted) ** 0.5",
         _SAMPLED_TESTS,
     ),
     Mutation(

@@ -1,0 +1,128 @@
+"""Epsilon of one linear probe under every batch order, for 1 to 1,000 epochs, and the query times.
+
+    python benchmarks/batch_orders.py
+
+Writes docs/benchmarks/batch_orders.md and docs/benchmarks/batch_orders.png.
+"""
+
+import math
+import pathlib
+import sys
+import time
+
+import attrs
+from dp_accounting import pld
+
+import hidden_state_accountants as hsa
+
+FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+DELTA = 1e-5
+RUN = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0,
+    learning_rate=0.5,
+    clip_norm=1.0,
+    batch_size=500,
+    dataset_size=50_000,
+    num_steps=100,
+    batch_order="cyclic",
+    loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
+    weight_decay=0.1,
+)
+ROWS = {
+    "cyclic, public order": "cyclic",
+    "shuffled once, secret": "shuffled_once",
+    "reshuffled, secret": "reshuffled",
+    "without replacement": "without_replacement",
+    "Poisson": "poisson",
+}
+BASELINE = "Poisson, every iterate released (PLD)"
+
+
+def measure():
+    """Per row and number of epochs: (epsilon, seconds)."""
+    table = {name: [] for name in [*ROWS, BASELINE]}
+    for epochs in EPOCHS:
+        for name, order in ROWS.items():
+            event = attrs.evolve(RUN, batch_order=order, num_steps=100 * epochs)
+            start = time.perf_counter()
+            epsilon = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+            table[name].append((epsilon, time.perf_counter() - start))
+            print(f"{epochs} epochs, {name}: {epsilon:.4f}", file=sys.stderr)
+        event = attrs.evolve(RUN, batch_order="poisson", num_steps=100 * epochs)
+        start = time.perf_counter()
+        epsilon = pld.PLDAccountant().compose(event.as_composition()).get_epsilon(DELTA)
+        table[BASELINE].append((epsilon, time.perf_counter() - start))
+    return table
+
+
+def rounded_up(epsilon):
+    """Three decimals, never less."""
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+
+
+def rows(table, text):
+    """A markdown table with one column per number of epochs."""
+    yield "| batches | " + " | ".join(map(str, EPOCHS)) + " |"
+    yield "|---" * (len(EPOCHS) + 1) + "|"
+    for name, cells in table.items():
+        yield f"| {name} | " + " | ".join(text(cell) for cell in cells) + " |"
+
+
+def plot(table):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.8))
+    for name, cells in table.items():
+        style = {"linestyle": "--", "color": "black"} if name == BASELINE else {"marker": "o"}
+        axes.plot(EPOCHS, [epsilon for epsilon, _ in cells], label=name, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("epochs")
+    axes.set_ylabel(f"epsilon of the released model (delta = {DELTA:g})")
+    axes.set_title("A linear probe at noise multiplier 2: only the last iterate is released")
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ticker.ScalarFormatter())
+    axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(FOLDER / "batch_orders.png", dpi=120)
+
+
+def main():
+    table = measure()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# One run under every batch order",
+        "",
+        "Written by `benchmarks/batch_orders.py`. A softmax probe on features of norm 1 "
+        "(n = 50,000, b = 500, learning rate 0.5, clip norm 1, weight decay 0.1, noise "
+        f"multiplier 2), REPLACE_SPECIAL, delta = {DELTA:g}. All rows but the last: `LastIterateAccountant`, only "
+        "the last iterate is released. The last row is dp-accounting's PLD of ordinary DP-SGD with "
+        "the same noise.",
+        "",
+        "![epsilon against epochs](batch_orders.png)",
+        "",
+        "Epsilon, by the number of epochs:",
+        "",
+        *rows(table, lambda cell: rounded_up(cell[0])),
+        "",
+        "Seconds for compose and get_epsilon (one core; compare within the table only):",
+        "",
+        *rows(table, lambda cell: f"{cell[1]:.2f}"),
+        "",
+        "A public order pays for the record being in the last batch, a secret one for the average "
+        "position, fresh batches for the sampling probability. A secret order is "
+        "secret only if neither it nor its seed is ever published "
+        "([which order for which run](../theory/data_order.md)).",
+    ]
+    (FOLDER / "batch_orders.md").write_text("\n".join(lines) + "\n")
+    plot(table)
+
+
+if __name__ == "__main__":
+    main()
