@@ -95,6 +95,13 @@ def test_the_terms_that_both_data_sets_share():
     np.testing.assert_allclose(problem.cap, eta * 4 * np.array([0.75, 1, 0.75, 1]))
     np.testing.assert_allclose(problem.sensitivity, [eta, 0, eta, 0])
     np.testing.assert_allclose(problem.decay, 0.9)
+    full = full_run(loss=LOSS)
+    problem = module.shift_problem(
+        full, noisy_process(full, ADD_OR_REMOVE, is_linear=False), ADD_OR_REMOVE, 0, 4
+    )
+    np.testing.assert_allclose(problem.coefficient, eta * 0.05)  # a record is added to all 20
+    np.testing.assert_allclose(problem.cap, eta * 2)
+    np.testing.assert_allclose(problem.sensitivity, eta / 20)
 
 
 # --- the solver -----------------------------------------------------------------------------------
