@@ -127,7 +127,7 @@ def test_before_the_first_step(make_run):
         (
             {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE},
             hsa.UnsupportedRunError,
-            "ADD_OR_REMOVE_ONE",
+            "cannot add or remove",
         ),
     ],
 )

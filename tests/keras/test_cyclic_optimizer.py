@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -456,6 +457,7 @@ def test_a_copy_starts_without_steps():
     assert copy.deepcopy(optimizer).last_step.steps == 0
 
 
+@pytest.mark.slow
 def test_tensorflow_is_imported_late_and_torch_never():
     program = (
         "import sys, hidden_state_adapters.tf_privacy as t\n"
@@ -465,3 +467,9 @@ def test_tensorflow_is_imported_late_and_torch_never():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_suite_of_tf_privacy():
+    script = Path(__file__).parents[1] / "upstream" / "run_tf_privacy_suite.py"
+    subprocess.run([sys.executable, str(script)], check=True, timeout=300, capture_output=True)

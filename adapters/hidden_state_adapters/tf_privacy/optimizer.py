@@ -263,16 +263,17 @@ class CyclicDPKerasSGDOptimizer(GenericDPSGDOptimizer, _DecayedSGD):
             AssertionError: `_compute_gradients` was never called (as TF Privacy).
             UnsupportedRunError: These are not the gradients that it returned last.
         """
+        if not self._was_dp_gradients_called:
+            return super().apply_gradients(grads_and_vars)  # raises
         pairs = list(grads_and_vars)
-        if self._was_dp_gradients_called:
-            own = () if self._gradients is None else self._gradients.tensors
-            given = [gradient for gradient, _ in pairs]
-            if len(own) != len(given) or any(a is not b for a, b in zip(own, given, strict=True)):
-                raise refusal(
-                    "Expected the gradients that _compute_gradients returned last, each list once "
-                    "and in the same tf.function, got others: they are not the noisy mean that is "
-                    "accounted."
-                )
+        own = () if self._gradients is None else self._gradients.tensors
+        given = [gradient for gradient, _ in pairs]
+        if len(own) != len(given) or any(a is not b for a, b in zip(own, given, strict=True)):
+            raise refusal(
+                "Expected the gradients that _compute_gradients returned last, each list once and "
+                "in the same tf.function, got others: they are not the noisy mean that is "
+                "accounted."
+            )
         try:
             return super().apply_gradients(pairs, name, experimental_aggregate_gradients)
         finally:
