@@ -85,15 +85,6 @@ def test_constants_hold_for_torch_gradients(criterion):
         assert 0.5 * loss.lipschitz < largest <= loss.lipschitz * (1 + 1e-9)
 
 
-class Squared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.linear(x) ** 2
-
-
 def hooked():
     model = nn.Linear(4, 3)
     model.register_forward_hook(lambda module, args, output: 2 * output)
@@ -121,10 +112,13 @@ def half_frozen():
         (LINEAR, nn.BCEWithLogitsLoss(weight=torch.ones(1)), 1.0, "weight = None"),
         (MANY, nn.BCEWithLogitsLoss(), 1.0, "one output"),
         (MANY, nn.MSELoss(), 1.0, "one output"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0, "2 linear"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
+         "got trainable Linear, Linear"),
         (nn.Sequential(MANY, nn.ReLU()), nn.CrossEntropyLoss(), 1.0, "ReLU"),
-        (nn.Sequential(nn.Dropout(), MANY), nn.CrossEntropyLoss(), 1.0, "Dropout"),
-        (Squared(), nn.MSELoss(), 1.0, "Squared"),
+        (nn.Sequential(nn.Sequential(MANY), nn.Identity(), nn.Tanh()), nn.CrossEntropyLoss(), 1.0,
+         "Tanh after it"),
+        (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), 1.0, "got trainable Conv1d"),
+        (nn.Linear(4, 3).requires_grad_(False), nn.CrossEntropyLoss(), 1.0, "got trainable -"),
         (hooked(), nn.CrossEntropyLoss(), 1.0, "a forward hook on Linear"),
         (half_frozen(), nn.CrossEntropyLoss(), 1.0, "frozen parameters"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,

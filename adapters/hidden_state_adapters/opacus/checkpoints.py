@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from dp_accounting import NeighboringRelation
+
 from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus.declared_run import DeclaredRun
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
@@ -27,10 +29,13 @@ def note_branch(run_id: str, recorder: RunRecorder) -> None:
         recorders.append(recorder)
 
 
-def fields_of(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
+def fields_of(
+    declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
+) -> dict[str, Any]:
     """What has to be the same when a run goes on, beside what its recorder compares."""
     criterion = declared.watched_criterion
     return {
+        "neighboring_relation": relation.name,
         "noise_multiplier": float(noise_multiplier),
         "max_grad_norm": float(declared.max_grad_norm),
         "loss_reduction": declared.loss_reduction,

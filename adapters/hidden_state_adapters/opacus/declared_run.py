@@ -19,6 +19,7 @@ from hidden_state_adapters.opacus.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
 from hidden_state_adapters.opacus.cursor import BatchCursor
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch, check_batch_norm
+from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch, check_parameters
 from hidden_state_adapters.opacus.record_order import plan_batches
@@ -85,8 +86,11 @@ class DeclaredRun:
     def start(self, noise: NoiseWatch) -> RunContext:
         """Sets the watches and a fresh recorder; `RunContext.remove_hooks` undoes it."""
         parameters = ParameterWatch(self.inner, self.optimizer)
-        forward = ForwardWatch(self.inner, self.head, parameters)
         criterion = self.watched_criterion
+        head = None
+        if self.head is not None:
+            head = HeadWatch(self.inner, self.head, is_output=criterion is not None)
+        forward = ForwardWatch(self.inner, head, parameters)
         loader = self.data_loader
         return RunContext(
             recorder=RunRecorder(**self._declared()),

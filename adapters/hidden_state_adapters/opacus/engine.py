@@ -223,9 +223,10 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         self._modules = (declared.module, declared.inner, result[0])
         self.accountant.add_run(context.recorder, self._optimizer.check_iterate)
         self._run_id = secrets.token_hex(16)
-        self._fields = checkpoints.fields_of(declared, noise_multiplier)
+        relation = self.accountant.neighboring_relation
+        self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         checkpoints.note_branch(self._run_id, context.recorder)
-        line = report.no_contraction_line(first, self.accountant.neighboring_relation)
+        line = report.no_contraction_line(first, relation)
         if line:
             _logger.warning(line)
         return result

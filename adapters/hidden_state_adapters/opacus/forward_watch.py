@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
 
 
@@ -28,26 +29,26 @@ def check_batch_norm(module: nn.Module) -> None:
 
 
 class ForwardWatch:
-    """Checks the training passes of a module and measures the features of a linear layer.
+    """Checks the training passes of a module.
 
     A pass is one call of the module, or a call of one of its trainable layers by itself. Every pass
     uses the parameters that the last step left, and no batch statistics.
 
     Args:
         module: The module itself, not Opacus' wrapper.
-        head: Where to measure the norm of the inputs, or None.
+        head: Measures the features of a linear layer, or None.
         parameters: The watch of the module's parameters.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        head: nn.Linear | None = None,
+        head: HeadWatch | None = None,
         parameters: ParameterWatch | None = None,
     ):
         self._parameters = parameters
         self.passes = 0
-        self.largest_feature_norm: torch.Tensor | None = None
+        self._head = head
         self.has_other_parameters = torch.tensor(False)
         self._owners = [
             part
@@ -63,8 +64,6 @@ class ForwardWatch:
         for part in self._owners:
             if part is not module:
                 self._handles.append(part.register_forward_pre_hook(self._count_layer))
-        if head is not None:
-            self._handles.append(head.register_forward_pre_hook(self._measure, with_kwargs=True))
 
     def _is_training(self) -> bool:
         return torch.is_grad_enabled() and any(part.training for part in self._owners)
@@ -78,6 +77,8 @@ class ForwardWatch:
         if not self._is_training():
             return
         check_batch_norm(module)
+        if self._head is not None:
+            self._head.start_pass()
         self._is_inside = True
         self.passes += 1
         if self._parameters is not None:
@@ -85,36 +86,32 @@ class ForwardWatch:
             self.has_other_parameters = self.has_other_parameters.to(changed.device) | changed
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_inside and self._head is not None:
+            self._head.end_pass(output)
         self._is_inside = False
 
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._is_inside and self._is_training():
             self.passes += 1  # the loop calls a layer by itself
 
-    def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_training():
-            return
-        features = args[0] if args else kwargs["input"]
-        if features.dim() != 2:
-            raise UnsupportedRunError(
-                f"Expected features of shape (records, {module.in_features}) at the linear layer, "
-                f"got {tuple(features.shape)}: several rows per record are not one linear "
-                "prediction. Flatten them, or declare loss_geometry without feature_norm."
-            )
-        largest = features.detach().norm(2, dim=1).max() if len(features) else None
-        if largest is not None and self.largest_feature_norm is not None:
-            largest = torch.maximum(largest, self.largest_feature_norm)
-        self.largest_feature_norm = largest
+    @property
+    def largest_feature_norm(self) -> torch.Tensor | None:
+        """Of the records since the last reset; None without a measurement."""
+        return None if self._head is None else self._head.largest_feature_norm
 
     def reset(self) -> None:
         """Starts counting for the next batch."""
-        self.passes, self.largest_feature_norm = 0, None
+        self.passes = 0
+        if self._head is not None:
+            self._head.reset()
         self.has_other_parameters = torch.tensor(False)
 
     def remove(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
+        if self._head is not None:
+            self._head.remove()
 
     def __reduce__(self) -> Any:
         return _idle_watch, ()  # a copy of the module trains nothing here

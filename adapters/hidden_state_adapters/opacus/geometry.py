@@ -26,37 +26,52 @@ def find_linear_head(module: nn.Module) -> nn.Linear | None:
     return owners[0] if len(owners) == 1 and type(owners[0]) is nn.Linear else None
 
 
-def linear_model(module: nn.Module) -> nn.Linear:
-    """The linear layer of a module that is nothing but this layer.
+def linear_head(module: nn.Module) -> nn.Linear:
+    """The linear layer that is all there is to train in `module`, and comes last.
+
+    What comes before it is frozen: a fixed public map of every record. That the head's output is
+    the model's output is checked in every training pass (`head_watch.HeadWatch`).
 
     Raises:
-        UnsupportedRunError: The module computes anything beside one nn.Linear (nn.Sequential,
-            nn.Flatten and nn.Identity around it are fine).
+        UnsupportedRunError: Something else is trained, or follows the head.
     """
-    layers, others = [], []
-
-    def walk(part: nn.Module) -> None:
-        if type(part) is nn.Sequential:
-            for child in part:
-                walk(child)
-        elif type(part) is nn.Linear:
-            layers.append(part)
-        elif type(part) not in _PASSIVE:
-            others.append(type(part).__name__)
-        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        if any(not _is_known_hook(hook) for hook in hooks):
-            others.append(f"a forward hook on {type(part).__name__}")
-
-    walk(module)
-    frozen = any(not p.requires_grad for layer in layers for p in layer.parameters())
-    if len(layers) != 1 or others or frozen:
+    head = find_linear_head(module)
+    frozen = head is not None and any(not p.requires_grad for p in head.parameters())
+    if head is None or frozen:
+        trained = [
+            type(part).__name__
+            for part in module.modules()
+            if any(p.requires_grad for p in part.parameters(recurse=False))
+        ]
         raise UnsupportedRunError(
-            'loss_geometry="auto" needs a model that is one fully trainable nn.Linear (inside '
-            f"nn.Sequential, with nn.Flatten or nn.Identity), got {len(layers)} linear layers"
-            f"{' with frozen parameters' if frozen else ''} and {others or 'nothing else'}. "
-            f"{_DECLARE}"
+            'loss_geometry="auto" needs a model in which one whole nn.Linear is trained and the '
+            f"rest is frozen with requires_grad_(False), got trainable {', '.join(trained) or '-'}"
+            f"{' with frozen parameters' if frozen else ''}. {_DECLARE}"
         )
-    return layers[0]
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+    if any(not _is_known_hook(hook) for hook in hooks):
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs a linear layer that computes nothing else, got a forward '
+            f"hook on Linear. {_DECLARE}"
+        )
+    after = [type(part).__name__ for part in _after(module, head) if type(part) not in _PASSIVE]
+    if after:
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs a model that ends with its linear layer, got '
+            f"{', '.join(after)} after it. {_DECLARE}"
+        )
+    return head
+
+
+def _after(module: nn.Module, head: nn.Module) -> list[nn.Module]:
+    """What follows `head` in the nn.Sequential containers that hold it."""
+    if type(module) is not nn.Sequential:
+        return []
+    children = list(module)
+    for index, child in enumerate(children):
+        if any(part is head for part in child.modules()):
+            return [*_after(child, head), *children[index + 1 :]]
+    return []
 
 
 def _is_known_hook(hook: Any) -> bool:
@@ -95,7 +110,7 @@ def auto_loss_geometry(
             'loss_geometry="auto" needs a bound on the norm of the features, got none. Normalise '
             "the records and pass feature_norm=."
         )
-    layer = linear_model(module)
+    layer = linear_head(module)
     rule = _RULES.get(type(criterion))
     if rule is None:
         known = ", ".join(f"nn.{kind.__name__}" for kind in _RULES)

@@ -123,7 +123,7 @@ class HiddenStateOptimizer(DPOptimizer):
         self._start_batch()
         self.context.reset_watches()
         self.context.parameters.remember()
-        self.context.parameters.remember_buffers()
+        self.context.parameters.remember_fixed()
         self.context.cursor.resume_at(self._steps_taken)
 
     # Opacus' seams.

@@ -47,7 +47,8 @@ class ParameterWatch:
     `ForwardWatch` compares them in every training pass, too: a gradient taken at perturbed
     parameters that are restored before the step (Nesterov by hand, sharpness-aware training) is not
     the gradient of the theorems. Values that are changed and restored with neither in between
-    (evaluation with averaged weights) do no harm. Buffers must not change at all during a run.
+    (evaluation with averaged weights) do no harm. Buffers and frozen parameters must not change at
+    all during a run; of the latter only a sum is kept.
 
     It cannot see a model that was copied out, trained elsewhere and released, nor values that were
     changed through `.data` between forward and backward pass and restored.
@@ -65,11 +66,17 @@ class ParameterWatch:
         self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._copies: list[torch.Tensor] = []
         self._buffers: dict[str, torch.Tensor] = {}
+        self._frozen: dict[str, tuple[torch.Tensor, int, int]] = {}
         self.remember()
-        self.remember_buffers()
+        self.remember_fixed()
 
-    def remember_buffers(self) -> None:
-        """Takes the current buffers of the module for those of the run."""
+    def remember_fixed(self) -> None:
+        """Takes the current buffers and frozen parameters of the module for those of the run."""
+        self._frozen = {
+            name: (p, p._version, _bytes_sum(p))
+            for name, p in self._module.named_parameters()
+            if not p.requires_grad
+        }
         self._buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
 
     def buffers_changed(self) -> torch.Tensor:
@@ -97,6 +104,7 @@ class ParameterWatch:
                 f"{[name for name, _ in self._names]} as at make_private: the set of trainable "
                 "parameters is fixed for a run. Call make_private again for another set."
             )
+        self._check_frozen(step)
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         if {id(p) for p in params} != self._managed:
             raise UnsupportedRunError(
@@ -112,6 +120,18 @@ class ParameterWatch:
             if param.requires_grad:
                 check_precision("parameters", param)
 
+    def _check_frozen(self, step: int) -> None:
+        for name, (frozen, version, total) in self._frozen.items():
+            if frozen._version == version:
+                continue
+            if _bytes_sum(frozen) != total:
+                raise UnsupportedRunError(
+                    f"step {step} starts with another value of the frozen parameter {name} than at "
+                    "make_private: the frozen part of the model is public and stays as it is. "
+                    "Call make_private again for another one."
+                )
+            self._frozen[name] = frozen, frozen._version, total  # swapped and restored
+
     def changed(self) -> torch.Tensor:
         """A 0-dim boolean: whether a value differs from what the last step left."""
         device = self._copies[0].device
@@ -123,7 +143,7 @@ class ParameterWatch:
 
     def release_memory(self) -> None:
         """Drops the copies; the watch ends."""
-        self._copies, self._buffers = [], {}
+        self._copies, self._buffers, self._frozen = [], {}, {}
 
 
 def _differ(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -134,3 +154,7 @@ def _differ(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         kind = _INTEGERS[copy.dtype]
         value, copy = value.view(kind), copy.view(kind)
     return (value != copy).any()
+
+
+def _bytes_sum(value: torch.Tensor) -> int:
+    return int(value.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))

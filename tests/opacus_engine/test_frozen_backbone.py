@@ -1,0 +1,234 @@
+"""loss_geometry="auto" for a linear head on a frozen, public feature map."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.opacus.geometry import auto_loss_geometry
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+
+
+class Unit(nn.Module):
+    def forward(self, features):
+        return nn.functional.normalize(features)
+
+
+class Probe(nn.Module):
+    """A frozen network, features of norm 1, a linear head; `end` is what becomes of its output."""
+
+    def __init__(self, outputs=3, bias=True, middle=None, end=lambda head, x: head(x)):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), middle or nn.Identity(), Unit())
+        self.backbone.requires_grad_(False).eval()
+        self.head = nn.Linear(8, outputs, bias=bias)
+        self.end = end
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, features):
+        return self.end(self.head, self.backbone(features))
+
+
+CRITERIA = [
+    (nn.CrossEntropyLoss, {}, 3, lambda b: LossGeometry.softmax_cross_entropy(1.0, b)),
+    (nn.BCEWithLogitsLoss, {}, 1, lambda b: LossGeometry.logistic(1.0, b)),
+    (nn.MSELoss, {}, 1, lambda b: LossGeometry.squared_error(1.0, b, scale=2.0)),
+    (nn.HuberLoss, {"delta": 0.5}, 1, lambda b: LossGeometry.huber(1.0, 0.5, b)),
+]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("make", "options", "outputs", "geometry"), CRITERIA, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_losses(make_run, make, options, outputs, geometry, bias, reduction, mode):
+    scale = 10 if reduction == "sum" else 1
+    run = make_run(
+        model=Probe(outputs, bias),
+        criterion=make(reduction=reduction, **options),
+        loss_reduction=reduction,
+        grad_sample_mode=mode,
+        sgd={"lr": 0.5 / scale, "weight_decay": 0.1 * scale},
+    )
+    frozen = [p.clone() for p in run.plain_model.backbone.parameters()]
+    for features, labels in run.loader:
+        run.step((features, labels if outputs == 3 else (labels > 0).float().reshape(-1, 1)))
+    event = run.engine.privacy_event
+    assert event.loss == geometry(bias)
+    assert event.learning_rate == pytest.approx(0.5)
+    assert event.num_steps == 6
+    for p, old in zip(run.plain_model.backbone.parameters(), frozen, strict=True):
+        assert torch.equal(p, old)
+    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
+    assert any("frozen part of the model is public" in a.text for a in run.engine.assumptions)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_only_the_head_moves_as_if_trained_on_the_features(make_run, mode):
+    model = Probe()
+    arguments = {"noise_multiplier": 0.0, "max_grad_norm": 0.7}
+    run = make_run(model=model, grad_sample_mode=mode, **arguments)
+    head = copy.deepcopy(nn.Linear(8, 3))
+    head.load_state_dict(model.head.state_dict())
+    features, labels = run.loader.dataset.tensors
+    data = torch.utils.data.TensorDataset(model.backbone(features), labels)
+    plain = make_run(model=head, loader={"dataset": data}, **arguments)
+    for _ in range(2):
+        run.epoch()
+        plain.epoch()
+    assert run.engine.privacy_event == plain.engine.privacy_event
+    for a, b in zip(model.head.parameters(), head.parameters(), strict=True):
+        np.testing.assert_allclose(a.detach(), b.detach(), atol=1e-6)
+
+
+def test_pieces_and_poisson(make_run):
+    run = make_run(model=Probe(), batch_order="poisson", loader={"batch_size": 1})
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+    ) as pieces:
+        run.epoch(pieces)
+    assert run.steps == 60
+
+
+ENDS = {
+    "squared": lambda head, x: head(x) ** 2,
+    "temperature": lambda head, x: head(x) / 0.1,
+    "shifted": lambda head, x: head(x) + x[:, :3],
+    "in place": lambda head, x: head(x).mul_(5.0),
+    "twice": lambda head, x: head(x) - head(x.flip(0)),
+    "by hand": lambda head, x: nn.functional.linear(x, head.weight, head.bias),
+    "tuple": lambda head, x: (head(x),),
+    "transposed": lambda head, x: head(x[:3]).T.T.flip(0),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_output_of_the_head_is_the_output_of_the_model(make_run, end):
+    # Elsewhere torch itself refuses to write into what a backward hook returned.
+    mode = "ew" if end == "in place" else "hooks"
+    run = make_run(model=Probe(end=ENDS[end]), grad_sample_mode=mode)
+    with pytest.raises(hsa.UnsupportedRunError, match="output of the model to be that of its lin"):
+        run.epoch()
+    assert run.steps == 0
+
+
+class AlwaysTrains(Probe):
+    def train(self, mode=True):
+        return nn.Module.train(self, mode)
+
+
+@pytest.mark.parametrize(
+    "middle", [nn.Dropout(0.1), Unit(), nn.RReLU(), nn.Sequential(nn.Linear(8, 8), nn.Dropout())]
+)
+def test_the_backbone_is_in_eval_mode(make_run, middle):
+    run = make_run(model=AlwaysTrains(middle=middle))
+    run.model.train()
+    with pytest.raises(hsa.UnsupportedRunError, match=r"in eval\(\) mode, got \w+ 'backbone\."):
+        run.epoch()
+    assert run.steps == 0
+    run.plain_model.backbone.eval()
+    run.step(next(iter(run.loader)))
+    assert run.steps == 1
+
+
+def test_batch_statistics_in_the_backbone(make_run):
+    middle = nn.BatchNorm1d(8)
+    run = make_run(model=Probe(middle=middle))
+    run.epoch()
+    middle.train()
+    with pytest.raises(hsa.UnsupportedRunError, match="BatchNorm1d"):
+        run.epoch()
+
+
+def trained_backbone(run):
+    optimizer = torch.optim.SGD(run.plain_model.backbone.parameters(), lr=0.1)
+    run.epoch()
+    for p in run.plain_model.backbone.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    run.epoch()
+
+
+def other_backbone(run):
+    run.epoch()
+    state = {k: v + 1.0 for k, v in run.plain_model.backbone.state_dict().items()}
+    run.plain_model.backbone.load_state_dict(state)
+    run.epoch()
+
+
+def unfrozen_backbone(run):
+    run.epoch()
+    run.plain_model.backbone.requires_grad_(True)
+    run.epoch()
+
+
+@pytest.mark.parametrize(
+    ("loop", "text"),
+    [
+        (trained_backbone, "another value of the frozen parameter backbone.0.weight"),
+        (other_backbone, "another value of the frozen parameter backbone.0.weight"),
+        (unfrozen_backbone, r"step 7 trains \['backbone.0.weight'"),
+    ],
+)
+def test_the_backbone_stays_as_it_is(make_run, loop, text):
+    run = make_run(model=Probe())
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loop(run)
+    assert run.steps == 6
+
+
+def test_a_backbone_that_was_swapped_and_restored_is_fine(make_run):
+    run = make_run(model=Probe())
+    run.epoch()
+    state = copy.deepcopy(run.plain_model.state_dict())
+    run.plain_model.load_state_dict({k: v + 1.0 for k, v in state.items()})
+    run.plain_model.load_state_dict(state)
+    run.epoch()
+    assert run.steps == 12
+
+
+def test_long_features_are_noticed(make_run):
+    model = Probe()
+    model.backbone[-1] = nn.Identity()
+    run = make_run(model=model, feature_norm=0.01)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1 used features of norm"):
+        run.epoch()
+
+
+def test_checkpoints_with_a_backbone(make_run, tmp_path):
+    run, path = make_run(model=Probe()), tmp_path / "c.pt"
+    run.epoch()
+    run.engine.save_checkpoint(path=path)
+    resumed = make_run(model=Probe())
+    resumed.engine.load_checkpoint(path=path)
+    resumed.epoch()
+    assert resumed.steps == 12
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(5, 4).requires_grad_(False), nn.ReLU(), nn.Linear(4, 3)),
+        nn.Sequential(nn.Dropout(), nn.Flatten(), nn.Sequential(nn.Linear(5, 3), nn.Identity())),
+        Probe(),
+    ],
+)
+def test_models_that_auto_knows(model):
+    assert auto_loss_geometry(
+        model, nn.CrossEntropyLoss(), 1.0
+    ) == LossGeometry.softmax_cross_entropy(1.0, bias=True)
