@@ -9,6 +9,7 @@ not do, listed below with the reason, must raise UnsupportedRunError.
 
 import sys
 
+import pytest
 import tensorflow as tf
 from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
 
@@ -44,7 +45,7 @@ OTHERS = ("Adam", "Adagrad", "Vectorized", "FTRL", "test_session")
 
 def expecting_refusal(test):
     def run(self):
-        with self.assertRaises(UnsupportedRunError):
+        with pytest.raises(UnsupportedRunError):
             test(self)
 
     return run
