@@ -1,6 +1,9 @@
+import importlib.util
 import logging
 import math
 import re
+import sys
+import types
 
 import dp_accounting
 import numpy as np
@@ -562,6 +565,24 @@ def test_the_next_run_starts_at_the_last_iterate(make_run, steps):
 def test_engine_takes_no_other_accountant():
     with pytest.raises(ValueError, match="accountant = 'hidden_state'"):
         HiddenStatePrivacyEngine(accountant="prv")
+
+
+def test_secure_mode_needs_torchcsprng(make_run, monkeypatch):
+    if importlib.util.find_spec("torchcsprng") is None:
+        with pytest.raises(ImportError, match="torchcsprng"):
+            HiddenStatePrivacyEngine(secure_mode=True)
+    # A stand-in: what matters here is that the generator and the safe sum of four draws are used.
+    fake = types.ModuleType("torchcsprng")
+    fake.create_random_device_generator = lambda device: torch.Generator().manual_seed(3)
+    monkeypatch.setitem(sys.modules, "torchcsprng", fake)
+    engine = HiddenStatePrivacyEngine(secure_mode=True)
+    for order in ("cyclic", "reshuffled", "poisson"):
+        run = make_run(engine=engine, batch_order=order)
+        assert run.optimizer.secure_mode
+        assert run.optimizer.generator is engine.secure_rng
+        run.epoch()
+        with pytest.raises(ValueError, match="prohibited in secure mode"):
+            make_run(engine=engine, batch_order=order, noise_generator=torch.Generator())
 
 
 def test_several_processes_are_refused(make_run, monkeypatch):

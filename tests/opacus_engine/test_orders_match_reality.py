@@ -1,0 +1,446 @@
+"""Ways to get a silently wrong epsilon with random and secret orders: each raises or is accounted.
+
+A loop runs under every order that it is listed for; see test_event_matches_reality.py.
+"""
+
+import copy
+import itertools
+import logging
+import pickle
+
+import pytest
+import torch
+from opacus.data_loader import DPDataLoader
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+EPOCHS = ["shuffled_once", "reshuffled"]  # every record once per epoch
+SAMPLED = ["without_replacement", "poisson"]  # a fresh batch in every step
+SECRET = EPOCHS + SAMPLED
+
+
+def pieces_of(run, size):
+    return BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer
+    ).__enter__()
+
+
+def never_empty(run):
+    """A non-empty batch first, for loops that take a batch apart."""
+    while not run.optimizer.context.plan.batch(run.steps):
+        run.step(next(iter(run.loader)))
+
+
+# Row 1: batches that are not the declared ones.
+
+
+def early_break_and_new_epoch(run):
+    for batch in itertools.islice(run.loader, 4):
+        run.step(batch)
+    run.epoch()
+
+
+def skip_a_batch(run):
+    for index, batch in enumerate(run.loader):
+        if index != 2:
+            run.step(batch)
+
+
+def skip_empty_and_small_batches(run):
+    # What a loop does that has no use for an empty batch: it then depends on the data.
+    for batch in run.loader:
+        if len(batch[0]) > 10:
+            run.step(batch)
+
+
+def step_twice_on_one_batch(run):
+    for batch in run.loader:
+        run.step(batch)
+        run.step(batch)
+
+
+def keep_the_only_batch(run):
+    batch = next(iter(run.loader))
+    run.step(batch)
+    run.step(batch)
+
+
+def own_loader(run):
+    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
+
+
+def own_loader_around_the_private_batches(run):
+    run.epoch(DataLoader(run.loader.dataset, batch_sampler=run.loader.batch_sampler))
+
+
+def own_rows(run):
+    # As many rows as the loader delivered, or one more.
+    never_empty(run)
+    features, labels = next(iter(run.loader))
+    run.step((torch.cat([features, features[:1]]), torch.cat([labels, labels[:1]])))
+
+
+def leave_a_row_out(run):
+    never_empty(run)
+    features, labels = next(iter(run.loader))
+    run.step((features[1:], labels[1:]))
+
+
+def pad_to_the_expected_size(run):
+    # Repeats records of a small Poisson batch, so that all batches are equally large.
+    for features, labels in run.loader:
+        index = torch.arange(10) % max(1, len(features))
+        run.step((features[index], labels[index]))
+
+
+def cut_to_the_expected_size(run):
+    for features, labels in run.loader:
+        run.step((features[:10], labels[:10]))
+
+
+def two_iterators(run):
+    for batch, _ in zip(run.loader, run.loader, strict=True):
+        run.step(batch)
+
+
+def two_iterators_of_pieces(run):
+    for batch, _ in zip(pieces_of(run, 5), pieces_of(run, 5), strict=True):
+        run.step(batch)
+
+
+def stale_iterator(run):
+    old = iter(run.loader)
+    next(old)
+    run.epoch()
+    for batch in old:
+        run.step(batch)
+
+
+def batch_kept_from_the_epoch_before(run):
+    for batch in run.loader:
+        kept = batch
+        run.step(batch)
+    run.step(kept)
+
+
+def piece_skipped(run):
+    for index, batch in enumerate(pieces_of(run, 2)):
+        if index != 1:
+            run.step(batch)
+
+
+def accumulated_batches(run):
+    for index, (features, labels) in enumerate(run.loader):
+        run.criterion(run.model(features), labels).backward()
+        if index % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def loader_copied(run):
+    copy.deepcopy(run.loader)
+
+
+def plan_pickled(run):
+    pickle.dumps(run.loader.batch_sampler.plan)
+
+
+# Rows 4 and 14.
+
+
+def divisor_is_the_actual_size(run):
+    for batch in run.loader:
+        run.backward(batch)
+        run.optimizer.expected_batch_size = max(1, len(batch[0]))
+        run.optimizer.step()
+
+
+def sum_over_the_batch(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        (5 * run.criterion(run.model(features), labels)).backward()
+        run.optimizer.step()
+
+
+def hook_replaced(run):
+    run.optimizer.step_hook = lambda optimizer: None
+    run.epoch()
+
+
+def noise_seeded_every_epoch(run):
+    for _ in range(2):
+        torch.manual_seed(0)
+        run.epoch()
+
+
+def features_too_long(run):
+    for features, labels in run.loader:
+        run.step((1.01 * features, labels))
+
+
+RAISES = [
+    (early_break_and_new_epoch, EPOCHS, "step 5 used batch 0, expected batch 4"),
+    (skip_a_batch, EPOCHS, "step 3 used batch 3, expected batch 2"),
+    (skip_a_batch, SAMPLED, "step 3 used batch 3, expected batch 2"),
+    (step_twice_on_one_batch, SECRET, "step 2 used no new batch, expected batch 1"),
+    (own_loader, SECRET, "step 1 used no new batch"),
+    (own_loader_around_the_private_batches, SECRET, "step 1 used no new batch"),
+    (own_rows, SECRET, r"step \d+ used \d+ rows, expected"),
+    (leave_a_row_out, SECRET, r"step \d+ used \d+ rows, expected"),
+    (two_iterators, SECRET, "second iterator"),
+    (two_iterators_of_pieces, SECRET, "second iterator|a piece of a batch was delivered"),
+    (stale_iterator, SECRET, "second iterator"),
+    (batch_kept_from_the_epoch_before, SECRET, "step 7 used no new batch"),
+    (piece_skipped, SECRET, "a piece of a batch was delivered"),
+    (accumulated_batches, SECRET, "step 1 used batch 1, expected batch 0"),
+    (loader_copied, SECRET, "cannot be copied or pickled"),
+    (plan_pickled, SECRET, "cannot be copied or pickled"),
+    (divisor_is_the_actual_size, ["poisson"], "expected_batch_size"),
+    (sum_over_the_batch, SECRET, r"step \d+ has a per-example gradient of norm"),
+    (hook_replaced, SECRET, "another step_hook"),
+    (noise_seeded_every_epoch, SECRET, "noise generator is in a state"),
+    (features_too_long, SECRET, r"step \d+ used features of norm 1.01"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "order", "text"),
+    [(loop, order, text) for loop, orders, text in RAISES for order in orders],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_different_loop_raises(make_run, loop, order, text):
+    run = make_run(batch_order=order)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loop(run)
+
+
+def many_times(run, loop):
+    for _ in range(20):  # until a batch of another size comes
+        loop(run)
+
+
+@pytest.mark.parametrize(
+    "loop", [skip_empty_and_small_batches, pad_to_the_expected_size, cut_to_the_expected_size]
+)
+def test_poisson_batches_are_used_as_they_are(make_run, loop):
+    run = make_run(batch_order="poisson")
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step \d+ used"):
+        many_times(run, loop)
+
+
+@pytest.mark.parametrize("order", SAMPLED)
+def test_a_single_random_batch_is_used_once(make_run, order):
+    run = make_run(batch_order=order, loader={"batch_size": 60})
+    assert len(run.loader) == 1
+    with pytest.raises(hsa.UnsupportedRunError, match="step 2 used no new batch"):
+        keep_the_only_batch(run)
+
+
+@pytest.mark.parametrize("pieces", [None, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", SECRET)
+def test_a_loop_cannot_choose_among_batches(make_run, order, workers, pieces):
+    """It looks at batches until one pleases it; it gets the same ones again."""
+    run = make_run(batch_order=order, loader={"num_workers": workers})
+    loader = run.loader if pieces is None else pieces_of(run, pieces)
+    firsts = [next(iter(loader))[0] for _ in range(3)]
+    assert all(torch.equal(features, firsts[0]) for features in firsts)
+    for _ in range(2):
+        looked_at = [features for features, _ in loader]
+        used = []
+        for features, labels in loader:
+            used.append(features)
+            run.step((features, labels))
+        assert len(used) == len(looked_at)
+        assert all(torch.equal(a, b) for a, b in zip(used, looked_at, strict=True))
+    assert run.engine.privacy_event.num_steps == 12
+
+
+# Loops that differ in a way that the event can express.
+
+
+def whole_epochs(run):
+    run.epoch()
+    run.epoch()
+    return 12
+
+
+def break_and_go_on(run):
+    # Where every step draws a fresh batch a pass may end anywhere.
+    for batch in itertools.islice(run.loader, 4):
+        run.step(batch)
+    run.epoch()
+    return 10
+
+
+def next_iter_every_step(run):
+    for _ in range(5):
+        run.step(next(iter(run.loader)))
+    return 5
+
+
+def pieces_broken_off(run):
+    for batch in pieces_of(run, 100):
+        run.step(batch)
+        if run.steps == 3:
+            break
+    run.epoch(pieces_of(run, 100))
+    return 9
+
+
+def pieces(run):
+    run.epoch(pieces_of(run, 3))
+    run.epoch(pieces_of(run, 3))
+    return 12
+
+
+def evaluation_between_epochs(run):
+    for _ in range(2):
+        with torch.no_grad():
+            for features, _ in run.loader:
+                run.model(features)
+        run.epoch()
+    return 12
+
+
+ACCOUNTED = [
+    (whole_epochs, SECRET),
+    (pieces, SECRET),
+    (evaluation_between_epochs, SECRET),
+    (break_and_go_on, SAMPLED),
+    (next_iter_every_step, SAMPLED),
+    (pieces_broken_off, SAMPLED),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "order"),
+    [(loop, order) for loop, orders in ACCOUNTED for order in orders],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_happened_is_accounted(make_run, loop, order):
+    run = make_run(batch_order=order, noise_multiplier=4.0)
+    steps = loop(run)
+    assert run.engine.privacy_event == hsa.LastIterateDpEvent(
+        noise_multiplier=4.0, learning_rate=0.5, clip_norm=2.1, batch_size=10, dataset_size=60,
+        num_steps=steps, batch_order=order, weight_decay=0.1,
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
+    )  # fmt: skip
+
+
+# Row 8: who knows the order.
+
+
+def test_the_order_does_not_follow_torch_or_numpy_seeds(make_run):
+    firsts = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        run = make_run(batch_order="reshuffled", loader={"shuffle": True, "generator": generator})
+        firsts.append(run.optimizer.context.plan.batch(0))
+    assert firsts[0] != firsts[1]
+
+
+@pytest.mark.parametrize("order", EPOCHS)
+def test_a_loader_with_an_order_of_its_own_is_dealt_anew(make_run, dataset, order):
+    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
+    run = make_run(batch_order=order, loader={"sampler": sampler})
+    run.epoch()
+    assert run.engine.privacy_event.batch_order is BatchOrder(order)
+
+
+def test_samplers_that_repeat_records_are_refused(make_run, dataset):
+    for sampler in (
+        WeightedRandomSampler([1.0] * 60, 60),
+        RandomSampler(dataset, replacement=True),
+        RandomSampler(dataset, num_samples=30),
+        [0, 0, 1, 2],
+    ):
+        for order in SECRET:
+            with pytest.raises(hsa.UnsupportedRunError):
+                make_run(batch_order=order, loader={"sampler": sampler})
+
+
+def test_a_poisson_loader_of_opacus_is_refused(make_run, dataset):
+    run = make_run()
+    poisson = DPDataLoader(dataset, sample_rate=0.1)
+    with pytest.raises(hsa.UnsupportedRunError, match="UniformWithReplacementSampler"):
+        run.engine.make_private(
+            module=run.model, optimizer=run.optimizer, data_loader=poisson,
+            noise_multiplier=1.0, max_grad_norm=1.0, batch_order="poisson",
+        )  # fmt: skip
+
+
+def test_a_seed_is_in_no_error_message_and_no_log(make_run, caplog):
+    seed = 123456789
+    with caplog.at_level(logging.DEBUG), pytest.raises(hsa.UnsupportedRunError) as error:
+        make_run(batch_order="reshuffled", order_seed=seed)
+    assert str(seed) not in str(error.value) + caplog.text
+    with pytest.raises(TypeError) as wrong:
+        make_run(batch_order="reshuffled", order_seed=seed + 0.5)
+    assert str(seed) not in str(wrong.value)
+
+
+# Row 13: resuming.
+
+
+@pytest.mark.parametrize("order", SECRET)
+def test_a_resumed_run_does_not_replay_batches(make_run, tmp_path, order):
+    run, path = make_run(batch_order=order), tmp_path / "c.pt"
+    batches = iter(run.loader)
+    for _ in range(3):
+        run.step(next(batches))
+    run.engine.save_checkpoint(path=path, stays_private=True, include_private_state=True)
+    resumed = make_run(batch_order=order)
+    resumed.engine.load_checkpoint(path=path)
+    assert len(list(resumed.loader)) == 3  # the rest of the epoch
+    resumed.epoch()
+    resumed.epoch()
+    assert resumed.engine.privacy_event.num_steps == 12
+    if order in EPOCHS:
+        plan, other = run.optimizer.context.plan, resumed.optimizer.context.plan
+        if order == "shuffled_once":
+            assert [plan.batch(k) for k in range(6)] == [other.batch(k) for k in range(6)]
+
+
+@pytest.mark.parametrize("order", EPOCHS)
+def test_resuming_with_another_order_is_refused(make_run, tmp_path, order):
+    run, path = make_run(batch_order=order), tmp_path / "c.pt"
+    for batch in itertools.islice(run.loader, 3):
+        run.step(batch)
+    run.engine.save_checkpoint(path=path, stays_private=True)
+    with pytest.raises(hsa.UnsupportedRunError, match="another order would not be the run"):
+        make_run(batch_order=order).engine.load_checkpoint(path=path)
+
+
+def test_resuming_on_another_public_seed_is_refused(make_run, tmp_path):
+    path = tmp_path / "c.pt"
+    run = make_run(batch_order="shuffled_once", order_seed=1)
+    run.epoch()
+    run.engine.save_checkpoint(path=path)
+    with pytest.raises(ValueError, match="expected order_of_the_records = "):
+        make_run(batch_order="shuffled_once", order_seed=2).engine.load_checkpoint(path=path)
+    make_run(batch_order="shuffled_once", order_seed=1).engine.load_checkpoint(path=path)
+
+
+def test_records_may_not_change_during_a_run(make_run):
+    features, labels = make_run().loader.dataset.tensors
+    data = torch.utils.data.Subset(TensorDataset(features, labels), list(range(30)))
+    run = make_run(batch_order="poisson", loader={"dataset": data})
+    run.epoch()
+    data.indices[:] = list(range(30, 60))
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the indices of"):
+        run.epoch()
+
+
+def test_a_batch_norm_is_refused_with_random_batches(make_run):
+    model = nn.Sequential(nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))
+    with pytest.raises(hsa.UnsupportedRunError, match="BatchNorm1d"):
+        make_run(model=model, batch_order="poisson", loss_geometry=None)
