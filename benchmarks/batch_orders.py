@@ -85,9 +85,10 @@ def plot(table):
     axes.set_ylabel(f"epsilon of the released model (delta = {DELTA:g})")
     axes.set_title("A linear probe at noise multiplier 2: only the last iterate is released")
     axes.grid(visible=True, which="both", alpha=0.25)
-    axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
-    axes.yaxis.set_minor_formatter(ticker.ScalarFormatter())
-    axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
+    axes.set_yticks([0.2, 0.5, 1, 2, 5])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(ticker.NullFormatter())
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(FOLDER / "batch_orders.png", dpi=120)
@@ -101,9 +102,9 @@ def main():
         "",
         "Written by `benchmarks/batch_orders.py`. A softmax probe on features of norm 1 "
         "(n = 50,000, b = 500, learning rate 0.5, clip norm 1, weight decay 0.1, noise "
-        f"multiplier 2), REPLACE_SPECIAL, delta = {DELTA:g}. All rows but the last: `LastIterateAccountant`, only "
-        "the last iterate is released. The last row is dp-accounting's PLD of ordinary DP-SGD with "
-        "the same noise.",
+        f"multiplier 2), REPLACE_SPECIAL, delta = {DELTA:g}. All rows but the last: "
+        "`LastIterateAccountant`, only the last iterate is released. The last row is "
+        "dp-accounting's PLD of ordinary DP-SGD with the same noise.",
         "",
         "![epsilon against epochs](batch_orders.png)",
         "",
