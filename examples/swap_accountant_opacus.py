@@ -1,0 +1,82 @@
+"""An ordinary Opacus script whose accountant was swapped: five lines, marked with "swap".
+
+The engine, the optimizer and the training loop stay Opacus' own. What the accountant cannot see
+from inside Opacus (the loader, the loss) is declared and listed as an assumption;
+HiddenStatePrivacyEngine checks it instead (examples/linear_probe_opacus.py).
+
+    python examples/swap_accountant_opacus.py [--epochs 60] [--noise-multiplier 6.0]
+"""
+
+import argparse
+import warnings
+
+import numpy as np
+import torch
+from opacus import PrivacyEngine
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hidden_state_accountants as hsa  # swap 1
+import hidden_state_adapters.opacus  # noqa: F401  swap 2: registers the accountant
+
+RECORDS, BATCH, DELTA = 1500, 150, 1e-5
+
+
+def load_data():
+    """scikit-learn's digits, each record centred and scaled to norm 1 by itself."""
+    images, labels = load_digits(return_X_y=True)
+    images = images - images.mean(axis=1, keepdims=True)
+    images = (images / np.linalg.norm(images, axis=1, keepdims=True)).astype(np.float32)
+    features, labels = torch.from_numpy(images), torch.from_numpy(labels)
+    train = TensorDataset(features[:RECORDS], labels[:RECORDS])
+    return train, (features[RECORDS:], labels[RECORDS:])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--noise-multiplier", type=float, default=6.0)
+    options = parser.parse_args()
+    for message in ("Secure RNG turned off", "Full backward hook"):
+        warnings.filterwarnings("ignore", message=message)
+    torch.manual_seed(0)  # to repeat the output; never seed the noise of a model that you release
+
+    train, (test_features, test_labels) = load_data()
+    model = nn.Linear(64, 10, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.005)
+    loader = DataLoader(train, batch_size=BATCH)
+    criterion = nn.CrossEntropyLoss()
+
+    engine = PrivacyEngine(accountant="hidden_state")  # swap 3: was accountant="prv"
+    engine.accountant.declare_run(  # swap 4
+        batch_order="cyclic", dataset_size=RECORDS, batch_size=BATCH,
+        loss_geometry=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
+    )  # fmt: skip
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=options.noise_multiplier,
+        max_grad_norm=1.4143,
+        poisson_sampling=False,  # swap 5: the loader's own fixed batches
+    )
+    for epoch in range(1, options.epochs + 1):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            criterion(model(features), labels).backward()
+            optimizer.step()
+        if epoch % 20 == 0 or epoch == options.epochs:
+            epsilon = engine.get_epsilon(DELTA)
+            print(f"epoch {epoch}: epsilon {epsilon:.3f} if this model were the one released")
+
+    with torch.no_grad():
+        accuracy = (model(test_features).argmax(dim=1) == test_labels).float().mean()
+    print(f"test accuracy {accuracy:.3f}")
+    print()
+    print(engine.accountant.guarantee.explain(DELTA))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The examples run as they are, in seconds, and print what they promise."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "promised"),
+    [
+        ("linear_probe_opacus.py", ["--epochs", "2"], "Privacy of the released model"),
+        ("swap_accountant_opacus.py", ["--epochs", "2"], "theorem: Theorem A"),
+        ("resume_opacus.py", ["--epochs", "2", "--stop-after", "13"], "resumed: 20 steps"),
+    ],
+)
+def test_example(name, arguments, promised):
+    pytest.importorskip("sklearn")
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert promised in result.stdout
+    if name == "resume_opacus.py":
+        lines = result.stdout.splitlines()
+        assert lines[0].partition("epsilon ")[2] == lines[2].partition("epsilon ")[2]
+
+
+def test_the_swap_is_five_lines():
+    lines = (EXAMPLES / "swap_accountant_opacus.py").read_text().splitlines()
+    assert sum("swap " in line and "#" in line for line in lines) == 5
