@@ -1,0 +1,140 @@
+"""What a DiceSGD optimizer must be given, and what must not change under it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.optimizer_checks import check_precision
+
+Sums = list[tuple[torch.Tensor, int] | None]
+"""The sums of clipped gradients that a piece of a batch left, with their versions."""
+
+
+def check_base(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) -> None:
+    """Raises UnsupportedRunError unless `optimizer` is exactly of an `allowed` type."""
+    if type(optimizer) in allowed:
+        return
+    if isinstance(optimizer, DPOptimizer):
+        remedy = "Pass its original_optimizer."
+    else:
+        remedy = (
+            "The noisy update may go through any rule that sees nothing else of the records, but "
+            "only these were read."
+        )
+    raise UnsupportedRunError(
+        f"Expected {' or '.join(f'torch.optim.{t.__name__}' for t in allowed)} in {name}, got "
+        f"{type(optimizer).__name__}. {remedy}"
+    )
+
+
+def check_options(loss_reduction: Any, generator: Any, secure_mode: Any) -> None:
+    """Checks the arguments that Opacus takes as they come; one process only.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: There are several processes.
+    """
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"Expected generator to be a torch.Generator or None, got {type(generator).__name__}."
+        )
+    if not isinstance(secure_mode, bool):
+        raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        raise UnsupportedRunError(
+            f"Expected one process, got {torch.distributed.get_world_size()}: the error and the "
+            "noise across processes are not checked yet. Train in a single process."
+        )
+
+
+def refuse_per_layer(**norms: Any) -> None:
+    """Raises UnsupportedRunError for lists of clip norms."""
+    for name, value in norms.items():
+        if isinstance(value, list | tuple):
+            raise UnsupportedRunError(
+                f"Expected {name} to be one number, got {value!r}: all parameters are clipped as "
+                "one vector. Pass the norm of the whole gradient of a record."
+            )
+
+
+def check_parameters(params: list[nn.Parameter]) -> None:
+    """Raises UnsupportedRunError for parameters that cannot be trained, or in ghost mode."""
+    if not params:
+        raise UnsupportedRunError("Expected trainable parameters, got none.")
+    for param in params:
+        check_precision("parameters", param)
+    refuse_ghost_clipping(params)
+
+
+def refuse_ghost_clipping(params: list[nn.Parameter]) -> None:
+    """Raises UnsupportedRunError if the model clips by a second backward pass."""
+    if any(hasattr(param, "_norm_sample") for param in params):
+        raise UnsupportedRunError(
+            'Expected grad_sample_mode = "hooks", "functorch" or "ew", got ghost clipping: it '
+            "forms no per-example gradients, only the sum of the clipped ones, with Opacus' clip "
+            "min(1, C / (norm + 1e-6)); the error also needs the sum of what the clip cuts off."
+        )
+
+
+def check_clip_norms(smallest: float, clip_norm: float, error_clip_norm: float) -> None:
+    """Raises ValueError for clip norms so small that norms near them are not reliable."""
+    for name, value in (("max_grad_norm", clip_norm), ("error_max_grad_norm", error_clip_norm)):
+        if value < smallest:
+            raise ValueError(
+                f"Expected {name} >= {smallest:.3g} in this precision, got {value:g}: squares of "
+                "shorter vectors underflow. Use float64 parameters, or scale the loss up."
+            )
+
+
+def check_same_parameters(step: int, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    """Raises UnsupportedRunError if parameters were added, removed, frozen or unfrozen."""
+    managed = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [p for p in managed if p.requires_grad]
+    if len(trained) != len(params) or any(
+        now is not then for now, then in zip(trained, params, strict=True)
+    ):
+        raise UnsupportedRunError(
+            f"step {step} trains {len(trained)} parameters, expected the {len(params)} of the "
+            "construction: the error belongs to them. Construct another optimizer for another set."
+        )
+    if any(p.grad is not None for p in managed if not p.requires_grad):
+        raise UnsupportedRunError(
+            f"step {step} would move a frozen parameter by its old gradient, without noise. Set "
+            "its .grad to None."
+        )
+    check_parameters(params)
+
+
+def no_sums(params: list[nn.Parameter]) -> Sums:
+    """What `check_sums` expects at the start of a batch."""
+    return [None] * len(params)
+
+
+def sums_of(params: list[nn.Parameter]) -> Sums:
+    """What `check_sums` expects after a piece of a batch."""
+    return [None if (s := p.summed_grad) is None else (s, s._version) for p in params]  # type: ignore[attr-defined]
+
+
+def check_sums(step: int, params: list[nn.Parameter], expected: Sums) -> None:
+    """Raises UnsupportedRunError if the sums are not those that the last piece left.
+
+    The error is that of the same records as the sum: one without the other is not DiceSGD.
+    """
+    for now, then in zip(sums_of(params), expected, strict=True):
+        if (now is None) != (then is None) or (
+            now and then and (now[0] is not then[0] or now[1] != then[1])
+        ):
+            raise UnsupportedRunError(
+                f"step {step} starts with a sum of clipped gradients that does not come from the "
+                "pieces of its batch. Call optimizer.zero_grad() after every step, and leave "
+                "summed_grad alone."
+            )

@@ -1,0 +1,265 @@
+"""The steps of DiceSGD: both sums of a batch, the noise, the error feedback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import (
+    _check_processed_flag,
+    _generate_noise,
+    _mark_as_processed,
+)
+from torch.optim import Optimizer
+
+from hidden_state_accountants import BatchOrder, DiceSgdDpEvent, UnsupportedRunError, _validate
+from hidden_state_adapters.opacus import dice_checks
+from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.dice_state import (
+    HiddenError,
+    clip_factors,
+    joint_norms,
+    smallest_norm,
+)
+from hidden_state_adapters.opacus.noise_watch import NoiseWatch
+
+
+class DiceMechanism(DPOptimizer):
+    """The steps of `DiceSGDOptimizer` and `DiceAdamOptimizer`; see the former."""
+
+    _base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
+
+    records_itself = True  # no accountant of a step hook knows what the error costs
+    # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int,
+        error_max_grad_norm: float | None = None,
+        automatic: bool = False,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ):
+        dice_checks.check_base(type(self).__name__, optimizer, self._base_types)
+        dice_checks.check_options(loss_reduction, generator, secure_mode)
+        dice_checks.refuse_per_layer(
+            max_grad_norm=max_grad_norm, error_max_grad_norm=error_max_grad_norm
+        )
+        self.automatic = automatic
+        self.error_max_grad_norm = (
+            max_grad_norm if error_max_grad_norm is None else error_max_grad_norm
+        )
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+        self._check_values()
+        self._run_params = self.params
+        self._smallest_norm = smallest_norm(self._run_params)
+        dice_checks.check_clip_norms(
+            self._smallest_norm, float(max_grad_norm), float(self.error_max_grad_norm)
+        )
+        self._base = optimizer
+        self._fixed = self._settings()
+        self._noise_watch = NoiseWatch()
+        self._hidden = HiddenError(self._run_params)
+        self._num_steps = 0
+        self._rows = 0  # of the pieces of the current batch
+        self._sums = dice_checks.no_sums(self._run_params)
+        self._failure = ""
+
+    def _check_values(self) -> None:
+        _validate.magnitude("noise_multiplier", self.noise_multiplier)
+        _validate.magnitude("max_grad_norm", self.max_grad_norm, positive=True)
+        _validate.magnitude("error_max_grad_norm", self.error_max_grad_norm, positive=True)
+        size = _validate.integer("expected_batch_size", self.expected_batch_size, minimum=1)
+        if not isinstance(self.automatic, bool):
+            raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
+        dice_checks.check_parameters(self.params)
+        self._event(size, 1, BatchOrder.CYCLIC, math.inf)  # checks the noise on the mean
+
+    def _settings(self) -> dict[str, Any]:
+        names = (
+            "noise_multiplier", "max_grad_norm", "error_max_grad_norm", "expected_batch_size",
+            "automatic", "loss_reduction", "secure_mode",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    # Opacus' seams.
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Refuses: Opacus' accountants would take the run for DP-SGD.
+
+        Raises:
+            UnsupportedRunError: Always.
+        """
+        raise UnsupportedRunError(
+            f"Expected no step hook on {type(self).__name__}, got {fn!r}: an accountant that reads "
+            "noise_multiplier takes the run for DP-SGD and leaves out what the error shows. Use "
+            "optimizer.privacy_event(...) or optimizer.report(...); do your own work after step()."
+        )
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Checks the run, clips, and at the end of a batch adds error and noise.
+
+        Raises:
+            UnsupportedRunError: The run is not covered; the text says why.
+        """
+        if self._failure:
+            raise UnsupportedRunError(
+                f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
+            )
+        step = self._num_steps + 1
+        try:
+            self._check_run(step)
+            try:
+                self._rows += checks.gradient_rows(self._run_params)
+            except UnsupportedRunError as error:
+                raise UnsupportedRunError(f"step {step}: {error}") from None
+            proceeds = super().pre_step(closure)
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            raise
+        if proceeds:
+            self._rows, self._sums = 0, dice_checks.no_sums(self._run_params)
+        else:
+            self._sums = dice_checks.sums_of(self._run_params)
+        return proceeds
+
+    def _check_run(self, step: int) -> None:
+        if self.original_optimizer is not self._base or self.step_hook is not None:
+            raise UnsupportedRunError(
+                f"step {step} uses another original_optimizer, or a step_hook. Leave both alone."
+            )
+        settings = self._settings()
+        for name, expected in self._fixed.items():
+            if settings[name] != expected:
+                raise UnsupportedRunError(
+                    f"step {step} uses {name} = {settings[name]!r}, expected {expected!r} as at "
+                    "construction: the bound on DiceSGD is about constant values. (The learning "
+                    "rate may change.)"
+                )
+        dice_checks.check_same_parameters(step, self._base, self._run_params)
+        dice_checks.check_sums(step, self._run_params, self._sums)
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped gradients to summed_grad and the rest of each to the hidden error.
+
+        Raises:
+            UnsupportedRunError: A gradient is not finite.
+        """
+        samples = self.grad_samples
+        norms = joint_norms(samples)
+        if len(norms):
+            largest = float(norms.max())
+            if not math.isfinite(largest):
+                raise UnsupportedRunError(
+                    f"step {self._num_steps + 1} has a per-example gradient whose norm is not "
+                    "finite (or a square overflows): no clip bounds it. The step was not taken. "
+                    "Look for a division by 0, or scale the loss down."
+                )
+            self._hidden.note_gradient_norm(largest)
+        factors = clip_factors(
+            norms,
+            float(self.max_grad_norm),
+            automatic=self.automatic,
+            smallest=self._smallest_norm,
+        )
+        for index, (p, sample) in enumerate(zip(self._run_params, samples, strict=True)):
+            _check_processed_flag(p.grad_sample)  # type: ignore[attr-defined]
+            sample, factor = sample.to(p.dtype), factors.to(device=sample.device, dtype=p.dtype)
+            clipped = torch.einsum("i,i...", factor, sample)
+            # Not the difference of two sums: what is not clipped leaves exactly nothing.
+            self._hidden.add_rest(index, torch.einsum("i,i...", 1 - factor, sample))
+            p.summed_grad = clipped if p.summed_grad is None else p.summed_grad.add_(clipped)  # type: ignore[attr-defined]
+            _mark_as_processed(p.grad_sample)  # type: ignore[attr-defined]
+
+    def add_noise(self) -> None:
+        r"""Puts B times the noisy update into p.grad (`scale_grad` divides) and moves the error.
+
+        .. math::
+            \sum_i \mathrm{clip}(g_i, C_1) + B\, \mathrm{clip}(e_t, C_2) +
+            \mathcal{N}(0, (B \sigma_1)^2 I), \qquad
+            B \sigma_1 = \text{noise_multiplier} \cdot C_1
+
+        Raises:
+            UnsupportedRunError: The error is not finite, or the noise was used before.
+        """
+        step, divisor = self._num_steps + 1, int(self._fixed["expected_batch_size"])
+        norm = self._hidden.norm()
+        if not math.isfinite(float(norm)):
+            raise UnsupportedRunError(f"step {step}: the error overflowed; no clip bounds it.")
+        factor = clip_factors(
+            norm,
+            float(self.error_max_grad_norm),
+            automatic=self.automatic,
+            smallest=self._smallest_norm,
+        )
+        std = float(self.noise_multiplier) * float(self.max_grad_norm)
+        if std and not self.secure_mode:
+            try:
+                self._noise_watch.draw(self.generator, self._run_params[0].device)
+            except UnsupportedRunError as error:
+                raise UnsupportedRunError(f"step {step}: {error}") from None
+        self._num_steps += 1  # it counts, whatever happens from here on
+        self._hidden.note_rows(self._rows)
+        for index, p in enumerate(self._run_params):
+            _check_processed_flag(p.summed_grad)  # type: ignore[attr-defined]
+            noise = _generate_noise(
+                std=std,
+                reference=p.summed_grad,  # type: ignore[attr-defined]
+                generator=self.generator,
+                secure_mode=self.secure_mode,
+            )
+            # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632; the noise comes last
+            feedback = self._hidden.error(index) * (factor * divisor).to(p)
+            p.grad = (p.summed_grad + feedback + noise).view_as(p)  # type: ignore[attr-defined]
+            _mark_as_processed(p.summed_grad)  # type: ignore[attr-defined]
+        self._hidden.advance(factor, divisor)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes one step, or one piece of a step under BatchMemoryManager.
+
+        Raises:
+            UnsupportedRunError: The run is not covered; the text says why.
+        """
+        if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
+            raise UnsupportedRunError(
+                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
+                "gradients before they are clipped, and skips steps. Train in float32 without it."
+            )
+        return super().step(closure)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps taken."""
+        return self._num_steps
+
+    def _event(self, size: int, steps: int, order: BatchOrder, bound: float) -> DiceSgdDpEvent:
+        batch = int(self.expected_batch_size)  # type: ignore[arg-type]
+        return DiceSgdDpEvent(
+            # ZBWH24, Algorithm 2, arXiv 2311.14632: the noise is on the mean update
+            noise_std=float(self.noise_multiplier) * float(self.max_grad_norm) / batch,
+            clip_norm=float(self.max_grad_norm),
+            error_clip_norm=float(self.error_max_grad_norm),
+            batch_size=batch,
+            dataset_size=size,
+            num_steps=steps,
+            batch_order=order,
+            gradient_bound=bound,
+            automatic=self.automatic,
+        )

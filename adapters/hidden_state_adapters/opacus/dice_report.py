@@ -1,0 +1,63 @@
+"""What a DiceSGD run costs, in words: proven, and as the paper claims."""
+
+from __future__ import annotations
+
+import math
+
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import DiceSgdAccountant, DiceSgdDpEvent
+from hidden_state_accountants.bounds import DiceSgd
+
+_CHECKED = (
+    "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
+    "finite gradients, one row each, in float32 or float64, in at most one backward pass per piece "
+    "of a batch; the same parameters; noise that was not used before"
+)
+
+
+def text_report(
+    event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float, update_rule: str
+) -> str:
+    """About a dozen lines to paste.
+
+    Args:
+        event: The run.
+        relation: The neighbouring relation.
+        delta: In [0, 1].
+        update_rule: Name of the optimizer that the noisy updates go through.
+
+    Raises:
+        UnsupportedRunError: No bound covers the run.
+    """
+    guarantee = DiceSgdAccountant(relation).compose(event).guarantee
+    bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
+    clip = "normalised to" if event.automatic else "clip norm"
+    return "\n".join(
+        [
+            "Privacy of all iterates (the error of the feedback stays hidden)",
+            f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
+            f"neighboring relation: {relation.name}",
+            f"theorem: {guarantee.theorem} (docs/theory/dice_sgd.md)",
+            f"published: {_published(event, relation, delta)}",
+            f"run: {event.num_steps} steps x {event.batch_size} of {event.dataset_size} records, "
+            f"{event.batch_order.value}; update rule {update_rule}",
+            f"noise on the mean update: standard deviation {event.noise_std:.6g}",
+            f"gradients: {clip} {event.clip_norm:g}; bound before clipping: {bound}",
+            f"error: {clip} {event.error_clip_norm:g}",
+            f"checked at every step: {_CHECKED}",
+            "declared (your word): " + "; ".join(a.text for a in guarantee.assumptions),
+        ]
+    )
+
+
+def _published(event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float) -> str:
+    bound = DiceSgd(analysis="published")
+    unmet = bound.check(event, relation)
+    if unmet:
+        return f"{bound.citation} does not apply: " + "; ".join(map(str, unmet))
+    claim = bound.guarantee(event, relation)
+    return (
+        f"{bound.citation} would claim epsilon = {claim.epsilon(delta):.4f}; do not use it: "
+        f"{claim.caveat}"
+    )
