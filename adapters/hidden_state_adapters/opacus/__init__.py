@@ -13,6 +13,8 @@ Importing this package also makes ``opacus.PrivacyEngine(accountant="hidden_stat
 from opacus.accountants import register_accountant
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
+from hidden_state_adapters.opacus.dice_sgd import DiceSGDOptimizer
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
@@ -20,6 +22,8 @@ from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
+    "DiceAdamOptimizer",
+    "DiceSGDOptimizer",
     "HiddenStateAccountant",
     "HiddenStateOptimizer",
     "HiddenStatePrivacyEngine",
