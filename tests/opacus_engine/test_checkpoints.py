@@ -239,6 +239,8 @@ def test_an_older_checkpoint_does_not_forget(make_run, tmp_path):
     back = make_run()
     with pytest.raises(ValueError, match="that of step 6: 12 steps were taken"):
         back.engine.load_checkpoint(path=path)
+    with pytest.raises(ValueError, match="that of step 6: 12 steps were taken"):
+        HiddenStatePrivacyEngine().load_checkpoint(path=path, module=back.model)
     assert back.steps == 0
     back.engine.load_checkpoint(path=path, discard_later_steps=True)
     assert back.steps == 6

@@ -134,6 +134,8 @@ class CheckpointedEngine(AccountedEngine):
             if "private" in state:
                 self._optimizer.context.plan.load_private_state(state["private"])
             module, optimizer = module or self._modules[-1], optimizer or self._optimizer
+        elif checkpoints.SECTION in checkpoint:
+            checkpoints.check_later_steps(checkpoint[checkpoints.SECTION], discard_later_steps)
         self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
         module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
         for target, key in (

@@ -124,11 +124,12 @@ def check_state(
             f"The checkpoint lacks {missing}: another order would not be the run that is "
             "accounted. Save with include_private_state=True, stays_private=True."
         )
-    _check_later_steps(state, discard_later_steps)
+    check_later_steps(state, discard_later_steps)
     return state
 
 
-def _check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> None:
+def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> None:
+    """Raises ValueError if this process took steps after the state that would be forgotten."""
     steps = state["num_steps"]
     branches = _branches.get(state["run_id"], [])
     released = [r for branch in branches for r in branch.release_steps if r > steps]

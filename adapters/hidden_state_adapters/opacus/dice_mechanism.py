@@ -54,6 +54,8 @@ class DiceMechanism(DPOptimizer):
         dice_checks.refuse_per_layer(
             max_grad_norm=max_grad_norm, error_max_grad_norm=error_max_grad_norm
         )
+        _validate.integer("expected_batch_size", expected_batch_size, minimum=1)
+        self._fixed: dict[str, Any] = {}
         self.automatic = automatic
         self.error_max_grad_norm = (
             max_grad_norm if error_max_grad_norm is None else error_max_grad_norm
@@ -86,11 +88,10 @@ class DiceMechanism(DPOptimizer):
         _validate.magnitude("noise_multiplier", self.noise_multiplier)
         _validate.magnitude("max_grad_norm", self.max_grad_norm, positive=True)
         _validate.magnitude("error_max_grad_norm", self.error_max_grad_norm, positive=True)
-        size = _validate.integer("expected_batch_size", self.expected_batch_size, minimum=1)
         if not isinstance(self.automatic, bool):
             raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
         dice_checks.check_parameters(self.params)
-        self._event(size, 1, BatchOrder.CYCLIC, math.inf)  # checks the noise on the mean
+        self._event(int(self.expected_batch_size), 1, BatchOrder.CYCLIC, math.inf)  # checks the noise on the mean
 
     def _settings(self) -> dict[str, Any]:
         names = (
