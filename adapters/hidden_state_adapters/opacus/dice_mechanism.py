@@ -91,7 +91,8 @@ class DiceMechanism(DPOptimizer):
         if not isinstance(self.automatic, bool):
             raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
         dice_checks.check_parameters(self.params)
-        self._event(int(self.expected_batch_size), 1, BatchOrder.CYCLIC, math.inf)  # checks the noise on the mean
+        # Checks the noise on the mean, and the values with each other.
+        self._event(int(self.expected_batch_size), 1, BatchOrder.CYCLIC, math.inf)  # type: ignore[arg-type]
 
     def _settings(self) -> dict[str, Any]:
         names = (
