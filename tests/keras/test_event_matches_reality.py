@@ -82,6 +82,12 @@ def other_data_in_the_second_fit(run):
     run.fit(cyclic_dataset(run.x[::-1], run.y[::-1], batch_size=4))
 
 
+def arrays_reordered_between_fits(run):
+    run.fit(run.x, y=run.y, shuffle=False, batch_size=4)
+    np.random.default_rng(0).shuffle(run.x)
+    run.fit(run.x, y=run.y, shuffle=False, batch_size=4)
+
+
 def interrupted_epoch(run):
     def interrupt():
         raise KeyboardInterrupt
@@ -342,6 +348,7 @@ CASES = {
     generator: "not known",
     part_of_an_epoch: "6 steps in an epoch, got 3",
     other_data_in_the_second_fit: "the same object",
+    arrays_reordered_between_fits: "may have been reordered",
     interrupted_epoch: "go on with batch 3",
     fit_without_the_callback: "took 12 steps, but 6 are recorded",
     fit_without_the_callback_before: "not recorded",
@@ -387,6 +394,13 @@ def test_refused(make_run, act):
     run = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
         act(run)
+
+
+def test_tensorfloat_32_is_refused(make_run, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+    with pytest.raises(hsa.UnsupportedRunError, match="TensorFloat-32"):
+        make_run().fit()
+    make_run(optimizer={"loss_geometry": None}).fit()
 
 
 # What is accounted as it happened
@@ -443,8 +457,8 @@ def test_accounted(make_run, act):
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": True}])
 def test_accounted_in_every_mode(make_run, mode):
     run = make_run(compile=mode)
-    run.fit(epochs=2)
-    assert run.callback.privacy_event == EXPECTED
+    run.fit()
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, num_steps=6)
 
 
 def test_learning_rates_are_those_that_were_used(make_run):

@@ -22,6 +22,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_adapters.tf_privacy import fit_checks
+from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.statement import statement
@@ -160,6 +161,12 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             raise refusal(
                 "Expected the data of the run so far, the same object, got another: its batches "
                 "may differ. Keep the result of cyclic_dataset and pass it to every call of fit."
+            )
+        if cyclic_batches(source[0]) is None:
+            raise refusal(
+                "Expected a dataset of cyclic_dataset for more than one call of fit, got arrays, "
+                "which may have been reordered in between. Pass cyclic_dataset(x, y, batch_size="
+                f"{self._batch_size}) from the first call on."
             )
         self._check_iterate()
         if self._recorder.expected_batch_index:

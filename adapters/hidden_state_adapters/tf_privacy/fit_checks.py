@@ -213,6 +213,16 @@ def check_model(model: Any) -> CyclicDPKerasSGDOptimizer:
                 f"Expected layers without state, got {layer.name} with stateful=True: it carries "
                 "examples into later steps without noise."
             )
+    if (
+        optimizer.loss_geometry is not None
+        and tf.config.list_physical_devices("GPU")
+        and tf.config.experimental.tensor_float_32_execution_enabled()
+    ):
+        raise refusal(
+            "Expected full float32 on the GPU, got TensorFloat-32 (TensorFlow's default): "
+            "gradients rounded to 10 bits do not have the declared smoothness. Call "
+            "tf.config.experimental.enable_tensor_float_32_execution(False)."
+        )
     if model.losses:
         raise refusal(
             "Expected no regularisation losses (kernel_regularizer, add_loss), got "
