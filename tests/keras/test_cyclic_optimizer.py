@@ -435,6 +435,9 @@ def test_applying_foreign_gradients_first_fails_as_in_tf_privacy():
     [
         ({"l2_norm_clip": 0.0}, ValueError),
         ({"l2_norm_clip": float("nan")}, ValueError),
+        ({"l2_norm_clip": 1e-31}, ValueError),
+        ({"l2_norm_clip": 1e31}, ValueError),
+        ({"noise_multiplier": 1e-31}, ValueError),
         ({"noise_multiplier": -1.0}, ValueError),
         ({"noise_multiplier": "1"}, TypeError),
         ({"num_microbatches": 0}, ValueError),

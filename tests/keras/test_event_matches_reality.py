@@ -396,6 +396,19 @@ def test_refused(make_run, act):
         act(run)
 
 
+def test_a_run_that_a_refused_step_ended_is_not_accounted(make_run):
+    run = make_run()
+    run.fit()
+    data = cyclic_dataset(np.r_[run.x[:12], 5.0 * run.x[12:]], run.y, batch_size=4)
+    run.callback._source = (data, None)  # as if the change were not noticed
+    with pytest.raises(hsa.UnsupportedRunError, match="step 10 was not taken"):
+        run.fit(data)
+    assert run.optimizer.last_step.steps == 9
+    for act in (lambda: run.callback.report(1e-5), lambda: run.callback.privacy_event, run.fit):
+        with pytest.raises(hsa.UnsupportedRunError, match="step 10 was not taken"):
+            act()
+
+
 def test_tensorfloat_32_is_refused(make_run, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
     with pytest.raises(hsa.UnsupportedRunError, match="TensorFloat-32"):

@@ -180,8 +180,8 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         assert self._recorder is not None
         assert self._optimizer is not None
         entry, step = self._optimizer.last_step, self._recorder.num_steps + 1
-        if entry.problem:
-            raise refusal(f"step {step} was not taken. {entry.problem}")
+        if entry.problem:  # the run ends here for a reason that may depend on the data
+            self._invalidate(f"step {step} was not taken. {entry.problem}")
         if entry.steps != step:
             self._invalidate(
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"

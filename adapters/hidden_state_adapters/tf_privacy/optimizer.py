@@ -121,8 +121,10 @@ class CyclicDPKerasSGDOptimizer(GenericDPSGDOptimizer, _DecayedSGD):
     ):
         checks.refuse_surroundings()
         checks.refuse_options(kwargs)
-        clip = _validate.magnitude("l2_norm_clip", l2_norm_clip, positive=True)
+        clip = _validate.real("l2_norm_clip", l2_norm_clip, above=0)
         noise = _validate.magnitude("noise_multiplier", noise_multiplier)
+        checks.check_scale("l2_norm_clip", clip)
+        checks.check_scale("l2_norm_clip * noise_multiplier", clip * noise)
         if num_microbatches is not None:
             num_microbatches = _validate.integer("num_microbatches", num_microbatches, minimum=1)
         if isinstance(learning_rate, int | float):

@@ -11,6 +11,7 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 # Rounding in float32 of a norm that is exactly at its bound.
 SLACK = 1e-6
+_LARGEST = 1e30
 
 _NEUTRAL = {
     "momentum": 0.0,
@@ -39,6 +40,14 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         raise refusal(
             f"Expected {name} = {neutral}, got {value!r}: no last-iterate theorem here covers it. "
             "Drop it."
+        )
+
+
+def check_scale(name: str, value: float) -> None:
+    """Raises ValueError unless float32 holds the value (or 0): else clip or noise would vanish."""
+    if value and not 1 / _LARGEST <= value <= _LARGEST:
+        raise ValueError(
+            f"Expected {name} between {1 / _LARGEST:g} and {_LARGEST:g}, got {value!r}."
         )
 
 
