@@ -51,7 +51,10 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         gradient_sensitivity: S_g >= 0, the largest distance of the SUMS of the per-record gradients
             of a block on neighbouring data sets, at equal parameters. Per-record clipping at C
             gives 2 * C where a record is replaced by any other (the paper's neighbours; this also
-            covers REPLACE_SPECIAL) and C where it is replaced by one with zero gradient.
+            covers REPLACE_SPECIAL) and C where it is replaced by one with zero gradient. Beside a
+            `block_loss.lipschitz` declare no more than that: 2 * lipschitz <= S_g is read as
+            "clipping never acts". Where the mean of a batch is clipped as one vector leave
+            `block_loss` at None.
         batch_size: b, the public constant that the sum is divided by.
         dataset_size: n.
         num_epochs: K.
@@ -62,7 +65,8 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         update_lipschitz: L_F, a declared Lipschitz constant of the block's update before noise and
             prox, for every data set; None derives one from `block_loss`.
         prox_lipschitz: L_T, a declared Lipschitz constant of the proximal map. Every prox of a
-            convex function has 1; the paper also admits 2.
+            convex function has 1; the paper also admits 2. The regulariser has to be convex: a
+            value above 1 is read as 1, except by the published account.
         num_blocks: p, the number of released blocks.
 
     Raises:

@@ -41,6 +41,9 @@ class DiceSgdDpEvent(dp_accounting.DpEvent):
       - Batches do not depend on the data; the divisor B, T and all hyper-parameters are public,
         fixed in advance and the same for neighbouring data sets.
       - One record is one row and is clipped on its own.
+      - x_0 does not depend on the data and e_0 = 0. The error survives from step to step: a run is
+        ONE event with all its steps, never several composed ones that keep the error (a resumed
+        run, an event per step or epoch).
 
     Attributes:
         noise_std: sigma_1 >= 0, standard deviation of the noise on the MEAN update v: the noise

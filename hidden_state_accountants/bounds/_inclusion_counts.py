@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -60,8 +62,15 @@ def first_inclusion(order: BatchOrder, num_steps: int, period: int, rate: float)
     elif order in EPOCH_ORDERS:
         law[:period] = 1 / period
     else:
-        law[:] = rate * (1 - rate) ** np.arange(num_steps)
+        law[:] = _geometric(rate, num_steps)
     return law
+
+
+def _geometric(rate: float, num_steps: int) -> np.ndarray:
+    """P(the first inclusion is in step t), t = 0..num_steps-1."""
+    if rate == 1:
+        return np.eye(1, num_steps)[0]
+    return rate * np.exp(np.arange(num_steps) * math.log1p(-rate))
 
 
 def _with_absent(
@@ -110,8 +119,9 @@ def _step_by_step(num_steps: int, rate: float) -> Inclusions:
     """
     ladder = _ladder(num_steps - 1)
     left = np.arange(num_steps - 1, -1, -1)
-    geometric = rate * (1 - rate) ** np.arange(num_steps)
-    first = np.bincount(np.searchsorted(ladder, left), geometric, minlength=len(ladder))
+    first = np.bincount(
+        np.searchsorted(ladder, left), _geometric(rate, num_steps), minlength=len(ladder)
+    )
     after = ladder[:, None]
     low, high = np.append(-1, ladder[:-1])[None, :], ladder[None, :]
     upper = stats.binom.sf(low, after, rate) - stats.binom.sf(high, after, rate)

@@ -24,7 +24,7 @@ from hidden_state_accountants.curves import GaussianCurve, RdpCurve
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.geometry import update_lipschitz
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.loss_geometry import LossKind
+from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.process import NoisyProcess, UnmetCondition
 
 _SHIFTS = Citation("Bok, Su, Altschuler 2024", "shifted interpolation", "2403.00278")
@@ -232,6 +232,7 @@ def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption,
         )
     if event.block_loss is not None:
         assumptions.append(Assumption.declared(f"per-record block loss: {event.block_loss!r}"))
+        assumptions.append(Assumption.declared(_clipping(event.block_loss, event)))
     if event.prox_strong_convexity:
         assumptions.append(
             Assumption.declared(f"{event.prox_strong_convexity:g}-strongly convex regulariser")
@@ -240,7 +241,21 @@ def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption,
         assumptions.append(
             Assumption.declared(f"the prox is Lipschitz with constant {event.prox_lipschitz:g}")
         )
+    else:
+        assumptions.append(
+            Assumption.declared("the regulariser, if any, is convex: its prox does not expand")
+        )
     return tuple(assumptions)
+
+
+def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
+    """S_g does not tell the clip norm: one that is too large would hide that clipping acts."""
+    if loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity:
+        return "the gradient of each record is clipped on its own and as one vector, if at all"
+    return (
+        f"no gradient is ever clipped: each record's, of norm at most {loss.lipschitz:g}, lies "
+        "within the clip norm, and no mean of a batch is clipped"
+    )
 
 
 def _published(

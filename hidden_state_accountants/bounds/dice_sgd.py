@@ -139,6 +139,10 @@ def _assumptions(event: DiceSgdDpEvent) -> tuple[Assumption, ...]:
         ),
         Assumption.declared("number of steps and hyper-parameters fixed in advance"),
         Assumption.declared(
+            "the start does not depend on the data and the error starts at zero: a run that goes "
+            "on with the error of an earlier one is ONE event with the steps of both"
+        ),
+        Assumption.declared(
             f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} "
             "records, chosen independently of the data"
         ),

@@ -441,3 +441,16 @@ class TestSound:
             hsa.BlockCoordinateAccountant().compose(run)
         with pytest.raises(ValueError, match='"sound" or "published"'):
             hsa.BlockCoordinateAccountant(analysis="paper")
+
+
+@pytest.mark.parametrize(
+    ("lipschitz", "text"), [(None, "on its own"), (0.6, "on its own"), (0.5, "ever clipped")]
+)
+def test_what_is_taken_for_granted_about_clipping_is_listed(lipschitz, text):
+    run = hsa.BlockCoordinateDpEvent(
+        step_size=0.1, noise_variance=1.0, gradient_sensitivity=1.0, batch_size=1, dataset_size=5,
+        num_epochs=2, block_loss=hsa.LossGeometry.convex(1.0, lipschitz),
+    )  # fmt: skip
+    assumptions = hsa.BlockCoordinateAccountant().compose(run).guarantee.assumptions
+    assert any(text in a.text for a in assumptions)
+    assert any("regulariser, if any, is convex" in a.text for a in assumptions)

@@ -635,3 +635,18 @@ def test_guarantee_names_what_it_rests_on():
     text = hsa.DiceSgdAccountant().compose(run(batch_order="cyclic")).guarantee.explain()
     for words in ("never released", "at most 1.5", "constant 2", "independently of the data"):
         assert words in text
+
+
+def test_an_error_that_is_carried_over_is_one_run():
+    """An event per step forgets the error: the guarantee says that it starts at zero."""
+
+    def event(steps):
+        return hsa.DiceSgdDpEvent(
+            noise_std=1.0, clip_norm=1.0, error_clip_norm=1.0, batch_size=1, dataset_size=1,
+            num_steps=steps, batch_order="full", gradient_bound=3.0,
+        )  # fmt: skip
+
+    whole = hsa.DiceSgdAccountant().compose(event(10)).guarantee
+    pieces = hsa.DiceSgdAccountant().compose(event(1), 10).guarantee
+    assert whole.mu > 2.5 * pieces.mu
+    assert any("error starts at zero" in a.text for a in pieces.assumptions)
