@@ -185,6 +185,16 @@ def scaled_loss(run):
     run.fit()
 
 
+class TwoRowsPerExample(tf.keras.losses.BinaryCrossentropy):
+    def call(self, y_true, y_pred):
+        return tf.repeat(super().call(y_true, y_pred), 2)
+
+
+def two_rows_per_example(run):
+    compile_with(run, TwoRowsPerExample(from_logits=True, reduction="none"))
+    run.fit()
+
+
 def loss_weights(run):
     compile_with(run, loss_weights=[0.5])
     run.fit()
@@ -362,6 +372,7 @@ CASES = {
     stopped_by_a_callback: "stopped early",
     reduced_loss: "got a scalar",
     scaled_loss: "longer than loss_geometry.lipschitz",
+    two_rows_per_example: "step 1 used 8 rows, expected batch_size = 4",
     loss_weights: "loss_weights=None",
     class_weights: "class_weight = None",
     sample_weights: "sample_weight = None",
