@@ -560,7 +560,7 @@ def test_an_event_that_did_not_happen(arguments, text):
         optimizer.privacy_event(**{"dataset_size": 8, "batch_order": "cyclic", **arguments})
 
 
-@pytest.mark.parametrize("sizes", [[4, 3], [4, 5], [4, 0]])
+@pytest.mark.parametrize("sizes", [[4, 3], [3, 4], [4, 5], [4, 0]])
 def test_batches_of_a_fixed_size_are_counted(sizes):
     model, optimizer = make(noise_multiplier=2.0)
     train(model, optimizer, batches(sizes))
@@ -794,6 +794,23 @@ def test_gradients_that_no_clip_bounds(value):
     backward(model, features)
     with pytest.raises(hsa.UnsupportedRunError, match="An earlier step of this run was refused"):
         optimizer.step()
+
+
+def test_an_error_that_overflows():
+    """An infinite error has no direction to clip."""
+    model = GradSampleModule(nn.Linear(1, 1, bias=False))
+    optimizer = DiceSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=1.0, max_grad_norm=1.0,
+        expected_batch_size=1,
+    )  # fmt: skip
+    for raises in (False, True):
+        optimizer.zero_grad()
+        model(torch.full((4, 1), 3e38)).mean().backward()
+        if raises:
+            with pytest.raises(hsa.UnsupportedRunError, match="step 2: the error overflowed"):
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 def test_gradients_of_two_passes():
