@@ -32,7 +32,7 @@ EXPECTED_TO_FAIL = {
     ("ExpandedWeights", "privacy_engine_test", "test_basic"): EMPTY,
     ("ExpandedWeights", "test_deterministic_run"): EMPTY,
     ("ExpandedWeights", "test_make_private_with_epsilon"): EMPTY,
-    ("PrivacyEngineTextTest", "test_make_private_with_epsilon"): ROWS,
+    ("PrivacyEngineText", "test_make_private_with_epsilon"): ROWS,
     ("test_equivalent_to_one_batch",): "batches of 10 of 256 records: a ragged one is refused",
     ("test_privacy_engine_no_poisson_accumulation",): "accumulation is refused at the step",
     ("test_privacy_engine_poisson_accumulation",): "refused at the step, not in backward()",
