@@ -794,6 +794,10 @@ def test_gradients_that_no_clip_bounds(value):
     backward(model, features)
     with pytest.raises(hsa.UnsupportedRunError, match="An earlier step of this run was refused"):
         optimizer.step()
+    with pytest.raises(hsa.UnsupportedRunError, match="may depend on the records"):
+        optimizer.privacy_event(dataset_size=8, batch_order="poisson")
+    with pytest.raises(hsa.UnsupportedRunError, match="may depend on the records"):
+        optimizer.run_state_dict(include_private_state=True)
 
 
 def test_an_error_that_overflows():

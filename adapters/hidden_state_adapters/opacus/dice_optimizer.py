@@ -44,6 +44,7 @@ class DiceOptimizer(DiceMechanism):
             ValueError: No step was taken, or no run can have these values.
             UnsupportedRunError: The run was another one.
         """
+        self._check_not_refused()
         if not self._num_steps:
             raise ValueError("Expected at least one step, got none yet.")
         if self._settings() != self._fixed:
@@ -67,6 +68,14 @@ class DiceOptimizer(DiceMechanism):
                 "of the features, not read off a run. Correct it, or leave it out."
             )
         return event
+
+    def _check_not_refused(self) -> None:
+        if self._failure:
+            raise UnsupportedRunError(
+                "A step of this run was refused or interrupted. What ended the run may depend on "
+                "the records, and the bound is about a number of steps that does not. Start again "
+                f"with another optimizer. It was: {self._failure}"
+            )
 
     def _check_rows(self, event: DiceSgdDpEvent) -> None:
         fewest, most = self._hidden.fewest_rows, self._hidden.most_rows
@@ -132,6 +141,7 @@ class DiceOptimizer(DiceMechanism):
 
         Raises:
             ValueError: include_private_state is False, or the batch is not finished.
+            UnsupportedRunError: A step was refused.
         """
         if include_private_state is not True:
             raise ValueError(
@@ -139,6 +149,7 @@ class DiceOptimizer(DiceMechanism):
                 "holds data of the records without noise. Keep what you get as secret as the "
                 "records. For the account alone, keep privacy_event(...).to_dict()."
             )
+        self._check_not_refused()
         if not self._num_steps or self._rows or any(self._sums):
             raise ValueError("Expected the end of a step, got no step yet, or a piece of one.")
         return {
@@ -151,8 +162,8 @@ class DiceOptimizer(DiceMechanism):
     def load_run_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `run_state_dict` returned, into an optimizer that took no step.
 
-        Load model and `state_dict()` of the same moment, too. If anything of later steps was
-        released, they happened: their epsilon composes with that of this run.
+        Load model and `state_dict()` of the same moment, too, and each state only once: no bound
+        here covers what two continuations of a run show together.
 
         Raises:
             ValueError: The state is damaged or of another run (the text names the field), or steps
