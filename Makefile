@@ -89,7 +89,7 @@ help:
 	@echo "make test         everything that CI runs: lint, test-all, test-numpy2"
 	@echo "make test-all     the whole test suite"
 	@echo "make test-fast    the tests that are not marked slow, under 3 minutes"
-	@echo "make test-numpy2  the core's and the Opacus adapter's tests with dp-accounting 0.6 and numpy 2"
+	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (15 minutes)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
@@ -111,7 +111,7 @@ test-fast: .venv/.test-installed
 	$(call PYTEST,.venv) -m "not slow" $(PYTEST_ARGS) tests
 
 test-numpy2: .venv-numpy2/.test-installed
-	$(call PYTEST,.venv-numpy2) $(PYTEST_ARGS) $(CORE_TESTS)
+	$(call PYTEST,.venv-numpy2) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
 
 test-mutations: .venv/.test-installed
 	.venv/bin/python tests/mutation/check_mutations.py

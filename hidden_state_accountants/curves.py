@@ -98,10 +98,13 @@ class GaussianMixtureCurve:
     mus: np.ndarray
 
     def __init__(self, weights: np.ndarray, mus: np.ndarray):
-        mus, index = np.unique(np.asarray(mus, dtype=np.float64), return_inverse=True)
-        weights = np.bincount(index, weights=np.asarray(weights, dtype=np.float64))
-        if abs(weights.sum() - 1) > 1e-9 or not (weights >= 0).all() or not (mus >= 0).all():
-            raise ValueError(f"Expected weights >= 0 with sum 1, got sum {weights.sum()!r}.")
+        weights, mus = np.asarray(weights, dtype=np.float64), np.asarray(mus, dtype=np.float64)
+        if not (abs(weights.sum() - 1) <= 1e-9 and (weights >= 0).all() and (mus >= 0).all()):
+            raise ValueError(
+                f"Expected weights >= 0 with sum 1 and mus >= 0, got sum {weights.sum()!r}."
+            )
+        mus, index = np.unique(mus[weights > 0], return_inverse=True)
+        weights = np.bincount(index, weights=weights[weights > 0] / weights.sum())
         object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "mus", mus)
 
@@ -118,7 +121,7 @@ class GaussianMixtureCurve:
             return math.inf
         high = epsilon_from_mu(float(top), delta) if top < math.inf else 1.0
         while self.delta(high) > delta:
-            high *= 2
+            high = 2 * high or 1e-15  # the weights may sum to a little more than 1
         root = optimize.brentq(
             lambda e: self._log_delta(e) - math.log(delta), 0.0, high, xtol=1e-13, rtol=1e-13
         )

@@ -14,6 +14,8 @@ from hidden_state_accountants.curves import privacy_loss_from_delta
 from hidden_state_accountants.gaussian import deltas_from_mu, epsilon_from_mu
 from hidden_state_accountants.standard import StandardCurve, StockEvent
 
+_FAR = 30.0
+
 
 @attrs.frozen
 class SampledWithoutReplacementCurve:
@@ -56,11 +58,14 @@ class SampledWithoutReplacementCurve:
         return math.log1p(q * math.expm1(whole))
 
     def delta(self, epsilon: float) -> float:
-        return float(self._deltas(np.array(min(epsilon, 700.0))))
+        return float(self._deltas(np.array(epsilon)))
 
     def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
         q = self._rate
-        return q * deltas_from_mu(self.step_mu, np.log1p(np.expm1(epsilon) / q))
+        # log(1 + (e^epsilon - 1)/q); the second form where e^epsilon / q could overflow
+        near = np.log1p(np.expm1(np.minimum(epsilon, _FAR)) / q)
+        far = epsilon - math.log(q) + np.log1p((q - 1) * np.exp(-epsilon))
+        return q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         event = dp_accounting.SampledWithoutReplacementDpEvent(

@@ -143,6 +143,11 @@ class _Search:
 
     def window(self, length: int, shifted: int, beta: float) -> Window:
         """What dominates the segment for this choice, exactly."""
+        shift_mu = 0.0
+        if shifted:
+            shift_mu = (_shift_mu_squared(self._steps, length, shifted) / (1 - beta)) ** 0.5
+        if not shift_mu:  # a contraction of 0 leaves nothing to hide
+            beta = 1.0
         sampled: dict[float, int] = {}
         for level, row in zip(self._levels.tolist(), self._counts, strict=True):
             for mu, count in (
@@ -151,9 +156,6 @@ class _Search:
             ):
                 if count:
                     sampled[mu] = sampled.get(mu, 0) + count
-        shift_mu = 0.0
-        if shifted:
-            shift_mu = (_shift_mu_squared(self._steps, length, shifted) / (1 - beta)) ** 0.5
         return Window(tuple(sampled.items()), shift_mu)
 
 
@@ -176,8 +178,10 @@ class _LogShift:
     def mu_squared(self, length: int, shifted: np.ndarray) -> np.ndarray:
         """The log for windows of `length` steps whose last `shifted` hide the distance."""
         total = len(self._product) - 1
-        at_start = self._distance[total - length] - self._product[total - length]
-        return 2 * at_start - self._weight[shifted]
+        at_start = 2 * (self._distance[total - length] - self._product[total - length])
+        if at_start == -np.inf:
+            return np.full(shifted.shape, -np.inf)
+        return at_start - self._weight[shifted]
 
 
 def _shift_mu_squared(steps: SampledSteps, length: int, shifted: int) -> float:

@@ -192,7 +192,7 @@ def _segment_curve(
     levels = np.unique(step_mu[steps], return_counts=True)
     everything = tuple((float(mu), int(count)) for mu, count in zip(*levels, strict=True))
     whole = _composed(event, Window(everything, 0.0))
-    if not window.shift_mu:
+    if window.sampled_mus == everything and not window.shift_mu:
         return whole
     return BestOfCurves((_composed(event, window), whole))
 

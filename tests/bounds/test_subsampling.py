@@ -60,6 +60,13 @@ class TestWithoutReplacementCurve:
             hsa.gaussian.epsilon_from_mu(60.0, 1e-8) + math.log(0.1)
         )
 
+    def test_losses_beyond_the_range_of_exp(self):
+        curve = SampledWithoutReplacementCurve(10**7, 1, 60.0)
+        for epsilon in (600.0, 690.0, 696.0, 800.0):
+            assert curve.delta(epsilon) == pytest.approx(1e-7)
+        assert curve.delta(curve.epsilon(5e-8)) == pytest.approx(5e-8, rel=1e-6)
+        assert curve.delta(math.inf) == 0.0
+
     @pytest.mark.parametrize("count", [1, 5, 60])
     def test_composition_lies_below_the_renyi_accountant(self, count):
         curve = compose_curves([(self.CURVE, count)])
@@ -318,6 +325,16 @@ def test_degenerate_runs():
     whole = run(batch_order="without_replacement", batch_size=5, weight_decay=0.0)
     everything = Composition().guarantee(attrs.evolve(whole, batch_order="full"), ONE)
     assert Subsampling().guarantee(whole, ONE).epsilon(1e-5) <= everything.epsilon(1e-5) * 1.001
+
+
+def test_a_step_that_forgets_everything_leaves_a_short_window():
+    event = run(
+        batch_order="without_replacement", weight_decay=0.0, num_steps=40, dataset_size=10,
+        loss=hsa.LossGeometry.strongly_convex(1.0, 1.0, lipschitz=1.0), domain_diameter=1.0,
+    )  # fmt: skip
+    forgets = Subsampling().guarantee(event, ONE).epsilon(1e-5)
+    nearly = attrs.evolve(event, learning_rate=0.999)
+    assert forgets <= Subsampling().guarantee(nearly, ONE).epsilon(1e-5)
 
 
 def test_cyclic_runs_are_untouched():

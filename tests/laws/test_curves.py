@@ -84,6 +84,16 @@ class TestMixture:
         assert 0 < partly_public.epsilon(0.02) < math.inf
         assert np.isinf(partly_public.rdp(np.array([2.0]))).all()
 
+    @pytest.mark.parametrize("parts", [3, 9, 11, 49])
+    def test_weights_that_round_to_more_than_one(self, parts):
+        curve = GaussianMixtureCurve(np.full(parts, 1 / parts), np.full(parts, 1.0))
+        assert curve.epsilon(delta_from_mu(1.0, 0.0)) <= 1e-9
+
+    def test_a_choice_that_never_happens_costs_nothing(self):
+        curve = GaussianMixtureCurve([1.0, 0.0], [0.1, math.inf])
+        assert curve.mu == 0.1
+        np.testing.assert_allclose(curve.rdp(np.array([2.0])), 0.01)
+
     @pytest.mark.parametrize("weights", [[0.5, 0.2, 0.2], [1.2, -0.2, 0.0], [math.nan, 0.5, 0.5]])
     def test_weights_that_are_no_probabilities(self, weights):
         with pytest.raises(ValueError, match="weights"):

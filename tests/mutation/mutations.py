@@ -856,8 +856,8 @@ MUTATIONS = (
     Mutation(
         "sampling_amplifies_twice",
         "sampled_curve.py",
-        "return q * deltas_from_mu(self.step_mu, np.log1p(np.expm1(epsilon) / q))",
-        "return q * q * deltas_from_mu(self.step_mu, np.log1p(np.expm1(epsilon) / q))",
+        "return q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))",
+        "return q * q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))",
         _SAMPLED_TESTS,
     ),
 )
