@@ -358,12 +358,14 @@ def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(dtype):
         assert lengths.max() <= smallest * (1 + 1e-5)
 
 
-def test_the_noise_on_the_mean_update_has_the_stated_deviation():
+@pytest.mark.parametrize("secure_mode", [False, True])
+def test_the_noise_on_the_mean_update_has_the_stated_deviation(secure_mode):
     """sigma_1 = noise_multiplier * C_1 / B, independent in every step and coordinate."""
     model = GradSampleModule(nn.Linear(100, 100).double())
     optimizer = DiceSGDOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=3.0, max_grad_norm=0.2,
         error_max_grad_norm=1.0, expected_batch_size=5, generator=torch.Generator().manual_seed(1),
+        secure_mode=secure_mode,
     )  # fmt: skip
     draws = []
     for _ in range(10):
@@ -596,6 +598,42 @@ def test_the_report_has_the_proven_epsilon_and_the_papers():
             1e-5, dataset_size=40, batch_order="cyclic",
             neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         )  # fmt: skip
+
+
+def updates(gradients, batch, automatic):
+    """The mean updates without noise of a run with constant gradients, and its event."""
+    model = GradSampleModule(nn.Linear(gradients.shape[1], 1, bias=False).double())
+    optimizer = DiceSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=1.0, max_grad_norm=CLIP,
+        error_max_grad_norm=ERROR_CLIP, expected_batch_size=batch, automatic=automatic,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    seen = []
+    for _ in range(5):
+        for rows in gradients.split(batch):
+            optimizer.zero_grad()
+            model(rows).mean().backward()
+            optimizer.step()
+            seen.append(flat([p.grad for p in model.parameters()]))
+    return np.array(seen), optimizer
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("size", [0.1, 0.7, 3.0, 300.0])
+def test_what_one_record_does_is_within_the_bound(size, automatic):
+    """The same noise on neighbouring data sets: the squared differences of all updates together.
+
+    The outlier is preceded by a batch that pulls the error the other way.
+    """
+    gradients = torch.zeros(6, 3, dtype=torch.float64)
+    gradients[:2, 0], gradients[2, 0] = -size, size
+    without = gradients.clone()
+    without[2] = 0.0
+    (first, optimizer), (second, _) = (updates(g, 2, automatic) for g in (gradients, without))
+    event = optimizer.privacy_event(dataset_size=6, batch_order="cyclic", gradient_bound=size)
+    allowed = hsa.DiceSgdAccountant().compose(event).guarantee.mu * event.noise_std
+    shown = np.linalg.norm(first - second)
+    assert 0.3 * allowed < shown <= allowed * (1 + 1e-9)
 
 
 def test_a_poisson_loader_by_hand():
@@ -832,13 +870,26 @@ def test_gradients_that_were_used_before():
         optimizer.step()
 
 
-def test_a_piece_whose_sum_was_dropped():
+def drop(p):
+    p.summed_grad = None
+
+
+def double(p):
+    p.summed_grad.mul_(2)
+
+
+def swap(p):
+    p.summed_grad = p.summed_grad.clone()
+
+
+@pytest.mark.parametrize("tamper", [drop, double, swap])
+def test_a_piece_whose_sum_was_changed(tamper):
     """The error would keep what the sum has lost."""
     model, optimizer = make()
     optimizer.signal_skip_step()
     train(model, optimizer, batches([4]))
     for p in model.parameters():
-        p.summed_grad = None
+        tamper(p)
     with pytest.raises(hsa.UnsupportedRunError, match="does not come from the pieces"):
         train(model, optimizer, batches([4]))
 
