@@ -302,9 +302,13 @@ def test_nothing_exceeds_composition(run):
 def test_no_noise_is_no_privacy(run):
     event, relation = run
     silent = attrs.evolve(event, noise_multiplier=0.0)
+    # A secret order may deal the record to a batch that a short run never reaches.
+    reached = min(1.0, event.num_steps / event.batches_per_epoch)
+    if event.batch_order in PUBLIC:
+        reached = 1.0
     for guarantee in sound_guarantees(silent, relation, event.batch_order in PUBLIC).values():
-        assert guarantee.epsilon(0.5) == math.inf
-        assert guarantee.delta(10.0) == 1.0
+        assert guarantee.epsilon(0.9 * reached) == math.inf
+        assert guarantee.delta(10.0) >= reached * (1 - ROUNDING)
 
 
 @laws

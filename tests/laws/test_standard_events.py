@@ -193,7 +193,9 @@ class TestCappedPoissonBatches:
 
 def test_composition_lists_the_gradient_bound_that_it_uses():
     texts = {
-        bound: " ".join(map(str, hsa.LastIterateAccountant().compose(run).guarantee.assumptions))
+        bound: " ".join(
+            map(str, hsa.bounds.Composition().guarantee(run, REPLACE_SPECIAL).assumptions)
+        )
         for bound, run in (
             (True, cyclic_run(clip_norm=9.0, batch_order="reshuffled")),
             (True, cyclic_run(clip_norm=None, batch_order="reshuffled")),
