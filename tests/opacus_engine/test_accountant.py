@@ -368,7 +368,8 @@ def test_a_run_that_differs_from_the_declaration_raises(train, changes, argument
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"batch_order": "reshuffled"}, hsa.UnsupportedRunError, "cyclic, full, poisson"),
+        ({"batch_order": "sorted"}, ValueError, "batch_order to be one of full, cyclic"),
+        ({"batch_order": "reshuffled", "batch_size": 7}, hsa.UnsupportedRunError, "divides"),
         ({"batch_size": 7}, hsa.UnsupportedRunError, "divides dataset_size"),
         ({"batch_order": "full"}, ValueError, "FULL"),
         ({"loss_geometry": "auto"}, TypeError, "LossGeometry"),
@@ -378,6 +379,46 @@ def test_a_run_that_differs_from_the_declaration_raises(train, changes, argument
 def test_declarations_that_are_refused(changes, error, text):
     with pytest.raises(error, match=text):
         HiddenStateAccountant().declare_run(**{**DECLARED, **changes})
+
+
+@pytest.mark.parametrize("order", ["reshuffled", "shuffled_once", "without_replacement"])
+def test_orders_that_the_loader_keeps_secret(train, order):
+    engine, *_ = train({**DECLARED, "batch_order": order}, loader={"shuffle": True})
+    assert engine.get_epsilon(DELTA) == epsilon(event(batch_order=order))
+    text = engine.accountant.guarantee.explain()
+    assert "the loader" in text
+    assert "nobody ever learns" in text
+
+
+def test_poisson_batches_with_a_loss_are_hidden_too(train):
+    declared = {**DECLARED, "batch_order": "poisson"}
+    engine, *_ = train(declared, poisson_sampling=True, epochs=8)
+    assert engine.get_epsilon(DELTA) == epsilon(event(batch_order="poisson", num_steps=48))
+
+
+def test_a_divisor_below_the_declared_batch_size_leaves_composition(train, caplog):
+    """n/b = 60/11 gives Opacus 6 batches: q = 1/6, the divisor 10. A shorter divisor stretches."""
+    declared = {**DECLARED, "batch_order": "poisson", "batch_size": 11}
+    engine, *_ = train(declared, poisson_sampling=True, loader={"batch_size": 11})
+    assert "divides by 10, less than batch_size = 11" in caplog.text
+    composed = event(batch_order="poisson", batch_size=11, loss=None, weight_decay=0.0)
+    assert engine.get_epsilon(DELTA) == epsilon(composed)
+
+
+@pytest.mark.parametrize(
+    ("order", "epochs", "text"),
+    [("shuffled_once", 1, "another order"), ("reshuffled", 1, "end of an epoch")],
+)
+def test_secret_orders_do_not_go_on_in_a_stock_loader(train, order, epochs, text):
+    declared = {**DECLARED, "batch_order": order}
+    engine, *private = train(declared, epochs=epochs)
+    if order == "reshuffled":
+        step(*private)
+    other = HiddenStateAccountant()
+    other.declare_run(**declared)
+    with pytest.raises(ValueError, match=text):
+        other.load_state_dict(engine.accountant.state_dict())
+    assert len(other) == 0
 
 
 def test_relation_of_the_declaration():

@@ -22,6 +22,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     compose_guarantees,
 )
+from hidden_state_accountants.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_adapters.opacus.stock_run import StockRun
 from hidden_state_adapters.opacus.undeclared import Row, undeclared_guarantee
@@ -116,8 +117,10 @@ class HiddenStateAccountant(IAccountant):
         """Declares the run of the next private optimizer that steps; before its first step.
 
         Args:
-            batch_order: "cyclic" (batches of b in the same order in every epoch, shuffle=False,
-                poisson_sampling=False), "full" or "poisson".
+            batch_order: "cyclic" (batches of b in the same order in every epoch: shuffle=False,
+                poisson_sampling=False), "reshuffled" (shuffle=True, poisson_sampling=False, drawn
+                from a generator whose seed nobody learns), "full", "poisson", "shuffled_once" or
+                "without_replacement".
             dataset_size: n.
             batch_size: b; for "poisson" the expected size.
             loss_geometry: What is known about the loss; None gives composition.
@@ -125,20 +128,15 @@ class HiddenStateAccountant(IAccountant):
                 projected after every step, by you.
 
         Raises:
-            UnsupportedRunError: The order is not supported, or steps were taken undeclared.
+            UnsupportedRunError: No bound covers the order, or steps were taken undeclared.
             TypeError, ValueError: As `LastIterateDpEvent`.
         """
-        supported = ("cyclic", "full", "poisson")
-        value = getattr(batch_order, "value", batch_order)
-        if value not in supported:
-            raise UnsupportedRunError(
-                f"Expected batch_order to be one of {', '.join(supported)}, got {batch_order!r}."
-            )
+        order = parse_batch_order(batch_order)
         if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
             raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
         self._refuse_undeclared_steps("declare_run")
         run = StockRun(
-            batch_order=value,
+            batch_order=order,
             dataset_size=dataset_size,
             batch_size=batch_size,
             loss_geometry=loss_geometry,

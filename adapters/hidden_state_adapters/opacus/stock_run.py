@@ -20,6 +20,7 @@ from hidden_state_accountants import (
     RunRecorder,
     UnsupportedRunError,
 )
+from hidden_state_accountants.batch_order import EPOCH_ORDERS
 from hidden_state_adapters.opacus import optimizer_checks as checks
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -35,7 +36,7 @@ class StockRun:
     line says so. Ghost clipping hides the rows of a batch: it needs batch_order="poisson".
 
     Args:
-        batch_order: "cyclic", "full" or "poisson".
+        batch_order: A BatchOrder or its value.
         dataset_size: n.
         batch_size: b.
         loss_geometry: A LossGeometry or None.
@@ -74,6 +75,12 @@ class StockRun:
             BatchOrder.CYCLIC: f"the loader delivers batches of {b} of {n} records in the same "
             "order in every epoch, each once per epoch",
             BatchOrder.FULL: f"the loader delivers all {n} records in every batch",
+            BatchOrder.SHUFFLED_ONCE: f"the loader delivers batches of {b} of {n} records in one "
+            "uniform order, the same in every epoch; nobody ever learns it or its seed",
+            BatchOrder.RESHUFFLED: f"the loader delivers batches of {b} of {n} records in a fresh "
+            "uniform order in every epoch; nobody ever learns the orders or their seed",
+            BatchOrder.WITHOUT_REPLACEMENT: f"the loader draws {b} of {n} records uniformly, "
+            "afresh for every batch; nobody ever learns which, or the seed",
             BatchOrder.POISSON: "the loader draws every record for every batch independently with "
             f"probability {b / n:g}",
         }
@@ -105,10 +112,18 @@ class StockRun:
         if is_fallback:
             recorder = fallback
         recorder.load_state_dict(state)
-        if recorder.expected_batch_index:
+        if self._order is BatchOrder.SHUFFLED_ONCE and recorder.num_steps:
+            raise ValueError(
+                f"Expected no steps to restore for shuffled_once, got {recorder.num_steps}: the "
+                "stock loader would draw another order. Use HiddenStatePrivacyEngine, whose "
+                "checkpoints can hold the order."
+            )
+        per_epoch = -(-self._size // self._batch_size)
+        position = recorder.num_steps % per_epoch if self._order in EPOCH_ORDERS else 0
+        if position:
             raise ValueError(
                 f"Expected a state at the end of an epoch, got one before batch "
-                f"{recorder.expected_batch_index}: the stock loader would start again at batch 0. "
+                f"{position}: the stock loader would start again at batch 0. "
                 "Use HiddenStatePrivacyEngine, whose loader goes on where it was."
             )
         self.recorder, self._is_composition = recorder, is_fallback or None
@@ -156,6 +171,14 @@ class StockRun:
             checks.sgd_options(optimizer.original_optimizer)
         except UnsupportedRunError as error:
             return str(error).partition(": ")[0]
+        divisor = optimizer.expected_batch_size
+        if (
+            self._order is BatchOrder.POISSON
+            and self._loss is not None
+            and optimizer.loss_reduction == "mean"
+            and divisor < self._batch_size
+        ):  # a larger divisor only shortens the step; a smaller one stretches it
+            return f"it divides by {divisor}, less than batch_size = {self._batch_size}"
         return ""
 
     def _check_sampling(self, optimizer: DPOptimizer, sample_rate: float) -> None:
