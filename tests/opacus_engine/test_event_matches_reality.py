@@ -609,6 +609,19 @@ def test_a_different_loop_raises(make_run, loop, text, steps):
         assert run.steps == steps
 
 
+def test_no_epsilon_after_a_refused_step(make_run):
+    """Where a run stops must not depend on the data, and a refusal may."""
+    run = make_run()
+    run.epoch()
+    before = run.engine.get_epsilon(1e-5)
+    features, labels = next(iter(run.loader))
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.step((9 * features, labels))  # beyond feature_norm
+    assert before > 0
+    with pytest.raises(hsa.UnsupportedRunError, match="A refused step ended this run"):
+        run.engine.get_epsilon(1e-5)
+
+
 @pytest.mark.parametrize(
     "criterion", [nn.MSELoss(), nn.HuberLoss(), nn.SmoothL1Loss(), nn.BCEWithLogitsLoss()], ids=str
 )

@@ -88,6 +88,11 @@ class HiddenStateOptimizer(DPOptimizer):
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError unless the parameters are those the last step left."""
         self._check_alive()
+        if self._failure:  # as much as a stop that looks at the data
+            raise UnsupportedRunError(
+                "A refused step ended this run, and whether it was refused may depend on the data: "
+                f"no epsilon covers its model. {self._failure}"
+            )
         self.context.cursor.check_finished()
         if bool(self.context.parameters.changed()):
             raise parameters_changed(self._steps_taken)
