@@ -11,7 +11,8 @@ from dp_accounting import NeighboringRelation
 class BatchOrder(enum.Enum):
     """How the records are dealt to the steps.
 
-    A seed that the user passes makes an order public: it then is CYCLIC.
+    A seed that the user passes makes an order public: one order for all epochs is then CYCLIC, and
+    no bound covers a public sequence of different ones.
     """
 
     FULL = "full"  # every record in every step
