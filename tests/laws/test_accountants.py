@@ -175,7 +175,7 @@ class TestComposition:
         alone = ours.get_epsilon(1e-6)
         mu = math.hypot(ours.guarantee.mu, 2 / 3)
         both = ours.compose(event).get_epsilon(1e-6)
-        assert alone < both < hsa.guarantee.GaussianCurve(mu).epsilon(1e-6)
+        assert alone < both < hsa.curves.GaussianCurve(mu).epsilon(1e-6)
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
