@@ -76,3 +76,9 @@ class Run:
 @pytest.fixture
 def make_run():
     return Run
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path, monkeypatch):
+    """Callbacks write files relative to the working directory."""
+    monkeypatch.chdir(tmp_path)
