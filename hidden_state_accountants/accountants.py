@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -282,7 +282,21 @@ class ShiftedInterpolationAccountant(_BoundAccountant):
         super().__init__(neighboring_relation, ShiftedInterpolation())
 
 
-class LangevinAccountant(_BoundAccountant):
+class _PaperAccountant(_BoundAccountant):
+    """One paper's theorems, each soundly or as published."""
+
+    _bound_type: Callable[[str], Bound]
+
+    def __init__(
+        self,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        analysis: str = "sound",
+    ):
+        super().__init__(neighboring_relation, type(self)._bound_type(analysis))
+
+
+class LangevinAccountant(_PaperAccountant):
     """Chourasia, Ye, Shokri 2021 (arXiv 2102.05855) alone (`bounds.Langevin`).
 
     Args:
@@ -291,16 +305,10 @@ class LangevinAccountant(_BoundAccountant):
             "published" is Corollary 1.
     """
 
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        analysis: str = "sound",
-    ):
-        super().__init__(neighboring_relation, Langevin(analysis))
+    _bound_type = Langevin
 
 
-class ChienLiAccountant(_BoundAccountant):
+class ChienLiAccountant(_PaperAccountant):
     """Chien & Li 2024 (arXiv 2410.01068) alone (`bounds.ChienLi`).
 
     Args:
@@ -309,16 +317,10 @@ class ChienLiAccountant(_BoundAccountant):
             3.12, which is false and warns.
     """
 
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        analysis: str = "sound",
-    ):
-        super().__init__(neighboring_relation, ChienLi(analysis))
+    _bound_type = ChienLi
 
 
-class KongRiberoAccountant(_BoundAccountant):
+class KongRiberoAccountant(_PaperAccountant):
     """Kong & Ribero 2025 (arXiv 2407.05237) alone (`bounds.KongRibero`).
 
     Args:
@@ -327,16 +329,10 @@ class KongRiberoAccountant(_BoundAccountant):
             not proved as stated and warns.
     """
 
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        analysis: str = "sound",
-    ):
-        super().__init__(neighboring_relation, KongRibero(analysis))
+    _bound_type = KongRibero
 
 
-class BlockCoordinateAccountant(_BoundAccountant):
+class BlockCoordinateAccountant(_PaperAccountant):
     """Runs of `BlockCoordinateDpEvent` alone (`bounds.BlockCoordinate`).
 
     Args:
@@ -346,16 +342,10 @@ class BlockCoordinateAccountant(_BoundAccountant):
             is false in general and warns.
     """
 
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        analysis: str = "sound",
-    ):
-        super().__init__(neighboring_relation, BlockCoordinate(analysis))
+    _bound_type = BlockCoordinate
 
 
-class DiceSgdAccountant(_BoundAccountant):
+class DiceSgdAccountant(_PaperAccountant):
     """Runs of `DiceSgdDpEvent` alone (`bounds.DiceSgd`).
 
     Args:
@@ -364,13 +354,7 @@ class DiceSgdAccountant(_BoundAccountant):
             Theorem 3.7, which is false and warns.
     """
 
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        analysis: str = "sound",
-    ):
-        super().__init__(neighboring_relation, DiceSgd(analysis))
+    _bound_type = DiceSgd
 
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose

@@ -128,6 +128,13 @@ def cap_delta(event: LastIterateDpEvent, relation: NeighboringRelation) -> float
     """
     if event.max_batch_size is None:
         return 0.0
+    return overfull_delta(event, relation, event.max_batch_size)
+
+
+def overfull_delta(
+    event: LastIterateDpEvent, relation: NeighboringRelation, most_terms: int
+) -> float:
+    """Bound on the probability that a POISSON batch with the record ever exceeds `most_terms`."""
     others = event.dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
-    tail = stats.binom.sf(event.max_batch_size - 1, others, event.batch_size / event.dataset_size)
+    tail = stats.binom.sf(most_terms - 1, others, event.batch_size / event.dataset_size)
     return min(1.0, event.num_steps * float(tail))

@@ -12,7 +12,6 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from hidden_state_accountants.curves import (
     ORDERS,
-    STOCK_ORDERS,
     BestOfCurves,
     Curve,
     CurveWithDelta,
@@ -22,10 +21,14 @@ from hidden_state_accountants.curves import (
     delta_from_rdp,
     epsilon_from_rdp,
 )
-from hidden_state_accountants.standard import StandardCurve, StockEvent
+from hidden_state_accountants.standard import (
+    LARGEST_PLD_EPSILON,
+    STOCK_ORDERS,
+    StandardCurve,
+    StockEvent,
+)
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
-_LARGEST_PLD_EPSILON = 200.0  # beyond it the Renyi figure is good enough and a PLD takes gigabytes
 
 
 def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
@@ -97,7 +100,7 @@ class ComposedCurve:
 
     @functools.cached_property
     def _privacy_loss(self) -> PrivacyLossDistribution | None:
-        if epsilon_from_rdp(self._orders, self._divergences, 1e-5) > _LARGEST_PLD_EPSILON:
+        if epsilon_from_rdp(self._orders, self._divergences, 1e-5) > LARGEST_PLD_EPSILON:
             if np.isfinite(self._divergences).any():
                 return None
         total = None

@@ -16,9 +16,8 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import optimize, special
 
 from hidden_state_accountants.gaussian import delta_from_mu, deltas_from_mu, epsilon_from_mu
+from hidden_state_accountants.standard import STOCK_ORDERS
 
-STOCK_ORDERS = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, dtype=np.float64)
-"""The Renyi orders of dp-accounting."""
 ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e6, 400), STOCK_ORDERS)
 """The Renyi orders at which a curve that is known by its divergences alone is converted."""
 GRID = 1e-4

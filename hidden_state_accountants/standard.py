@@ -18,11 +18,11 @@ _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
-_ORDERS = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, dtype=np.float64)
+STOCK_ORDERS = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, dtype=np.float64)
 # PLDAccountant (0.5.0 to 0.6.0) composes these once, whatever the count.
 _PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
 # Beyond this epsilon the RDP figure is good enough and a PLD takes gigabytes.
-_LARGEST_PLD_EPSILON = 200.0
+LARGEST_PLD_EPSILON = 200.0
 
 
 @attrs.frozen
@@ -82,7 +82,7 @@ class StandardCurve:
 
     @functools.cached_property
     def _renyi(self) -> np.ndarray | None:
-        return self.rdp(_ORDERS) if self._rdp_supports() else None
+        return self.rdp(STOCK_ORDERS) if self._rdp_supports() else None
 
     def privacy_loss(self) -> privacy_loss_distribution.PrivacyLossDistribution | None:
         """The composed privacy loss distribution, None where PLDAccountant does not apply."""
@@ -93,7 +93,7 @@ class StandardCurve:
         if not self._pld_supports():
             return None
         if self._renyi is not None:
-            if rdp.compute_epsilon(_ORDERS, self._renyi, 1e-5)[0] > _LARGEST_PLD_EPSILON:
+            if rdp.compute_epsilon(STOCK_ORDERS, self._renyi, 1e-5)[0] > LARGEST_PLD_EPSILON:
                 return None
         relation = self.events[0].relation
         accountant = _PldAccountant(relation)
@@ -107,7 +107,7 @@ class StandardCurve:
     def epsilon(self, delta: float) -> float:
         candidates = [math.inf]
         if self._renyi is not None:
-            candidates.append(float(rdp.compute_epsilon(_ORDERS, self._renyi, delta)[0]))
+            candidates.append(float(rdp.compute_epsilon(STOCK_ORDERS, self._renyi, delta)[0]))
         if self._pld_accountant is not None:
             candidates.append(float(self._pld_accountant.get_epsilon(delta)))
         return min(candidates)
@@ -120,7 +120,7 @@ class StandardCurve:
         candidates = [1.0]
         if self._renyi is not None:
             compute = rdp_privacy_accountant.compute_delta
-            candidates.append(float(compute(_ORDERS, self._renyi, epsilon)[0]))
+            candidates.append(float(compute(STOCK_ORDERS, self._renyi, epsilon)[0]))
         if self._pld_accountant is not None:
             candidates.append(float(self._pld_accountant.get_delta(epsilon)))
         return min(candidates)

@@ -11,7 +11,11 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.auditing._interval_chain import IntervalChain, ThresholdTests
-from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.auditing.evidence import (
+    Evidence,
+    Progress,
+    constant_linear_conditions,
+)
 from hidden_state_accountants.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.loss_geometry import LossKind
@@ -79,8 +83,7 @@ class BoundedDomain:
             event.batch_order is BatchOrder.CYCLIC
             and relation is NeighboringRelation.ADD_OR_REMOVE_ONE
         )
-        strongly_convex = event.loss is not None and event.loss.kind is LossKind.STRONGLY_CONVEX
-        return tuple(
+        own = tuple(
             UnmetCondition(condition, required, actual)
             for holds, condition, required, actual in (
                 (
@@ -91,24 +94,10 @@ class BoundedDomain:
                 ),
                 (not cyclic_add, "neighboring relation", "a replace relation", relation.name),
                 (event.domain_diameter < math.inf, "domain_diameter", "a bounded domain", "inf"),
-                (not event.has_schedules, "constant parameters", "no schedules", "a schedule"),
-                (event.weight_decay == 0, "weight decay", "0", str(event.weight_decay)),
-                (not strongly_convex, "losses", "a class with linear losses", "strongly convex"),
-                (
-                    event.noise_multiplier != 0 and event.learning_rate != 0,
-                    "noise",
-                    "noise_multiplier > 0 and learning_rate > 0",
-                    "0",
-                ),
-                (
-                    event.num_steps <= _MOST_STEPS,
-                    "num_steps",
-                    f"at most {_MOST_STEPS}",
-                    str(event.num_steps),
-                ),
             )
             if not holds
         )
+        return own + constant_linear_conditions(event, _MOST_STEPS)
 
     def evidence(
         self, event: dp_accounting.DpEvent, relation: NeighboringRelation, progress: Progress

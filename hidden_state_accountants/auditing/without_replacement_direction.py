@@ -10,11 +10,14 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import stats
 
-from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.auditing.evidence import (
+    Evidence,
+    Progress,
+    constant_linear_conditions,
+)
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.loss_geometry import LossKind
 from hidden_state_accountants.process import UnmetCondition
 
 _MOST_STEPS = 1000
@@ -56,8 +59,7 @@ class WithoutReplacementDirection:
         """Why the attack does not apply to a `LastIterateDpEvent`; empty if it does."""
         assert isinstance(event, LastIterateDpEvent)
         reason = unmet_relation(event.batch_order, relation)
-        strongly_convex = event.loss is not None and event.loss.kind is LossKind.STRONGLY_CONVEX
-        return tuple(
+        own = tuple(
             UnmetCondition(condition, required, actual)
             for holds, condition, required, actual in (
                 (
@@ -67,30 +69,16 @@ class WithoutReplacementDirection:
                     event.batch_order.name,
                 ),
                 (reason is None, "neighboring relation", reason or "", relation.name),
-                (not event.has_schedules, "constant parameters", "no schedules", "a schedule"),
-                (event.weight_decay == 0, "weight decay", "0", str(event.weight_decay)),
                 (
                     event.domain_diameter == math.inf,
                     "domain_diameter",
                     "inf",
                     f"{event.domain_diameter:g}",
                 ),
-                (not strongly_convex, "losses", "a class with linear losses", "strongly convex"),
-                (
-                    event.noise_multiplier != 0 and event.learning_rate != 0,
-                    "noise",
-                    "noise_multiplier > 0 and learning_rate > 0",
-                    "0",
-                ),
-                (
-                    event.num_steps <= _MOST_STEPS,
-                    "num_steps",
-                    f"at most {_MOST_STEPS}",
-                    str(event.num_steps),
-                ),
             )
             if not holds
         )
+        return own + constant_linear_conditions(event, _MOST_STEPS)
 
     def evidence(
         self, event: dp_accounting.DpEvent, relation: NeighboringRelation, progress: Progress

@@ -292,15 +292,16 @@ def _segment_at(process: NoisyProcess, start: int, stop: int, position: int) -> 
     )
 
 
-def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -> np.ndarray | None:
-    """Forward tracking of |X_tau - X'_tau|, theory 1: where the domain or the drift cuts it.
+def tracked_distances(
+    process: NoisyProcess, steps: slice, sensitivity: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward tracking of |X_tau - X'_tau|, theory 1, and where the domain or the drift cuts it.
 
         D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = 0
 
-    Entries that the first branch gives are NaN: starting there is never better than at 0.
+    Both of shape (T + 1,) for tau = 0..T.
     """
-    cuts = {}
-    distance = 0.0
+    distances, is_cut = [0.0], [False]
     values = zip(
         process.contraction[steps].tolist(),
         sensitivity.tolist(),
@@ -308,15 +309,19 @@ def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -
         process.drift[steps].tolist(),
         strict=True,
     )
-    for t, (c, s, kappa, offset) in enumerate(values, start=1):
+    for c, s, kappa, offset in values:
+        distance = distances[-1]
         stretched = c * distance + s
         capped = min(kappa * distance + offset, process.domain_diameter)
-        if capped < stretched:
-            cuts[t] = distance = capped
-        else:
-            distance = stretched
-    if not cuts:
-        return None
-    known = np.full(len(sensitivity) + 1, np.nan)
-    known[list(cuts)] = list(cuts.values())
-    return known
+        is_cut.append(capped < stretched)
+        distances.append(capped if capped < stretched else stretched)
+    return np.array(distances), np.array(is_cut)
+
+
+def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -> np.ndarray | None:
+    """The distances where the domain or the drift cuts them; None if nowhere.
+
+    Entries that contraction and sensitivity give are NaN: starting there is never better than at 0.
+    """
+    distances, is_cut = tracked_distances(process, steps, sensitivity)
+    return np.where(is_cut, distances, np.nan) if is_cut.any() else None

@@ -13,15 +13,16 @@ with noise :math:`\sqrt{\beta_t}\,\sigma_t` and a Gaussian of
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+from collections import Counter
 
 import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from scipy import stats
 
-from hidden_state_accountants.as_composition import cap_delta
+from hidden_state_accountants.as_composition import overfull_delta
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
 from hidden_state_accountants.bounds._sampled_windows import (
@@ -29,6 +30,7 @@ from hidden_state_accountants.bounds._sampled_windows import (
     Window,
     best_window,
 )
+from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
 from hidden_state_accountants.composed_curve import compose_curves
 from hidden_state_accountants.curves import BestOfCurves, Curve, CurveWithDelta, GaussianCurve
 from hidden_state_accountants.events import LastIterateDpEvent
@@ -136,40 +138,32 @@ def _most_terms(event: LastIterateDpEvent, relation: NeighboringRelation) -> tup
     """
     if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
         return event.batch_size, 0.0
-    others = event.dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
-    rate = event.batch_size / event.dataset_size
-    allowed = _OVERFULL / event.num_steps
-    # binom.isf goes through 1 - allowed, which is 1
+    # binom.isf goes through 1 - _OVERFULL, which loses all digits
     terms = bisect.bisect_left(
-        range(others + 1),
+        range(event.dataset_size + 1),
         True,
         lo=1,
-        key=lambda k: bool(stats.binom.sf(k - 1, others, rate) <= allowed),
+        key=lambda k: overfull_delta(event, relation, k) <= _OVERFULL,
     )
-    if event.max_batch_size is not None and event.max_batch_size < terms:
-        return event.max_batch_size, cap_delta(event, relation)
-    tail = float(stats.binom.sf(terms - 1, others, rate))
-    return terms, min(1.0, event.num_steps * tail)
+    if event.max_batch_size is not None:
+        terms = min(terms, event.max_batch_size)
+    return terms, overfull_delta(event, relation, terms)
 
 
 def _released_curve(event: LastIterateDpEvent, process: NoisyProcess) -> Curve:
     step_mu = _step_mu(event)
-    by_length: dict[int, Curve] = {}
-    curves: list[tuple[Curve, int]] = []
-    start = 0
-    for stop in (*process.release_steps, process.num_steps):
-        length = stop - start
-        if process.is_constant and length in by_length:
-            curve = by_length[length]
-        else:
-            curve = by_length[length] = _segment_curve(event, process, step_mu, start, stop)
-        curves.append((curve, 1))
-        start = stop
-    if process.is_constant:
-        lengths = np.diff([0, *process.release_steps, process.num_steps])
-        values, counts = np.unique(lengths, return_counts=True)
-        curves = [(by_length[int(v)], int(n)) for v, n in zip(values, counts, strict=True)]
-    return compose_curves(curves)
+    ends = itertools.pairwise((0, *process.release_steps, process.num_steps))
+    if process.is_constant:  # segments of one length cost the same
+        lengths = Counter(stop - start for start, stop in ends)
+        segments = [(0, length, count) for length, count in lengths.items()]
+    else:
+        segments = [(start, stop, 1) for start, stop in ends]
+    return compose_curves(
+        [
+            (_segment_curve(event, process, step_mu, start, stop), count)
+            for start, stop, count in segments
+        ]
+    )
 
 
 def _segment_curve(
@@ -182,7 +176,7 @@ def _segment_curve(
     window = best_window(
         SampledSteps(
             contraction=process.contraction[steps],
-            distance=_distances(process, steps),
+            distance=tracked_distances(process, steps, process.sensitivity[steps])[0],
             noise_std=process.noise_std[steps],
             step_mu=step_mu[steps],
         ),
@@ -214,21 +208,3 @@ def _poisson(rate: float, mu: float) -> StandardCurve:
     sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
     # Zeroing a record of a Poisson sample is removing it.
     return StandardCurve((StockEvent(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE),))
-
-
-def _distances(process: NoisyProcess, steps: slice) -> np.ndarray:
-    """D_tau >= |X_tau - X'_tau| for tau = 0..T, shape (T + 1,), the record in every batch.
-
-    D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = 0
-    """
-    distances = [0.0]
-    for c, s, kappa, drift in zip(
-        process.contraction[steps].tolist(),
-        process.sensitivity[steps].tolist(),
-        process.drift_contraction[steps].tolist(),
-        process.drift[steps].tolist(),
-        strict=True,
-    ):
-        last = distances[-1]
-        distances.append(min(c * last + s, kappa * last + drift, process.domain_diameter))
-    return np.array(distances)

@@ -8,12 +8,12 @@ import warnings
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from quadratics import cyclic_batches, random_hessian
+from quadratics import largest_exact_mu, random_hessian
 from runs import cyclic_run, full_run, probe_run
 from scipy import optimize, special, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GaussianOracle, GridOracle
+from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import ChienLi, Composition
 from hidden_state_accountants.bounds._chien_li_hoelder import HoelderModulus, HoelderProblem
 from hidden_state_accountants.bounds._chien_li_linear import least_value, least_value_of_any
@@ -454,21 +454,7 @@ def quadratic_case(seed):
         if lowest > 0
         else hsa.LossGeometry.weakly_convex(1.5, -lowest, 0.8),
     )
-    exact = 0.0
-    for record in range(0, size, batch_size):
-        direction = rng.normal(size=dimension)
-        oracle = GaussianOracle(
-            hessians,
-            [(1.0, cyclic_batches(size, batch_size, steps))],
-            learning_rate=event.learning_rate,
-            noise_std=event.noise_std_on_sum()[0],
-            weight_decay=event.weight_decay,
-            batch_size=batch_size,
-            record=record,
-            slope_difference=1.6 * direction / np.linalg.norm(direction),
-        )
-        exact = max(exact, oracle.mu)
-    return event, exact
+    return event, largest_exact_mu(rng, event, hessians, 1.6)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -7,12 +7,11 @@ import warnings
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from quadratics import cyclic_batches, random_hessian
+from quadratics import largest_exact_mu, random_hessian
 from runs import cyclic_run, full_run, probe_run
 from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GaussianOracle
 from hidden_state_accountants.bounds import Composition, KongRibero, ShiftedInterpolation
 from hidden_state_accountants.bounds.kong_ribero import corollary_c_2, corollary_c_3, theta
 from hidden_state_accountants.process import noisy_process
@@ -252,20 +251,7 @@ def test_dominates_the_exact_mu_of_quadratics(seed):
         batch_order="full" if period == 1 else "cyclic",
         loss=hsa.LossGeometry.weakly_convex(1.5, max(-lowest, 0.0), 0.8),
     )
-    exact = 0.0
-    for record in range(0, size, batch_size):
-        direction = rng.normal(size=dimension)
-        oracle = GaussianOracle(
-            hessians,
-            [(1.0, cyclic_batches(size, batch_size, steps))],
-            learning_rate=event.learning_rate,
-            noise_std=event.noise_std_on_sum()[0],
-            weight_decay=event.weight_decay,
-            batch_size=batch_size,
-            record=record,
-            slope_difference=1.6 * direction / np.linalg.norm(direction),
-        )
-        exact = max(exact, oracle.mu)
+    exact = largest_exact_mu(rng, event, hessians, 1.6)
     assert exact <= SOUND.guarantee(event, REPLACE_ONE).mu * (1 + 1e-9)
     if not event.weight_decay:
         assert exact**2 / 2 <= per_alpha(event) * (1 + 1e-9)

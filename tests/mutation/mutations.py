@@ -399,8 +399,8 @@ MUTATIONS = (
     Mutation(
         "tracking_is_off_by_one",
         SHIFTS,
-        "for t, (c, s, kappa, offset) in enumerate(values, start=1):",
-        "for t, (c, s, kappa, offset) in enumerate(values):",
+        "return np.where(is_cut, distances, np.nan) if is_cut.any() else None",
+        "return np.roll(np.where(is_cut, distances, np.nan), -1) if is_cut.any() else None",
         _TAUT_STRING_TESTS,
     ),
     Mutation(
@@ -701,8 +701,8 @@ MUTATIONS = (
     Mutation(
         "cap_delta_off_by_one",
         COMPOSED,
-        "stats.binom.sf(event.max_batch_size - 1,",
-        "stats.binom.sf(event.max_batch_size,",
+        "stats.binom.sf(most_terms - 1,",
+        "stats.binom.sf(most_terms,",
         _DETAILS,
     ),
     Mutation(
@@ -821,8 +821,8 @@ MUTATIONS = (
     Mutation(
         "overfull_batches_cost_nothing",
         SUBSAMPLING,
-        "return event.max_batch_size, cap_delta(event, relation)",
-        "return event.max_batch_size, 0.0",
+        "return terms, overfull_delta(event, relation, terms)",
+        "return terms, 0.0",
         _SAMPLED_TESTS,
     ),
     Mutation(
@@ -842,8 +842,8 @@ MUTATIONS = (
     Mutation(
         "the_past_left_no_distance",
         SUBSAMPLING,
-        "distance=_distances(process, steps),",
-        "distance=0 * _distances(process, steps),",
+        "distance=tracked_distances(process, steps, process.sensitivity[steps])[0],",
+        "distance=0 * tracked_distances(process, steps, process.sensitivity[steps])[0],",
         _SAMPLED_TESTS,
     ),
     Mutation(
