@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, report
+from hidden_state_accountants.text_report import no_contraction_line
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.optimizer_checks import project_on_ball
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -337,7 +338,7 @@ def test_the_line_before_training_is_cheap(batches, epochs):
         dataset_size=batches, num_steps=1, batch_order="cyclic",
         loss=LossGeometry.softmax_cross_entropy(1.0),
     )  # fmt: skip
-    line = report.no_contraction_line(event, NeighboringRelation.REPLACE_SPECIAL)
+    line = no_contraction_line(event, NeighboringRelation.REPLACE_SPECIAL)
     assert line.startswith("no contraction: the update does not shrink distances (c = 1)")
     assert ("times" in line) == (epochs is not None)
     if epochs is not None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import Assumption, Comparison, RunRecorder, UnsupportedRunError
+from hidden_state_accountants.text_report import text_report
 from hidden_state_adapters.opacus import report
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
@@ -86,7 +87,7 @@ class AccountedEngine(PrivacyEngine):
             UnsupportedRunError: As `get_epsilon`.
         """
         context = None if self._optimizer is None else self._optimizer.context
-        return report.text_report(
+        return text_report(
             events=[recorder.event() for recorder in self._recorded()],
             guarantee=self.accountant.guarantee,
             assumptions=self.assumptions,

@@ -17,7 +17,8 @@ from hidden_state_accountants import (
     LastIterateAccountant,
     LossGeometry,
 )
-from hidden_state_adapters.opacus import checkpoints, report
+from hidden_state_accountants.text_report import no_contraction_line
+from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.checkpointed_engine import CheckpointedEngine
 from hidden_state_adapters.opacus.declared_run import DeclaredRun, declare_run
 from hidden_state_adapters.opacus.loaders import private_loader
@@ -226,7 +227,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         relation = self.accountant.neighboring_relation
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         checkpoints.note_branch(self._run_id, context.recorder)
-        line = report.no_contraction_line(first, relation)
+        line = no_contraction_line(first, relation)
         if line:
             _logger.warning(line)
         return result
