@@ -201,6 +201,16 @@ def check_model(model: Any) -> CyclicDPKerasSGDOptimizer:
             "Expected compile(loss_weights=None), got weights: they change the loss that is "
             "accounted. Drop them."
         )
+    check_layers(model, optimizer)
+    return optimizer
+
+
+def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer) -> None:
+    """Refuses a model whose layers or variables cannot be accounted.
+
+    Raises:
+        UnsupportedRunError: The text names the layer or variable.
+    """
     for layer in model._flatten_layers():
         if isinstance(layer, tf.keras.layers.BatchNormalization) and layer.trainable:
             raise refusal(
@@ -238,4 +248,3 @@ def check_model(model: Any) -> CyclicDPKerasSGDOptimizer:
                 f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
                 f"{norm:g}. Initialise smaller, or raise the radius."
             )
-    return optimizer
