@@ -24,6 +24,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.stock_run import StockRun
 from hidden_state_adapters.opacus.undeclared import Row, undeclared_guarantee
 
@@ -52,6 +53,7 @@ class _Run:
     source: RunRecorder | StockRun
     check: Callable[[], None] = _nothing  # raises unless the model is the accounted iterate
     assumptions: tuple[Assumption, ...] = ()  # added to those of the bound; all declared
+    schedule: DeclaredSchedule = DeclaredSchedule()
 
     @property
     def recorder(self) -> RunRecorder:
@@ -148,15 +150,25 @@ class HiddenStateAccountant(IAccountant):
         self._unclaimed = run
         self._runs.append(_Run(run, assumptions=run.assumptions))
 
-    def add_run(self, recorder: RunRecorder, check: Callable[[], None] = _nothing) -> None:
+    def add_run(
+        self,
+        recorder: RunRecorder,
+        check: Callable[[], None] = _nothing,
+        schedule: DeclaredSchedule | None = None,
+    ) -> None:
         """Adds a run that somebody else records; `check` is called before epsilon is computed.
+
+        Args:
+            recorder: Of the run.
+            check: Raises unless the model is the accounted iterate.
+            schedule: What the steps of the run are compared with.
 
         Raises:
             UnsupportedRunError: Steps were taken undeclared.
         """
         self._refuse_undeclared_steps("the run")
         self._runs = [attrs.evolve(run, check=_nothing) for run in self._runs]
-        self._runs.append(_Run(recorder, check))
+        self._runs.append(_Run(recorder, check, schedule=schedule or DeclaredSchedule()))
         self._unclaimed = None
 
     def assume(self, text: str) -> None:
@@ -314,7 +326,8 @@ class HiddenStateAccountant(IAccountant):
             run.recorder, RunningGuarantee(run.recorder, self.neighboring_relation)
         )
         guarantee = running.guarantee()
-        assumptions = merge_assumptions([guarantee.assumptions, run.assumptions])
+        own = run.schedule.assumptions(run.recorder, guarantee.assumptions)
+        assumptions = merge_assumptions([own, run.assumptions])
         return attrs.evolve(guarantee, assumptions=assumptions)
 
     def _warn_undeclared(self) -> None:

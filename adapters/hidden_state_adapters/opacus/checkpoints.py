@@ -46,6 +46,7 @@ def fields_of(
             "type": type(criterion).__name__,
             **{k: getattr(criterion, k) for k in _CRITERION_SETTINGS if hasattr(criterion, k)},
         },
+        **declared.schedule.fields(),
         "has_order_seed": declared.plan.is_seeded,
         "order_of_the_records": declared.plan.fingerprint(),
         "trainable_parameters": {

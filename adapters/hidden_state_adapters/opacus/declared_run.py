@@ -18,6 +18,7 @@ from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
 from hidden_state_adapters.opacus.cursor import BatchCursor
+from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch, check_batch_norm
 from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
@@ -43,6 +44,7 @@ class DeclaredRun:
     feature_norm: float | None
     projection_radius: float | None
     diameter: float
+    schedule: DeclaredSchedule
     opacus_kwargs: dict[str, Any]
 
     @property
@@ -56,7 +58,7 @@ class DeclaredRun:
         return None if self.loss is None else self.loss.lipschitz
 
     def event(self, noise_multiplier: float, num_steps: int) -> LastIterateDpEvent:
-        """The run with the current learning rate and decay in every step.
+        """The run with the declared learning rates or the current one, and the current decay.
 
         Raises:
             TypeError, ValueError: A hyper-parameter has an impossible value.
@@ -64,9 +66,10 @@ class DeclaredRun:
         options = checks.sgd_options(self.optimizer)
         # The event divides by b; a "sum" optimizer does not.
         scale = 1 if self.loss_reduction == "mean" else self.plan.batch_size
+        rate = self.schedule.learning_rate(num_steps, scale)
         return LastIterateDpEvent(
             noise_multiplier=noise_multiplier,
-            learning_rate=options["lr"] * scale,
+            learning_rate=options["lr"] * scale if rate is None else rate,
             weight_decay=options["weight_decay"] / scale,
             clip_norm=self.max_grad_norm,
             num_steps=num_steps,
@@ -107,6 +110,7 @@ class DeclaredRun:
             lipschitz=self.lipschitz,
             feature_norm=self.feature_norm,
             projection_radius=self.projection_radius,
+            schedule=self.schedule,
         )
 
 
@@ -127,6 +131,8 @@ def declare_run(
     order_seed: int | None = None,
     order_is_secret: bool = False,
     optimizer_class: type | None = None,
+    learning_rate_schedule: Any = None,
+    num_steps: int | None = None,
     **opacus_kwargs: Any,
 ) -> DeclaredRun:
     """Checks the arguments of `HiddenStatePrivacyEngine.make_private`; see there."""
@@ -165,8 +171,9 @@ def declare_run(
         feature_norm=feature_norm,
         projection_radius=projection_radius,
         diameter=arguments.domain_diameter(inner, projection_radius),
+        schedule=declared_schedule(learning_rate_schedule, num_steps),
         opacus_kwargs=opacus_kwargs,
     )
-    arguments.check_covered(declared.event(1.0, 1), relation)
+    arguments.check_covered(declared.event(1.0, declared.schedule.num_steps or 1), relation)
     checks.check_clip_margin(float(max_grad_norm), declared.lipschitz)
     return declared

@@ -73,6 +73,8 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         order_seed: int | None = None,
         order_is_secret: bool = False,
         optimizer_class: type | None = None,
+        learning_rate_schedule: Any = None,
+        num_steps: int | None = None,
         **opacus_kwargs: Any,
     ) -> tuple[Any, HiddenStateOptimizer, DataLoader]:
         """Wraps model, optimizer and loader, and starts a run.
@@ -110,6 +112,12 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
                 "shuffled_once" is accounted as cyclic, the others are refused.
             order_is_secret: With order_seed: the seed is random and nobody else will ever know it.
             optimizer_class: None.
+            learning_rate_schedule: The learning rates that the loop is going to use: a number, one
+                number per logical step (not per epoch) or a hidden_state_accountants.Schedule. A
+                step with another learning rate is refused. None: that a schedule does not depend on
+                the records is your word.
+            num_steps: The logical steps that the loop is going to take; more are refused. None:
+                that their number does not depend on the records is your word.
             **opacus_kwargs: batch_first, loss_reduction, noise_generator, wrap_model,
                 grad_sample_mode ("hooks", "functorch" or "ew"), clipping ("flat").
 
@@ -138,6 +146,8 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             order_seed=order_seed,
             order_is_secret=order_is_secret,
             optimizer_class=optimizer_class,
+            learning_rate_schedule=learning_rate_schedule,
+            num_steps=num_steps,
             **opacus_kwargs,
         )
         return self._start(declared, noise_multiplier)
@@ -153,13 +163,15 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
 
         The target is for everything on this engine: what earlier runs spent is composed. It is met
-        for the learning rate and decay that the optimizer has now, without releases in between;
-        a schedule or a release changes epsilon, and `get_epsilon` tells.
+        for the decay that the optimizer has now, for learning_rate_schedule or else the learning
+        rate that it has now, without releases in between; another schedule or a release changes
+        epsilon, and `get_epsilon` tells.
 
         Args:
             target_epsilon: Met from below.
             target_delta: In (0, 1).
-            epochs: Passes over the private loader that will be trained.
+            epochs: Passes over the private loader that will be trained. Must agree with num_steps
+                and learning_rate_schedule.
             **arguments: Of `make_private`, without noise_multiplier.
 
         Returns:
@@ -174,6 +186,13 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
         relation = self.accountant.neighboring_relation
         declared = declare_run(relation, **arguments)
+        steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
+        if total is not None and total != steps:
+            raise ValueError(
+                f"Expected num_steps = {steps} ({epochs} epochs of {declared.plan.num_batches} "
+                f"batches), got {total} declared steps. Make epochs and num_steps (or the length "
+                "of learning_rate_schedule) agree."
+            )
         spent = [r.event() for r in self.accountant.recorders if r.num_steps]
 
         def accountant() -> LastIterateAccountant:
@@ -185,7 +204,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         noise = hsa.calibrate_noise(
             target_epsilon,
             target_delta,
-            declared.event(1.0, epochs * declared.plan.num_batches),
+            declared.event(1.0, steps),
             neighboring_relation=relation,
             make_accountant=accountant,
             tolerance=1e-4,
@@ -222,7 +241,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             )
         self._optimizer = result[1]
         self._modules = (declared.module, declared.inner, result[0])
-        self.accountant.add_run(context.recorder, self._optimizer.check_iterate)
+        self.accountant.add_run(context.recorder, self._optimizer.check_iterate, declared.schedule)
         self._run_id = secrets.token_hex(16)
         relation = self.accountant.neighboring_relation
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)

@@ -190,6 +190,7 @@ class HiddenStateOptimizer(DPOptimizer):
                 f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
             )
         step = self._steps_taken + 1
+        self.context.schedule.check_more_steps(step)  # the model stays the accounted one
         try:
             self._check_optimizer(step)
             rows = self._take_batch(step)
@@ -243,7 +244,8 @@ class HiddenStateOptimizer(DPOptimizer):
                 f"step {step} uses another original_optimizer than the one of make_private. Call "
                 "make_private again for another optimizer."
             )
-        checks.sgd_options(self.original_optimizer)
+        rate = checks.sgd_options(self.original_optimizer)["lr"]
+        self.context.schedule.check_rate(step, rate)
         self.context.parameters.check_structure(step)
         if self._settings() != self._fixed:
             raise UnsupportedRunError(

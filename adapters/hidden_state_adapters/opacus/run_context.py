@@ -12,6 +12,7 @@ from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
 from hidden_state_adapters.opacus.cursor import BatchCursor
+from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
@@ -32,6 +33,7 @@ class RunContext:
         lipschitz: The declared bound on per-example gradient norms, or None.
         feature_norm: The declared bound on the features, or None.
         projection_radius: Radius of the ball around 0 that the iterates are projected on, or None.
+        schedule: What was declared about learning rates and the number of steps.
     """
 
     recorder: RunRecorder
@@ -44,6 +46,7 @@ class RunContext:
     projection_radius: float | None = None
     criterion: CriterionWatch | None = None
     noise: NoiseWatch = attrs.field(factory=NoiseWatch)
+    schedule: DeclaredSchedule = DeclaredSchedule()
 
     @property
     def batch_size(self) -> int:

@@ -1,0 +1,209 @@
+"""Learning rates and a number of steps that are declared up front."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+HALVES = [0.5] * 6 + [0.25] * 6
+
+
+def trusted(run):
+    return [a.text for a in run.engine.assumptions if a.status.value == "declared"]
+
+
+def checked(run):
+    return [a.text for a in run.engine.assumptions if a.status.value == "checked"]
+
+
+def two_epochs(run, rates=HALVES):
+    for epoch in range(2):
+        for index, batch in enumerate(run.loader):
+            run.optimizer.param_groups[0]["lr"] = rates[6 * epoch + index]
+            run.step(batch)
+
+
+@pytest.mark.parametrize(
+    "schedule", [HALVES, np.array(HALVES), hsa.Schedule([0.5, 0.25], [6, 6])], ids=type
+)
+def test_a_schedule_that_is_followed_needs_no_trust(make_run, schedule):
+    run = make_run(learning_rate_schedule=schedule)
+    two_epochs(run)
+    plain = make_run()
+    two_epochs(plain)
+    assert any("fixed in advance" in text for text in trusted(plain))
+    assert not any("in advance" in text or "training ends" in text for text in trusted(run))
+    assert "all of the 12 steps declared in advance" in checked(run)
+    assert "learning rate of every step as declared in advance" in checked(run)
+    assert run.engine.privacy_event == plain.engine.privacy_event
+    assert run.engine.get_epsilon(DELTA) == plain.engine.get_epsilon(DELTA)
+    assert "all of the 12 steps" in run.engine.report(DELTA)
+
+
+def test_a_scheduler_that_multiplies(make_run):
+    run = make_run(learning_rate_schedule=[0.5 * 0.9**k for k in range(12)])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+    for _ in range(2):
+        for batch in run.loader:
+            run.step(batch)
+            scheduler.step()
+    assert not any("in advance" in text for text in trusted(run))
+
+
+def test_an_epsilon_before_the_declared_end_says_so(make_run):
+    run = make_run(num_steps=12)
+    run.epoch()
+    line = "training ends after step 6 of the 12 that were declared"
+    assert [text for text in trusted(run) if text.startswith(line)]
+    run.epoch()
+    assert not any("training ends" in text or "in advance" in text for text in trusted(run))
+    assert "constant learning rate, noise, clip norm, decay" in checked(run)
+
+
+def test_one_step_too_many_does_not_spoil_the_run(make_run):
+    run = make_run(num_steps=6)
+    run.epoch()
+    before = run.engine.get_epsilon(DELTA)
+    weights = run.plain_model.weight.clone()
+    with pytest.raises(hsa.UnsupportedRunError, match=r"Expected num_steps = 6 .* step 7"):
+        run.epoch()
+    assert torch.equal(run.plain_model.weight, weights)
+    assert run.engine.get_epsilon(DELTA) == before
+    assert any("all of the 6 steps" in text for text in checked(run))
+
+
+@pytest.mark.parametrize("schedule", [HALVES, 0.5])
+def test_another_learning_rate_is_refused(make_run, schedule):
+    run = make_run(learning_rate_schedule=schedule)
+    run.epoch()
+    run.optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 7 uses learning rate 0.2, expected"):
+        run.epoch()
+    assert run.steps == 6
+    with pytest.raises(hsa.UnsupportedRunError, match="A refused step ended this run"):
+        run.engine.get_epsilon(DELTA)  # a plateau may depend on the records
+
+
+def test_what_is_not_declared_stays_trusted(make_run):
+    run = make_run(num_steps=12)
+    run.epoch()
+    run.engine.release()
+    run.optimizer.param_groups[0]["lr"] = 0.25
+    run.optimizer.noise_multiplier = 3.0
+    run.epoch()
+    assert "schedule of learning rate, noise fixed in advance" in trusted(run)
+    assert "released steps fixed in advance" in trusted(run)
+    assert "constant clip norm, decay" in checked(run)
+    run = make_run(learning_rate_schedule=0.5)
+    run.epoch()
+    assert "number of steps fixed in advance" in trusted(run)
+
+
+def test_every_run_of_an_engine_for_itself(make_run):
+    first = make_run(num_steps=6)
+    first.epoch()
+    second = make_run(engine=first.engine, model=first.model)
+    second.epoch()
+    assert any("schedules and released steps fixed in advance" in text for text in trusted(second))
+    assert "all of the 6 steps declared in advance" in checked(second)
+
+
+def test_a_sum_is_declared_in_the_units_of_the_optimizer(make_run):
+    run = make_run(
+        criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum",
+        sgd={"lr": 0.05, "weight_decay": 0.1}, learning_rate_schedule=[0.05] * 6,
+    )  # fmt: skip
+    run.epoch()
+    assert run.engine.privacy_event.learning_rate == pytest.approx(0.5)
+    assert not any("in advance" in text for text in trusted(run))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_steps": 0}, ValueError, "num_steps >= 1"),
+        ({"num_steps": 2.0}, TypeError, "num_steps to be an integer"),
+        ({"num_steps": True}, TypeError, "num_steps to be an integer"),
+        ({"learning_rate_schedule": [0.5], "num_steps": 6}, ValueError, "per logical step"),
+        ({"learning_rate_schedule": []}, TypeError, "learning_rate_schedule"),
+        ({"learning_rate_schedule": [-0.5]}, ValueError, "learning_rate_schedule"),
+        ({"learning_rate_schedule": [float("nan")]}, ValueError, "learning_rate_schedule"),
+        ({"learning_rate_schedule": lambda step: 0.5}, TypeError, r"\[f\(k\) for k"),
+        ({"learning_rate_schedule": [0.5] * 5 + [11.0]}, ValueError, "weight_decay"),
+    ],
+)
+def test_impossible_declarations(make_run, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_run(**arguments)
+
+
+def with_epsilon(make_loader, schedule, epochs=2):
+    torch.manual_seed(0)
+    model, engine = nn.Linear(5, 3), HiddenStatePrivacyEngine()
+    criterion = nn.CrossEntropyLoss()
+    private = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1),
+        data_loader=make_loader(),
+        max_grad_norm=2.1,
+        criterion=criterion,
+        loss_geometry="auto",
+        feature_norm=1.0,
+        target_epsilon=1.0,
+        target_delta=DELTA,
+        epochs=epochs,
+        learning_rate_schedule=schedule,
+    )
+    return engine, criterion, *private
+
+
+def test_the_target_is_met_for_the_declared_schedule(make_loader):
+    schedule = [0.5] * 6 + [0.01] * 6  # the last epoch hides little
+    engine, criterion, model, optimizer, loader = with_epsilon(make_loader, schedule)
+    constant = with_epsilon(make_loader, None)[3].noise_multiplier
+    assert optimizer.noise_multiplier > 1.01 * constant
+    for epoch in range(2):
+        for features, labels in loader:
+            optimizer.param_groups[0]["lr"] = schedule[6 * epoch]
+            optimizer.zero_grad()
+            criterion(model(features), labels).backward()
+            optimizer.step()
+    assert 0.99 <= engine.get_epsilon(DELTA) <= 1.0
+
+
+def test_epochs_and_declared_steps_agree(make_loader):
+    with pytest.raises(ValueError, match=r"Expected num_steps = 18 \(3 epochs of 6 batches\)"):
+        with_epsilon(make_loader, HALVES, epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        ({"num_steps": 18}, "learning_rate_schedule"),
+        ({"learning_rate_schedule": [*HALVES[:11], 0.2]}, "learning_rate_schedule"),
+        ({}, "learning_rate_schedule"),
+    ],
+)
+def test_checkpoints_compare_the_declaration(make_run, tmp_path, other, field):
+    run = make_run(learning_rate_schedule=HALVES)
+    run.epoch()
+    run.engine.save_checkpoint(path=tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=field):
+        make_run(**other).engine.load_checkpoint(path=tmp_path / "run.pt")
+    back = make_run(learning_rate_schedule=HALVES)
+    back.engine.load_checkpoint(path=tmp_path / "run.pt", discard_later_steps=True)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 7 uses learning rate 0\.5"):
+        back.epoch()
+    back = make_run(learning_rate_schedule=HALVES)
+    back.engine.load_checkpoint(path=tmp_path / "run.pt", discard_later_steps=True)
+    back.optimizer.param_groups[0]["lr"] = 0.25
+    back.epoch()
+    assert "all of the 12 steps declared in advance" in checked(back)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected num_steps = 12"):
+        back.epoch()
