@@ -7,40 +7,63 @@ from typing import Any
 
 import tensorflow as tf
 
+from hidden_state_accountants import _validate
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 # Rounding in float32 of a norm that is exactly at its bound.
 SLACK = 1e-6
 _LARGEST = 1e30
 
-_NEUTRAL = {
-    "momentum": 0.0,
-    "nesterov": False,
-    "decay": 0.0,
-    "clipnorm": None,
-    "clipvalue": None,
-    "global_clipnorm": None,
-}
+_CLIPS = {"clipnorm": None, "clipvalue": None, "global_clipnorm": None}
+NEUTRAL: Mapping[str, Any] = {"momentum": 0.0, "nesterov": False, "decay": 0.0, **_CLIPS}
+# Where every noisy update is accounted as released, what follows it is free.
+NEUTRAL_AFTER_RELEASE: Mapping[str, Any] = {"gradient_accumulation_steps": 1, **_CLIPS}
 _PRECISIONS = (tf.float32, tf.float64)
 
 
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuses arguments of Keras' SGD that change the update.
+def refuse_options(name: str, options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Refuses arguments of Keras' optimizers that are not at their neutral values.
+
+    Args:
+        name: Of the optimizer.
+        options: What it was given.
+        neutral: The values that are accepted.
 
     Raises:
         UnsupportedRunError: A known option is not at its neutral value.
         TypeError: An option is unknown.
     """
-    for name, value in options.items():
-        if name not in _NEUTRAL:
-            raise TypeError(f"CyclicDPKerasSGDOptimizer got an unexpected argument {name!r}.")
-        neutral = _NEUTRAL[name]
-        if value is neutral or (neutral is not None and value == neutral):
+    for option, value in options.items():
+        if option not in neutral:
+            raise TypeError(f"{name} got an unexpected argument {option!r}.")
+        expected = neutral[option]
+        if value is expected or (expected is not None and value == expected):
             continue
         raise refusal(
-            f"Expected {name} = {neutral}, got {value!r}: no last-iterate theorem here covers it. "
-            "Drop it."
+            f"Expected {option} = {expected}, got {value!r}: no theorem here covers it. Drop it."
         )
+
+
+def clip_and_noise(l2_norm_clip: Any, noise_multiplier: Any) -> tuple[float, float]:
+    """Both as floats, if float32 holds them and their product."""
+    clip = _validate.real("l2_norm_clip", l2_norm_clip, above=0)
+    noise = _validate.magnitude("noise_multiplier", noise_multiplier)
+    check_scale("l2_norm_clip", clip)
+    check_scale("l2_norm_clip * noise_multiplier", clip * noise)
+    return clip, noise
+
+
+def microbatches(num_microbatches: Any) -> int | None:
+    """None or a positive integer."""
+    if num_microbatches is None:
+        return None
+    return _validate.integer("num_microbatches", num_microbatches, minimum=1)
+
+
+def check_learning_rate(learning_rate: Any) -> None:
+    """Raises unless it is a schedule or a number >= 0."""
+    if isinstance(learning_rate, int | float):
+        _validate.magnitude("learning_rate", learning_rate)
 
 
 def check_scale(name: str, value: float) -> None:
@@ -51,18 +74,20 @@ def check_scale(name: str, value: float) -> None:
         )
 
 
-def refuse_changed_options(optimizer: Any) -> None:
+def refuse_changed_options(optimizer: Any, neutral: Mapping[str, Any]) -> None:
     """Refuses options that were set after construction."""
-    refuse_options(
-        {
-            "momentum": 0.9 if optimizer._momentum else 0.0,
-            "nesterov": bool(optimizer.nesterov),
-            "decay": float(optimizer._initial_decay),
-            **{name: getattr(optimizer, name) for name in _NEUTRAL if "clip" in name},
-        }
-    )
+    now = {name: _current(optimizer, name) for name in neutral}
+    refuse_options(type(optimizer).__name__, now, neutral)
     if optimizer.gradient_transformers:
         raise refusal("Expected no gradient_transformers, got some: they change the update.")
+
+
+def _current(optimizer: Any, name: str) -> Any:
+    if name == "momentum":
+        return 0.9 if optimizer._momentum else 0.0
+    if name == "decay":
+        return float(optimizer._initial_decay)
+    return getattr(optimizer, name)
 
 
 def refuse_surroundings() -> None:

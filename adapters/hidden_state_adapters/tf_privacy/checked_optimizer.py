@@ -1,0 +1,239 @@
+"""What the private Keras optimizers share: every step is checked before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy import optimizer_checks as checks
+from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import PROBLEMS, Problem, StepEntry, StepLog
+
+
+@attrs.frozen(eq=False)
+class Gradients:
+    """What `_compute_gradients` returned, in the trace that did it, and what it saw.
+
+    Attributes:
+        tensors: The noisy gradients.
+        rows: Rows of the batch (int64).
+        problem: A `Problem` (int64); the step must change nothing unless it is 0.
+    """
+
+    tensors: tuple[Any, ...]
+    rows: tf.Tensor
+    problem: tf.Tensor
+
+    @property
+    def is_fine(self) -> tf.Tensor:
+        """Whether the step is taken."""
+        return tf.equal(self.problem, 0)
+
+
+class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
+    """Base of the private optimizers, to stand before a class of TF Privacy's factory.
+
+    A subclass changes variables only if `self._gradients.is_fine`. XLA compiles no assertions, so
+    this, and not the error, is what keeps a refused step from being taken.
+
+    Args:
+        query: Clips, sums and adds the noise.
+        num_microbatches: None, or the batch size.
+        gradient_accumulation_steps: See TF Privacy.
+        **kwargs: Arguments of the Keras optimizer.
+    """
+
+    # Keras' options that must keep these values, by name.
+    _neutral_options: ClassVar[Mapping[str, Any]] = checks.NEUTRAL
+    _gradients: Gradients | None = None
+    _is_watched = False
+
+    def __init__(
+        self,
+        query: WatchedGaussianSumQuery,
+        num_microbatches: int | None,
+        gradient_accumulation_steps: int = 1,
+        **kwargs: Any,
+    ):
+        checks.refuse_surroundings()
+        super().__init__(query, num_microbatches, gradient_accumulation_steps, **kwargs)
+        self._log = StepLog()
+
+    # What a subclass may change
+
+    def _checked_loss(self, loss: Any) -> Any:
+        """The loss to differentiate, at least one entry; called under the tape."""
+        return checks.check_loss(loss, self._num_microbatches)
+
+    def _norm_bound(self) -> float:
+        """What the norm of a per-example gradient may be, with room for rounding."""
+        return float("inf")
+
+    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+        """The `Problem` of the step that is about to be taken (int64)."""
+        return self._log.problem(
+            rows,
+            self._num_microbatches,
+            variables,
+            self._dp_sum_query.largest_norm,
+            self._norm_bound(),
+        )
+
+    def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
+        """What follows the update of the variables, before the step is noted."""
+
+    def _decay_of_step(self) -> float:
+        return 0.0
+
+    # What was done
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """C."""
+        return self._dp_sum_query.l2_norm_clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise on the sum of gradients over C."""
+        return self._dp_sum_query.noise_multiplier
+
+    @property
+    def last_step(self) -> StepEntry:
+        """What the last step did, and how many there were."""
+        return self._log.read()
+
+    def is_iterate(self, variables: Sequence[Any]) -> bool:
+        """Whether the variables are as the last step left them, bit by bit."""
+        return self._log.has_written(list(variables))
+
+    def watch(self) -> None:
+        """The caller reads `last_step` after every step and raises if it was refused."""
+        self._is_watched = True
+
+    # Keras' and TF Privacy's seams
+
+    @property
+    def _is_wrapped_by_loss_scale_optimizer(self) -> bool:
+        return False
+
+    @_is_wrapped_by_loss_scale_optimizer.setter
+    def _is_wrapped_by_loss_scale_optimizer(self, value: bool) -> None:
+        if value:  # Keras sets it when it wraps an optimizer
+            raise refusal(
+                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
+                "noise would act on the scaled gradient. Train in float32 or float64."
+            )
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """TF Privacy's noisy mean of clipped gradients, of a loss with one entry per example."""
+        checks.refuse_surroundings()
+        checks.refuse_changed_options(self, self._neutral_options)
+        if grad_loss is not None:
+            raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
+        self._gradients = None
+        rows: list[tf.Tensor] = []
+
+        def checked(value: Any) -> Any:
+            checked_loss = self._checked_loss(value)
+            rows.append(tf.shape(value, out_type=tf.int64)[0])
+            return checked_loss
+
+        def checked_call() -> Any:
+            return checked(loss())
+
+        own_loss = loss
+        if callable(loss):
+            own_loss = checked_call
+        elif tape is not None:  # else TF Privacy raises
+            with tape:
+                own_loss = checked(loss)
+        pairs = super()._compute_gradients(own_loss, var_list, None, tape)
+        variables = [variable for _, variable in pairs]
+        checks.check_variables(variables)
+        problem = self._problem(rows[0], variables)
+        self._raise_problem(problem)
+        self._gradients = Gradients(tuple(gradient for gradient, _ in pairs), rows[0], problem)
+        return pairs
+
+    def _raise_problem(self, problem: tf.Tensor) -> None:
+        if tf.executing_eagerly():
+            found = Problem(int(problem))
+            if found and not self._is_watched:
+                raise refusal(f"The step was not taken. {found}")
+        elif not self._is_watched:
+            for one, text in PROBLEMS.items():
+                holds = tf.equal(tf.bitwise.bitwise_and(problem, int(one)), 0)
+                tf.debugging.Assert(holds, [f"The step was not taken. {text}"])
+
+    def get_gradients(self, loss: Any, params: Any) -> Any:
+        """Not supported.
+
+        Raises:
+            UnsupportedRunError: Always: this is the way of TensorFlow 1 graphs and Estimators, in
+                which the steps cannot be checked.
+        """
+        raise refusal(
+            "Expected minimize or _compute_gradients, got get_gradients: TensorFlow 1 graphs and "
+            "Estimators are not supported. Use Model.fit or an own loop."
+        )
+
+    def apply_gradients(
+        self, grads_and_vars: Any, name: Any = None, experimental_aggregate_gradients: bool = True
+    ) -> Any:
+        """Takes the step that `_compute_gradients` has just prepared, once.
+
+        Raises:
+            AssertionError: `_compute_gradients` was never called (as TF Privacy).
+            UnsupportedRunError: These are not the gradients that it returned last.
+        """
+        if not self._was_dp_gradients_called:
+            return super().apply_gradients(grads_and_vars)  # raises
+        pairs = list(grads_and_vars)
+        own = () if self._gradients is None else self._gradients.tensors
+        given = [gradient for gradient, _ in pairs]
+        if len(own) != len(given) or any(a is not b for a, b in zip(own, given, strict=True)):
+            raise refusal(
+                "Expected the gradients that _compute_gradients returned last, each list once and "
+                "in the same tf.function, got others: they are not the noisy mean that is "
+                "accounted."
+            )
+        try:
+            return super().apply_gradients(pairs, name, experimental_aggregate_gradients)
+        finally:
+            self._gradients = None
+
+    def _distributed_apply(
+        self, distribution: Any, grads_and_vars: Any, apply_state: Any, name: Any
+    ) -> Any:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        # Inside tf.function, too, what follows runs in the order of the program.
+        result = super()._distributed_apply(distribution, pairs, apply_state, name)
+        gradients = self._gradients
+        assert gradients is not None
+        self._after_update(variables, gradients)
+        first = variables[0]
+        self._log.write(
+            rows=gradients.rows,
+            problem=gradients.problem,
+            variables=variables,
+            noise=self._dp_sum_query.noise_fingerprint,
+            values=[
+                apply_state[(first.device, first.dtype.base_dtype)]["lr_t"],
+                self.l2_norm_clip,
+                self.noise_multiplier,
+                self._decay_of_step(),
+                self._dp_sum_query.largest_norm,
+            ],
+        )
+        return result
+
+    def __deepcopy__(self, memo: Any) -> CheckedOptimizer:
+        """A fresh optimizer with the same arguments: the steps of the original stay with it."""
+        return type(self).from_config(self.get_config())
