@@ -8,12 +8,23 @@ from typing import Any
 
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import BatchOrder, DiceSgdDpEvent, UnsupportedRunError, _validate
+from hidden_state_accountants import (
+    BatchOrder,
+    DiceSgdAccountant,
+    DiceSgdDpEvent,
+    UnsupportedRunError,
+    _validate,
+)
 from hidden_state_accountants.batch_order import parse_batch_order
-from hidden_state_adapters.opacus import dice_report
+from hidden_state_accountants.dice_report import text_report
 from hidden_state_adapters.opacus.dice_mechanism import DiceMechanism
 
 _SCHEMA = 1
+_CHECKED = (
+    "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
+    "finite gradients, one row each, in float32 or float64, in at most one backward pass per piece "
+    "of a batch; the same parameters; noise that was not used before"
+)
 # Rounding in float32 of a norm that is exactly at its bound.
 _SLACK = 1e-6
 
@@ -122,8 +133,12 @@ class DiceOptimizer(DiceMechanism):
             num_steps=num_steps,
             gradient_bound=gradient_bound,
         )
-        return dice_report.text_report(
-            event, neighboring_relation, delta, type(self._base).__name__
+        return text_report(
+            event,
+            DiceSgdAccountant(neighboring_relation).compose(event).guarantee,
+            delta,
+            update_rule=type(self._base).__name__,
+            checked=_CHECKED,
         )
 
     # The error stays here.

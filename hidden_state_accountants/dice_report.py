@@ -6,31 +6,29 @@ import math
 
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import DiceSgdAccountant, DiceSgdDpEvent
-from hidden_state_accountants.bounds import DiceSgd
-
-_CHECKED = (
-    "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
-    "finite gradients, one row each, in float32 or float64, in at most one backward pass per piece "
-    "of a batch; the same parameters; noise that was not used before"
-)
+from hidden_state_accountants.bounds.dice_sgd import DiceSgd
+from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
+from hidden_state_accountants.guarantee import Guarantee
 
 
 def text_report(
-    event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float, update_rule: str
+    event: DiceSgdDpEvent,
+    guarantee: Guarantee,
+    delta: float,
+    *,
+    update_rule: str,
+    checked: str,
 ) -> str:
     """About a dozen lines to paste.
 
     Args:
         event: The run.
-        relation: The neighbouring relation.
+        guarantee: Of `DiceSgdAccountant` for it.
         delta: In [0, 1].
         update_rule: Name of the optimizer that the noisy updates go through.
-
-    Raises:
-        UnsupportedRunError: No bound covers the run.
+        checked: What the adapter checks at every step.
     """
-    guarantee = DiceSgdAccountant(relation).compose(event).guarantee
+    relation = guarantee.neighboring_relation
     bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
     clip = "normalised to" if event.automatic else "clip norm"
     return "\n".join(
@@ -45,7 +43,7 @@ def text_report(
             f"noise on the mean update: standard deviation {event.noise_std:.6g}",
             f"gradients: {clip} {event.clip_norm:g}; bound before clipping: {bound}",
             f"error: {clip} {event.error_clip_norm:g}",
-            f"checked at every step: {_CHECKED}",
+            f"checked at every step: {checked}",
             "declared (your word): " + "; ".join(a.text for a in guarantee.assumptions),
         ]
     )
