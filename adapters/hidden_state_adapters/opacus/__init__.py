@@ -16,6 +16,7 @@ from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccoun
 from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
 from hidden_state_adapters.opacus.dice_sgd import DiceSGDOptimizer
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.hoelder_estimate import HoelderEstimate, estimate_hoelder
 from hidden_state_adapters.opacus.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 
@@ -27,6 +28,8 @@ __all__ = [
     "HiddenStateAccountant",
     "HiddenStateOptimizer",
     "HiddenStatePrivacyEngine",
+    "HoelderEstimate",
     "OrderedBatchSampler",
     "OrderedDataLoader",
+    "estimate_hoelder",
 ]
