@@ -11,16 +11,7 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
     1.9949
 """
 
-from hidden_state_accountants.accountants import (
-    BlockCoordinateAccountant,
-    ChienLiAccountant,
-    DiceSgdAccountant,
-    KongRiberoAccountant,
-    LangevinAccountant,
-    LastIterateAccountant,
-    ShiftedInterpolationAccountant,
-    compose_guarantees,
-)
+from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
 from hidden_state_accountants.auditing import AuditReport, audit
 from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
@@ -37,6 +28,14 @@ from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.geometry import clipped_update_lipschitz
 from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.paper_accountants import (
+    BlockCoordinateAccountant,
+    ChienLiAccountant,
+    DiceSgdAccountant,
+    KongRiberoAccountant,
+    LangevinAccountant,
+    ShiftedInterpolationAccountant,
+)
 from hidden_state_accountants.recorder import RunRecorder
 from hidden_state_accountants.running import RunningGuarantee
 from hidden_state_accountants.schedule import Schedule

@@ -14,10 +14,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -25,17 +24,11 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
-from hidden_state_accountants.advice import single_changes
-from hidden_state_accountants.bounds import BOUNDS, Bound, ShiftedInterpolation
-from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
-from hidden_state_accountants.bounds.chien_li import ChienLi
-from hidden_state_accountants.bounds.dice_sgd import DiceSgd
-from hidden_state_accountants.bounds.kong_ribero import KongRibero
-from hidden_state_accountants.bounds.langevin import Langevin
+from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee, bound_guarantee
+from hidden_state_accountants.bounds import Bound
 from hidden_state_accountants.composed_curve import compose_curves
-from hidden_state_accountants.curves import BestOfCurves, Curve, GaussianCurve
+from hidden_state_accountants.curves import Curve, GaussianCurve
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
 from hidden_state_accountants.standard import (
     StandardCurve,
@@ -44,9 +37,6 @@ from hidden_state_accountants.standard import (
     has_zero_noise,
     read_standard_event,
 )
-
-RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
-"""The kinds of runs that some bound is about."""
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
@@ -250,7 +240,7 @@ class LastIterateAccountant(_LastIterateBase):
         return best_guarantee(event, self.neighboring_relation)
 
 
-class _BoundAccountant(_LastIterateBase):
+class BoundAccountant(_LastIterateBase):
     """The theorems of one source alone; an error names an unmet condition."""
 
     def __init__(self, neighboring_relation: NeighboringRelation, bound: Bound):
@@ -263,157 +253,7 @@ class _BoundAccountant(_LastIterateBase):
                 f"{type(self).__name__} accounts for {self._bound.event_type.__name__}, "
                 f"got {type(event).__name__}."
             )
-        guarantee = _bound_guarantee(self._bound, event, self.neighboring_relation)
+        guarantee = bound_guarantee(self._bound, event, self.neighboring_relation)
         if guarantee.caveat:
             warnings.warn(f"{guarantee.theorem}: {guarantee.caveat}", UserWarning, stacklevel=2)
         return guarantee
-
-
-class ShiftedInterpolationAccountant(_BoundAccountant):
-    """Theorem A alone (`bounds.ShiftedInterpolation`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-    """
-
-    def __init__(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
-    ):
-        super().__init__(neighboring_relation, ShiftedInterpolation())
-
-
-class _PaperAccountant(_BoundAccountant):
-    """One paper's theorems, each soundly or as published."""
-
-    _bound_type: Callable[[str], Bound]
-
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        analysis: str = "sound",
-    ):
-        super().__init__(neighboring_relation, type(self)._bound_type(analysis))
-
-
-class LangevinAccountant(_PaperAccountant):
-    """Chourasia, Ye, Shokri 2021 (arXiv 2102.05855) alone (`bounds.Langevin`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-        analysis: "sound" is the paper's recursion, balanced best and from a fixed start;
-            "published" is Corollary 1.
-    """
-
-    _bound_type = Langevin
-
-
-class ChienLiAccountant(_PaperAccountant):
-    """Chien & Li 2024 (arXiv 2410.01068) alone (`bounds.ChienLi`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
-        analysis: "sound" or "published"; the latter reads WITHOUT_REPLACEMENT batches by Theorem
-            3.12, which is false and warns.
-    """
-
-    _bound_type = ChienLi
-
-
-class KongRiberoAccountant(_PaperAccountant):
-    """Kong & Ribero 2025 (arXiv 2407.05237) alone (`bounds.KongRibero`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
-        analysis: "sound", or "published" for the formulas as stated; Theorem 2.2 under clipping is
-            not proved as stated and warns.
-    """
-
-    _bound_type = KongRibero
-
-
-class BlockCoordinateAccountant(_PaperAccountant):
-    """Runs of `BlockCoordinateDpEvent` alone (`bounds.BlockCoordinate`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`; the event's gradient_sensitivity is read
-            as that of this relation.
-        analysis: "sound", or "published" for Chen & Liu 2025 (arXiv 2407.08233), Theorem 4.6, which
-            is false in general and warns.
-    """
-
-    _bound_type = BlockCoordinate
-
-
-class DiceSgdAccountant(_PaperAccountant):
-    """Runs of `DiceSgdDpEvent` alone (`bounds.DiceSgd`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-        analysis: "sound", or "published" for Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632),
-            Theorem 3.7, which is false and warns.
-    """
-
-    _bound_type = DiceSgd
-
-
-@functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
-def _bound_guarantee(
-    bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
-) -> Guarantee:
-    guarantee = bound.guarantee(event, relation)
-    citations = dict.fromkeys((bound.citation, *guarantee.citations))
-    changes = None
-    if isinstance(event, LastIterateDpEvent):
-        changes = functools.partial(_changes, event, relation)
-    return attrs.evolve(guarantee, citations=tuple(citations), changes=changes)
-
-
-def _changes(
-    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
-) -> tuple[tuple[str, float], ...]:
-    return single_changes(event, lambda e: best_guarantee(e, relation).epsilon(delta))
-
-
-def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Guarantee:
-    """The smallest guarantee of the sound bounds in `BOUNDS` that apply to one run.
-
-    Raises:
-        UnsupportedRunError: None applies; the text says why for each.
-    """
-    found: list[tuple[Bound, Guarantee]] = []
-    others: list[tuple[str, str]] = []
-    for bound in BOUNDS:
-        if not bound.sound or not isinstance(event, bound.event_type):
-            continue
-        unmet = bound.check(event, relation)
-        if unmet:
-            others.append((bound.name, "; ".join(map(str, unmet))))
-            continue
-        better = [other.name for other, _ in found if other.name in bound.dominated_by]
-        if better:
-            others.append((bound.name, f"never smaller than {better[0]}"))
-            continue
-        found.append((bound, _bound_guarantee(bound, event, relation)))
-    if not found:
-        raise UnsupportedRunError(
-            " | ".join(f"{name}: {reason}" for name, reason in others)
-            or f"No bound is about {type(event).__name__}."
-        )
-    best = found[0]
-    for candidate in found[1:]:
-        if _is_smaller(candidate[1], best[1]):
-            best = candidate
-    others += [
-        (bound.name, "not smaller for this run") for bound, _ in found if bound is not best[0]
-    ]
-    curves = [g.curve for _, g in found if g is best[1] or g.mu is None or best[1].mu is None]
-    curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
-    return attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
-
-
-def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
-    if candidate.mu is not None and best.mu is not None:
-        # Theorem A without amplification IS composition; rounding must not decide the name.
-        return candidate.mu < best.mu * (1 - 1e-12)
-    return candidate.epsilon(1e-6) < best.epsilon(1e-6)

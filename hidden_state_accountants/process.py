@@ -33,6 +33,8 @@ class UnmetCondition:
     actual: str
 
     def __str__(self) -> str:
+        if self.required.endswith("."):  # says it all
+            return self.required
         return f"{self.condition}: needs {self.required}, got {self.actual}"
 
 

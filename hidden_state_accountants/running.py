@@ -6,7 +6,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
-from hidden_state_accountants.accountants import best_guarantee
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds._taut_string import CyclicTautString
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,

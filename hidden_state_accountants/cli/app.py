@@ -14,7 +14,7 @@ import typer
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.accountants import _BoundAccountant
+from hidden_state_accountants.accountants import BoundAccountant
 from hidden_state_accountants.cli import output
 from hidden_state_accountants.cli.flags import with_run
 from hidden_state_accountants.cli.run_file import RunDescription
@@ -92,7 +92,7 @@ def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.Priva
         return hsa.LastIterateAccountant(relation)
     for bound in hsa.BOUNDS:
         if bound.name == name:
-            return _BoundAccountant(relation, bound)
+            return BoundAccountant(relation, bound)
     raise ValueError(f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}.")
 
 
@@ -110,11 +110,11 @@ def _check_covered(found: RunDescription, accountant: str) -> None:
             )
     if all(unmet for _, unmet in reasons) and reasons:
         nearest, unmet = min(reasons, key=lambda reason: len(reason[1]))
-        whole = (c.required if c.required.endswith(".") else str(c) for c in unmet)
+        whole = "; ".join(map(str, unmet))
         if len(reasons) == 1:
-            raise ValueError(f"{nearest} does not cover this run: {'; '.join(whole)}")
+            raise ValueError(f"{nearest} does not cover this run: {whole}")
         raise ValueError(
-            f"No bound covers this run. {nearest}: {'; '.join(whole)} (All reasons: hsa compare.)"
+            f"No bound covers this run. {nearest}: {whole} (All reasons: hsa compare.)"
         )
 
 

@@ -13,7 +13,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
-from hidden_state_accountants.accountants import RUN_EVENTS
+from hidden_state_accountants.best_bound import RUN_EVENTS
 from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.plain_types import SCHEMA
 

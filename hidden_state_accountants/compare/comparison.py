@@ -13,7 +13,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
-from hidden_state_accountants.accountants import RUN_EVENTS
+from hidden_state_accountants.best_bound import RUN_EVENTS
 from hidden_state_accountants.compare.methods import (
     COMBINED,
     OTHER_ALGORITHM,

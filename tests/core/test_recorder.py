@@ -9,7 +9,7 @@ from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.accountants import best_guarantee
+from hidden_state_accountants.best_bound import best_guarantee
 
 RELATION = NeighboringRelation.REPLACE_SPECIAL
 

@@ -608,7 +608,7 @@ MUTATIONS = (
     ),
     Mutation(
         "larger_bound_is_preferred",
-        ACCOUNTANTS,
+        "best_bound.py",
         "return candidate.mu < best.mu * (1 - 1e-12)",
         "return candidate.mu > best.mu * (1 + 1e-12)",
         _LAWS,

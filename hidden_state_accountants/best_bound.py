@@ -1,0 +1,103 @@
+"""The smallest guarantee that is proved of one run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.advice import single_changes
+from hidden_state_accountants.bounds import BOUNDS, Bound
+from hidden_state_accountants.curves import BestOfCurves
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.process import UnmetCondition
+
+RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
+"""The kinds of runs that some bound is about."""
+
+
+@functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
+def bound_guarantee(
+    bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> Guarantee:
+    """What one bound says about one run, with its citation and the changes that would help."""
+    guarantee = bound.guarantee(event, relation)
+    citations = dict.fromkeys((bound.citation, *guarantee.citations))
+    changes = None
+    if isinstance(event, LastIterateDpEvent):
+        changes = functools.partial(_changes, event, relation)
+    return attrs.evolve(guarantee, citations=tuple(citations), changes=changes)
+
+
+def _changes(
+    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
+) -> tuple[tuple[str, float], ...]:
+    return single_changes(event, lambda e: best_guarantee(e, relation).epsilon(delta))
+
+
+def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Guarantee:
+    """The smallest guarantee of the sound bounds in `BOUNDS` that apply to one run.
+
+    Raises:
+        UnsupportedRunError: None applies; see `why_none_applies`.
+    """
+    found: list[tuple[Bound, Guarantee]] = []
+    others: list[tuple[str, str]] = []
+    unmet_of: dict[str, tuple[UnmetCondition, ...]] = {}
+    for bound in BOUNDS:
+        if not bound.sound or not isinstance(event, bound.event_type):
+            continue
+        unmet = bound.check(event, relation)
+        if unmet:
+            unmet_of[bound.name] = unmet
+            others.append((bound.name, "; ".join(map(str, unmet))))
+            continue
+        better = [other.name for other, _ in found if other.name in bound.dominated_by]
+        if better:
+            others.append((bound.name, f"never smaller than {better[0]}"))
+            continue
+        found.append((bound, bound_guarantee(bound, event, relation)))
+    if not found:
+        raise UnsupportedRunError(why_none_applies(event, unmet_of))
+    best = found[0]
+    for candidate in found[1:]:
+        if _is_smaller(candidate[1], best[1]):
+            best = candidate
+    others += [
+        (bound.name, "not smaller for this run") for bound, _ in found if bound is not best[0]
+    ]
+    curves = [g.curve for _, g in found if g is best[1] or g.mu is None or best[1].mu is None]
+    curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
+    return attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
+
+
+def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
+    if candidate.mu is not None and best.mu is not None:
+        # Theorem A without amplification IS composition; rounding must not decide the name.
+        return candidate.mu < best.mu * (1 - 1e-12)
+    return candidate.epsilon(1e-6) < best.epsilon(1e-6)
+
+
+def why_none_applies(
+    event: dp_accounting.DpEvent, unmet: Mapping[str, tuple[UnmetCondition, ...]]
+) -> str:
+    """What the bound that is nearest to covering a run would need, in words.
+
+    Args:
+        event: The run.
+        unmet: The conditions that it does not meet, by the names of the bounds.
+    """
+    if not unmet:
+        return f"No bound is about {type(event).__name__}."
+    nearest = min(unmet, key=lambda name: len(unmet[name]))
+    text = f"{nearest}: {'; '.join(map(str, unmet[nearest]))}"
+    if len(unmet) > 1:
+        text += (
+            f" ({len(unmet) - 1} more bounds do not apply either: hidden_state_accountants.compare)"
+        )
+    return text
