@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from opacus.optimizers.optimizer import (
     _generate_noise,
     _mark_as_processed,
 )
+from torch import nn
 from torch.optim import Optimizer
 
 from hidden_state_accountants import BatchOrder, DiceSgdDpEvent, UnsupportedRunError, _validate
@@ -24,10 +25,15 @@ from hidden_state_adapters.opacus.dice_state import (
     joint_norms,
     smallest_norm,
 )
+from hidden_state_adapters.opacus.ghost_clipping import (
+    GhostClipping,
+    ghost_norms,
+    take_ghost_sums,
+)
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 
 
-class DiceMechanism(DPOptimizer):
+class DiceMechanism(GhostClipping):
     """The steps of `DiceSGDOptimizer` and `DiceAdamOptimizer`; see the former."""
 
     _base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
@@ -164,8 +170,7 @@ class DiceMechanism(DPOptimizer):
         Raises:
             UnsupportedRunError: A gradient is not finite.
         """
-        samples = self.grad_samples
-        norms = joint_norms(samples)
+        norms = ghost_norms(self._run_params) if self._is_ghost else joint_norms(self.grad_samples)
         if len(norms):
             largest = float(norms.max())
             if not math.isfinite(largest):
@@ -181,14 +186,25 @@ class DiceMechanism(DPOptimizer):
             automatic=self.automatic,
             smallest=self._smallest_norm,
         )
-        for index, (p, sample) in enumerate(zip(self._run_params, samples, strict=True)):
-            _check_processed_flag(p.grad_sample)  # type: ignore[attr-defined]
-            sample, factor = sample.to(p.dtype), factors.to(device=sample.device, dtype=p.dtype)
-            clipped = torch.einsum("i,i...", factor, sample)
-            # Not the difference of two sums: what is not clipped leaves exactly nothing.
-            self._hidden.add_rest(index, torch.einsum("i,i...", 1 - factor, sample))
+        # Not the difference of two sums: what is not clipped leaves exactly nothing.
+        weights = factors, 1 - factors
+        sums: Iterable[list[torch.Tensor]]
+        if self._is_ghost:
+            sums = take_ghost_sums(self._run_params, *weights)
+        else:
+            sums = (self._take_sums(p, weights) for p in self._run_params)
+        for index, (p, (clipped, rest)) in enumerate(zip(self._run_params, sums, strict=True)):
+            self._hidden.add_rest(index, rest)
             p.summed_grad = clipped if p.summed_grad is None else p.summed_grad.add_(clipped)  # type: ignore[attr-defined]
-            _mark_as_processed(p.grad_sample)  # type: ignore[attr-defined]
+
+    def _take_sums(
+        self, p: nn.Parameter, weights: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        _check_processed_flag(p.grad_sample)  # type: ignore[attr-defined]
+        sample = self._get_flat_grad_sample(p).to(p.dtype)
+        sums = [torch.einsum("i,i...", weight.to(sample), sample) for weight in weights]
+        _mark_as_processed(p.grad_sample)  # type: ignore[attr-defined]
+        return sums
 
     def add_noise(self) -> None:
         r"""Puts B times the noisy update into p.grad (`scale_grad` divides) and moves the error.

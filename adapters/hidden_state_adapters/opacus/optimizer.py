@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.ghost_clipping import GhostClipping
 from hidden_state_adapters.opacus.run_context import (
     RunContext,
     buffers_changed,
@@ -19,7 +20,7 @@ from hidden_state_adapters.opacus.run_context import (
 )
 
 
-class HiddenStateOptimizer(DPOptimizer):
+class HiddenStateOptimizer(GhostClipping):
     """Noisy clipped SGD on the batches of a plan; what the engine's event describes.
 
     One logical step of x is

@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost
 
 # Rounding in float32 of a norm that is exactly at its bound.
 _SLACK = 1e-6
@@ -57,18 +58,19 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
                 f"Expected {name} = {neutral}, got {value!r}: no last-iterate theorem here covers "
                 f"it. Use torch.optim.SGD(params, lr, weight_decay=...) without {name}."
             )
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, name, None):
-            raise UnsupportedRunError(
-                "Expected an SGD optimizer without step hooks, got one registered with "
-                "register_step_pre_hook or register_step_post_hook: it can change the update "
-                "unseen. Remove it."
-            )
-    _refuse_global_hooks()
+    refuse_step_hooks(optimizer)
     return groups[0]
 
 
-def _refuse_global_hooks() -> None:
+def refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError if hooks of the optimizer, or of all, can change the update."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise UnsupportedRunError(
+                f"Expected an {type(optimizer).__name__} optimizer without step hooks, got one "
+                "registered with register_step_pre_hook or register_step_post_hook: it can change "
+                "the update unseen. Remove it."
+            )
     hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith("torch.")]
     if foreign:  # torch's profiler counts steps with one
@@ -123,6 +125,8 @@ def gradient_rows(params: list[nn.Parameter]) -> int:
 
 def largest_gradient_norm(params: list[nn.Parameter]) -> torch.Tensor:
     """The largest norm, over the examples, of the gradient for all `params` together (0-dim)."""
+    if is_ghost(params):
+        return ghost_norms(params).max()
     norms = []
     for param in params:
         sample = param.grad_sample  # type: ignore[attr-defined]
