@@ -13,6 +13,7 @@ Importing this package also makes ``opacus.PrivacyEngine(accountant="hidden_stat
 from opacus.accountants import register_accountant
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.block_coordinate import BlockCoordinateOptimizer
 from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
 from hidden_state_adapters.opacus.dice_sgd import DiceSGDOptimizer
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
@@ -23,6 +24,7 @@ from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
+    "BlockCoordinateOptimizer",
     "DiceAdamOptimizer",
     "DiceSGDOptimizer",
     "HiddenStateAccountant",
