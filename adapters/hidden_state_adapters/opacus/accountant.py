@@ -17,54 +17,22 @@ from hidden_state_accountants import (
     Guarantee,
     LastIterateAccountant,
     LossGeometry,
-    RunningGuarantee,
-    RunRecorder,
     UnsupportedRunError,
-    compose_guarantees,
 )
 from hidden_state_accountants.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_adapters.opacus.accounted_runs import AccountedRun, RunGuarantees, nothing
 from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.recorders import Recorder, history_rows
 from hidden_state_adapters.opacus.stock_run import StockRun
-from hidden_state_adapters.opacus.undeclared import Row, undeclared_guarantee
+from hidden_state_adapters.opacus.undeclared import (
+    UNDECLARED,
+    WRITTEN,
+    Row,
+    undeclared_guarantee,
+)
 
 MECHANISM = "hidden_state"
-
-_UNDECLARED = (
-    "No run was declared: epsilon is that of composition under Poisson sampling (every iterate may "
-    "be released) and holds for Poisson loaders only (poisson_sampling=True). For other loaders, "
-    "and for the last iterate, call engine.accountant.declare_run(batch_order=..., "
-    "dataset_size=..., batch_size=..., loss_geometry=...) before training."
-)
-_WRITTEN = (
-    "The history was written directly, as make_private_with_epsilon does: epsilon is that of "
-    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. A declared run has another epsilon: "
-    "find its noise with dp_accounting.calibrate_dp_mechanism and "
-    "hidden_state_accountants.LastIterateAccountant, and call make_private."
-)
-
-
-def _nothing() -> None:
-    pass
-
-
-@attrs.frozen
-class _Run:
-    source: RunRecorder | StockRun
-    check: Callable[[], None] = _nothing  # raises unless the model is the accounted iterate
-    assumptions: tuple[Assumption, ...] = ()  # added to those of the bound; all declared
-    schedule: DeclaredSchedule = DeclaredSchedule()
-
-    @property
-    def recorder(self) -> RunRecorder:
-        return self.source.recorder if isinstance(self.source, StockRun) else self.source
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.recorder.state_dict(), "assumptions": [a.text for a in self.assumptions]}
-
-    def with_assumptions_of(self, state: Any) -> _Run:
-        stored = tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
-        return attrs.evolve(self, assumptions=merge_assumptions([self.assumptions, stored]))
 
 
 class HiddenStateAccountant(IAccountant):
@@ -92,15 +60,14 @@ class HiddenStateAccountant(IAccountant):
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
     ):
-        self._runs: list[_Run] = []
+        self._runs: list[AccountedRun] = []
         super().__init__()
         LastIterateAccountant(neighboring_relation)  # validates
         self.neighboring_relation = neighboring_relation
         self._unclaimed: StockRun | None = None
         self._warned: set[str] = set()
         self._refusals: list[str] = []
-        self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
-        self._running: dict[RunRecorder, RunningGuarantee] = {}
+        self._guarantees = RunGuarantees(neighboring_relation)
 
     @classmethod
     def mechanism(cls) -> str:
@@ -148,12 +115,12 @@ class HiddenStateAccountant(IAccountant):
         if self._unclaimed is not None and not self._unclaimed.recorder.num_steps:
             self._runs.pop()
         self._unclaimed = run
-        self._runs.append(_Run(run, assumptions=run.assumptions))
+        self._runs.append(AccountedRun(run, assumptions=run.assumptions))
 
     def add_run(
         self,
-        recorder: RunRecorder,
-        check: Callable[[], None] = _nothing,
+        recorder: Recorder,
+        check: Callable[[], None] = nothing,
         schedule: DeclaredSchedule | None = None,
     ) -> None:
         """Adds a run that somebody else records; `check` is called before epsilon is computed.
@@ -167,8 +134,8 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: Steps were taken undeclared.
         """
         self._refuse_undeclared_steps("the run")
-        self._runs = [attrs.evolve(run, check=_nothing) for run in self._runs]
-        self._runs.append(_Run(recorder, check, schedule=schedule or DeclaredSchedule()))
+        self._runs = [attrs.evolve(run, check=nothing) for run in self._runs]
+        self._runs.append(AccountedRun(recorder, check, schedule=schedule or DeclaredSchedule()))
         self._unclaimed = None
 
     def assume(self, text: str) -> None:
@@ -195,7 +162,7 @@ class HiddenStateAccountant(IAccountant):
             )
 
     @property
-    def recorders(self) -> tuple[RunRecorder, ...]:
+    def recorders(self) -> tuple[Recorder, ...]:
         """The recorders of the declared runs, in order."""
         return tuple(run.recorder for run in self._runs)
 
@@ -203,16 +170,13 @@ class HiddenStateAccountant(IAccountant):
 
     @property
     def history(self) -> list[Row]:
-        """Rows (noise multiplier, sample rate, steps), as of Opacus' own accountants."""
+        """Rows (noise multiplier, sample rate, steps), as of Opacus' own accountants.
+
+        A DiceSGD run has noise multiplier 0 there: no figure of this form covers it.
+        """
         rows = list(self._history)
         for recorder in self.recorders:
-            state = recorder.state_dict()
-            rate = state["declared"]["batch_size"] / state["declared"]["dataset_size"]
-            runs = state["runs"]["noise_multiplier"]
-            rows += [
-                (value, rate, length)
-                for value, length in zip(runs["values"], runs["lengths"], strict=True)
-            ]
+            rows += history_rows(recorder)
         return rows
 
     @history.setter
@@ -312,26 +276,10 @@ class HiddenStateAccountant(IAccountant):
             return undeclared_guarantee(tuple(self._history))
         for run in self._runs:
             run.check()
-        key = tuple(
-            (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
-            for r in runs
-        )
-        if self._composed is None or self._composed[0] != key:
-            guarantees = [self._run_guarantee(run) for run in runs]
-            self._composed = key, compose_guarantees(guarantees, self.neighboring_relation)
-        return self._composed[1]
-
-    def _run_guarantee(self, run: _Run) -> Guarantee:
-        running = self._running.setdefault(
-            run.recorder, RunningGuarantee(run.recorder, self.neighboring_relation)
-        )
-        guarantee = running.guarantee()
-        own = run.schedule.assumptions(run.recorder, guarantee.assumptions)
-        assumptions = merge_assumptions([own, run.assumptions])
-        return attrs.evolve(guarantee, assumptions=assumptions)
+        return self._guarantees.compose(runs)
 
     def _warn_undeclared(self) -> None:
-        text = _WRITTEN if self._is_written else _UNDECLARED
+        text = WRITTEN if self._is_written else UNDECLARED
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, UserWarning, stacklevel=4)
@@ -376,10 +324,7 @@ class HiddenStateAccountant(IAccountant):
 
     def _load_runs(self, states: list[Any]) -> None:
         current, last = self._runs[-1:], states[-1]
-        ended = [
-            _Run(RunRecorder.from_state_dict(state)).with_assumptions_of(state)
-            for state in (states[:-1] if current else states)
-        ]
+        ended = [AccountedRun.ended(state) for state in (states[:-1] if current else states)]
         for run in current:
             run.source.load_state_dict(last)
         self._history = []

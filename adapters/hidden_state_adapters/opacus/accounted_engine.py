@@ -13,12 +13,17 @@ from opacus import PrivacyEngine
 from torch import nn
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants import Assumption, Comparison, RunRecorder, UnsupportedRunError
+from hidden_state_accountants import Assumption, Comparison, DiceSgdDpEvent, UnsupportedRunError
 from hidden_state_accountants.text_report import text_report
 from hidden_state_adapters.opacus import report
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.dice_statement import dice_assumptions, dice_report
+from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
+from hidden_state_adapters.opacus.recorders import Recorder
+
+RunOptimizer = HiddenStateOptimizer | EngineDiceOptimizer
 
 
 class AccountedEngine(PrivacyEngine):
@@ -39,7 +44,7 @@ class AccountedEngine(PrivacyEngine):
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
         self.accountant = HiddenStateAccountant(neighboring_relation)
         self._noise = NoiseWatch()
-        self._optimizer: HiddenStateOptimizer | None = None
+        self._optimizer: RunOptimizer | None = None
         self._modules: tuple[Any, ...] = ()
         self._run_id = ""
         self._fields: dict[str, Any] = {}
@@ -57,17 +62,20 @@ class AccountedEngine(PrivacyEngine):
 
     @property
     def privacy_event(self) -> dp_accounting.DpEvent:
-        """The event that happened: a LastIterateDpEvent, or their composition for several runs.
+        """The event that happened: a LastIterateDpEvent or DiceSgdDpEvent; several compose.
 
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: Something was looked at that no theorem covers.
+            UnsupportedRunError: Something was looked at that no theorem covers, or a step of the
+                current DiceSGD run was refused.
         """
         events = [recorder.event() for recorder in self._recorded()]
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
-    def _recorded(self) -> list[RunRecorder]:
+    def _recorded(self) -> list[Recorder]:
         self.accountant.check_not_refused()
+        if isinstance(self._optimizer, EngineDiceOptimizer):
+            self._optimizer.check_not_refused()
         recorded = [r for r in self.accountant.recorders if r.num_steps]
         if not recorded:
             raise ValueError("Expected at least one step, got none yet.")
@@ -76,8 +84,11 @@ class AccountedEngine(PrivacyEngine):
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked at every step, declared or public."""
+        guarantee = self.accountant.guarantee
+        if isinstance(self._optimizer, EngineDiceOptimizer):
+            return dice_assumptions(guarantee, self._optimizer)
         context = None if self._optimizer is None else self._optimizer.context
-        return report.run_assumptions(self.accountant.guarantee, context)
+        return report.run_assumptions(guarantee, context)
 
     def report(self, delta: float) -> str:
         """A dozen lines to paste: epsilon, theorem, releases that it covers, run, assumptions.
@@ -86,14 +97,24 @@ class AccountedEngine(PrivacyEngine):
             ValueError: No step was taken.
             UnsupportedRunError: As `get_epsilon`.
         """
+        events = [recorder.event() for recorder in self._recorded()]
+        guarantee, assumptions = self.accountant.guarantee, self.assumptions
+        if isinstance(events[-1], DiceSgdDpEvent):
+            return dice_report(events, guarantee, assumptions, delta, self._update_rule())
         context = None if self._optimizer is None else self._optimizer.context
         return text_report(
-            events=[recorder.event() for recorder in self._recorded()],
-            guarantee=self.accountant.guarantee,
-            assumptions=self.assumptions,
+            events=events,
+            guarantee=guarantee,
+            assumptions=assumptions,
             delta=delta,
             projection_radius=None if context is None else context.projection_radius,
         )
+
+    def _update_rule(self) -> str:
+        """Of the last run; a checkpoint alone does not say."""
+        if isinstance(self._optimizer, EngineDiceOptimizer):
+            return type(self._optimizer.original_optimizer).__name__
+        return "any"
 
     def compare(self, delta: float = 1e-5) -> Comparison:
         """What every bound, and dp-accounting's own accountants, say about what happened.
@@ -114,7 +135,7 @@ class AccountedEngine(PrivacyEngine):
 
     # What was released or looked at
 
-    def _current(self) -> HiddenStateOptimizer:
+    def _current(self) -> RunOptimizer:
         if self._optimizer is None:
             raise UnsupportedRunError("Expected a run, got none. Call make_private first.")
         return self._optimizer
@@ -122,6 +143,7 @@ class AccountedEngine(PrivacyEngine):
     def release(self) -> None:
         """Marks the current iterate as released; call it for every model that anybody sees.
 
+        Every iterate of a DiceSGD run is covered anyway: there it costs nothing.
         A number that is computed from the iterate and PUBLIC data (accuracy on a public test set)
         is covered by the release of the iterate.
 

@@ -7,17 +7,17 @@ import numbers
 from typing import Any
 
 import torch
-from dp_accounting import NeighboringRelation
+from dp_accounting import DpEvent, NeighboringRelation
 from torch import nn
 
 from hidden_state_accountants import (
     BOUNDS,
     BatchOrder,
-    LastIterateDpEvent,
     LossGeometry,
     UnsupportedRunError,
 )
 from hidden_state_accountants.batch_order import parse_batch_order
+from hidden_state_accountants.best_bound import why_none_applies
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus import optimizer_checks as checks
 
@@ -74,15 +74,6 @@ def check_order_seed(order: BatchOrder, seed: int | None, is_secret: bool) -> No
         )
 
 
-def refuse_optimizer_class(optimizer_class: type | None) -> None:
-    """Raises UnsupportedRunError for an optimizer_class."""
-    if optimizer_class is not None:
-        raise UnsupportedRunError(
-            f"Expected optimizer_class = None, got {optimizer_class!r}: this engine supports plain "
-            "SGD. Leave it out."
-        )
-
-
 def refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:
     """Raises UnsupportedRunError for ADD_OR_REMOVE_ONE unless the batches are POISSON.
 
@@ -97,7 +88,7 @@ def refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> No
         )
 
 
-def check_covered(event: LastIterateDpEvent, relation: NeighboringRelation) -> None:
+def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
     """Raises UnsupportedRunError if no bound is about such a run under `relation`."""
     unmet = {
         bound.name: bound.check(event, relation)
@@ -105,7 +96,7 @@ def check_covered(event: LastIterateDpEvent, relation: NeighboringRelation) -> N
         if bound.sound and isinstance(event, bound.event_type)
     }
     if all(unmet.values()):
-        reasons = " | ".join(f"{k}: {'; '.join(map(str, v))}" for k, v in unmet.items())
+        reasons = why_none_applies(event, unmet)
         raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
 
 

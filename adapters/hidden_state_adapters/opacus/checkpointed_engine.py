@@ -37,8 +37,10 @@ class CheckpointedEngine(AccountedEngine):
             stays_private: False counts the checkpoint as a release of the current iterate. True
                 says that nobody else ever sees the file, which becomes a listed assumption.
             include_private_state: Also stores the secret order of the records, without which
-                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on.
-                Needs stays_private=True: whoever reads it knows which steps used a record.
+                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on, and
+                the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True:
+                whoever reads the file knows which steps used a record, and the error is data of
+                the records without noise.
             lr_scheduler: A learning-rate scheduler to store.
             checkpoint_dict: Your own entries; not changed.
             **kwargs: noise_scheduler, grad_clip_scheduler, module_state_dict_kwargs,
@@ -46,12 +48,14 @@ class CheckpointedEngine(AccountedEngine):
 
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
-            ValueError: The secret order would be released.
+            ValueError: The secret order or the error would be released; or include_private_state
+                in the middle of a batch of a DiceSGD run.
         """
         if include_private_state and not stays_private:
             raise ValueError(
                 "Expected stays_private = True with include_private_state = True, got False: the "
-                "guarantee rests on nobody knowing the order of the records."
+                "guarantee rests on nobody knowing the order of the records, nor the error of "
+                "DiceSGD."
             )
         if self._optimizer is not None:
             self._check_module(module)
@@ -131,8 +135,7 @@ class CheckpointedEngine(AccountedEngine):
             state = checkpoints.check_state(
                 checkpoint, self._optimizer, self._fields, discard_later_steps
             )
-            if "private" in state:
-                self._optimizer.context.plan.load_private_state(state["private"])
+            checkpoints.load_private_state(self._optimizer, state)
             module, optimizer = module or self._modules[-1], optimizer or self._optimizer
         elif checkpoints.SECTION in checkpoint:
             checkpoints.check_later_steps(checkpoint[checkpoints.SECTION], discard_later_steps)

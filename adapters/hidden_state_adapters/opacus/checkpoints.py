@@ -8,9 +8,12 @@ from typing import Any
 
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import RunRecorder, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.declared_run import DeclaredRun
+from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
+from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
+from hidden_state_adapters.opacus.recorders import Recorder, recorder_of
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -18,13 +21,23 @@ SECTION = "hidden_state_run"
 _SCHEMA = 1
 _CRITERION_SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
 
-_branches: dict[str, list[RunRecorder]] = {}
+_GOES_ON_ELSEWHERE = (
+    "A checkpoint of this DiceSGD run was loaded by another engine, which goes on with its error: "
+    "no bound covers what two continuations show together. Go on there."
+)
+
+RunOptimizer = HiddenStateOptimizer | EngineDiceOptimizer
+
+_branches: dict[str, list[Recorder]] = {}
 """The recorders of this process, by run: a run that was resumed has several."""
 
 
-def note_branch(run_id: str, recorder: RunRecorder) -> None:
-    """Remembers that `recorder` records (a branch of) a run."""
+def note_branch(run_id: str, recorder: Recorder) -> None:
+    """Remembers that `recorder` records (a branch of) a run; of DiceSGD only the newest goes on."""
     recorders = _branches.setdefault(run_id, [])
+    for other in recorders:
+        if other is not recorder and isinstance(other, DiceRecorder):
+            other.end(_GOES_ON_ELSEWHERE)
     if recorder not in recorders:
         recorders.append(recorder)
 
@@ -39,6 +52,8 @@ def fields_of(
         "noise_multiplier": float(noise_multiplier),
         "max_grad_norm": float(declared.max_grad_norm),
         "loss_reduction": declared.loss_reduction,
+        "optimizer_class": None if declared.dice is None else declared.dice.name,
+        "update_rule": type(declared.optimizer).__name__,
         "feature_norm": None if declared.feature_norm is None else float(declared.feature_norm),
         "criterion": None
         if criterion is None
@@ -58,14 +73,15 @@ def fields_of(
 
 
 def run_state(
-    optimizer: HiddenStateOptimizer, run_id: str, fields: dict[str, Any], include_private: bool
+    optimizer: RunOptimizer, run_id: str, fields: dict[str, Any], include_private: bool
 ) -> dict[str, Any]:
     """The section of a checkpoint, in plain types.
 
     It never holds the state of the noise generator: with it the noise of the next steps would be
-    known. The order of the records is in it only on request.
+    known. The order of the records, and the error of DiceSGD, are in it only on request.
     """
-    plan, steps = optimizer.context.plan, optimizer.context.recorder.num_steps
+    steps = optimizer.context.recorder.num_steps
+    missing = _why_not_resumable(optimizer, steps)
     state: dict[str, Any] = {
         "schema": _SCHEMA,
         "run_id": run_id,
@@ -75,20 +91,48 @@ def run_state(
         "max_grad_norm": float(optimizer.max_grad_norm),
     }
     if include_private:
-        state["private"] = plan.private_state(steps)
-    elif plan.why_not_resumable(steps):
+        if isinstance(optimizer, EngineDiceOptimizer):
+            state["private"] = optimizer.private_state()
+        else:
+            state["private"] = optimizer.context.plan.private_state(steps)
+    elif missing:
+        at_epochs = (
+            "" if isinstance(optimizer, EngineDiceOptimizer) else "at the end of an epoch, or "
+        )
         _logger.warning(
-            "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save at the "
-            "end of an epoch, or with include_private_state=True, stays_private=True.",
+            "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save "
+            "%swith include_private_state=True, stays_private=True.",
             steps,
-            plan.why_not_resumable(steps),
+            missing,
+            at_epochs,
         )
     return state
 
 
+def load_private_state(optimizer: RunOptimizer, state: Mapping[str, Any]) -> None:
+    """Restores the secret order, and the error of DiceSGD, of a section that was checked.
+
+    Raises:
+        ValueError: They are of another run, or damaged.
+    """
+    if "private" not in state:
+        return
+    if isinstance(optimizer, EngineDiceOptimizer):
+        optimizer.load_private_state(state["private"], state["num_steps"])
+    else:
+        optimizer.context.plan.load_private_state(state["private"])
+
+
+def _why_not_resumable(optimizer: RunOptimizer, steps: int) -> str:
+    missing = [optimizer.context.plan.why_not_resumable(steps)]
+    if isinstance(optimizer, EngineDiceOptimizer) and steps:
+        missing.insert(0, "the error of the feedback, which is data of the records")
+    return ", and ".join(filter(None, missing))
+
+
 def check_state(
     checkpoint: Mapping[str, Any],
-    optimizer: HiddenStateOptimizer,
+    optimizer: RunOptimizer,
     fields: dict[str, Any],
     discard_later_steps: bool,
 ) -> dict[str, Any]:
@@ -97,7 +141,7 @@ def check_state(
     Raises:
         ValueError: It is of another run (the text names the field), or steps that were taken after
             it would be forgotten.
-        UnsupportedRunError: The secret order that it needs is missing.
+        UnsupportedRunError: The secret order or the error that it needs is missing.
     """
     state = checkpoint.get(SECTION)
     runs = checkpoint["privacy_accountant_state_dict"].get("runs")
@@ -106,7 +150,7 @@ def check_state(
             f"Expected a checkpoint of HiddenStatePrivacyEngine with a run (schema {_SCHEMA}), got "
             f"entries {sorted(checkpoint)}. Save with engine.save_checkpoint."
         )
-    declared = RunRecorder.from_state_dict(optimizer.context.recorder.state_dict())
+    declared = recorder_of(optimizer.context.recorder.state_dict())
     declared.load_state_dict(runs[-1])  # names the field that differs
     if state["num_steps"] != declared.num_steps:
         raise ValueError(
@@ -119,10 +163,10 @@ def check_state(
                 f"The checkpoint is of another run: expected {name} = {expected!r}, got "
                 f"{state['fields'].get(name)!r}. Call make_private as before."
             )
-    missing = optimizer.context.plan.why_not_resumable(declared.num_steps)
+    missing = _why_not_resumable(optimizer, declared.num_steps)
     if missing and "private" not in state:
         raise UnsupportedRunError(
-            f"The checkpoint lacks {missing}: another order would not be the run that is "
+            f"The checkpoint lacks {missing}: with another the run would not be the one that is "
             "accounted. Save with include_private_state=True, stays_private=True."
         )
     check_later_steps(state, discard_later_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -12,18 +13,29 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hidden_state_accountants import BatchOrder, LastIterateDpEvent, LossGeometry, RunRecorder
+from hidden_state_accountants import (
+    BatchOrder,
+    DiceSgdDpEvent,
+    LastIterateDpEvent,
+    LossGeometry,
+    RunRecorder,
+)
 from hidden_state_adapters.opacus import arguments
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
 from hidden_state_adapters.opacus.cursor import BatchCursor
 from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule, declared_schedule
+from hidden_state_adapters.opacus.dice_arguments import DiceArguments, dice_arguments
+from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
+from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch, check_batch_norm
 from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
+from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch, check_parameters
 from hidden_state_adapters.opacus.record_order import plan_batches
+from hidden_state_adapters.opacus.recorders import Recorder
 from hidden_state_adapters.opacus.run_context import RunContext
 
 
@@ -45,6 +57,7 @@ class DeclaredRun:
     projection_radius: float | None
     diameter: float
     schedule: DeclaredSchedule
+    dice: DiceArguments | None  # None: plain SGD
     opacus_kwargs: dict[str, Any]
 
     @property
@@ -57,12 +70,14 @@ class DeclaredRun:
         """The declared bound on per-example gradient norms."""
         return None if self.loss is None else self.loss.lipschitz
 
-    def event(self, noise_multiplier: float, num_steps: int) -> LastIterateDpEvent:
+    def event(self, noise_multiplier: float, num_steps: int) -> LastIterateDpEvent | DiceSgdDpEvent:
         """The run with the declared learning rates or the current one, and the current decay.
 
         Raises:
             TypeError, ValueError: A hyper-parameter has an impossible value.
         """
+        if self.dice is not None:
+            return self.dice.event(self.plan, self.max_grad_norm, noise_multiplier, num_steps)
         options = checks.sgd_options(self.optimizer)
         # The event divides by b; a "sum" optimizer does not.
         scale = 1 if self.loss_reduction == "mean" else self.plan.batch_size
@@ -86,8 +101,18 @@ class DeclaredRun:
             "max_batch_size": self.max_batch_size,
         }
 
-    def start(self, noise: NoiseWatch) -> RunContext:
-        """Sets the watches and a fresh recorder; `RunContext.remove_hooks` undoes it."""
+    def start(self, noise: NoiseWatch, event: LastIterateDpEvent | DiceSgdDpEvent) -> RunContext:
+        """Sets the watches and a fresh recorder; `RunContext.remove_hooks` undoes it.
+
+        Args:
+            noise: Of the engine.
+            event: What `event` says of the run's noise.
+        """
+        recorder: Recorder
+        if isinstance(event, DiceSgdDpEvent):
+            recorder = DiceRecorder(event)
+        else:
+            recorder = RunRecorder(**self._declared())
         parameters = ParameterWatch(self.inner, self.optimizer)
         criterion = self.watched_criterion
         head = None
@@ -96,7 +121,7 @@ class DeclaredRun:
         forward = ForwardWatch(self.inner, head, parameters)
         loader = self.data_loader
         return RunContext(
-            recorder=RunRecorder(**self._declared()),
+            recorder=recorder,
             plan=self.plan,
             cursor=BatchCursor(
                 self.plan.num_batches,
@@ -112,6 +137,14 @@ class DeclaredRun:
             projection_radius=self.projection_radius,
             schedule=self.schedule,
         )
+
+    def make_optimizer(
+        self, optimizer: Optimizer, context: RunContext, **kwargs: Any
+    ) -> HiddenStateOptimizer | EngineDiceOptimizer:
+        """The private optimizer of the run that `start` started."""
+        if self.dice is not None:
+            return self.dice.make_optimizer(optimizer, context, **kwargs)
+        return HiddenStateOptimizer(optimizer, context=context, **kwargs)
 
 
 def declare_run(
@@ -131,6 +164,9 @@ def declare_run(
     order_seed: int | None = None,
     order_is_secret: bool = False,
     optimizer_class: type | None = None,
+    error_max_grad_norm: float | None = None,
+    automatic: bool = False,
+    gradient_bound: float = math.inf,
     learning_rate_schedule: Any = None,
     num_steps: int | None = None,
     **opacus_kwargs: Any,
@@ -139,15 +175,28 @@ def declare_run(
     order = arguments.batch_order_of(batch_order, poisson_sampling)
     arguments.check_order_seed(order, order_seed, order_is_secret)
     arguments.refuse_add_or_remove(relation, order)
-    arguments.refuse_optimizer_class(optimizer_class)
+    dice = dice_arguments(
+        optimizer_class,
+        error_max_grad_norm,
+        automatic,
+        gradient_bound,
+        loss_geometry=loss_geometry,
+        feature_norm=feature_norm,
+        projection_radius=projection_radius,
+        max_batch_size=max_batch_size,
+        learning_rate_schedule=learning_rate_schedule,
+    )
     arguments.check_opacus_arguments(opacus_kwargs, order)
     arguments.refuse_per_layer_clipping(max_grad_norm)
     if isinstance(optimizer, DPOptimizer):
         optimizer = optimizer.original_optimizer
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
     arguments.refuse_distributed(module)
-    checks.sgd_options(optimizer)
+    if dice is None:
+        checks.sgd_options(optimizer)
     check_parameters(inner, optimizer)
+    if dice is not None:
+        dice.check(inner, optimizer, max_grad_norm, opacus_kwargs)
     check_batch_norm(inner)
     reduction = opacus_kwargs.get("loss_reduction", "mean")
     loss, head = arguments.resolve_loss(inner, criterion, loss_geometry, feature_norm, reduction)
@@ -172,8 +221,10 @@ def declare_run(
         projection_radius=projection_radius,
         diameter=arguments.domain_diameter(inner, projection_radius),
         schedule=declared_schedule(learning_rate_schedule, num_steps),
+        dice=dice,
         opacus_kwargs=opacus_kwargs,
     )
     arguments.check_covered(declared.event(1.0, declared.schedule.num_steps or 1), relation)
-    checks.check_clip_margin(float(max_grad_norm), declared.lipschitz)
+    if dice is None:
+        checks.check_clip_margin(float(max_grad_norm), declared.lipschitz)
     return declared

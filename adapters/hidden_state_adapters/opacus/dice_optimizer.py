@@ -20,7 +20,7 @@ from hidden_state_accountants.dice_report import text_report
 from hidden_state_adapters.opacus.dice_mechanism import DiceMechanism
 
 _SCHEMA = 1
-_CHECKED = (
+CHECKED = (
     "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
     "finite gradients, one row each, in float32 or float64, in at most one backward pass per piece "
     "of a batch; the same parameters; noise that was not used before"
@@ -55,7 +55,7 @@ class DiceOptimizer(DiceMechanism):
             ValueError: No step was taken, or no run can have these values.
             UnsupportedRunError: The run was another one.
         """
-        self._check_not_refused()
+        self.check_not_refused()
         if not self._num_steps:
             raise ValueError("Expected at least one step, got none yet.")
         if self._settings() != self._fixed:
@@ -80,7 +80,8 @@ class DiceOptimizer(DiceMechanism):
             )
         return event
 
-    def _check_not_refused(self) -> None:
+    def check_not_refused(self) -> None:
+        """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
         if self._failure:
             raise UnsupportedRunError(
                 "A step of this run was refused or interrupted. What ended the run may depend on "
@@ -138,7 +139,7 @@ class DiceOptimizer(DiceMechanism):
             DiceSgdAccountant(neighboring_relation).compose(event).guarantee,
             delta,
             update_rule=type(self._base).__name__,
-            checked=_CHECKED,
+            checked=CHECKED,
         )
 
     # The error stays here.
@@ -164,7 +165,7 @@ class DiceOptimizer(DiceMechanism):
                 "holds data of the records without noise. Keep what you get as secret as the "
                 "records. For the account alone, keep privacy_event(...).to_dict()."
             )
-        self._check_not_refused()
+        self.check_not_refused()
         if not self._num_steps or self._rows or any(self._sums):
             raise ValueError("Expected the end of a step, got no step yet, or a piece of one.")
         return {

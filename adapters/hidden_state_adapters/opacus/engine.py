@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from typing import Any
 
@@ -15,14 +16,15 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import (
     BatchOrder,
     LastIterateAccountant,
+    LastIterateDpEvent,
     LossGeometry,
 )
 from hidden_state_accountants.text_report import no_contraction_line
 from hidden_state_adapters.opacus import checkpoints
+from hidden_state_adapters.opacus.accounted_engine import RunOptimizer
 from hidden_state_adapters.opacus.checkpointed_engine import CheckpointedEngine
 from hidden_state_adapters.opacus.declared_run import DeclaredRun, declare_run
 from hidden_state_adapters.opacus.loaders import private_loader
-from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 from hidden_state_adapters.opacus.run_context import RunContext
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -51,7 +53,9 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         accountant: "hidden_state"; there for the signature of PrivacyEngine.
     """
 
-    _context: RunContext | None = None  # while make_private runs
+    # While make_private runs.
+    _declared: DeclaredRun | None = None
+    _context: RunContext | None = None
 
     # make_private and the seams that it goes through in Opacus
 
@@ -73,10 +77,13 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         order_seed: int | None = None,
         order_is_secret: bool = False,
         optimizer_class: type | None = None,
+        error_max_grad_norm: float | None = None,
+        automatic: bool = False,
+        gradient_bound: float = math.inf,
         learning_rate_schedule: Any = None,
         num_steps: int | None = None,
         **opacus_kwargs: Any,
-    ) -> tuple[Any, HiddenStateOptimizer, DataLoader]:
+    ) -> tuple[Any, RunOptimizer, DataLoader]:
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
@@ -84,7 +91,8 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
                 buffers that change.
             optimizer: A plain torch.optim.SGD over all trainable parameters. Its weight_decay acts
                 outside the clip, so it is decoupled decay. Learning rate and decay may change
-                between steps, equally in all groups, on a schedule that is fixed in advance.
+                between steps, equally in all groups, on a schedule that is fixed in advance. (Of a
+                DiceSGD run: any SGD, or for DiceAdamOptimizer Adam or AdamW, without a state.)
             data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
                 its order, which must not be shuffled and is public. For "cyclic", "shuffled_once"
                 and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
@@ -111,7 +119,14 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             order_seed: Fixes a random order, which is then known to whoever knows the seed:
                 "shuffled_once" is accounted as cyclic, the others are refused.
             order_is_secret: With order_seed: the seed is random and nobody else will ever know it.
-            optimizer_class: None.
+            optimizer_class: None for plain SGD, of which only the last iterate is released;
+                DiceSGDOptimizer or DiceAdamOptimizer, of which every iterate is and the error
+                stays hidden (docs/dice_sgd.md). They refuse loss_geometry, feature_norm,
+                projection_radius, max_batch_size and learning_rate_schedule.
+            error_max_grad_norm: DiceSGD only; C2 in units of the MEAN update; None is C1.
+            automatic: DiceSGD only; normalises instead of clipping.
+            gradient_bound: DiceSGD only; a bound on the norm of every per-example gradient before
+                clipping, for all records that could have been in the data; checked at every step.
             learning_rate_schedule: The learning rates that the loop is going to use: a number, one
                 number per logical step (not per epoch) or a hidden_state_accountants.Schedule. A
                 step with another learning rate is refused. None: that a schedule does not depend on
@@ -146,6 +161,9 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             order_seed=order_seed,
             order_is_secret=order_is_secret,
             optimizer_class=optimizer_class,
+            error_max_grad_norm=error_max_grad_norm,
+            automatic=automatic,
+            gradient_bound=gradient_bound,
             learning_rate_schedule=learning_rate_schedule,
             num_steps=num_steps,
             **opacus_kwargs,
@@ -159,7 +177,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         target_delta: float,
         epochs: int,
         **arguments: Any,
-    ) -> tuple[Any, HiddenStateOptimizer, DataLoader]:
+    ) -> tuple[Any, RunOptimizer, DataLoader]:
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
 
         The target is for everything on this engine: what earlier runs spent is composed. It is met
@@ -204,7 +222,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         noise = hsa.calibrate_noise(
             target_epsilon,
             target_delta,
-            declared.event(1.0, steps),
+            lambda noise_multiplier: declared.event(noise_multiplier, steps),
             neighboring_relation=relation,
             make_accountant=accountant,
             tolerance=1e-4,
@@ -213,11 +231,12 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
 
     def _start(
         self, declared: DeclaredRun, noise_multiplier: float
-    ) -> tuple[Any, HiddenStateOptimizer, DataLoader]:
+    ) -> tuple[Any, RunOptimizer, DataLoader]:
         first = declared.event(noise_multiplier, 1)  # checks the values
         if self._optimizer is not None and self._optimizer.context.recorder.num_steps:
             self._optimizer.check_iterate()  # it counts as released now
-        self._context = context = declared.start(self._noise)
+        self._declared = declared
+        self._context = context = declared.start(self._noise, first)
         try:
             result = super().make_private(
                 module=declared.module,
@@ -232,7 +251,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             context.remove_hooks()
             raise
         finally:
-            self._context = None
+            self._declared = self._context = None
         if self._optimizer is not None:
             self._optimizer.close(
                 "This run ended when make_private was called again: its last iterate counts as "
@@ -246,9 +265,10 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         relation = self.accountant.neighboring_relation
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         checkpoints.note_branch(self._run_id, context.recorder)
-        line = no_contraction_line(first, relation)
-        if line:
-            _logger.warning(line)
+        if isinstance(first, LastIterateDpEvent):
+            line = no_contraction_line(first, relation)
+            if line:
+                _logger.warning(line)
         return result
 
     def _prepare_data_loader(
@@ -269,11 +289,12 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
         loss_reduction: str = "mean",
         noise_generator: torch.Generator | None = None,
         **kwargs: Any,
-    ) -> HiddenStateOptimizer:
+    ) -> RunOptimizer:
+        assert self._declared is not None
         assert self._context is not None
-        return HiddenStateOptimizer(
+        return self._declared.make_optimizer(
             optimizer,
-            context=self._context,
+            self._context,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             expected_batch_size=self._context.batch_size,

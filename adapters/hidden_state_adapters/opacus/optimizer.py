@@ -10,7 +10,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.ghost_clipping import GhostClipping
 from hidden_state_adapters.opacus.run_context import (
@@ -308,7 +308,9 @@ class HiddenStateOptimizer(GhostClipping):
         options = checks.sgd_options(self.original_optimizer)
         # The event divides by b; a "sum" optimizer does not.
         scale = 1 if self.loss_reduction == "mean" else self.context.batch_size
-        self.context.recorder.step(
+        recorder = self.context.recorder
+        assert isinstance(recorder, RunRecorder)
+        recorder.step(
             noise_multiplier=self._noise_multiplier,
             learning_rate=options["lr"] * scale,
             clip_norm=self._clip_norm,

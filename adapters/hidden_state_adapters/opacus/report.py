@@ -21,10 +21,6 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
         "parameters in float32 or float64, changed by the private optimizer only; no batch "
         "statistics, buffers unchanged",
     ]
-    declared = [
-        "every per-example gradient is that of the loss at one record of the delivered batch",
-        "the initial model and the order of the records do not depend on the records",
-    ]
     public = "batch size, hyper-parameters"
     if context is not None:
         plan = context.plan
@@ -38,6 +34,32 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
         if context.projection_radius is not None:
             radius = context.projection_radius
             checked.append(f"all parameters together projected on the ball of radius {radius:g}")
+        if not plan.is_secret:
+            public = f"order of the batches, {public}"
+    return merge_assumptions(
+        [
+            tuple(Assumption.checked(text) for text in checked),
+            declared_by_user(context, guarantee.neighboring_relation),
+            tuple(
+                a
+                for a in guarantee.assumptions
+                if "projected on" not in a.text and a.status is not Status.PUBLIC
+            ),
+            (Assumption.public(public),),
+        ]
+    )
+
+
+def declared_by_user(
+    context: RunContext | None, relation: NeighboringRelation
+) -> tuple[Assumption, ...]:
+    """What the adapter cannot see of a run in any way, in addition to what its bound assumes."""
+    declared = [
+        "every per-example gradient is that of the loss at one record of the delivered batch",
+        "the initial model and the order of the records do not depend on the records",
+    ]
+    if context is not None:
+        plan = context.plan
         if context.forward.has_frozen_backbone:
             declared.append(
                 "the frozen part of the model is public: it was not fitted to the private records, "
@@ -47,19 +69,6 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
             declared.append("order_seed is random, and nobody else ever knows it")
         if plan.order is BatchOrder.POISSON:
             declared.append("the sizes of the batches are shown to nobody")
-            if guarantee.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
                 declared.append("the sampling probability b/n is a public constant")
-        if not plan.is_secret:
-            public = f"order of the batches, {public}"
-    return merge_assumptions(
-        [
-            tuple(Assumption.checked(text) for text in checked),
-            tuple(Assumption.declared(text) for text in declared),
-            tuple(
-                a
-                for a in guarantee.assumptions
-                if "projected on" not in a.text and a.status is not Status.PUBLIC
-            ),
-            (Assumption.public(public),),
-        ]
-    )
+    return tuple(Assumption.declared(text) for text in declared)

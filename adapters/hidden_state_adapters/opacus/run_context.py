@@ -7,7 +7,7 @@ import math
 import attrs
 import torch
 
-from hidden_state_accountants import RunRecorder, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
@@ -16,6 +16,7 @@ from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
+from hidden_state_adapters.opacus.recorders import Recorder
 
 
 @attrs.define
@@ -36,7 +37,7 @@ class RunContext:
         schedule: What was declared about learning rates and the number of steps.
     """
 
-    recorder: RunRecorder
+    recorder: Recorder
     plan: BatchPlan
     cursor: BatchCursor
     parameters: ParameterWatch

@@ -15,6 +15,19 @@ from hidden_state_accountants.standard import StandardCurve, StockEvent
 Row = tuple[float, float, int]
 """Noise multiplier, sample rate, number of steps; as in Opacus' histories."""
 
+UNDECLARED = (
+    "No run was declared: epsilon is that of composition under Poisson sampling (every iterate may "
+    "be released) and holds for Poisson loaders only (poisson_sampling=True). For other loaders, "
+    "and for the last iterate, call engine.accountant.declare_run(batch_order=..., "
+    "dataset_size=..., batch_size=..., loss_geometry=...) before training."
+)
+WRITTEN = (
+    "The history was written directly, as make_private_with_epsilon does: epsilon is that of "
+    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. A declared run has another epsilon: "
+    "find its noise with dp_accounting.calibrate_dp_mechanism and "
+    "hidden_state_accountants.LastIterateAccountant, and call make_private."
+)
+
 
 @functools.lru_cache(maxsize=16)
 def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
