@@ -237,3 +237,7 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
     def __deepcopy__(self, memo: Any) -> CheckedOptimizer:
         """A fresh optimizer with the same arguments: the steps of the original stay with it."""
         return type(self).from_config(self.get_config())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles the arguments only, likewise."""
+        return type(self).from_config, (self.get_config(),)

@@ -106,7 +106,7 @@ def refuse_surroundings() -> None:
         )
 
 
-def check_loss(loss: Any, num_microbatches: int | None) -> Any:
+def check_loss(loss: Any, num_microbatches: int | None, *, may_be_empty: bool = False) -> Any:
     """Returns the loss if it has one entry per example, as far as can be seen here.
 
     Raises:
@@ -131,7 +131,7 @@ def check_loss(loss: Any, num_microbatches: int | None) -> Any:
             "kernel_regularizer or add_loss (weight_decay is outside the clip)."
         )
     rows = loss.shape[0]
-    if rows == 0:
+    if rows == 0 and not may_be_empty:
         raise refusal("Expected at least one example in a batch, got none.")
     if None not in (rows, num_microbatches) and rows != num_microbatches:
         raise refusal(
@@ -140,6 +140,16 @@ def check_loss(loss: Any, num_microbatches: int | None) -> Any:
             "num_microbatches out."
         )
     return loss
+
+
+def check_microbatches(loss: Any, num_microbatches: int | None) -> None:
+    """Refuses microbatches of unequal size; TensorFlow does so where the size is not known here."""
+    rows = loss.shape[0]
+    if rows is not None and num_microbatches is not None and rows % num_microbatches:
+        raise refusal(
+            f"Expected num_microbatches to divide the batch of {rows} rows, got "
+            f"{num_microbatches}. Leave it out, for one example each."
+        )
 
 
 def check_variables(variables: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import dp_accounting
@@ -49,10 +50,14 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
     def get_noised_result(self, sample_state: Any, global_state: Any) -> Any:
         """The sums plus independent Gaussian noise of standard deviation noise_multiplier * C."""
         sums, self.largest_norm = sample_state
+        event = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        return self._with_noise(sums), global_state, event
+
+    def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
         stddev = self.l2_norm_clip * self.noise_multiplier
         self.noise_fingerprint = tf.zeros([], tf.int64)
         if stddev:
             noise = [tf.random.normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
             self.noise_fingerprint = fingerprint(noise)
-            sums = [s + n for s, n in zip(sums, noise, strict=True)]
-        return sums, global_state, dp_accounting.GaussianDpEvent(self.noise_multiplier)
+            return [s + n for s, n in zip(sums, noise, strict=True)]
+        return list(sums)

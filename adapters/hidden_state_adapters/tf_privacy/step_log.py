@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +22,11 @@ class Problem(enum.IntFlag):
     WEIGHTS = 4
     GRADIENT = 8
     NOT_FINITE = 16
+    ENDED = 32
+    ITERATIONS = 64
+    ERROR = 128
+    NOISE = 256
+    SETTINGS = 512
 
     def __str__(self) -> str:
         return " ".join(text for problem, text in PROBLEMS.items() if problem in self)
@@ -45,6 +50,23 @@ PROBLEMS = {
         "longer than declared."
     ),
     Problem.NOT_FINITE: "A per-example gradient is not finite.",
+    Problem.ENDED: (
+        "Earlier noisy gradients were refused, interrupted or not applied, and the bound is about "
+        "a number of steps that does not depend on the examples. Start again with another "
+        "optimizer."
+    ),
+    Problem.ITERATIONS: (
+        "optimizer.iterations was changed during the run, as by loading a checkpoint, which holds "
+        "no error. Load into a new optimizer: that is another run."
+    ),
+    Problem.ERROR: "The error overflowed; no clip bounds it.",
+    Problem.NOISE: (
+        "The noise is that of the step before. Do not call tf.random.set_seed during a run; better "
+        "not at all."
+    ),
+    Problem.SETTINGS: (
+        "The learning rate, clip norm or noise multiplier was changed. The event has constant ones."
+    ),
 }
 
 
@@ -96,6 +118,8 @@ class StepLog:
         variables: Sequence[Any],
         largest_norm: tf.Tensor,
         norm_bound: float,
+        *,
+        rows_vary: bool = False,
     ) -> tf.Tensor:
         """An int64 `Problem` of the step that is about to be taken.
 
@@ -105,27 +129,32 @@ class StepLog:
             variables: The trainable variables.
             largest_norm: The longest gradient of the batch, float64.
             norm_bound: What it may be, or inf.
+            rows_vary: Whether expected_rows = None allows any number, none included.
         """
         steps, last_rows, _, weights, _ = tf.unstack(self._counts.read_value())
         is_first = tf.equal(steps, 0)
-        if expected_rows is None:
-            same_rows = is_first | tf.equal(rows, last_rows)
-        else:
+        if expected_rows is not None:
             same_rows = tf.equal(rows, expected_rows)
+        else:
+            same_rows = is_first | tf.equal(rows, last_rows) | rows_vary
         is_finite = tf.math.is_finite(largest_norm)
         holds = {
-            Problem.EMPTY: rows > 0,
+            Problem.EMPTY: (rows > 0) | rows_vary,
             Problem.ROWS: same_rows,
             Problem.WEIGHTS: is_first | tf.equal(weights, fingerprint(variables)),
             Problem.GRADIENT: (largest_norm <= norm_bound) | ~is_finite,
             Problem.NOT_FINITE: is_finite,
         }
-        return tf.add_n(
-            [
-                tf.where(holds_one, tf.constant(0, tf.int64), tf.constant(int(problem), tf.int64))
-                for problem, holds_one in holds.items()
-            ]
-        )
+        return as_bits(holds)
+
+    @property
+    def steps(self) -> tf.Tensor:
+        """Number of steps taken so far, in the trace that reads it."""
+        return self._counts.read_value()[0]
+
+    def has_new_noise(self, noise: tf.Tensor) -> tf.Tensor:
+        """Whether a fingerprint differs from that of the last step (0: no noise)."""
+        return tf.equal(noise, 0) | tf.not_equal(noise, self._counts.read_value()[4])
 
     def write(
         self,
@@ -153,6 +182,17 @@ class StepLog:
     def has_written(self, variables: Sequence[Any]) -> bool:
         """Whether the variables are as the last step left them, bit by bit."""
         return bool(np.equal(self._counts.numpy()[3], fingerprint(variables).numpy()))
+
+
+def as_bits(holds: Mapping[Problem, Any]) -> tf.Tensor:
+    """The problems whose condition does not hold, as an int64 number."""
+    none = tf.constant(0, tf.int64)
+    return tf.add_n(
+        [
+            tf.where(fine, none, tf.constant(int(problem), tf.int64))
+            for problem, fine in holds.items()
+        ]
+    )
 
 
 def _double(value: Any) -> tf.Tensor:
