@@ -30,6 +30,7 @@ from hidden_state_adapters.opacus.dice_arguments import DiceArguments, dice_argu
 from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
 from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch, check_batch_norm
+from hidden_state_adapters.opacus.ghost_engine import check_ghost_arguments
 from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
@@ -52,6 +53,7 @@ class DeclaredRun:
     max_batch_size: int | None
     loss: LossGeometry | None
     head: nn.Linear | None
+    criterion: Any
     watched_criterion: nn.Module | None
     feature_norm: float | None
     projection_radius: float | None
@@ -187,6 +189,7 @@ def declare_run(
         learning_rate_schedule=learning_rate_schedule,
     )
     arguments.check_opacus_arguments(opacus_kwargs, order)
+    check_ghost_arguments(opacus_kwargs, criterion)
     arguments.refuse_per_layer_clipping(max_grad_norm)
     if isinstance(optimizer, DPOptimizer):
         optimizer = optimizer.original_optimizer
@@ -216,6 +219,7 @@ def declare_run(
         max_batch_size=max_batch_size,
         loss=loss,
         head=head,
+        criterion=criterion,
         watched_criterion=criterion if loss_geometry == "auto" else None,
         feature_norm=feature_norm,
         projection_radius=projection_radius,

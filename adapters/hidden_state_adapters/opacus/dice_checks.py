@@ -67,7 +67,7 @@ def refuse_per_layer(**norms: Any) -> None:
 
 
 def check_parameters(params: list[nn.Parameter]) -> None:
-    """Raises UnsupportedRunError for parameters that cannot be trained, or in ghost mode."""
+    """Raises UnsupportedRunError unless `params` can be trained, not in Opacus' ghost mode."""
     if not params:
         raise UnsupportedRunError("Expected trainable parameters, got none.")
     for param in params:
@@ -76,12 +76,13 @@ def check_parameters(params: list[nn.Parameter]) -> None:
 
 
 def refuse_ghost_clipping(params: list[nn.Parameter]) -> None:
-    """Raises UnsupportedRunError if the model clips by a second backward pass."""
+    """Raises UnsupportedRunError if the model clips as Opacus does in its ghost mode."""
     if any(hasattr(param, "_norm_sample") for param in params):
         raise UnsupportedRunError(
-            'Expected grad_sample_mode = "hooks", "functorch" or "ew", got ghost clipping: it '
-            "forms no per-example gradients, only the sum of the clipped ones, with Opacus' clip "
-            "min(1, C / (norm + 1e-6)); the error also needs the sum of what the clip cuts off."
+            "Expected GradSampleModule or GhostGradSampleModule, got Opacus' ghost clipping: its "
+            "second backward pass leaves only a sum clipped with min(1, C / (norm + 1e-6)), and "
+            "the error also needs the sum of what the clip cuts off. Wrap the model in "
+            "hidden_state_adapters.opacus.GhostGradSampleModule and use the plain criterion."
         )
 
 

@@ -60,8 +60,8 @@ class DiceSGDOptimizer(DiceOptimizer):
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
-        UnsupportedRunError: Ghost clipping, several processes, parameters in low precision, another
-            optimizer. From `step`: the run is not covered; the text says why.
+        UnsupportedRunError: Opacus' ghost clipping, several processes, parameters in low
+            precision, another optimizer. From `step`: the run is not covered; the text says why.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """

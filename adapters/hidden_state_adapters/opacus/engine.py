@@ -24,13 +24,14 @@ from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accounted_engine import RunOptimizer
 from hidden_state_adapters.opacus.checkpointed_engine import CheckpointedEngine
 from hidden_state_adapters.opacus.declared_run import DeclaredRun, declare_run
+from hidden_state_adapters.opacus.ghost_engine import GhostEngine
 from hidden_state_adapters.opacus.loaders import private_loader
 from hidden_state_adapters.opacus.run_context import RunContext
 
 _logger = logging.getLogger("hidden_state_accountants")
 
 
-class HiddenStatePrivacyEngine(CheckpointedEngine):
+class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
     """Trains in any batch order and accounts the last iterate.
 
     Every `make_private` starts a run and ends the one before it (whose last iterate counts as
@@ -134,10 +135,12 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             num_steps: The logical steps that the loop is going to take; more are refused. None:
                 that their number does not depend on the records is your word.
             **opacus_kwargs: batch_first, loss_reduction, noise_generator, wrap_model,
-                grad_sample_mode ("hooks", "functorch" or "ew"), clipping ("flat").
+                grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping ("flat").
 
         Returns:
-            The private model, optimizer and loader. Use these three and no others.
+            The private model, optimizer and loader. Use these three and no others. With
+            grad_sample_mode="ghost", as in Opacus, the criterion comes before the loader; here it
+            is the one that was passed.
 
         Raises:
             UnsupportedRunError: No theorem covers the run, or it could not be checked; or the model
@@ -241,6 +244,7 @@ class HiddenStatePrivacyEngine(CheckpointedEngine):
             result = super().make_private(
                 module=declared.module,
                 optimizer=declared.optimizer,
+                criterion=declared.criterion,
                 data_loader=declared.data_loader,
                 noise_multiplier=float(noise_multiplier),
                 max_grad_norm=float(declared.max_grad_norm),
