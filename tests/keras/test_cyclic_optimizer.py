@@ -130,12 +130,13 @@ def test_fit_equals_the_formula_without_noise(mode):
     assert int(optimizer.iterations) == 12
 
 
-def test_without_decay_and_projection_it_is_the_optimizer_of_tf_privacy():
+@pytest.mark.parametrize("arguments", [(None, 1), (2, 1), (2, 3)])
+def test_without_decay_and_projection_it_is_the_optimizer_of_tf_privacy(arguments):
     x, y = data()
     results = []
     for kind in (CyclicDPKerasSGDOptimizer, dp_optimizer_keras.DPKerasSGDOptimizer):
         model = layer()
-        optimizer = kind(0.3, 0.0, None, 1, learning_rate=0.5)
+        optimizer = kind(0.3, 0.0, *arguments, learning_rate=0.5)
         for start in range(0, 24, 4):
             minimize_step(model, optimizer, x[start : start + 4], y[start : start + 4])
         results.append(flat(model))
@@ -260,10 +261,10 @@ def reduced_loss():
     )
 
 
-def microbatches_of_two():
+def unequal_microbatches():
     model = layer()
     x, y = data()
-    minimize_step(model, CyclicDPKerasSGDOptimizer(1.0, 1.0, 2), x[:4], y[:4])
+    minimize_step(model, CyclicDPKerasSGDOptimizer(1.0, 1.0, 3), x[:4], y[:4])
 
 
 def empty_batch():
@@ -367,7 +368,7 @@ def estimator_way():
 
 REFUSALS = [
     (reduced_loss, "got a scalar"),
-    (microbatches_of_two, "num_microbatches = None or 4"),
+    (unequal_microbatches, "num_microbatches to divide the batch of 4 rows, got 3"),
     (empty_batch, "at least one example"),
     (ragged_batches, "another number of rows"),
     (weights_set_between_steps, "changed outside"),

@@ -17,21 +17,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hidden_state_adapters.tf_privacy.block_coordinate import BlockCoordinateKerasOptimizer
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
+    from hidden_state_adapters.tf_privacy.dice_adam import DiceKerasAdamOptimizer
+    from hidden_state_adapters.tf_privacy.dice_sgd import DiceKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.loop_recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
+    "BlockCoordinateKerasOptimizer": "block_coordinate",
     "CyclicDPKerasSGDOptimizer": "optimizer",
+    "DiceKerasAdamOptimizer": "dice_adam",
+    "DiceKerasSGDOptimizer": "dice_sgd",
     "HiddenStateCallback": "callback",
+    "HiddenStateRecorder": "loop_recorder",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
 }
 
 __all__ = [
+    "BlockCoordinateKerasOptimizer",
     "CyclicDPKerasSGDOptimizer",
+    "DiceKerasAdamOptimizer",
+    "DiceKerasSGDOptimizer",
     "HiddenStateCallback",
+    "HiddenStateRecorder",
     "compute_last_iterate_privacy_statement",
     "cyclic_dataset",
 ]

@@ -27,6 +27,7 @@ from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.statement import statement
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.units import Units
 
 _EPSILON = "epsilon_if_released_now"
 
@@ -96,6 +97,8 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         self._source: tuple[Any, Any] = (None, None)
         self._fixed: list[np.ndarray] = []
         self._noise: set[int] = set()
+        self._num_batches = 0  # of which the optimizer made steps, or parts of them
+        self._parts: list[tuple[float, ...]] = []  # of the step that is being accumulated
         self._releases = (False, False)
         self._other_callbacks: tuple[str, ...] = ()
         self._invalid = ""
@@ -139,15 +142,23 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
                 "fresh optimizer and account both runs."
             )
         radius = optimizer.projection_radius
+        self._units = units = Units.of(optimizer, self._batch_size, used)
         self._recorder = RunRecorder(
             batch_order=BatchOrder.CYCLIC,
-            batch_size=self._batch_size,
-            dataset_size=used,
-            loss=optimizer.loss_geometry,
+            batch_size=units.records_per_step,
+            dataset_size=units.records,
+            loss=units.geometry(optimizer.loss_geometry),
             domain_diameter=math.inf if radius is None else 2 * radius,
         )
         self._running = RunningGuarantee(self._recorder, self._relation)
+        if self._releases[1] and units.accumulated > 1:
+            raise refusal(
+                'Expected ModelCheckpoint(save_freq="epoch") with gradient_accumulation_steps > 1, '
+                "got files within steps, which hold the gradients accumulated so far. Use "
+                '"epoch", or declare checkpoints_stay_private=True.'
+            )
         self._optimizer, self._source = optimizer, source
+        self._check_accumulation()
         self._fixed = [v.numpy() for v in self.model.non_trainable_variables]
 
     def _go_on(self, optimizer: CyclicDPKerasSGDOptimizer, source: tuple[Any, Any]) -> None:
@@ -169,9 +180,9 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
                 f"{self._batch_size}) from the first call on."
             )
         self._check_iterate()
-        if self._recorder.expected_batch_index:
+        if self.next_batch:
             raise refusal(
-                f"Expected to go on with batch {self._recorder.expected_batch_index}, where the "
+                f"Expected to go on with batch {self.next_batch}, where the "
                 "last call of fit was interrupted; fit starts with batch 0."
             )
 
@@ -179,7 +190,7 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         """Records the step."""
         assert self._recorder is not None
         assert self._optimizer is not None
-        entry, step = self._optimizer.last_step, self._recorder.num_steps + 1
+        entry, step = self._optimizer.last_step, self._num_batches + 1
         if entry.problem:  # the run ends here for a reason that may depend on the data
             self._invalidate(f"step {step} was not taken. {entry.problem}")
         if entry.steps != step:
@@ -194,23 +205,54 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             )
         if entry.noise:
             self._noise.add(entry.noise)
+        if batch != self.next_batch or entry.rows != self._batch_size:
+            self._invalidate(
+                f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "
+                f"{self._batch_size} rows of batch {self.next_batch}."
+            )
+        self._num_batches = step
+        self._check_accumulation()
+        self._parts.append((entry.noise_multiplier, entry.l2_norm_clip, entry.weight_decay))
+        if step % self._units.accumulated:
+            return
+        if len(set(self._parts)) > 1:
+            self._invalidate("noise, clip norm or decay changed while gradients were accumulated.")
+        self._parts.clear()
         try:
-            self._record(entry, batch)
+            self._record(entry)
         except ValueError as error:
             self._invalidate(str(error))
         if self._releases[1]:
             self._recorder.release()
 
-    def _record(self, entry: StepEntry, batch: int) -> None:
+    def _check_accumulation(self) -> None:
+        """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
+        assert self._optimizer is not None
+        now = Units.of(self._optimizer, self._batch_size, self._units.examples)
+        if now != self._units:
+            self._invalidate("microbatches or accumulation were changed during the run.")
+        if (int(self._optimizer.iterations) - self._num_batches) % now.accumulated:
+            self._invalidate(
+                f"optimizer.iterations is {int(self._optimizer.iterations)} after "
+                f"{self._num_batches} batches, so gradients are applied in other steps than every "
+                f"{now.accumulated}th. Start with a fresh optimizer."
+            )
+
+    def _record(self, entry: StepEntry) -> None:
         assert self._recorder is not None
         self._recorder.step(
-            noise_multiplier=entry.noise_multiplier,
+            noise_multiplier=self._units.noise_multiplier(entry.noise_multiplier),
             learning_rate=_as_meant(entry.learning_rate),
             clip_norm=entry.l2_norm_clip,
             weight_decay=entry.weight_decay,
-            batch_index=batch,
-            batch_rows=entry.rows,
+            batch_index=self._recorder.expected_batch_index,
+            batch_rows=self._units.records_per_step,
         )
+
+    @property
+    def next_batch(self) -> int:
+        """The index within the epoch of the batch that the next step must use."""
+        return self._num_batches % self._units.batches
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the epsilon to the logs, and notes a checkpoint as released."""
@@ -294,7 +336,8 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
         self._check_iterate()
         delta = _validate.target_delta(delta)
-        return statement(self.privacy_event, self.guarantee, self.assumptions, delta)
+        event, microbatch = self.privacy_event, self._units.microbatch
+        return statement(event, self.guarantee, self.assumptions, delta, microbatch)
 
     def _own_assumptions(self) -> tuple[Assumption, ...]:
         assert self._recorder is not None
@@ -307,8 +350,21 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             "that are not trained unchanged",
         ]
         radius, geometry = self._optimizer.projection_radius, self._optimizer.loss_geometry
+        units = self._units
         if geometry is not None and geometry.lipschitz is not None:
-            checked.append(f"per-example gradient norms at most {geometry.lipschitz:g}")
+            of = "per-example" if units.microbatch == 1 else "microbatches'"
+            checked.append(f"{of} gradient norms at most {geometry.lipschitz:g}")
+        if units.microbatch > 1:
+            checked.append(
+                f"fixed microbatches of {units.microbatch} examples: each is a record of the "
+                "event, at half the noise multiplier, because one example moves it by up to twice "
+                "the clip norm"
+            )
+        if units.accumulated > 1:
+            checked.append(
+                f"{units.accumulated} accumulated batches are one step of the event, with "
+                "independent noise from each"
+            )
         if radius is not None:
             checked.append(f"all variables together within {radius:g} of 0")
         declared = [
@@ -334,10 +390,15 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         if self._recorder is None or self._optimizer is None or not self._recorder.num_steps:
             raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
         taken = self._optimizer.last_step.steps
-        if taken != self._recorder.num_steps:
+        if taken != self._num_batches:
             raise refusal(
-                f"The optimizer took {taken} steps, but {self._recorder.num_steps} are recorded. "
+                f"The optimizer took {taken} steps, but {self._num_batches} are recorded. "
                 "Pass the callback to every call of fit, and train in no other way."
+            )
+        if self._parts:
+            raise refusal(
+                f"{len(self._parts)} of {self._units.accumulated} gradients of a step are "
+                "accumulated; the optimizer holds their sum. Finish the epoch."
             )
         return self._recorder
 

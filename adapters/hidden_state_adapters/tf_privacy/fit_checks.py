@@ -180,17 +180,7 @@ def check_model(model: Any) -> CyclicDPKerasSGDOptimizer:
         UnsupportedRunError: It cannot.
     """
     optimizer = model.optimizer
-    if not isinstance(optimizer, CyclicDPKerasSGDOptimizer):
-        raise refusal(
-            f"Expected a model compiled with CyclicDPKerasSGDOptimizer, got "
-            f"{type(optimizer).__name__}: its steps cannot be checked."
-        )
-    if optimizer.gradient_accumulation_steps != 1:
-        raise refusal(
-            "Expected gradient_accumulation_steps = 1, got "
-            f"{optimizer.gradient_accumulation_steps}: every one adds its own noise. Use one large "
-            "batch; it has the same noise once."
-        )
+    check_optimizer(optimizer)
     executions = getattr(model, "_steps_per_execution", None)
     if executions is not None and int(executions) != 1:
         raise refusal(
@@ -203,6 +193,19 @@ def check_model(model: Any) -> CyclicDPKerasSGDOptimizer:
         )
     check_layers(model, optimizer)
     return optimizer
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer whose steps cannot be accounted.
+
+    Raises:
+        UnsupportedRunError: It is none of this package.
+    """
+    if not isinstance(optimizer, CyclicDPKerasSGDOptimizer):
+        raise refusal(
+            f"Expected a CyclicDPKerasSGDOptimizer (in Model.compile), got "
+            f"{type(optimizer).__name__}: its steps cannot be checked."
+        )
 
 
 def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer) -> None:

@@ -69,9 +69,10 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
             together.
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
-        num_microbatches: None, or the batch size: one example each.
+        num_microbatches: None for the batch size: one example each. Fewer are accounted as what
+            they are, records with twice the sensitivity.
         gradient_accumulation_steps: As for DPKerasSGDOptimizer, noise is added in every one of
-            these steps. HiddenStateCallback accounts 1 only.
+            these steps. All together are one step of the event.
         learning_rate: A number or a LearningRateSchedule, fixed before the run.
         weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
             and does not contract.)
@@ -140,6 +141,15 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
     def loss_geometry(self) -> LossGeometry | None:
         """What is declared about the per-example loss."""
         return self._loss_geometry
+
+    def _checked_loss(self, loss: Any) -> Any:
+        loss = checks.check_loss(loss, None)
+        checks.check_microbatches(loss, self._num_microbatches)
+        return loss
+
+    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+        largest_norm = self._dp_sum_query.largest_norm
+        return self._log.problem(rows, None, variables, largest_norm, self._norm_bound())
 
     def _norm_bound(self) -> float:
         declared = None if self._loss_geometry is None else self._loss_geometry.lipschitz

@@ -68,8 +68,17 @@ def statement(
     guarantee: Guarantee,
     assumptions: tuple[Assumption, ...],
     delta: float,
+    microbatch: int = 1,
 ) -> str:
-    """As `compute_last_iterate_privacy_statement`, for a guarantee that is known already."""
+    """As `compute_last_iterate_privacy_statement`, for a guarantee that is known already.
+
+    Args:
+        event: The run.
+        guarantee: Of it.
+        assumptions: What has to be true.
+        delta: Where epsilon is read.
+        microbatch: Examples in a microbatch, which is a record of the event.
+    """
     relation = guarantee.neighboring_relation
     lines = [
         _wrapped(
@@ -84,7 +93,11 @@ def statement(
         lines.append(
             _line("Epsilon of ANOTHER algorithm, Poisson batches (*):", _poisson(event, delta))
         )
-    paragraphs = [_wrapped(_run_text(event)), _wrapped(_released_text(event)), "\n".join(lines)]
+    paragraphs = [
+        _wrapped(_run_text(event, microbatch)),
+        _wrapped(_released_text(event)),
+        "\n".join(lines),
+    ]
     if guarantee.caveat:
         paragraphs.append(_wrapped(f"NOT PROVEN: {guarantee.caveat}"))
     for status, heading in _HEADINGS.items():
@@ -142,8 +155,12 @@ def _item(text: str) -> str:
     return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ")
 
 
-def _run_text(event: LastIterateDpEvent) -> str:
+def _run_text(event: LastIterateDpEvent, microbatch: int) -> str:
     clip = "no clipping" if event.clip_norm is None else f"clip norm {_range(event, 'clip_norm')}"
+    halved, grouped = "", "without microbatching"
+    if microbatch > 1:
+        halved = " (half of the optimizer's, because microbatches double the sensitivity)"
+        grouped = f"with microbatches of {microbatch}"
     diameter = event.domain_diameter
     projection = (
         f"projection on a convex set of diameter {diameter:g}"
@@ -151,12 +168,13 @@ def _run_text(event: LastIterateDpEvent) -> str:
         else "no projection"
     )
     return (
-        f"Noisy gradient descent performed over {event.dataset_size} examples with "
-        f"{event.batch_size} examples per iteration in {event.batch_order.value} order, noise "
-        f"multiplier {_range(event, 'noise_multiplier')}, {clip}, learning rate "
+        f"Noisy gradient descent performed over {event.dataset_size * microbatch} examples with "
+        f"{event.batch_size * microbatch} examples per iteration in {event.batch_order.value} "
+        f"order, noise multiplier {_range(event, 'noise_multiplier')}{halved}, {clip}, learning "
+        f"rate "
         f"{_range(event, 'learning_rate')}, weight decay {_range(event, 'weight_decay')} and "
         f"{projection}, for {event.num_steps} iterations "
-        f"({event.num_steps / event.batches_per_epoch:g} epochs) without microbatching."
+        f"({event.num_steps / event.batches_per_epoch:g} epochs) {grouped}."
     )
 
 

@@ -1,0 +1,88 @@
+"""What the event counts as one record and as one step, with microbatches and accumulation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+
+from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.loss_geometry import LossKind
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+
+@attrs.frozen
+class Units:
+    r"""Examples and steps of the optimizer, and what the event says of them.
+
+    A microbatch of m > 1 examples is a record of the event: the mean of its m gradients is clipped
+    as one. Replacing an example, in the worst case, replaces this mean by any other, and moves the
+    sum by 2C where a single example with zero gradient moves it by C. Half the noise multiplier
+    says so, under either relation (as in TensorFlow Privacy's statement).
+
+    The optimizer adds noise in every one of a accumulated steps, at the same parameters, so they
+    are one step on a batches with noise multiplier :math:`\sqrt{a}\,z`.
+
+    Attributes:
+        batch_size: b, examples of a batch.
+        examples: n, a multiple of b.
+        microbatch: m.
+        accumulated: a.
+    """
+
+    batch_size: int
+    examples: int
+    microbatch: int
+    accumulated: int
+
+    @classmethod
+    def of(cls, optimizer: Any, batch_size: int, examples: int) -> Units:
+        """The units of an optimizer of TensorFlow Privacy's kind.
+
+        Raises:
+            UnsupportedRunError: Batches do not make microbatches or steps of equal size.
+        """
+        microbatches = optimizer._num_microbatches or batch_size
+        accumulated = optimizer.gradient_accumulation_steps
+        if batch_size % microbatches:
+            raise refusal(
+                f"Expected num_microbatches to divide batch_size = {batch_size}, got "
+                f"{microbatches}. Leave it out, for one example each."
+            )
+        if examples // batch_size % accumulated:
+            raise refusal(
+                "Expected gradient_accumulation_steps to divide the "
+                f"{examples // batch_size} batches of an epoch, got {accumulated}: a step would "
+                "combine other batches in every epoch."
+            )
+        return cls(batch_size, examples, batch_size // microbatches, accumulated)
+
+    @property
+    def batches(self) -> int:
+        """Batches of an epoch."""
+        return self.examples // self.batch_size
+
+    @property
+    def records(self) -> int:
+        """The event's dataset_size."""
+        return self.examples // self.microbatch
+
+    @property
+    def records_per_step(self) -> int:
+        """The event's batch_size."""
+        return self.accumulated * self.batch_size // self.microbatch
+
+    def noise_multiplier(self, noise_multiplier: float) -> float:
+        """The event's, of a step that used `noise_multiplier`."""
+        return noise_multiplier * math.sqrt(self.accumulated) / (2 if self.microbatch > 1 else 1)
+
+    def geometry(self, loss: LossGeometry | None) -> LossGeometry | None:
+        """That of the mean loss of a microbatch.
+
+        Such a mean has the smoothness and curvature of its parts, but it is no generalised linear
+        model: their gradients have different directions.
+        """
+        if loss is None or self.microbatch == 1 or loss.kind is not LossKind.GENERALIZED_LINEAR:
+            return loss
+        return LossGeometry.convex(loss.smoothness, loss.lipschitz)

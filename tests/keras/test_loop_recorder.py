@@ -1,0 +1,441 @@
+"""Own loops: HiddenStateRecorder accounts what ran, or raises."""
+
+import pickle
+
+import attrs
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import HiddenStateRecorder, cyclic_dataset
+
+DELTA = 1e-5
+EXPECTED = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0,
+    learning_rate=0.5,
+    clip_norm=1.5,
+    batch_size=4,
+    dataset_size=24,
+    num_steps=12,
+    batch_order="cyclic",
+    loss=hsa.LossGeometry.logistic(1.0, bias=True),
+    weight_decay=0.1,
+)
+
+
+class Loop:
+    """What an own loop needs; `run` is the run of Model.fit in conftest.py, never fitted."""
+
+    def __init__(self, run, **kwargs):
+        self.model, self.optimizer, self.data = run.model, run.optimizer, run.data
+        self.step = tf.function(self.eager_step)
+        self.record = HiddenStateRecorder(self.model, self.optimizer, self.data, **kwargs)
+
+    def losses(self, x, y):
+        bce = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+        return bce(y, self.model(x, training=True))
+
+    def eager_step(self, x, y, scale=1.0, variables=None):
+        with tf.GradientTape() as tape:
+            losses = scale * self.losses(x, y)
+        self.optimizer.minimize(losses, variables or self.model.trainable_variables, tape=tape)
+
+    def epoch(self, step=None):
+        for x, y in self.record.batches():
+            (step or self.step)(x, y)
+
+
+@pytest.fixture
+def make_loop(make_run):
+    return lambda optimizer=None, **kwargs: Loop(make_run(optimizer=optimizer), **kwargs)
+
+
+@pytest.mark.parametrize("jit", [None, True])
+def test_accounted_in_every_mode(make_loop, jit):
+    loop = make_loop()
+    loop.epoch(tf.function(loop.eager_step, jit_compile=True) if jit else loop.eager_step)
+    assert loop.record.privacy_event == attrs.evolve(EXPECTED, num_steps=6)
+
+
+def test_accounted(make_loop):
+    loop = make_loop()
+    loop.epoch()
+    loop.epoch()
+    record = loop.record
+    assert record.privacy_event == EXPECTED
+    exact = hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(DELTA)
+    assert record.get_epsilon(DELTA) == pytest.approx(exact)
+    text = " ".join(record.report(DELTA).split())
+    for part in (
+        "Epsilon of the released model",
+        "the loss of every step was computed from the batch that batches() gave last",
+    ):
+        assert part in text
+    assert record.assumptions
+
+
+def test_the_batches_are_those_of_the_data(make_loop):
+    loop = make_loop()
+    seen = []
+
+    def step(x, y):
+        seen.append(x.numpy())
+        loop.step(x, y)
+
+    loop.epoch(step)
+    loop.epoch(step)
+    expected = [x.numpy() for x, _ in loop.data]
+    np.testing.assert_array_equal(seen, expected + expected)
+
+
+def test_a_pass_that_is_left_goes_on_where_it_was_left(make_loop):
+    loop, seen = make_loop(), []
+    for stop in (2, 3, 100):
+        for x, y in loop.record.batches():
+            seen.append(x.numpy())
+            loop.step(x, y)
+            if len(seen) == stop:
+                break
+        assert loop.record.privacy_event.num_steps == len(seen)
+    np.testing.assert_array_equal(seen, [x.numpy() for x, _ in loop.data])
+    for _ in loop.record.batches():  # left without a step: the batch is given again
+        break
+    loop.epoch()
+    assert loop.record.privacy_event == EXPECTED
+
+
+def test_figures_within_a_pass(make_loop):
+    loop = make_loop()
+    for count, (x, y) in enumerate(loop.record.batches()):
+        if count:
+            assert loop.record.privacy_event.num_steps == count
+        loop.step(x, y)
+        assert loop.record.privacy_event.num_steps == count + 1
+        loop.record.get_epsilon(DELTA)
+        if count == 2:
+            loop.record.release()
+    assert loop.record.privacy_event.release_steps == (3,)
+
+
+def test_evaluation_between_the_steps_is_free(make_loop):
+    loop = make_loop()
+
+    def step(x, y):
+        loop.step(x, y)
+        loop.model(x)
+
+    loop.epoch(step)
+    loop.model.evaluate(loop.data, verbose=0)
+    loop.epoch(step)
+    assert loop.record.privacy_event == EXPECTED
+
+
+def test_learning_rates_and_projection_are_those_that_were_used(make_loop):
+    rate = tf.keras.optimizers.schedules.PiecewiseConstantDecay([5], [0.2, 0.1])
+    loop = make_loop({"learning_rate": rate, "projection_radius": 0.9})
+    loop.epoch()
+    loop.epoch()
+    assert loop.record.privacy_event == attrs.evolve(
+        EXPECTED, learning_rate=[0.2] * 6 + [0.1] * 6, domain_diameter=1.8
+    )
+
+
+def test_a_frozen_backbone_is_no_part_of_the_trained_variables(make_run):
+    run = make_run(optimizer={"loss_geometry": None})
+    backbone = tf.keras.layers.Dense(3, trainable=False)
+    run.model = tf.keras.Sequential([backbone, tf.keras.layers.Dense(1)])  # not built yet
+    loop = Loop(run)
+    loop.epoch()
+    assert loop.record.privacy_event.num_steps == 6
+    backbone.kernel.assign_add(tf.ones([4, 3]))
+    with pytest.raises(hsa.UnsupportedRunError, match="not trained was changed"):
+        loop.record.report(DELTA)
+
+
+# What is not the run that is accounted
+
+
+def batches_in_a_list(loop):
+    for x, y in list(loop.record.batches()):
+        loop.step(x, y)
+
+
+def two_passes_at_once(loop):
+    for (x, y), _ in zip(loop.record.batches(), loop.record.batches(), strict=True):
+        loop.step(x, y)
+
+
+def older_pass_goes_on(loop):
+    older, newer = loop.record.batches(), loop.record.batches()
+    loop.step(*next(older))
+    loop.step(*next(newer))
+    next(older)
+
+
+def batch_without_a_step(loop):
+    for index, (x, y) in enumerate(loop.record.batches()):
+        if index != 2:
+            loop.step(x, y)
+
+
+def two_steps_on_a_batch(loop):
+    for x, y in loop.record.batches():
+        loop.step(x, y)
+        loop.step(x, y)
+
+
+def two_steps_on_the_last_batch(loop):
+    for index, (x, y) in enumerate(loop.record.batches()):
+        loop.step(x, y)
+        if index == 5:
+            loop.step(x, y)
+    loop.record.report(DELTA)
+
+
+def step_outside_of_the_loop(loop):
+    loop.epoch()
+    loop.step(*next(iter(loop.data)))
+    loop.record.report(DELTA)
+
+
+def step_before_the_first_batch(loop):
+    loop.step(*next(iter(loop.data)))
+    loop.epoch()
+
+
+def step_while_no_batch_is_out(loop):
+    loop.epoch()
+    loop.step(*next(iter(loop.data)))
+    loop.epoch()
+
+
+def part_of_a_batch(loop):
+    loop.epoch(lambda x, y: loop.step(x[:2], y[:2]))
+
+
+def rows_twice(loop):
+    loop.epoch(lambda x, y: loop.step(tf.repeat(x, 2, axis=0), tf.repeat(y, 2, axis=0)))
+
+
+def another_batch_of_another_size_once(loop):
+    def step(x, y):
+        rows = 3 if loop.optimizer.last_step.steps == 2 else 4
+        loop.step(x[:rows], y[:rows])
+
+    loop.epoch(step)
+
+
+def scaled_loss(loop):
+    loop.epoch(lambda x, y: loop.step(x, y, scale=10.0))
+
+
+def scaled_loss_with_xla(loop):
+    loop.epoch(tf.function(lambda x, y: loop.eager_step(x, y, scale=10.0), jit_compile=True))
+
+
+def scaled_loss_in_the_last_step(loop):
+    def step(x, y):
+        loop.step(x, y, scale=tf.where(loop.optimizer.last_step.steps == 5, 10.0, 1.0))
+
+    for x, y in loop.record.batches():
+        step(x, y)
+        if loop.optimizer.last_step.problem:
+            break
+    loop.record.report(DELTA)
+
+
+def summed_loss(loop):
+    def step(x, y):
+        loss = lambda: tf.reduce_sum(loop.losses(x, y))  # noqa: E731
+        loop.optimizer.minimize(loss, loop.model.trainable_variables)
+
+    loop.epoch(step)
+
+
+def weights_nudged(loop):
+    def step(x, y):
+        loop.step(x, y)
+        loop.model.trainable_variables[0].assign_add(tf.fill([4, 1], 1e-6))
+
+    loop.epoch(step)
+
+
+def weights_nudged_at_the_end(loop):
+    loop.epoch()
+    loop.model.trainable_variables[0].assign_add(tf.fill([4, 1], 1e-6))
+    assert loop.record.privacy_event
+
+
+def another_optimizer_trains_as_well(loop):
+    other = tf.keras.optimizers.SGD(0.1)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(loop.losses(x, y))
+        bias = loop.model.trainable_variables[1:]
+        other.apply_gradients(zip(tape.gradient(loss, bias), bias, strict=True))
+        loop.eager_step(x, y, variables=loop.model.trainable_variables[:1])
+
+    loop.epoch(step)
+
+
+def one_more_variable(loop):
+    scale = tf.Variable([1.0])
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = 0.1 * scale * loop.losses(x, y)
+        variables = [*loop.model.trainable_variables, scale]
+        loop.optimizer.minimize(losses, variables, tape=tape)
+
+    loop.epoch(step)
+
+
+def averaged_weights_released(loop):
+    before = loop.model.get_weights()
+    loop.epoch()
+    pairs = zip(before, loop.model.get_weights(), strict=True)
+    loop.model.set_weights([(a + b) / 2 for a, b in pairs])
+    loop.record.release()
+
+
+def whole_pass_in_a_graph(loop):
+    @tf.function
+    def epoch():
+        for x, y in loop.data:
+            loop.eager_step(x, y)
+
+    for _ in loop.record.batches():
+        epoch()
+
+
+def fit_with_the_same_optimizer(loop):
+    loop.epoch()
+    loop.model.fit(loop.data, verbose=0)
+    loop.record.report(DELTA)
+
+
+def seed_in_every_step(loop):
+    def step(x, y):
+        tf.random.set_seed(0)
+        loop.eager_step(x, y)
+
+    loop.epoch(step)
+
+
+CASES = {
+    batches_in_a_list: "has taken 0 steps, expected 1",
+    two_passes_at_once: "begun before the last one ended|has taken 0 steps",
+    older_pass_goes_on: "begun before the last one ended",
+    batch_without_a_step: "after batch 2 the optimizer has taken 2 steps, expected 3",
+    two_steps_on_a_batch: "has taken 2 steps, expected 1",
+    two_steps_on_the_last_batch: "has taken 7 steps, expected 6",
+    step_outside_of_the_loop: "took 7 steps, but 6 are recorded",
+    step_before_the_first_batch: "has taken 2 steps, expected 1",
+    step_while_no_batch_is_out: "has taken 8 steps, expected 7",
+    part_of_a_batch: "used 2 rows of batch 0, expected batch_size = 4",
+    rows_twice: "used 8 rows of batch 0, expected batch_size = 4",
+    another_batch_of_another_size_once: "another number of rows",
+    scaled_loss: "longer than loss_geometry.lipschitz",
+    scaled_loss_with_xla: "step 1 was not taken. A per-example gradient is longer",
+    scaled_loss_in_the_last_step: "step 6 was not taken. A per-example gradient is longer",
+    summed_loss: "got a scalar",
+    weights_nudged: "changed outside",
+    weights_nudged_at_the_end: "changed outside",
+    another_optimizer_trains_as_well: "changed outside",
+    one_more_variable: "changed outside",
+    averaged_weights_released: "changed outside",
+    whole_pass_in_a_graph: "has taken 6 steps, expected 1",
+    fit_with_the_same_optimizer: "took 12 steps, but 6 are recorded",
+    seed_in_every_step: "used the noise of an earlier step",
+}
+
+
+@pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
+def test_refused(make_loop, act):
+    loop = make_loop()
+    with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
+        act(loop)
+
+
+def test_a_record_that_became_invalid_stays_so(make_loop):
+    loop = make_loop()
+    loop.epoch()
+    with pytest.raises(hsa.UnsupportedRunError):
+        batches_in_a_list(loop)
+    for act in (
+        lambda: loop.record.report(DELTA),
+        lambda: loop.record.privacy_event,
+        loop.epoch,
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match="has taken 6 steps, expected 7"):
+            act()
+
+
+# What is refused at construction
+
+
+def dense(**kwargs):
+    return tf.keras.Sequential([tf.keras.layers.Dense(1, **kwargs)])
+
+
+def construct(run, **kwargs):
+    arguments = {"model": run.model, "optimizer": run.optimizer, "data": run.data, **kwargs}
+    return HiddenStateRecorder(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda run: {"data": run.data.shuffle(6)}, "order of its batches"),
+        (lambda run: {"data": (run.x, run.y)}, "got tuple"),
+        (lambda run: {"data": iter(run.data)}, "Use cyclic_dataset"),
+        (lambda run: {"optimizer": tf.keras.optimizers.SGD()}, "got SGD"),
+        (lambda run: {"model": dense(kernel_regularizer="l2")}, "no regularisation losses"),
+        (lambda run: {"model": dense(kernel_constraint="non_neg")}, "without a constraint"),
+        (lambda run: {"model": dense(dtype="mixed_float16")}, "precision"),
+        (
+            lambda run: {"model": tf.keras.Sequential([tf.keras.layers.BatchNormalization()])},
+            "no trainable batch normalisation",
+        ),
+        (lambda run: {"model": tf.keras.Sequential([tf.keras.layers.ReLU()])}, "got none"),
+        (lambda run: run.fit() and {}, "without steps, got one with 6"),
+    ],
+)
+def test_refused_at_construction(make_run, make, text):
+    run = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        construct(run, **make(run))
+
+
+def test_wrong_arguments(make_run):
+    run = make_run()
+    with pytest.raises(TypeError, match="Keras model or layer"):
+        construct(run, model=lambda x: x)
+    with pytest.raises(TypeError, match="neighboring_relation"):
+        construct(run, neighboring_relation="REPLACE_ONE")
+    record = construct(run)
+    with pytest.raises(ValueError, match="at least one step"):
+        record.report(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="pickled"):
+        pickle.dumps(record)
+
+
+def test_a_single_layer_is_a_model(make_run):
+    run = make_run()
+    run.model = tf.keras.layers.Dense(1)
+    loop = Loop(run)
+    loop.epoch()
+    assert loop.record.privacy_event == attrs.evolve(EXPECTED, num_steps=6)
+
+
+def test_dropped_examples_do_not_count(make_run):
+    run = make_run()
+    x, y = np.r_[run.x, run.x[:2]], np.r_[run.y, run.y[:2]]
+    run.data = cyclic_dataset(x, y, batch_size=4, drop_remainder=True)
+    loop = Loop(run)
+    loop.epoch()
+    assert loop.record.privacy_event == attrs.evolve(EXPECTED, num_steps=6)
