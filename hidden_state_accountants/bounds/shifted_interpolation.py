@@ -201,9 +201,10 @@ def segment_mu_squared(
 
 def distance_anywhere(process: NoisyProcess, start: int, stop: int) -> np.ndarray:
     """Bound on |X_tau - X'_tau| for any position: tracking by domain and drift alone."""
-    known = _known_shift(process, slice(start, stop), np.full(stop - start, np.inf))
-    assert known is not None  # the first branch is infinite, the others are not
-    return known
+    # The first branch is infinite, the others are not.
+    sensitivity = np.full(stop - start, np.inf)
+    distances, is_cut = tracked_distances(process, slice(start, stop), sensitivity)
+    return np.where(is_cut, distances, np.nan)
 
 
 def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:
@@ -319,9 +320,18 @@ def tracked_distances(
 
 
 def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -> np.ndarray | None:
-    """The distances where the domain or the drift cuts them; None if nowhere.
+    """Where to start: the distances that the domain or the drift cuts; None if nowhere.
 
-    Entries that contraction and sensitivity give are NaN: starting there is never better than at 0.
+    Where the drift cuts the first step of a window, kappa D + drift has to be shifted there instead
+    of c D + s; the entry is the smaller distance that costs as much. Entries that contraction and
+    sensitivity give are NaN: starting there is never better than at 0.
     """
     distances, is_cut = tracked_distances(process, steps, sensitivity)
-    return np.where(is_cut, distances, np.nan) if is_cut.any() else None
+    if not is_cut.any():
+        return None
+    c, before = process.contraction[steps], distances[:-1]
+    moved = process.drift_contraction[steps] * before + process.drift[steps]
+    known = np.where(is_cut, distances, np.nan)
+    is_moved = (moved < c * before + sensitivity) & (c > 0)
+    known[:-1][is_moved] = np.maximum((moved - sensitivity)[is_moved], 0) / c[is_moved]
+    return known

@@ -397,10 +397,17 @@ MUTATIONS = (
         _LAWS,
     ),
     Mutation(
+        "drift_at_the_start_of_a_window_holds_the_record_twice",
+        "bounds/shifted_interpolation.py",
+        "(moved - sensitivity)[is_moved]",
+        "(moved - 2 * sensitivity)[is_moved]",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
         "tracking_is_off_by_one",
         SHIFTS,
-        "return np.where(is_cut, distances, np.nan) if is_cut.any() else None",
-        "return np.roll(np.where(is_cut, distances, np.nan), -1) if is_cut.any() else None",
+        "known = np.where(is_cut, distances, np.nan)",
+        "known = np.roll(np.where(is_cut, distances, np.nan), -1)",
         _TAUT_STRING_TESTS,
     ),
     Mutation(

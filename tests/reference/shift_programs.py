@@ -65,20 +65,19 @@ def _shifts(contraction, sensitivity, noise_std, initial_shift):
 
 
 def windows_mu_squared(contraction, sensitivity, noise_std, drift_contraction, drift, diameter):
-    """Minimum over every start tau, with the three-branch forward tracking of theory section 1."""
+    """Minimum over every start tau, with the three-branch forward tracking of theory section 1.
+
+    The first step of a window may use the drift branch; the later ones use the modulus.
+    """
     distance, best = 0.0, np.inf
     steps = len(sensitivity)
     for tau in range(steps):
         window = slice(tau, steps)
-        best = min(
-            best,
-            least_squares_mu_squared(
-                contraction[window], sensitivity[window], noise_std[window], distance
-            ),
-        )
-        distance = min(
+        moved = min(
             contraction[tau] * distance + sensitivity[tau],
             drift_contraction[tau] * distance + drift[tau],
-            diameter,
         )
+        shifts = np.concatenate([[moved], sensitivity[tau + 1 :]])
+        best = min(best, least_squares_mu_squared(contraction[window], shifts, noise_std[window]))
+        distance = min(moved, diameter)
     return best
