@@ -11,7 +11,9 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
 from hidden_state_accountants.batch_order import BatchOrder
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds.composition import Composition
+from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
 from hidden_state_accountants.events import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status
 from hidden_state_accountants.process import (
@@ -28,13 +30,19 @@ _EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch co
 
 
 def composition_epsilon(
-    events: Sequence[LastIterateDpEvent], relation: NeighboringRelation, delta: float
+    events: Sequence[LastIterateDpEvent | DiceSgdDpEvent],
+    relation: NeighboringRelation,
+    delta: float,
 ) -> float:
     """The epsilon with every iterate of every run released; inf if no such bound is known."""
-    bound = Composition()
-    if any(bound.check(event, relation) for event in events):
-        return math.inf
-    guarantees = [bound.guarantee(event, relation) for event in events]
+    guarantees: list[Guarantee] = []
+    for event in events:
+        if isinstance(event, DiceSgdDpEvent):  # every iterate is released anyway
+            guarantees.append(best_guarantee(event, relation))
+        elif Composition().check(event, relation):
+            return math.inf
+        else:
+            guarantees.append(Composition().guarantee(event, relation))
     return compose_guarantees(guarantees, relation).epsilon(delta)
 
 
@@ -89,14 +97,15 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
 
 
 def text_report(
-    events: Sequence[LastIterateDpEvent],
+    events: Sequence[LastIterateDpEvent | DiceSgdDpEvent],
     guarantee: Guarantee,
     assumptions: tuple[Assumption, ...],
     delta: float,
     projection_radius: float | None,
 ) -> str:
-    """About a dozen lines to paste; the run described is the last one."""
+    """About a dozen lines to paste; the run described is the last one, a LastIterateDpEvent."""
     event, num_runs = events[-1], len(events)
+    assert isinstance(event, LastIterateDpEvent)
     relation = guarantee.neighboring_relation
     epsilon_released = composition_epsilon(events, relation, delta)
     contraction, ratio = "unknown (no loss geometry declared)", "-"

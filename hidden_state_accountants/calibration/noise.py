@@ -10,6 +10,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import _validate
+from hidden_state_accountants.bounds._dice_curves import largest_mu
 from hidden_state_accountants.calibration.target import (
     MakeAccountant,
     MakeEvent,
@@ -21,6 +22,7 @@ from hidden_state_accountants.calibration.target import (
     make_target,
     unreachable,
 )
+from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
 from hidden_state_accountants.errors import UnsupportedRunError
 
 _NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
@@ -90,13 +92,18 @@ def calibrate_noise(
 
 
 def _composition_noise(make: MakeEvent, target: Target, relation: NeighboringRelation) -> float:
-    """The noise multiplier with which plain Gaussian composition meets the target; a start."""
+    """The noise multiplier with which plain Gaussian composition meets the target; a start.
+
+    Of DiceSGD: with which a record that takes part in every step does.
+    """
     mu = 0.0
     try:
         event: Any = make(1.0)
+        if isinstance(event, DiceSgdDpEvent):
+            mu = largest_mu(event, relation)
         if hasattr(event, "as_composition"):
             event = attrs.evolve(event, max_batch_size=None).as_composition(relation)
-        mu = gaussian_mu(event)
+        mu = mu or gaussian_mu(event)
     except (UnsupportedRunError, TypeError):
         pass
     log_mu = gaussian_log_mu(target.epsilon, target.delta)

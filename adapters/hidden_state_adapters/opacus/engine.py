@@ -222,6 +222,13 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
                 accountant.compose(event)
             return accountant
 
+        before = accountant().get_epsilon(target_delta)
+        if before > target_epsilon:
+            raise ValueError(
+                f"Expected target_epsilon >= {before:.6g} at delta = {target_delta:g}, got "
+                f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
+                "Raise the target, or start on a fresh engine with other records."
+            )
         noise = hsa.calibrate_noise(
             target_epsilon,
             target_delta,
