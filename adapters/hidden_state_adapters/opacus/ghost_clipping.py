@@ -47,11 +47,12 @@ def take_ghost_sums(
 ) -> list[list[torch.Tensor]]:
     """For each of `params` the sums of per-example gradients with each of `weights`, (rows,).
 
-    The batch is used up.
+    Follows `ghost_norms`, from which the weights are made. The batch is used up.
     """
     sums: dict[int, list[torch.Tensor]] = {}
     for gradients, group in _by_layer(params):
-        sums.update(zip(map(id, group), gradients.sums(group, weights), strict=True))
+        totals = gradients.sums(group, weights, [_sample(p).norms for p in group])
+        sums.update(zip(map(id, group), totals, strict=True))
     for p in params:
         _sample(p).release()
     return [sums[id(p)] for p in params]

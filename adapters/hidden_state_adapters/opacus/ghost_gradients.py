@@ -81,23 +81,32 @@ class LayerGradients:
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""
-        parts = [
-            [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in gradients]
-            for _, gradients in self._chunks(params)
-        ]
+        parts = [[_norms(g) for g in gradients] for _, gradients in self._chunks(params)]
         none = self.uses[0].backprops.new_zeros(0)
         return [torch.cat([none, *(part[i] for part in parts)]) for i in range(len(params))]
 
     def sums(
-        self, params: Sequence[nn.Parameter], weights: Sequence[torch.Tensor]
+        self,
+        params: Sequence[nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
     ) -> list[list[torch.Tensor]]:
-        """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
+        """For each of `params` the sums of its gradients with each of `weights`, (rows,).
+
+        Args:
+            params: As for `norms`.
+            weights: Made from the norms.
+            norms: What `norms` returned. A layer that gives longer gradients the second time
+                (random numbers in its forward pass) does not get past the clip.
+        """
         totals = [[torch.zeros_like(p.detach()) for _ in weights] for p in params]
         for part, gradients in self._chunks(params):
-            for total, gradient in zip(totals, gradients, strict=True):
+            for total, gradient, measured in zip(totals, gradients, norms, strict=True):
+                now, then = _norms(gradient), measured[part]
+                kept = torch.where(now > then, then / now, torch.ones_like(now))
                 for one, weight in zip(total, weights, strict=True):
-                    gradient = gradient.to(one.dtype)
-                    one += torch.einsum("i,i...", weight[part].to(gradient), gradient)
+                    factor = (weight[part] * kept.to(weight)).to(one.dtype)
+                    one += torch.einsum("i,i...", factor, gradient.to(one.dtype))
         return totals
 
     def _chunks(self, params: Sequence[nn.Parameter]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
@@ -110,6 +119,10 @@ class LayerGradients:
             ]
             # One by one, in a fixed order: the sum over the uses is rounded equally both times.
             yield part, [_add([gradients[p] for gradients in made]) for p in params]
+
+
+def _norms(gradients: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradients.reshape(len(gradients), -1), dim=1)
 
 
 def _add(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -136,7 +149,10 @@ class LinearGradients(LayerGradients):
         return [backprops * inputs if p.dim() == 2 else backprops for p in params]
 
     def sums(
-        self, params: Sequence[nn.Parameter], weights: Sequence[torch.Tensor]
+        self,
+        params: Sequence[nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
     ) -> list[list[torch.Tensor]]:
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
         inputs, backprops = self._arrays()
@@ -169,7 +185,10 @@ class EmbeddingGradients(LayerGradients):
         return [squares.new_zeros(self.rows).index_add_(0, self._rows, squares).sqrt()]
 
     def sums(
-        self, params: Sequence[nn.Parameter], weights: Sequence[torch.Tensor]
+        self,
+        params: Sequence[nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
     ) -> list[list[torch.Tensor]]:
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
         (param,) = params
