@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -471,9 +470,3 @@ def test_tensorflow_is_imported_late_and_torch_never():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_the_suite_of_tf_privacy():
-    script = Path(__file__).parents[1] / "upstream" / "run_tf_privacy_suite.py"
-    subprocess.run([sys.executable, str(script)], check=True, timeout=300, capture_output=True)

@@ -1,71 +1,229 @@
-"""TF Privacy's own dp_optimizer_keras_test with CyclicDPKerasSGDOptimizer in place of its SGD.
+"""TF Privacy's own tests of its Keras optimizers, with the optimizers of this package in place.
 
-    python tests/upstream/run_tf_privacy_suite.py [arguments of absl's test runner, e.g. -v]
+    python tests/upstream/run_tf_privacy_suite.py [NAME ...] [-v]
 
-The test module ships with tensorflow-privacy. It binds the classes when it is imported, so the name
-is rebound before. The cases of other optimizers are left out. The cases of what this optimizer does
-not do, listed below with the reason, must raise UnsupportedRunError.
+runs the cases whose name holds one of the NAMEs, or all. The module dp_optimizer_keras_test ships
+with tensorflow-privacy; its cases cover the plain and the vectorized optimizers. It binds most
+classes when it is imported and some when a case runs, so it is imported and run anew for each of
+ours, after the names are rebound:
+
+    CyclicDPKerasSGDOptimizer   for DPKerasSGDOptimizer and VectorizedDPKerasSGDOptimizer
+    DiceKerasSGDOptimizer       for the same: where nothing is clipped DiceSGD is DP-SGD
+    DiceKerasAdamOptimizer      for DPKerasAdamOptimizer and VectorizedDPKerasAdamOptimizer
+
+The cases of other optimizers are left out. A case about something that ours does not do is listed
+below, one by one, with the reason, and must fail with just that error. DiceSGD refuses
+microbatches; the cases whose result does not depend on them run a second time without.
 """
 
+import importlib
+import re
 import sys
+import unittest
 
 import pytest
 import tensorflow as tf
-from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
+from absl import flags, logging
+from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras, dp_optimizer_keras_vectorized
 
+import hidden_state_adapters.tf_privacy as adapter
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer
 
-dp_optimizer_keras.DPKerasSGDOptimizer = CyclicDPKerasSGDOptimizer
-# After the rebinding, and not before.
-from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras_test as upstream  # noqa: E402
+COMPUTE = "DPOptimizerComputeGradientsTest"
+GET = "DPOptimizerGetGradientsTest"
+UNCONNECTED = "DPVectorizedOptimizerUnconnectedNodesTest"
 
-MICROBATCHES = "microbatches of several examples are refused: they double the sensitivity"
-ESTIMATORS = "get_gradients and Estimators (TensorFlow 1 graphs) are refused"
-COMPUTE, GET = upstream.DPOptimizerComputeGradientsTest, upstream.DPOptimizerGetGradientsTest
-REFUSED = {
-    (COMPUTE, "testBaselineWithCallableLossNoNoiseDPGradientDescent_1"): MICROBATCHES,
-    (COMPUTE, "testBaselineWithTensorLossNoNoiseDPGradientDescent_1"): MICROBATCHES,
-    (COMPUTE, "testClippingNormDPGradientDescent_False"): MICROBATCHES,
-    (COMPUTE, "testClippingNormMultipleVariablesDPGradientDescent_1"): MICROBATCHES,
-    (COMPUTE, "testClippingNormMultipleVariablesDPGradientDescent_2"): MICROBATCHES,
-    (COMPUTE, "testKerasModelBaselineNoNoise1"): MICROBATCHES,
-    (COMPUTE, "testNoiseMultiplierDPGradientDescent_2_4_1"): MICROBATCHES,
-    (COMPUTE, "testNoiseMultiplierDPGradientDescent_4_1_4"): MICROBATCHES,
-    (GET, "testBaselineNoNoiseDPGradientDescent_1_False"): ESTIMATORS,
-    (GET, "testBaselineNoNoiseDPGradientDescent_2_False"): ESTIMATORS,
-    (GET, "testBaselineNoNoiseDPGradientDescent_4_False"): ESTIMATORS,
-    (GET, "testClippingNormDPGradientDescent_False"): ESTIMATORS,
-    (GET, "testNoiseMultiplierDPGradientDescent_2_4_1_False"): ESTIMATORS,
-    (GET, "testNoiseMultiplierDPGradientDescent_3_2_4_False"): ESTIMATORS,
-    (GET, "testNoiseMultiplierDPGradientDescent_8_6_8_False"): ESTIMATORS,
+# Reasons: what must be raised, and why that is right.
+ESTIMATOR = (
+    UnsupportedRunError,
+    "TensorFlow 1 graphs and Estimators are not supported|got a TensorFlow 1 graph",
+    "get_gradients (Estimators): no step of a TensorFlow 1 graph can be checked",
+)
+MICROBATCHES = (
+    UnsupportedRunError,
+    "Expected num_microbatches = None or",
+    "DiceSGD clips single examples: no theorem covers the error of a microbatch",
+)
+NO_ACCUMULATION = (
+    UnsupportedRunError,
+    "Expected gradient_accumulation_steps = 1",
+    "the error moves in every step, so DiceSGD has no steps of accumulated gradients",
+)
+# The vectorized optimizers have an argument of their own. Ours take an unconnected variable's
+# gradient to be zero, as DPKerasSGDOptimizer.
+UNCONNECTED_ARGUMENT = (
+    TypeError,
+    "unexpected argument 'unconnected_gradients_to_zero'",
+    "unconnected gradients are always zero; the argument is left out",
+)
+
+SGD_CASES = re.compile(r"GradientDescent|DPKerasSGD|DPSGD|Model|testLargeBatchEmulationNoNoise")
+ADAM_CASES = re.compile(r"DPAdam|DPKerasAdam")
+
+_ESTIMATOR_CASES = [
+    f"{GET}.{name}"
+    for name in (
+        "testBaselineNoNoiseDPGradientDescent_1_False",
+        "testBaselineNoNoiseDPGradientDescent_2_False",
+        "testBaselineNoNoiseDPGradientDescent_4_False",
+        "testBaselineNoNoiseDPGradientDescentVectorized_1_False",
+        "testBaselineNoNoiseDPGradientDescentVectorized_2_False",
+        "testBaselineNoNoiseDPGradientDescentVectorized_4_False",
+        "testBaselineNoNoiseDPGradientDescentVectorized_None_False",
+        "testClippingNormDPGradientDescent_False",
+        "testClippingNormDPGradientDescentVectorized_False",
+        "testNoiseMultiplierDPGradientDescent_2_4_1_False",
+        "testNoiseMultiplierDPGradientDescent_3_2_4_False",
+        "testNoiseMultiplierDPGradientDescent_8_6_8_False",
+        "testNoiseMultiplierDPGradientDescentVectorized_2_4_1_False",
+        "testNoiseMultiplierDPGradientDescentVectorized_3_2_4_False",
+        "testNoiseMultiplierDPGradientDescentVectorized_8_6_8_False",
+    )
+]
+_UNCONNECTED_CASES = [
+    f"{UNCONNECTED}.{name}"
+    for name in (
+        "testPooledOutputUnconnectedGradientsAsNonePassesDPSGDVectorized_PooledOutput_"
+        "UnconnectedGradients",
+        "testSeqOutputUnconnectedGradientsAsNoneFailsDPSGDVectorized_SeqOutput_"
+        "UnconnectedGradients",
+        "testUnconnectedGradientsAsZeroPassesDPSGDVectorized_PooledOutput_"
+        "UnconnectedGradientsAreZero",
+        "testUnconnectedGradientsAsZeroPassesDPSGDVectorized_SeqOutput_UnconnectedGradientsAreZero",
+    )
+]
+_SGD_MICROBATCHES = (
+    "testBaselineWithCallableLossNoNoiseDPGradientDescentVectorized_1",
+    "testBaselineWithCallableLossNoNoiseDPGradientDescent_1",
+    "testBaselineWithTensorLossNoNoiseDPGradientDescentVectorized_1",
+    "testBaselineWithTensorLossNoNoiseDPGradientDescent_1",
+    "testClippingNormDPGradientDescentVectorized_False",
+    "testClippingNormDPGradientDescent_False",
+    "testClippingNormMultipleVariablesDPGradientDescentVectorized",
+    "testClippingNormMultipleVariablesDPGradientDescent_1",
+    "testClippingNormMultipleVariablesDPGradientDescent_2",
+    "testKerasModelBaselineNoNoise1",
+    "testNoiseMultiplierDPGradientDescentVectorized_2_4_1",
+    "testNoiseMultiplierDPGradientDescentVectorized_4_1_4",
+    "testNoiseMultiplierDPGradientDescent_2_4_1",
+    "testNoiseMultiplierDPGradientDescent_4_1_4",
+)
+_ADAM_MICROBATCHES = (
+    "testBaselineWithCallableLossNoNoiseDPAdamVectorized_2",
+    "testBaselineWithCallableLossNoNoiseDPAdam_2",
+    "testBaselineWithTensorLossNoNoiseDPAdamVectorized_2",
+    "testBaselineWithTensorLossNoNoiseDPAdam_2",
+)
+_NOT_FOR_SGD = {
+    **dict.fromkeys(_ESTIMATOR_CASES, ESTIMATOR),
+    **dict.fromkeys(_UNCONNECTED_CASES, UNCONNECTED_ARGUMENT),
 }
-OTHERS = ("Adam", "Adagrad", "Vectorized", "FTRL", "test_session")
+_NOT_FOR_DICE_SGD = {
+    **_NOT_FOR_SGD,
+    **dict.fromkeys((f"{COMPUTE}.{name}" for name in _SGD_MICROBATCHES), MICROBATCHES),
+    f"{GET}.testLargeBatchEmulationNoNoise": NO_ACCUMULATION,
+    f"{GET}.testLargeBatchEmulationDPKerasSGDOptimizer_2": NO_ACCUMULATION,
+    f"{GET}.testLargeBatchEmulationDPKerasSGDOptimizer_4": NO_ACCUMULATION,
+}
+NOT_FOR = {
+    "CyclicDPKerasSGDOptimizer": _NOT_FOR_SGD,
+    "DiceKerasSGDOptimizer": _NOT_FOR_DICE_SGD,
+    "DiceKerasAdamOptimizer": {f"{COMPUTE}.{name}": MICROBATCHES for name in _ADAM_MICROBATCHES},
+}
 
 
-def expecting_refusal(test):
+# Nothing is clipped, or all gradients are clipped to the same vector.
+INDEPENDENT = {
+    f"{COMPUTE}.{name}"
+    for name in (*_SGD_MICROBATCHES, *_ADAM_MICROBATCHES)
+    if "Baseline" in name or name.startswith("testClippingNormDP")
+}
+
+
+def without_microbatches(ours):
+    def init(self, *arguments, num_microbatches, **kwargs):
+        ours.__init__(self, *arguments, **kwargs)
+
+    return type(ours.__name__, (ours,), {"__init__": init})
+
+
+def import_upstream(name, ours):
+    """The test module, bound to our class."""
+    kind = "Adam" if "Adam" in name else "SGD"
+    setattr(dp_optimizer_keras, f"DPKeras{kind}Optimizer", ours)
+    setattr(dp_optimizer_keras_vectorized, f"VectorizedDPKeras{kind}Optimizer", ours)
+    module = "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras_test"
+    sys.modules.pop(module, None)
+    return importlib.import_module(module)
+
+
+def must_fail(test, kind, text):
     def run(self):
-        with pytest.raises(UnsupportedRunError):
+        with pytest.raises(kind, match=text):
             test(self)
 
     return run
 
 
-def load_tests(loader, tests, pattern):
-    suite, found = loader.suiteClass(), set()
-    for case in (COMPUTE, GET):
-        names = [n for n in loader.getTestCaseNames(case) if not any(o in n for o in OTHERS)]
-        for name in names:
-            found.add((case, name))
-            if (case, name) in REFUSED:
-                setattr(case, name, expecting_refusal(getattr(case, name)))
-        suite.addTests(map(case, names))
-    if set(REFUSED) - found:
-        raise RuntimeError(f"These upstream cases are gone: {set(REFUSED) - found}")
-    print(f"{len(found)} cases of upstream: {len(REFUSED)} must be refused")
-    return suite
+def cases_of(name, ours, excluded):
+    """(the id of upstream, our case, why it does not apply or None) for each case that binds."""
+    upstream, pattern = import_upstream(name, ours), ADAM_CASES if "Adam" in name else SGD_CASES
+    seen = set()
+    for case in (COMPUTE, GET, UNCONNECTED):
+        theirs = getattr(upstream, case)
+        names = [n for n in unittest.TestLoader().getTestCaseNames(theirs) if pattern.search(n)]
+        own_case = type(f"{name}_{case}", (theirs,), {})
+        for test in names:
+            identifier, why = f"{case}.{test}", None
+            seen.add(identifier)
+            if identifier in excluded:
+                kind, text, why = excluded[identifier]
+                setattr(own_case, test, must_fail(getattr(own_case, test), kind, text))
+            yield identifier, own_case(test), why
+    if set(excluded) - seen:
+        raise RuntimeError(f"These cases of upstream are gone: {sorted(set(excluded) - seen)}")
+
+
+def run(name, cases, verbosity):
+    """How many passed and failed."""
+    suite, reasons = unittest.TestSuite(), {}
+    for identifier, case, why in cases:
+        suite.addTest(case)
+        if why:
+            reasons.setdefault(why, []).append(identifier)
+    result = unittest.TextTestRunner(verbosity=verbosity).run(suite)
+    failed, left_out = len(result.failures) + len(result.errors), sum(map(len, reasons.values()))
+    print(f"\n{name}: {result.testsRun - left_out} cases apply, {left_out} do not", end="")
+    print(" and fail as they must" if left_out and not failed else "")
+    for why, identifiers in reasons.items():
+        print(f"- {why}:", *identifiers, sep="\n    ")
+    return result.testsRun - failed, failed
+
+
+def main(arguments):
+    wanted = [argument for argument in arguments if not argument.startswith("-")]
+    verbosity = 2 if "-v" in arguments else 1
+    counts = []
+    for name, excluded in NOT_FOR.items():
+        ours = getattr(adapter, name)
+        chosen = [
+            case
+            for case in cases_of(name, ours, excluded)
+            if not wanted or any(part in f"{name}.{case[0]}" for part in wanted)
+        ]
+        counts.append(run(name, chosen, verbosity))
+        again = {case for case, _, why in chosen if why == MICROBATCHES[-1]} & INDEPENDENT
+        if again:
+            cases = cases_of(name, without_microbatches(ours), {})
+            chosen = [case for case in cases if case[0] in again]
+            counts.append(run(f"{name} without microbatches", chosen, verbosity))
+    passed, failed = map(sum, zip(*counts, strict=True))
+    print(f"\n{passed} passed, {failed} failed")
+    return int(failed or not passed)
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "run_tf_privacy_suite"
-    tf.test.main()
+    flags.FLAGS.mark_as_parsed()
+    logging.set_verbosity("error")
+    tf.get_logger().setLevel("ERROR")
+    sys.exit(main(sys.argv[1:]))
