@@ -1,4 +1,4 @@
-"""A selection of TF Privacy's own tests on our optimizers; run_tf_privacy_suite.py runs them all."""
+"""A selection of TF Privacy's own tests on our optimizers; run_tf_privacy_suite.py has them all."""
 
 import os
 import pathlib
