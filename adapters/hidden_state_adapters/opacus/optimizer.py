@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.current_batch import CurrentBatch, at_step
 from hidden_state_adapters.opacus.ghost_clipping import GhostClipping
 from hidden_state_adapters.opacus.run_context import (
     RunContext,
@@ -70,6 +71,7 @@ class HiddenStateOptimizer(GhostClipping):
         self._unfinished_step: int | None = None
         self._closed = ""
         self._failure = ""
+        self._batch = CurrentBatch(context)
         self._start_batch()
 
     def _settings(self) -> dict[str, Any]:
@@ -77,10 +79,8 @@ class HiddenStateOptimizer(GhostClipping):
         return {name: getattr(self, name) for name in names}
 
     def _start_batch(self) -> None:
-        self._rows = 0
+        self._batch.start()
         self._sums: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)
-        self._batch_index: int | None = None
-        self._skips_step = False
         self._clip_norm: float | None = None
         self._noise_multiplier = math.nan
 
@@ -153,7 +153,7 @@ class HiddenStateOptimizer(GhostClipping):
         self.context.cursor.signal(do_skip)
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        return self._skips_step if pop_next else self.context.cursor.next_is_skipped
+        return self._batch.skips_step if pop_next else self.context.cursor.next_is_skipped
 
     def clip_and_accumulate(self) -> None:
         """Clips as Opacus does and notes the clip norm that was used."""
@@ -169,7 +169,7 @@ class HiddenStateOptimizer(GhostClipping):
         self._noise_multiplier = float(self.noise_multiplier)
         if self._noise_multiplier and not self.secure_mode:
             draw, device = self.context.noise.draw, self.params[0].device
-            _at_step(self._steps_taken + 1, lambda: draw(self.generator, device))
+            at_step(self._steps_taken + 1, lambda: draw(self.generator, device))
         super().add_noise()
 
     def _check_same_clip_norm(self, clip_norm: float) -> None:
@@ -194,7 +194,8 @@ class HiddenStateOptimizer(GhostClipping):
         self.context.schedule.check_more_steps(step)  # the model stays the accounted one
         try:
             self._check_optimizer(step)
-            rows = self._take_batch(step)
+            params = self.context.parameters.params
+            rows = self._batch.take(step, lambda: checks.gradient_rows(params))
             self._check_sums(step)
             self.context.check_values(step, rows)
             proceeds = super().pre_step(closure)
@@ -258,40 +259,6 @@ class HiddenStateOptimizer(GhostClipping):
                 "own work after optimizer.step()."
             )
 
-    def _take_batch(self, step: int) -> int:
-        """Checks the piece of the batch that the gradients are of; returns its rows."""
-        expected = self.context.cursor.expected_index
-        index, self._skips_step = _at_step(step, self.context.cursor.take)
-        if index != expected:
-            raise UnsupportedRunError(
-                f"step {step} used {'no new batch' if index is None else f'batch {index}'}, "
-                f"expected batch {expected}: every batch of the private loader is used in order, "
-                "exactly once per epoch. Iterate the loader that make_private returned to its end "
-                "and step once per batch."
-            )
-        self._batch_index = index
-        params = self.context.parameters.params
-        rows = _at_step(step, lambda: checks.gradient_rows(params))
-        self._rows += rows
-        size = self.context.plan.num_rows(step - 1)
-        if self._rows > size or not (self._skips_step or self._rows == size):
-            what = (
-                "batch_size =" if size == self.context.batch_size else "the records of its batch,"
-            )
-            raise UnsupportedRunError(
-                f"step {step} used {self._rows} rows, expected {what} {size}."
-            )
-        passes = self.context.forward.passes
-        if passes != 1:
-            raise UnsupportedRunError(
-                f"step {step} follows {passes} training passes through the model or a layer of "
-                "it, expected 1: every record passes once, in its own row. Evaluate in eval() mode "
-                "or under torch.no_grad()."
-            )
-        if self.context.criterion is not None:
-            self.context.criterion.check_calls(step, rows)
-        return rows
-
     def _check_sums(self, step: int) -> None:
         for param, expected in zip(self.params, self._sums, strict=True):
             actual = _version(param.summed_grad)
@@ -315,8 +282,8 @@ class HiddenStateOptimizer(GhostClipping):
             learning_rate=options["lr"] * scale,
             clip_norm=self._clip_norm,
             weight_decay=options["weight_decay"] / scale,
-            batch_index=self._batch_index,
-            batch_rows=self._rows,
+            batch_index=self._batch.index,
+            batch_rows=self._batch.rows,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -328,14 +295,3 @@ class HiddenStateOptimizer(GhostClipping):
 
 def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
     return None if tensor is None else (tensor, tensor._version)
-
-
-_T = TypeVar("_T")
-
-
-def _at_step(step: int, check: Callable[[], _T]) -> _T:
-    """Puts the number of the step in front of what `check` raises."""
-    try:
-        return check()
-    except UnsupportedRunError as error:
-        raise UnsupportedRunError(f"step {step}: {error}") from None
