@@ -16,6 +16,8 @@ load a model that was saved with one of its optimizers, and name the optimizer.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hidden_state_adapters.tf_privacy import requirements
+
 if TYPE_CHECKING:
     from hidden_state_adapters.tf_privacy.block_coordinate import BlockCoordinateKerasOptimizer
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
@@ -36,6 +38,7 @@ _MODULES = {
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
 }
+_WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
 __all__ = [
     "BlockCoordinateKerasOptimizer",
@@ -52,15 +55,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("tensorflow", "tensorflow_privacy"):
-            raise
-        raise ImportError(
-            f"{name} needs TensorFlow 2.15 and tensorflow-privacy 0.9.0 (Python 3.10 or 3.11), "
-            f"{error.name} is missing. Install hidden-state-accountants[tf]."
-        ) from error
+    if name not in _WITHOUT_TENSORFLOW:
+        requirements.check(name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

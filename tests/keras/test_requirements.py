@@ -1,0 +1,151 @@
+"""Where the optimizers cannot be imported, the error says what to install or to set."""
+
+import importlib
+import sys
+import types
+
+import pytest
+
+import hidden_state_adapters.tf_privacy as adapter
+from hidden_state_adapters.tf_privacy import requirements
+
+OPTIMIZERS = "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras"
+
+
+class Keras2:
+    __version__ = "2.16.0"
+
+
+class Keras3:
+    __version__ = "3.3.3"
+
+
+class Broken(types.ModuleType):
+    """Like TensorFlow with TF_USE_LEGACY_KERAS=1 and without tf_keras."""
+
+    @property
+    def keras(self):
+        raise ImportError("Keras cannot be imported. Check that it is installed.")
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts modules in place of the real ones; None is a module that is not installed."""
+
+    def install(tensorflow, privacy=None, *, tf_keras=True, skip=False):
+        monkeypatch.setitem(sys.modules, "tensorflow", tensorflow)
+        for part in ("tensorflow_privacy", OPTIMIZERS.rpartition(".")[0], OPTIMIZERS):
+            monkeypatch.setitem(sys.modules, part, privacy)
+        found = object() if tf_keras else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+        if skip:
+            monkeypatch.setattr(sys, "skip_tf_privacy_import", True, raising=False)
+
+    return install
+
+
+def tensorflow(version, keras=None, kind=types.ModuleType):
+    module = kind("tensorflow")
+    module.__version__ = version
+    if keras is not None:
+        module.keras = keras
+    return module
+
+
+PRIVACY = types.ModuleType("tensorflow_privacy")
+FRESH = "Install hidden-state-accountants[tf] into a fresh environment with Python 3.10 or 3.11"
+LEGACY = "TF_USE_LEGACY_KERAS=1 before the first import of TensorFlow"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "texts"),
+    [
+        ((None,), {}, ["needs tensorflow, which is missing", FRESH]),
+        ((tensorflow("2.15.1"),), {}, ["needs tensorflow_privacy, which is missing", FRESH]),
+        ((tensorflow("2.14.0"), PRIVACY), {}, ["needs TensorFlow 2.15, got 2.14.0", FRESH]),
+        (
+            (tensorflow("2.16.1", Keras3), PRIVACY),
+            {"tf_keras": False},
+            ["TensorFlow 2.16.1 uses Keras 3.3.3", LEGACY, "and install tf_keras 2.16."],
+        ),
+        (
+            (tensorflow("2.21.0", Keras3), PRIVACY),
+            {},
+            ["TensorFlow 2.21.0 uses Keras 3.3.3", LEGACY + "."],
+        ),
+        (
+            (tensorflow("2.16.1", kind=Broken), PRIVACY),
+            {"tf_keras": False},
+            ["has no Keras 2 here", LEGACY, "install tf_keras 2.16"],
+        ),
+        (
+            (tensorflow("2.16.1", Keras2), PRIVACY),
+            {},
+            ["Estimators", "sys.skip_tf_privacy_import = True"],
+        ),
+        (
+            (tensorflow("2.16.1", Keras2),),
+            {"skip": True},
+            ["needs tensorflow_privacy, which is missing", FRESH],
+        ),
+    ],
+)
+def test_the_error_names_the_remedy(install, arguments, options, texts):
+    install(*arguments, **options)
+    with pytest.raises(ImportError) as caught:
+        requirements.check("CyclicDPKerasSGDOptimizer")
+    assert str(caught.value).startswith("CyclicDPKerasSGDOptimizer")
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("broken", ["tensorflow", OPTIMIZERS])
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("_ARRAY_API not found"),
+        ImportError("cannot import name 'rdp' from 'dp_accounting'"),
+        ModuleNotFoundError("No module named 'distutils'", name="distutils"),
+    ],
+)
+def test_incompatible_versions_are_named(install, monkeypatch, broken, error):
+    install(tensorflow("2.15.1"), PRIVACY)
+    real = importlib.import_module
+
+    def import_module(name, package=None):
+        if name == broken:
+            raise error
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with pytest.raises(
+        ImportError, match=r"whose import failed with .*Installed: tensorflow "
+    ) as e:
+        requirements.check("DiceKerasSGDOptimizer")
+    assert e.value.__cause__ is error
+    for text in (str(error), "dp-accounting 0.", "numpy ", FRESH):
+        assert text in str(e.value)
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "2.15.1"])
+def test_the_tested_version_passes(install, version):
+    install(tensorflow(version), PRIVACY)
+    requirements.check("cyclic_dataset")
+
+
+def test_newer_versions_with_both_switches_pass(install):
+    install(tensorflow("2.17.0rc1", Keras2), PRIVACY, skip=True)
+    requirements.check("cyclic_dataset")
+
+
+def test_every_name_is_checked_before_it_is_imported(install, monkeypatch):
+    install(None)
+    for name in adapter.__all__:
+        monkeypatch.delitem(vars(adapter), name, raising=False)
+        if name == "compute_last_iterate_privacy_statement":
+            assert getattr(adapter, name)
+            continue
+        with pytest.raises(ImportError, match=f"{name} needs tensorflow"):
+            getattr(adapter, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        adapter.nothing  # noqa: B018
