@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import BlockCoordinateOptimizer
+from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -402,9 +403,12 @@ def test_other_constructions_that_are_refused():
     half = factors(torch.bfloat16)
     with pytest.raises(hsa.UnsupportedRunError, match="float32 or float64"):
         construct(torch.optim.SGD(half.parameters(), lr=0.1), half)
-    fast = GradSampleModuleFastGradientClipping(nn.Linear(3, 2), max_grad_norm=1.0)
-    with pytest.raises(hsa.UnsupportedRunError, match="ghost clipping"):
-        construct(torch.optim.SGD(fast.parameters(), lr=0.1), fast)
+    for fast in (
+        GradSampleModuleFastGradientClipping(nn.Linear(3, 2), max_grad_norm=1.0),
+        GhostGradSampleModule(nn.Linear(3, 2)),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match="ghost clipping"):
+            construct(torch.optim.SGD(fast.parameters(), lr=0.1), fast)
     second.requires_grad_(False)
     with pytest.raises(hsa.UnsupportedRunError, match="none in group 1"):
         construct(torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1))
