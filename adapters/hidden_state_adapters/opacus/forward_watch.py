@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus import device_figures
+from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
 
@@ -49,7 +51,7 @@ class ForwardWatch:
         self._parameters = parameters
         self.passes = 0
         self._head = head
-        self.has_other_parameters = torch.tensor(False)
+        self.has_other_parameters: Figure = False
         self._owners = [
             part
             for part in module.modules()
@@ -82,8 +84,9 @@ class ForwardWatch:
         self._is_inside = True
         self.passes += 1
         if self._parameters is not None:
-            changed = self._parameters.changed()
-            self.has_other_parameters = self.has_other_parameters.to(changed.device) | changed
+            self.has_other_parameters = device_figures.any_of(
+                [self.has_other_parameters, self._parameters.changed()]
+            )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_inside and self._head is not None:
@@ -104,7 +107,7 @@ class ForwardWatch:
         self.passes = 0
         if self._head is not None:
             self._head.reset()
-        self.has_other_parameters = torch.tensor(False)
+        self.has_other_parameters = False
 
     def remove(self) -> None:
         """Removes the hooks."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.current_batch import CurrentBatch, at_step
+from hidden_state_adapters.opacus.flat_clip import add_clipped, gradient_norms
 from hidden_state_adapters.opacus.ghost_clipping import GhostClipping
 from hidden_state_adapters.opacus.run_context import (
     RunContext,
@@ -71,6 +72,7 @@ class HiddenStateOptimizer(GhostClipping):
         self._unfinished_step: int | None = None
         self._closed = ""
         self._failure = ""
+        self._norms: torch.Tensor | None = None  # of the gradients at hand, if they were needed
         self._batch = CurrentBatch(context)
         self._start_batch()
 
@@ -161,7 +163,11 @@ class HiddenStateOptimizer(GhostClipping):
         self._check_same_clip_norm(clip_norm)
         checks.check_clip_margin(clip_norm, self.context.lipschitz)
         self._clip_norm = clip_norm
-        super().clip_and_accumulate()
+        norms, self._norms = self._norms, None
+        if norms is None or self._is_ghost:
+            super().clip_and_accumulate()
+        else:
+            add_clipped(self.params, norms, clip_norm)
 
     def add_noise(self) -> None:
         """Adds noise as Opacus does and notes the noise multiplier that was used."""
@@ -197,7 +203,9 @@ class HiddenStateOptimizer(GhostClipping):
             params = self.context.parameters.params
             rows = self._batch.take(step, lambda: checks.gradient_rows(params))
             self._check_sums(step)
-            self.context.check_values(step, rows)
+            has_bound = self.context.lipschitz is not None and rows
+            self._norms = gradient_norms(params) if has_bound else None
+            self.context.check_values(step, rows, self._norms)
             proceeds = super().pre_step(closure)
             self._sums = [_version(p.summed_grad) for p in self.params]
         except BaseException as error:

@@ -10,12 +10,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost
+from hidden_state_adapters.opacus.flat_clip import OPACUS_CLIP_OFFSET, gradient_norms
+from hidden_state_adapters.opacus.precision_checks import check_arithmetic
 
 # Rounding in float32 of a norm that is exactly at its bound.
 _SLACK = 1e-6
-# Opacus clips with the factor min(1, C / (norm + 1e-6)).
-_OPACUS_CLIP_OFFSET = 1e-6
 
 _FORBIDDEN = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
 
@@ -94,9 +93,10 @@ def gradient_rows(params: list[nn.Parameter]) -> int:
     """The number of per-example gradients of the batch that `params` hold.
 
     Raises:
-        UnsupportedRunError: There are none, several batches were accumulated, or the parameters
-            disagree.
+        UnsupportedRunError: There are none, several batches were accumulated, the parameters
+            disagree, or torch is set to sum them in less than float32.
     """
+    check_arithmetic(params)
     rows = set()
     for param in params:
         sample = getattr(param, "grad_sample", None)
@@ -125,15 +125,7 @@ def gradient_rows(params: list[nn.Parameter]) -> int:
 
 def largest_gradient_norm(params: list[nn.Parameter]) -> torch.Tensor:
     """The largest norm, over the examples, of the gradient for all `params` together (0-dim)."""
-    if is_ghost(params):
-        return ghost_norms(params).max()
-    norms = []
-    for param in params:
-        sample = param.grad_sample  # type: ignore[attr-defined]
-        sample = sample[0] if isinstance(sample, list) else sample
-        norms.append(sample.reshape(len(sample), -1).norm(2, dim=-1))
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms], dim=1)
-    return stacked.norm(2, dim=1).max()
+    return gradient_norms(params).max()
 
 
 def check_gradient_norm(largest: float, lipschitz: float, step: int) -> None:
@@ -165,7 +157,7 @@ def check_clip_margin(clip_norm: float, lipschitz: float | None) -> None:
     """
     if lipschitz is None or clip_norm < lipschitz:
         return
-    needed = lipschitz * (1 + 2 * _SLACK) + _OPACUS_CLIP_OFFSET
+    needed = lipschitz * (1 + 2 * _SLACK) + OPACUS_CLIP_OFFSET
     if clip_norm < needed:
         raise UnsupportedRunError(
             f"Expected max_grad_norm >= {needed:.9g} or below lipschitz = {lipschitz:.9g}, got "

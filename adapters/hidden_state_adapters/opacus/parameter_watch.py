@@ -7,6 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus import device_figures
+from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.optimizer_checks import check_precision
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -79,18 +81,24 @@ class ParameterWatch:
         }
         self._buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
 
-    def buffers_changed(self) -> torch.Tensor:
-        """A 0-dim boolean: whether a buffer was added, removed or written during the run."""
+    def buffers_changed(self) -> Figure:
+        """Whether a buffer was added, removed or written during the run."""
         buffers = dict(self._module.named_buffers())
         if buffers.keys() != self._buffers.keys():
-            return torch.tensor(True)
-        device = self._copies[0].device
-        flags = [_differ(buffers[name], old).to(device) for name, old in self._buffers.items()]
-        return torch.stack(flags).any() if flags else torch.tensor(False, device=device)
+            return True
+        return device_figures.any_of(_differ(buffers[k], old) for k, old in self._buffers.items())
 
     def remember(self) -> None:
         """Takes the current values for those that the last step left."""
-        self._copies = [param.detach().clone() for param in self.params]
+        if len(self._copies) != len(self.params):
+            self._copies = [param.detach().clone() for param in self.params]
+            return
+        for index, (param, copy) in enumerate(zip(self.params, self._copies, strict=True)):
+            value = param.detach()
+            if (value.shape, value.dtype, value.device) == (copy.shape, copy.dtype, copy.device):
+                copy.copy_(value)
+            else:
+                self._copies[index] = value.clone()
 
     def check_structure(self, step: int) -> None:
         """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
@@ -132,28 +140,24 @@ class ParameterWatch:
                 )
             self._frozen[name] = frozen, frozen._version, total  # swapped and restored
 
-    def changed(self) -> torch.Tensor:
-        """A 0-dim boolean: whether a value differs from what the last step left."""
-        device = self._copies[0].device
-        flags = [
-            _differ(param, copy).to(device)
-            for param, copy in zip(self.params, self._copies, strict=True)
-        ]
-        return torch.stack(flags).any()
+    def changed(self) -> Figure:
+        """Whether a value differs from what the last step left."""
+        pairs = zip(self.params, self._copies, strict=True)
+        return device_figures.any_of(_differ(param, copy) for param, copy in pairs)
 
     def release_memory(self) -> None:
         """Drops the copies; the watch ends."""
         self._copies, self._buffers, self._frozen = [], {}, {}
 
 
-def _differ(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
     if value.shape != copy.shape or value.dtype != copy.dtype:
-        return torch.tensor(True, device=copy.device)
+        return True
     value = value.detach().to(copy.device)
     if copy.dtype in _INTEGERS:  # compares bits: NaN equals itself
         kind = _INTEGERS[copy.dtype]
         value, copy = value.view(kind), copy.view(kind)
-    return (value != copy).any()
+    return device_figures.differ(value, copy)
 
 
 def _bytes_sum(value: torch.Tensor) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import attrs
 import torch
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus import device_figures
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criterion_watch import CriterionWatch
 from hidden_state_adapters.opacus.cursor import BatchCursor
 from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
@@ -66,33 +69,42 @@ class RunContext:
         if self.criterion is not None:
             self.criterion.remove()
 
-    def check_values(self, step: int, rows: int) -> None:
+    def check_values(
+        self,
+        step: int,
+        rows: int,
+        norms: torch.Tensor | None = None,
+        more: Mapping[str, Figure] | None = None,
+    ) -> dict[str, float]:
         """Raises UnsupportedRunError unless parameters, gradients and features are as declared.
 
         Args:
             step: The number of the step, from 1 on.
             rows: The records of the current piece of its batch.
+            norms: Of its per-example gradients; needed where a bound on them is declared.
+            more: Figures to read from the device in the same transfer.
+
+        Returns:
+            The values of all figures.
         """
-        zero = torch.zeros((), device=self.parameters.params[0].device)
-        figures = {
+        figures: dict[str, Figure] = {
+            **(more or {}),
             "changed": self.parameters.changed(),
             "buffers": self.parameters.buffers_changed(),
             "perturbed": self.forward.has_other_parameters,
         }
         if self.lipschitz is not None and rows:
-            figures["gradient"] = checks.largest_gradient_norm(self.parameters.params)
+            figures["gradient"] = math.nan if norms is None else norms.max()
         if self.feature_norm is not None and rows:
             largest = self.forward.largest_feature_norm
-            figures["feature"] = zero + math.nan if largest is None else largest
+            figures["feature"] = math.nan if largest is None else largest
         if self.projection_radius is not None:
             figures["norm"] = checks.joint_norm(self.parameters.params)
         if self.criterion is not None:
             figures["bad_target"] = self.criterion.has_bad_target
-        # One transfer from the device for all of them.
-        values = torch.stack(
-            [figure.to(device=zero.device, dtype=torch.float64) for figure in figures.values()]
-        ).tolist()
-        self._judge(step, dict(zip(figures, values, strict=True)))
+        values = device_figures.read(figures)
+        self._judge(step, values)
+        return values
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
         if values["changed"]:

@@ -1,0 +1,44 @@
+"""Figures that are computed on the parameters' device and read in one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+Figure = torch.Tensor | float
+"""A number or truth value that is known, or a 0-dim tensor that nobody has waited for."""
+
+
+def differ(value: torch.Tensor, other: torch.Tensor) -> Figure:
+    """Whether two tensors of one type, shape and device differ in some element."""
+    if is_on_host(value):
+        return not torch.equal(value, other)  # leaves no mask behind, and stops early
+    return (value != other).any()
+
+
+def is_on_host(value: torch.Tensor) -> bool:
+    """Whether nobody has to wait for the values of `value`."""
+    return value.device.type == "cpu"
+
+
+def any_of(flags: Iterable[Figure]) -> Figure:
+    """Whether one of `flags` is true."""
+    flags = list(flags)
+    if any(flag for flag in flags if not isinstance(flag, torch.Tensor)):
+        return True
+    tensors = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    if len(tensors) < 2:
+        return tensors[0] if tensors else False
+    return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any()
+
+
+def read(figures: Mapping[str, Figure]) -> dict[str, float]:
+    """The values of all `figures`; at most one transfer from the device."""
+    tensors = {k: v for k, v in figures.items() if isinstance(v, torch.Tensor)}
+    values = {k: v for k, v in figures.items() if not isinstance(v, torch.Tensor)}
+    if tensors:
+        device = max((v.device for v in tensors.values()), key=lambda d: d.type != "cpu")
+        together = [v.to(device=device, dtype=torch.float64) for v in tensors.values()]
+        values.update(zip(tensors, torch.stack(together).tolist(), strict=True))
+    return values
