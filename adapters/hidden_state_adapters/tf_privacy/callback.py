@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
+from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import (
     Assumption,
     BatchOrder,
     Guarantee,
-    LastIterateDpEvent,
-    RunningGuarantee,
     RunRecorder,
     UnsupportedRunError,
     _validate,
@@ -23,26 +22,28 @@ from hidden_state_accountants import (
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_adapters.tf_privacy import fit_checks
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
-from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
+from hidden_state_adapters.tf_privacy.dice_optimizer import DiceOptimizer
+from hidden_state_adapters.tf_privacy.dice_record import DiceRecord
+from hidden_state_adapters.tf_privacy.last_iterate_record import LastIterateRecord
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.statement import statement
-from hidden_state_adapters.tf_privacy.step_log import StepEntry
-from hidden_state_adapters.tf_privacy.units import Units
+from hidden_state_adapters.tf_privacy.run_record import RunRecord
 
 _EPSILON = "epsilon_if_released_now"
+_logger = logging.getLogger("hidden_state_accountants")
 
 
 class HiddenStateCallback(tf.keras.callbacks.Callback):
-    """Gives the privacy of the model that Model.fit trained with CyclicDPKerasSGDOptimizer.
+    """Gives the privacy of the model that Model.fit trained with an optimizer of this package.
 
     Every step is recorded with the values that it used. One callback follows one model with one
     optimizer over any number of calls of fit.
 
     Formal guarantees:
-      - Relation and released iterates: those of the recorded `LastIterateDpEvent`.
+      - Relation and released iterates: those of the recorded event, a `LastIterateDpEvent` for
+        CyclicDPKerasSGDOptimizer, a `DiceSgdDpEvent` (all iterates) for the Dice optimizers.
       - Checked before training: fixed equal batches, each once per epoch; the model, the loss and
         the other callbacks, as far as Keras shows them.
-      - Checked in every step: what `CyclicDPKerasSGDOptimizer` checks; one step per batch; fresh
+      - Checked in every step: what the optimizer checks; one step per batch; fresh
         noise. After every epoch: variables that are not trained are unchanged.
       - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
         training data (History, progress bar) have no privacy guarantee and must stay private.
@@ -61,6 +62,9 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             every one counts as released.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
             RemoteMonitor write. Otherwise they are refused.
+        gradient_bound: For the Dice optimizers, a bound on the norm of every per-example gradient
+            before clipping that holds for ALL examples that could have been in the data. The run is
+            checked against it. inf if none is known.
 
     Raises:
         UnsupportedRunError: From fit, when the run is not one that can be accounted.
@@ -76,6 +80,7 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
         checkpoints_stay_private: bool = False,
         metrics_stay_private: bool = False,
+        gradient_bound: float = math.inf,
     ):
         super().__init__()
         self._batch_size = _validate.integer("batch_size", batch_size, minimum=1)
@@ -91,14 +96,12 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         )
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
-        self._recorder: RunRecorder | None = None
-        self._running: RunningGuarantee | None = None
-        self._optimizer: CyclicDPKerasSGDOptimizer | None = None
+        self._gradient_bound = _validate.real(
+            "gradient_bound", gradient_bound, above=0, allow_inf=True
+        )
+        self._record: RunRecord | None = None
         self._source: tuple[Any, Any] = (None, None)
         self._fixed: list[np.ndarray] = []
-        self._noise: set[int] = set()
-        self._num_batches = 0  # of which the optimizer made steps, or parts of them
-        self._parts: list[tuple[float, ...]] = []  # of the step that is being accumulated
         self._releases = (False, False)
         self._other_callbacks: tuple[str, ...] = ()
         self._invalid = ""
@@ -126,44 +129,53 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         fit_checks.build(self.model, fit)
         optimizer = fit_checks.check_model(self.model)
         source = fit["x"], fit["y"]
-        if self._recorder is None:
+        if self._record is None:
             self._start(optimizer, used, source)
         else:
             self._go_on(optimizer, source)
         optimizer.watch()
 
-    def _start(
-        self, optimizer: CyclicDPKerasSGDOptimizer, used: int, source: tuple[Any, Any]
-    ) -> None:
+    def _start(self, optimizer: Any, used: int, source: tuple[Any, Any]) -> None:
         if optimizer.last_step.steps:
             raise refusal(
                 f"Expected an optimizer without steps, got one with {optimizer.last_step.steps} "
                 "that were not recorded. Pass the callback to every call of fit, or compile with a "
                 "fresh optimizer and account both runs."
             )
-        radius = optimizer.projection_radius
-        self._units = units = Units.of(optimizer, self._batch_size, used)
-        self._recorder = RunRecorder(
-            batch_order=BatchOrder.CYCLIC,
-            batch_size=units.records_per_step,
-            dataset_size=units.records,
-            loss=units.geometry(optimizer.loss_geometry),
-            domain_diameter=math.inf if radius is None else 2 * radius,
-        )
-        self._running = RunningGuarantee(self._recorder, self._relation)
-        if self._releases[1] and units.accumulated > 1:
+        record = self._new_record(optimizer, used)
+        if self._releases[1] and optimizer.gradient_accumulation_steps > 1:
             raise refusal(
                 'Expected ModelCheckpoint(save_freq="epoch") with gradient_accumulation_steps > 1, '
                 "got files within steps, which hold the gradients accumulated so far. Use "
                 '"epoch", or declare checkpoints_stay_private=True.'
             )
-        self._optimizer, self._source = optimizer, source
-        self._check_accumulation()
+        self._record, self._source = record, source
         self._fixed = [v.numpy() for v in self.model.non_trainable_variables]
+        before = int(optimizer.iterations)
+        if before:
+            _logger.warning(
+                "the optimizer was loaded with %d steps: they are another run, not in this record; "
+                "compose the events of both", before,
+            )  # fmt: skip
+        line = record.line_before()
+        if line:
+            _logger.warning(line)
 
-    def _go_on(self, optimizer: CyclicDPKerasSGDOptimizer, source: tuple[Any, Any]) -> None:
-        assert self._recorder is not None
-        if optimizer is not self._optimizer:
+    def _new_record(self, optimizer: Any, used: int) -> RunRecord:
+        if isinstance(optimizer, DiceOptimizer):
+            return DiceRecord(
+                optimizer, self._batch_size, used, self._relation, self._gradient_bound
+            )
+        if self._gradient_bound < math.inf:
+            raise refusal(
+                f"Expected gradient_bound for a Dice optimizer, got {type(optimizer).__name__}. "
+                "Declare the optimizer's loss_geometry."
+            )
+        return LastIterateRecord(optimizer, self._batch_size, used, self._relation)
+
+    def _go_on(self, optimizer: Any, source: tuple[Any, Any]) -> None:
+        assert self._record is not None
+        if optimizer is not self._record.optimizer:
             raise refusal(
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
@@ -180,87 +192,29 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
                 f"{self._batch_size}) from the first call on."
             )
         self._check_iterate()
-        if self.next_batch:
+        if self._record.next_batch:
             raise refusal(
-                f"Expected to go on with batch {self.next_batch}, where the "
+                f"Expected to go on with batch {self._record.next_batch}, where the "
                 "last call of fit was interrupted; fit starts with batch 0."
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Records the step."""
-        assert self._recorder is not None
-        assert self._optimizer is not None
-        entry, step = self._optimizer.last_step, self._num_batches + 1
-        if entry.problem:  # the run ends here for a reason that may depend on the data
-            self._invalidate(f"step {step} was not taken. {entry.problem}")
-        if entry.steps != step:
-            self._invalidate(
-                f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
-                " one for every batch."
-            )
-        if entry.noise in self._noise:
-            self._invalidate(
-                f"step {step} used the noise of an earlier step, so the noise would repeat and "
-                "cancel. Do not call tf.random.set_seed during a run; better not at all."
-            )
-        if entry.noise:
-            self._noise.add(entry.noise)
-        if batch != self.next_batch or entry.rows != self._batch_size:
-            self._invalidate(
-                f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "
-                f"{self._batch_size} rows of batch {self.next_batch}."
-            )
-        self._num_batches = step
-        self._check_accumulation()
-        self._parts.append((entry.noise_multiplier, entry.l2_norm_clip, entry.weight_decay))
-        if step % self._units.accumulated:
-            return
-        if len(set(self._parts)) > 1:
-            self._invalidate("noise, clip norm or decay changed while gradients were accumulated.")
-        self._parts.clear()
+        assert self._record is not None
         try:
-            self._record(entry)
+            self._record.add(self._record.optimizer.last_step, batch)
         except ValueError as error:
             self._invalidate(str(error))
         if self._releases[1]:
-            self._recorder.release()
-
-    def _check_accumulation(self) -> None:
-        """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
-        assert self._optimizer is not None
-        now = Units.of(self._optimizer, self._batch_size, self._units.examples)
-        if now != self._units:
-            self._invalidate("microbatches or accumulation were changed during the run.")
-        if (int(self._optimizer.iterations) - self._num_batches) % now.accumulated:
-            self._invalidate(
-                f"optimizer.iterations is {int(self._optimizer.iterations)} after "
-                f"{self._num_batches} batches, so gradients are applied in other steps than every "
-                f"{now.accumulated}th. Start with a fresh optimizer."
-            )
-
-    def _record(self, entry: StepEntry) -> None:
-        assert self._recorder is not None
-        self._recorder.step(
-            noise_multiplier=self._units.noise_multiplier(entry.noise_multiplier),
-            learning_rate=_as_meant(entry.learning_rate),
-            clip_norm=entry.l2_norm_clip,
-            weight_decay=entry.weight_decay,
-            batch_index=self._recorder.expected_batch_index,
-            batch_rows=self._units.records_per_step,
-        )
-
-    @property
-    def next_batch(self) -> int:
-        """The index within the epoch of the batch that the next step must use."""
-        return self._num_batches % self._units.batches
+            self._record.release()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the epsilon to the logs, and notes a checkpoint as released."""
-        assert self._recorder is not None
+        assert self._record is not None
         self.model.reset_metrics()
         self._check_fixed()
         if self._releases[0]:
-            self._recorder.release()
+            self._record.release()
         if self._target_delta is not None and logs is not None:
             logs[_EPSILON] = self.guarantee.epsilon(self._target_delta)
 
@@ -276,21 +230,19 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
     # What was spent
 
     @property
-    def privacy_event(self) -> LastIterateDpEvent:
+    def privacy_event(self) -> DpEvent:
         """The event that happened.
 
         Raises:
             ValueError: No step was taken.
             UnsupportedRunError: Steps were taken that are not recorded.
         """
-        return self._checked_recorder().event()
+        return self._checked_record().event()
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of what is released, with the current model as the last iterate."""
-        self._checked_recorder()
-        assert self._running is not None
-        return self._running.guarantee()
+        return self._checked_record().guarantee()
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
@@ -317,8 +269,8 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
         self._check_iterate()
-        if self._recorder is not None:
-            self._recorder.release()
+        if self._record is not None:
+            self._record.release()
 
     def report(self, delta: float | None = None) -> str:
         """The privacy statement of the run with everything that was checked and declared.
@@ -336,37 +288,17 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
         self._check_iterate()
         delta = _validate.target_delta(delta)
-        event, microbatch = self.privacy_event, self._units.microbatch
-        return statement(event, self.guarantee, self.assumptions, delta, microbatch)
+        return self._checked_record().report(self.assumptions, delta)
 
     def _own_assumptions(self) -> tuple[Assumption, ...]:
-        assert self._recorder is not None
-        assert self._optimizer is not None
+        assert self._record is not None
         checked = [
             "batches of equal size in the fixed order of the data set, each once per epoch, one "
             "step each",
-            "learning rate, weight decay, clip norm and noise as recorded, in every step",
             "variables in float32 or float64, changed by the private optimizer only; variables "
             "that are not trained unchanged",
+            *self._record.checked(),
         ]
-        radius, geometry = self._optimizer.projection_radius, self._optimizer.loss_geometry
-        units = self._units
-        if geometry is not None and geometry.lipschitz is not None:
-            of = "per-example" if units.microbatch == 1 else "microbatches'"
-            checked.append(f"{of} gradient norms at most {geometry.lipschitz:g}")
-        if units.microbatch > 1:
-            checked.append(
-                f"fixed microbatches of {units.microbatch} examples: each is a record of the "
-                "event, at half the noise multiplier, because one example moves it by up to twice "
-                "the clip norm"
-            )
-        if units.accumulated > 1:
-            checked.append(
-                f"{units.accumulated} accumulated batches are one step of the event, with "
-                "independent noise from each"
-            )
-        if radius is not None:
-            checked.append(f"all variables together within {radius:g} of 0")
         declared = [
             "every entry of the loss depends on one example of the delivered batch",
             "the initial model and the order of the examples do not depend on the examples",
@@ -384,30 +316,19 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
 
     # Checks
 
-    def _checked_recorder(self) -> RunRecorder:
+    def _checked_record(self) -> RunRecord:
         if self._invalid:
             raise refusal(f"The run is not accounted: {self._invalid}")
-        if self._recorder is None or self._optimizer is None or not self._recorder.num_steps:
+        if self._record is None or not self._record.num_batches:
             raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
-        taken = self._optimizer.last_step.steps
-        if taken != self._num_batches:
-            raise refusal(
-                f"The optimizer took {taken} steps, but {self._num_batches} are recorded. "
-                "Pass the callback to every call of fit, and train in no other way."
-            )
-        if self._parts:
-            raise refusal(
-                f"{len(self._parts)} of {self._units.accumulated} gradients of a step are "
-                "accumulated; the optimizer holds their sum. Finish the epoch."
-            )
-        return self._recorder
+        self._record.check()
+        return self._record
 
     def _check_iterate(self) -> None:
-        if self._recorder is None or not self._recorder.num_steps:
+        if self._record is None or not self._record.num_batches:
             return
-        self._checked_recorder()
-        assert self._optimizer is not None
-        if not self._optimizer.is_iterate(self.model.trainable_variables):
+        record = self._checked_record()
+        if not record.optimizer.is_iterate(self.model.trainable_variables):
             raise refusal(
                 "The trainable variables were changed outside the private optimizer, so the model "
                 "is not the iterate that was accounted. Release the model that fit left."
@@ -431,9 +352,3 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             "The record of a run cannot be copied or pickled: the steps of the copy would be "
             "missing from epsilon. Keep privacy_event.to_dict()."
         )
-
-
-def _as_meant(rate: float) -> float:
-    """The shortest decimal that is the same float32, if it is one: Keras keeps rates in float32."""
-    single = np.float32(rate)
-    return float(str(single)) if float(single) == rate else rate

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
+from hidden_state_adapters.tf_privacy.dice_optimizer import DiceOptimizer
 from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
 from hidden_state_adapters.tf_privacy.optimizer_checks import SLACK, check_variables, joint_norm
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -173,7 +174,7 @@ def build(model: Any, fit: Mapping[str, Any]) -> None:
         model(tf.nest.map_structure(lambda a: tf.zeros([1, *a.shape[1:]], a.dtype), x))
 
 
-def check_model(model: Any) -> CyclicDPKerasSGDOptimizer:
+def check_model(model: Any) -> CyclicDPKerasSGDOptimizer | DiceOptimizer:
     """The model's optimizer, if the model can be accounted.
 
     Raises:
@@ -201,14 +202,14 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         UnsupportedRunError: It is none of this package.
     """
-    if not isinstance(optimizer, CyclicDPKerasSGDOptimizer):
+    if not isinstance(optimizer, CyclicDPKerasSGDOptimizer | DiceOptimizer):
         raise refusal(
-            f"Expected a CyclicDPKerasSGDOptimizer (in Model.compile), got "
-            f"{type(optimizer).__name__}: its steps cannot be checked."
+            "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer or DiceKerasAdamOptimizer "
+            f"(in Model.compile), got {type(optimizer).__name__}: its steps cannot be checked."
         )
 
 
-def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer) -> None:
+def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer | DiceOptimizer) -> None:
     """Refuses a model whose layers or variables cannot be accounted.
 
     Raises:
@@ -227,7 +228,7 @@ def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer) -> None:
                 "examples into later steps without noise."
             )
     if (
-        optimizer.loss_geometry is not None
+        getattr(optimizer, "loss_geometry", None) is not None
         and tf.config.list_physical_devices("GPU")
         and tf.config.experimental.tensor_float_32_execution_enabled()
     ):
@@ -239,11 +240,11 @@ def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer) -> None:
     if model.losses:
         raise refusal(
             "Expected no regularisation losses (kernel_regularizer, add_loss), got "
-            f"{len(model.losses)}: inside the clip a penalty is no decoupled decay. Use the "
-            "optimizer's weight_decay."
+            f"{len(model.losses)}: inside the clip a penalty is no decoupled decay. Drop them, or "
+            "use the weight_decay of CyclicDPKerasSGDOptimizer."
         )
     check_variables(model.trainable_variables)
-    radius = optimizer.projection_radius
+    radius = getattr(optimizer, "projection_radius", None)
     if radius is not None and optimizer.last_step.steps == 0:
         norm = float(joint_norm(model.trainable_variables))
         if not norm <= radius * (1 + SLACK):

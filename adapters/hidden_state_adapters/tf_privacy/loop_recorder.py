@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -44,6 +45,7 @@ class HiddenStateRecorder:
         optimizer: A fresh optimizer of this package.
         data: From `cyclic_dataset`.
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
+        gradient_bound: See `HiddenStateCallback`; for the Dice optimizers.
 
     Raises:
         UnsupportedRunError: At construction, from `batches` and from every figure, when the run is
@@ -57,6 +59,7 @@ class HiddenStateRecorder:
         data: tf.data.Dataset,
         *,
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        gradient_bound: float = math.inf,
     ):
         batches = cyclic_batches(data)
         if batches is None:
@@ -74,6 +77,7 @@ class HiddenStateRecorder:
             dataset_size=batches.used,
             batch_size=batches.batch_size,
             neighboring_relation=neighboring_relation,
+            gradient_bound=gradient_bound,
         )
         self._record.set_model(model)
         self._record.start(optimizer, batches.used, data)
@@ -172,13 +176,19 @@ class _LoopRecord(HiddenStateCallback):
 
     @property
     def num_batches(self) -> int:
-        return self._num_batches
+        assert self._record is not None
+        return self._record.num_batches
+
+    @property
+    def next_batch(self) -> int:
+        assert self._record is not None
+        return self._record.next_batch
 
     @property
     def has_all_steps(self) -> bool:
-        assert self._optimizer is not None
-        entry = self._optimizer.last_step
-        return entry.steps == self._num_batches and not entry.problem
+        assert self._record is not None
+        entry = self._record.optimizer.last_step
+        return entry.steps == self.num_batches and not entry.problem
 
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError if the model is not the iterate that was accounted."""
