@@ -221,7 +221,8 @@ def test_no_gradients_of_all_records_are_formed(monkeypatch, sequence):
     with Largest() as largest:
         ghost(data).square().flatten(1).sum(dim=1).mean().backward()
         optimizer.step()
-    assert largest.numbers <= 64 * 3 * 90  # with "hooks" 64 * 90 * 90
+    # With "hooks" 64 * 90 * 90; the weight itself has 90 * 90.
+    assert largest.numbers <= (64 * 3 * 90 if sequence else 90 * 90)
     assert all(p.grad_sample._gradients is None for p in model.parameters())
 
 
@@ -530,11 +531,11 @@ def test_nothing_gets_past_the_clip(loss, double):
 class Moody(nn.Module):
     """Python's random numbers, which functorch does not notice: every pass is another one."""
 
-    passes = itertools.cycle([1.0, 1000.0, 10.0])
+    passes = itertools.cycle([1.0, 1000.0])
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(5))
 
     def forward(self, x):
         return x * self.scale * next(self.passes)
@@ -543,7 +544,7 @@ class Moody(nn.Module):
 def test_a_layer_that_differs_from_pass_to_pass():
     for _ in range(3):
         _, model, optimizer, _, loader = make_private(
-            model=nn.Sequential(nn.Linear(5, 3), Moody()), loss_geometry=None, max_grad_norm=0.1
+            model=Moody(), loss_geometry=None, max_grad_norm=0.1
         )
         features, _ = next(iter(loader))
         (model(features) ** 2).sum(dim=1).mean().backward()
