@@ -1047,6 +1047,7 @@ def test_a_run_goes_on_once(make_dice, tmp_path):
     third.engine.load_checkpoint(path=path)  # `second` showed nothing yet
     with pytest.raises(hsa.UnsupportedRunError, match="loaded by another engine"):
         second.epoch()
+    assert any("in one place only" in a.text for a in third.engine.assumptions)
     third.epoch()
     fourth = make_dice()
     with pytest.raises(ValueError, match="that of step 6: 12 steps were taken"):
@@ -1054,6 +1055,18 @@ def test_a_run_goes_on_once(make_dice, tmp_path):
     third.engine.release()
     with pytest.raises(ValueError, match="after step 12 was released and would be forgotten"):
         fourth.engine.load_checkpoint(path=path, discard_later_steps=True)
+
+
+@pytest.mark.parametrize("make", ["make_dice", "make_run"])
+def test_a_script_that_seeds_and_goes_on(make, tmp_path, request):
+    """Started again with the same seed it would repeat the noise of its first steps."""
+    make, path = request.getfixturevalue(make), tmp_path / "c.pt"
+    run, again = (make(noise_generator=torch.Generator().manual_seed(4)) for _ in range(2))
+    run.epoch()
+    run.engine.save_checkpoint(path=path, **PRIVATE)
+    again.engine.load_checkpoint(path=path)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 7: the noise generator is in a state"):
+        again.epoch()
 
 
 def test_the_state_by_hand_is_not_loaded_past_the_record(make_dice):

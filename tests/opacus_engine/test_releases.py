@@ -81,7 +81,7 @@ def test_targets_that_cannot_be_met(make_loader, arguments, error, text):
 def test_a_target_that_is_spent_already(make_loader):
     engine, *run = make_with_epsilon(make_loader, target_epsilon=2.0)
     train(*run)
-    with pytest.raises(ValueError, match="Epsilon levels off"):
+    with pytest.raises(ValueError, match="what the runs before spent"):
         make_with_epsilon(make_loader, engine=engine, model=run[1])
 
 

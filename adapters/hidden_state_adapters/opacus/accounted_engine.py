@@ -44,6 +44,7 @@ class AccountedEngine(PrivacyEngine):
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
         self.accountant = HiddenStateAccountant(neighboring_relation)
         self._noise = NoiseWatch()
+        self._token = object()  # stands for this engine where it must not be kept alive
         self._optimizer: RunOptimizer | None = None
         self._modules: tuple[Any, ...] = ()
         self._run_id = ""
@@ -67,14 +68,14 @@ class AccountedEngine(PrivacyEngine):
         Raises:
             ValueError: No step was taken.
             UnsupportedRunError: Something was looked at that no theorem covers, or a step of the
-                current DiceSGD run was refused.
+                current run was refused.
         """
         events = [recorder.event() for recorder in self._recorded()]
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
     def _recorded(self) -> list[Recorder]:
         self.accountant.check_not_refused()
-        if isinstance(self._optimizer, EngineDiceOptimizer):
+        if self._optimizer is not None:
             self._optimizer.check_not_refused()
         recorded = [r for r in self.accountant.recorders if r.num_steps]
         if not recorded:

@@ -9,6 +9,7 @@ import torch
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accounted_engine import AccountedEngine
+from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 
 _PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
@@ -37,8 +38,9 @@ class CheckpointedEngine(AccountedEngine):
             stays_private: False counts the checkpoint as a release of the current iterate. True
                 says that nobody else ever sees the file, which becomes a listed assumption.
             include_private_state: Also stores the secret order of the records, without which
-                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on, and
-                the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True:
+                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; the
+                error of a DiceSGD run, which cannot go on without it; and hashes by which noise
+                that is used again is noticed where the run goes on. Needs stays_private=True:
                 whoever reads the file knows which steps used a record, and the error is data of
                 the records without noise.
             lr_scheduler: A learning-rate scheduler to store.
@@ -159,6 +161,10 @@ class CheckpointedEngine(AccountedEngine):
                 "nothing computed by steps that were taken after a checkpoint and given up when it "
                 "was loaded was shown to anybody"
             )
+            if isinstance(self._optimizer, EngineDiceOptimizer):
+                self.accountant.assume(
+                    "the run goes on from a checkpoint in one place only: its error is used once"
+                )
         return checkpoint
 
     def _check_module(self, module: Any) -> None:

@@ -78,7 +78,8 @@ def run_state(
     """The section of a checkpoint, in plain types.
 
     It never holds the state of the noise generator: with it the noise of the next steps would be
-    known. The order of the records, and the error of DiceSGD, are in it only on request.
+    known. The order of the records, the error of DiceSGD, and what tells noise that is used again,
+    are in it only on request.
     """
     steps = optimizer.context.recorder.num_steps
     missing = _why_not_resumable(optimizer, steps)
@@ -95,6 +96,7 @@ def run_state(
             state["private"] = optimizer.private_state()
         else:
             state["private"] = optimizer.context.plan.private_state(steps)
+        state["private_noise"] = optimizer.context.noise.private_state()
     elif missing:
         at_epochs = (
             "" if isinstance(optimizer, EngineDiceOptimizer) else "at the end of an epoch, or "
@@ -121,6 +123,8 @@ def load_private_state(optimizer: RunOptimizer, state: Mapping[str, Any]) -> Non
         optimizer.load_private_state(state["private"], state["num_steps"])
     else:
         optimizer.context.plan.load_private_state(state["private"])
+    if "private_noise" in state:
+        optimizer.context.noise.load_private_state(state["private_noise"])
 
 
 def _why_not_resumable(optimizer: RunOptimizer, steps: int) -> str:

@@ -13,12 +13,21 @@ class NoiseWatch:
     """Notices noise that was used before: the theorems add independent noise in every step.
 
     Keeps a short hash of the state that the generator had before every step: a generator that is
-    seeded again comes back to an old state. The hashes stay in this process, because with them a
-    weak seed could be guessed; so a script that seeds, stops and resumes elsewhere is not noticed.
+    seeded again comes back to an old state. With the hashes a weak seed could be guessed, so they
+    leave the process with the private state of a checkpoint only: a script that seeds, stops and
+    resumes elsewhere without that is not noticed.
     """
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
+
+    def private_state(self) -> torch.Tensor:
+        """The hashes so far, shape (steps,). Secret."""
+        return torch.tensor(sorted(self._seen), dtype=torch.int64)
+
+    def load_private_state(self, state: torch.Tensor) -> None:
+        """Adds what `private_state` returned."""
+        self._seen.update(state.tolist())
 
     def draw(self, generator: torch.Generator | None, device: torch.device) -> None:
         """Notes that noise is about to be drawn.

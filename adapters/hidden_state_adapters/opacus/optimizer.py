@@ -91,16 +91,20 @@ class HiddenStateOptimizer(GhostClipping):
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError unless the parameters are those the last step left."""
         self._check_alive()
-        if self._failure:  # as much as a stop that looks at the data
-            raise UnsupportedRunError(
-                "A refused step ended this run, and whether it was refused may depend on the data: "
-                f"no epsilon covers its model. {self._failure}"
-            )
+        self.check_not_refused()
         self.context.cursor.check_finished()
         if bool(self.context.parameters.changed()):
             raise parameters_changed(self._steps_taken)
         if bool(self.context.parameters.buffers_changed()):
             raise buffers_changed()
+
+    def check_not_refused(self) -> None:
+        """Raises UnsupportedRunError if a step of this run was refused."""
+        if self._failure:  # as much as a stop that looks at the data
+            raise UnsupportedRunError(
+                "A refused step ended this run, and whether it was refused may depend on the data: "
+                f"no epsilon covers its model. {self._failure}"
+            )
 
     def _check_alive(self) -> None:
         if self._closed:
