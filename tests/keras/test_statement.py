@@ -84,3 +84,126 @@ def test_runs_without_some_figures():
 def test_refused(arguments, kind):
     with pytest.raises(kind):
         compute_last_iterate_privacy_statement(*arguments)
+
+
+# In the shape of TensorFlow Privacy's statement, for every kind of run
+
+
+SHORT = attrs.evolve(EVENT, dataset_size=5000, num_steps=20)
+DICE = hsa.DiceSgdDpEvent(
+    noise_std=0.02,
+    clip_norm=1.0,
+    error_clip_norm=0.5,
+    batch_size=100,
+    dataset_size=2500,
+    num_steps=50,
+    gradient_bound=5.0,
+    batch_order="cyclic",
+)
+BLOCKS = hsa.BlockCoordinateDpEvent(
+    step_size=0.05,
+    noise_variance=1.0,
+    gradient_sensitivity=1.0,
+    batch_size=100,
+    dataset_size=2500,
+    num_epochs=2,
+)
+
+
+def in_order(order):
+    if order is hsa.BatchOrder.FULL:
+        return attrs.evolve(SHORT, batch_order=order, batch_size=5000)
+    return attrs.evolve(SHORT, batch_order=order)
+
+
+# Paragraph by paragraph, of ours and of TensorFlow Privacy's.
+SHAPE = [
+    r"[^\n]* performed over \d+ examples with \d+ examples per iteration.*noise.*"
+    r"\(?[\d.]+ epochs\)? without microbatching",
+    r"This privacy guarantee protects the release of .*",
+    r"Example-level DP with .* adjacency .*at delta = 1e-05,? computed .*:"
+    r"( {4}Epsilon [^:]*: +([\d.]+|inf|not computed))+",
+    r"No user-level privacy guarantee is possible without a bound on the number of examples per "
+    r"user\.",
+]
+
+
+def paragraphs(text):
+    return [part.replace("\n    ", "    ").replace("\n", " ") for part in text.split("\n\n")]
+
+
+def has_shape(text):
+    left = paragraphs(text)
+    for pattern in SHAPE:
+        while left and not re.match(pattern, left[0]):
+            left.pop(0)  # ours lists assumptions in between
+        if not left:
+            return False
+    return True
+
+
+def test_the_shape_is_that_of_tf_privacy():
+    privacy = pytest.importorskip("tensorflow_privacy")
+    theirs = privacy.compute_dp_sgd_privacy_statement(5000, 500, 2, 2.0, DELTA, False)
+    assert has_shape(theirs)
+    assert not has_shape(theirs.replace("protects", "covers"))
+
+
+@pytest.mark.parametrize(
+    ("event", "relation"),
+    [
+        *(
+            (in_order(order), relation)
+            for order in hsa.BatchOrder
+            for relation in (NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE)
+            if (order.name, relation.name) != ("POISSON", "REPLACE_ONE")
+        ),
+        (in_order(hsa.BatchOrder.FULL), NeighboringRelation.ADD_OR_REMOVE_ONE),
+        (in_order(hsa.BatchOrder.POISSON), NeighboringRelation.ADD_OR_REMOVE_ONE),
+        (attrs.evolve(SHORT, release_steps=(5, 10)), NeighboringRelation.REPLACE_ONE),
+        (DICE, NeighboringRelation.REPLACE_SPECIAL),
+        (DICE, NeighboringRelation.REPLACE_ONE),
+        (BLOCKS, NeighboringRelation.REPLACE_ONE),
+    ],
+    ids=lambda value: getattr(value, "name", getattr(value, "batch_order", value)),
+)
+def test_every_kind_of_run(event, relation):
+    text = compute_last_iterate_privacy_statement(event, DELTA, relation)
+    assert has_shape(text), text
+    assert relation.name in text
+    exact = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
+    label = "all released models" if event is DICE else "released model (last iterate)"
+    assert figure(text, label) == pytest.approx(exact, abs=6e-4)
+    order = getattr(event, "batch_order", hsa.BatchOrder.CYCLIC)
+    assert f"in {order.value} order" in " ".join(text.split())
+    fixed = order not in (hsa.BatchOrder.POISSON, hsa.BatchOrder.FULL)
+    assert ("ANOTHER algorithm, Poisson" in text) is (fixed and event not in (DICE, BLOCKS))
+
+
+def test_dice_is_compared_with_dp_sgd_at_the_same_noise():
+    text = compute_last_iterate_privacy_statement(DICE, DELTA)
+    # noise multiplier 0.02 * 100 / 1, two passes
+    every = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(2.0), 2)
+    exact = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(every)
+    assert figure(text, "ANOTHER algorithm, DP-SGD (*)") == pytest.approx(
+        exact.get_epsilon(DELTA), abs=6e-4
+    )
+    flat = " ".join(text.split())
+    assert "noise multiplier 2, gradients clip norm 1, error clip norm 0.5, for 50" in flat
+    assert "all model checkpoints in addition to the final model" in flat
+    assert "It does not protect the error of the feedback" in flat
+    normalised = attrs.evolve(DICE, automatic=True)
+    assert "gradients normalised to 1, error normalised to 0.5" in " ".join(
+        compute_last_iterate_privacy_statement(normalised, DELTA).split()
+    )
+
+
+@pytest.mark.parametrize("event", [in_order(hsa.BatchOrder.POISSON), BLOCKS])
+def test_relations_that_no_theorem_covers(event):
+    relation = (
+        NeighboringRelation.ADD_OR_REMOVE_ONE
+        if event is BLOCKS
+        else NeighboringRelation.REPLACE_ONE
+    )
+    with pytest.raises(hsa.UnsupportedRunError):
+        compute_last_iterate_privacy_statement(event, DELTA, relation)
