@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
-from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
 
 
 def plain_module(module: Any) -> nn.Module:
@@ -28,9 +27,9 @@ def plain_module(module: Any) -> nn.Module:
             f"Expected module = GradSampleModule(model), got {type(module).__name__}: the gradient "
             "of every record is needed."
         )
-    if isinstance(module, GradSampleModuleFastGradientClipping | GhostGradSampleModule):
+    if isinstance(module, GradSampleModuleFastGradientClipping):
         raise UnsupportedRunError(
-            'Expected grad_sample_mode = "hooks", "functorch" or "ew", got ghost clipping: it '
+            "Expected GradSampleModule or GhostGradSampleModule, got Opacus' ghost clipping: it "
             "clips all parameters as one vector, and every block needs a clip of its own."
         )
     return module._module

@@ -18,6 +18,7 @@ from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.block_coordinate_checks import BatchWatch
 from hidden_state_adapters.opacus.dice_state import clip_factors, joint_norms, smallest_norm
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
+from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost, take_ghost_sums
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch, check_parameters
 
@@ -237,8 +238,9 @@ class BlockCoordinateMechanism(DPOptimizer):
                 f"step {step} has {rows} rows, expected expected_batch_size = {size}: all batches "
                 "are equal. Leave the rest of the data set out (drop_last=True)."
             )
-        samples = [self._get_flat_grad_sample(p) for p in block]
-        norms = joint_norms(samples)
+        ghost = is_ghost(block)
+        samples = [] if ghost else [self._get_flat_grad_sample(p).to(p.dtype) for p in block]
+        norms = ghost_norms(block) if ghost else joint_norms(samples)
         largest = float(norms.max())
         if not math.isfinite(largest):
             raise UnsupportedRunError(
@@ -247,10 +249,12 @@ class BlockCoordinateMechanism(DPOptimizer):
             )
         self._largest_norm = max(self._largest_norm, largest)
         factors = clip_factors(norms, clip, automatic=False, smallest=self._smallest_norm)
+        if ghost:
+            totals = [total for (total,) in take_ghost_sums(block, factors)]
+        else:
+            totals = [torch.einsum("i,i...", factors.to(s), s) for s in samples]
         self._forget_gradients()
-        for p, sample in zip(block, samples, strict=True):
-            factor = factors.to(device=sample.device, dtype=p.dtype)
-            total = torch.einsum("i,i...", factor, sample.to(p.dtype))
+        for p, total in zip(block, totals, strict=True):
             noise = _generate_noise(
                 std=noise_multiplier * clip,
                 reference=total,
