@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
     Assumption,
     BatchOrder,
+    DiceSgdDpEvent,
     Guarantee,
+    LastIterateDpEvent,
     RunRecorder,
     UnsupportedRunError,
     _validate,
@@ -230,7 +232,7 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
     # What was spent
 
     @property
-    def privacy_event(self) -> DpEvent:
+    def privacy_event(self) -> LastIterateDpEvent | DiceSgdDpEvent:
         """The event that happened.
 
         Raises:

@@ -80,6 +80,6 @@ class DiceRecord(RunRecord):
         ]
 
     def report(self, assumptions: Sequence[Assumption], delta: float) -> str:
-        """The report of the optimizer, and what else was checked and declared."""
+        """The report of the optimizer, and everything that was checked and declared."""
         text = self.optimizer.report_of(self.event(), self.relation, delta)
-        return "\n".join([text, "of this call of fit:", *(f"- {a}" for a in assumptions)])
+        return "\n".join([text, "all assumptions:", *(f"- {a}" for a in assumptions)])

@@ -6,9 +6,9 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, Guarantee
+from hidden_state_accountants import Assumption, DiceSgdDpEvent, Guarantee, LastIterateDpEvent
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 
@@ -89,7 +89,7 @@ class RunRecord(abc.ABC):
         """Notes that the current variables are seen."""
 
     @abc.abstractmethod
-    def event(self) -> DpEvent:
+    def event(self) -> LastIterateDpEvent | DiceSgdDpEvent:
         """The event that happened."""
 
     @abc.abstractmethod

@@ -1,0 +1,262 @@
+"""DiceSGD with HiddenStateCallback and HiddenStateRecorder: the event of what ran, or an error."""
+
+import logging
+import math
+
+import attrs
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasAdamOptimizer,
+    DiceKerasSGDOptimizer,
+    HiddenStateRecorder,
+    cyclic_dataset,
+)
+
+DELTA = 1e-5
+BOUND = 1.4143  # of the logistic loss on unit rows with a bias
+EXPECTED = hsa.DiceSgdDpEvent(
+    noise_std=40.0 * 0.25 / 4, clip_norm=0.25, error_clip_norm=0.125, batch_size=4,
+    dataset_size=24, num_steps=12, batch_order="cyclic", gradient_bound=BOUND,
+)  # fmt: skip
+
+
+def dice(kind=DiceKerasSGDOptimizer, **kwargs):
+    return kind(0.25, 40.0, **{"error_l2_norm_clip": 0.125, "learning_rate": 0.5, **kwargs})
+
+
+@pytest.fixture
+def make_dice(make_run):
+    def make(optimizer=None, compile=None, **callback):
+        run = make_run(callback={"gradient_bound": BOUND, **callback})
+        run.optimizer = optimizer or dice()
+        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+        run.model.compile(run.optimizer, loss, **(compile or {}))
+        return run
+
+    return make
+
+
+def exact(event, relation=NeighboringRelation.REPLACE_SPECIAL):
+    return hsa.DiceSgdAccountant(relation).compose(event).get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}, {"jit_compile": True}])
+def test_the_event_and_the_epsilon_of_every_epoch(make_dice, mode):
+    run = make_dice(compile=mode, target_delta=DELTA)
+    history = run.fit(epochs=2).history["epsilon_if_released_now"]
+    assert run.callback.privacy_event == EXPECTED
+    assert history == [exact(attrs.evolve(EXPECTED, num_steps=6)), exact(EXPECTED)]
+    assert history[0] < history[1] < math.inf
+    assert run.callback.get_epsilon(DELTA) == history[1]
+    assert run.callback.guarantee.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
+    arguments = {"dataset_size": 24, "batch_order": "cyclic", "gradient_bound": BOUND}
+    assert run.optimizer.privacy_event(**arguments) == EXPECTED
+
+
+def test_adam_and_automatic(make_dice):
+    run = make_dice(dice(DiceKerasAdamOptimizer), gradient_bound=math.inf)
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, gradient_bound=math.inf)
+    run = make_dice(dice(automatic=True))
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, automatic=True)
+
+
+def test_releases_and_checkpoints_cost_nothing_more(make_dice, tmp_path):
+    """All iterates are accounted; the optimizer's own state holds noisy updates only."""
+    run = make_dice()
+    save = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "a.keras"))
+    run.fit(callbacks=[save])
+    run.callback.release()
+    run.fit(callbacks=[save])
+    assert run.callback.privacy_event == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "relation", [NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE]
+)
+def test_report(make_dice, relation):
+    run = make_dice(neighboring_relation=relation)
+    run.fit(epochs=2)
+    text = run.callback.report(DELTA)
+    for part in (
+        f"epsilon = {exact(EXPECTED, relation):.4f} at delta = 1e-05",
+        f"neighboring relation: {relation.name}",
+        "bound before clipping: 1.4143",
+        "published: ",
+        "- checked: batches of equal size in the fixed order",
+        "- declared: losses and metrics of the training data",
+    ):
+        assert part in text
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def bound_that_the_run_does_not_have(make_dice):
+    make_dice(gradient_bound=0.1).fit()
+
+
+def bound_for_another_optimizer(make_dice):
+    make_dice(CyclicDPKerasSGDOptimizer(1.0, 1.0)).fit()
+
+
+def other_divisor(make_dice):
+    make_dice(dice(expected_batch_size=5)).fit()
+
+
+def weights_changed_between_fits(make_dice):
+    run = make_dice()
+    run.fit()
+    run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
+    run.fit()
+
+
+def weights_changed_within_a_compiled_fit(make_dice):
+    run = make_dice(compile={"jit_compile": True})
+
+    def nudge(batch, logs):
+        run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
+
+    run.fit(callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=nudge)])
+
+
+def step_outside_of_fit(make_dice):
+    run = make_dice()
+    run.fit()
+    run.model.train_on_batch(run.x[:4], run.y[:4])
+    run.callback.report(DELTA)
+
+
+def gradients_looked_at_between_fits(make_dice):
+    run = make_dice()
+    run.fit()
+    run.optimizer._compute_gradients(
+        lambda: run.model(run.x[:4])[:, 0], run.model.trainable_variables
+    )
+    run.callback.report(DELTA)
+
+
+def loaded_model_in_the_same_record(make_dice):
+    run = make_dice()
+    run.fit()
+    run.model.save("saved.keras")
+    run.model = tf.keras.models.load_model("saved.keras")
+    run.fit()
+
+
+def shuffled_arrays(make_dice):
+    run = make_dice()
+    run.fit(run.x, y=run.y, batch_size=4)
+
+
+def reduced_loss(make_dice):
+    run = make_dice()
+    run.model.compile(run.optimizer, tf.keras.losses.BinaryCrossentropy(from_logits=True))
+    run.fit()
+
+
+def regularised(make_dice):
+    run = make_dice()
+    layer = tf.keras.layers.Dense(1, kernel_regularizer="l2")
+    run.model = tf.keras.Sequential([layer])
+    run.model.compile(run.optimizer, "mse")
+    run.fit()
+
+
+def not_finite(make_dice):
+    run = make_dice()
+    x = np.where(np.arange(24)[:, None] == 9, np.nan, run.x)
+    run.fit(cyclic_dataset(x, run.y, batch_size=4))
+
+
+def add_or_remove_one(make_dice):
+    make_dice(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+
+CASES = {
+    bound_that_the_run_does_not_have: "longer than gradient_bound = 0.1",
+    bound_for_another_optimizer: "gradient_bound for a Dice optimizer",
+    other_divisor: "expected_batch_size = None or 4",
+    weights_changed_between_fits: "were changed outside",
+    weights_changed_within_a_compiled_fit: "step 2 was not taken. The trainable variables were",
+    step_outside_of_fit: "took 7 steps, but 6 are recorded",
+    gradients_looked_at_between_fits: "computed 7 times, but 6 steps",
+    loaded_model_in_the_same_record: "got another one",
+    shuffled_arrays: "shuffle=True",
+    reduced_loss: "got a scalar",
+    regularised: "no regularisation losses",
+    not_finite: "step 3 was not taken. A per-example gradient is not finite",
+    add_or_remove_one: "cannot add or remove",
+}
+
+
+@pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
+def test_refused(make_dice, act):
+    with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
+        act(make_dice)
+
+
+def test_a_refused_run_has_no_epsilon(make_dice):
+    run = make_dice(gradient_bound=0.1)
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.fit()
+    for act in (lambda: run.callback.report(DELTA), lambda: run.callback.privacy_event, run.fit):
+        with pytest.raises(hsa.UnsupportedRunError, match="longer than gradient_bound"):
+            act()
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+def test_impossible_bounds(make_dice, bound):
+    with pytest.raises(ValueError, match="gradient_bound"):
+        make_dice(gradient_bound=bound)
+
+
+# --- own loops, and lines in the log --------------------------------------------------------------
+
+
+def test_own_loops(make_dice):
+    run = make_dice()
+    record = HiddenStateRecorder(run.model, run.optimizer, run.data, gradient_bound=BOUND)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = run.model.loss(y, run.model(x))
+        run.optimizer.minimize(losses, run.model.trainable_variables, tape=tape)
+
+    for _ in range(2):
+        for x, y in record.batches():
+            step(x, y)
+    assert record.privacy_event == EXPECTED
+    assert record.get_epsilon(DELTA) == exact(EXPECTED)
+    assert "every noisy update applied once" in record.report(DELTA)
+
+
+def test_a_loaded_optimizer_is_another_run_and_the_log_says_so(make_dice, caplog):
+    run = make_dice()
+    run.fit()
+    run.model.save("saved.h5")
+    other = make_dice()
+    other.model = tf.keras.models.load_model("saved.h5")
+    with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
+        other.fit(epochs=2)
+    assert "loaded with 6 steps: they are another run" in caplog.text
+    assert other.callback.privacy_event == EXPECTED
+    assert "NOT in these figures: 6 steps" in other.callback.report(DELTA)
+
+
+def test_the_log_says_when_nothing_contracts(make_run, caplog):
+    with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
+        make_run().fit()
+        assert not caplog.text
+        make_run(optimizer={"loss_geometry": None}).fit()
+    assert caplog.text.count("no loss geometry is declared") == 1

@@ -1,0 +1,72 @@
+"""From the same start without noise the iterates are those of the reference, as for Opacus.
+
+tests/opacus_engine/test_same_trajectory.py compares with the same numbers.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import shared_runs as shared
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasAdamOptimizer,
+    DiceKerasSGDOptimizer,
+    cyclic_dataset,
+)
+
+
+def iterates(optimizer):
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, dtype="float64")])
+    model.build((None, shared.FEATURES))
+    model.set_weights([shared.START[:-1, None], shared.START[-1:]])
+    model.compile(optimizer, tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none"))
+    found = []
+
+    def note(batch, logs):
+        found.append(np.concatenate([v.numpy().ravel() for v in model.trainable_variables]))
+
+    x, y = shared.records()
+    model.fit(
+        cyclic_dataset(x, y[:, None], batch_size=shared.BATCH), epochs=2, verbose=0,
+        callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=note)],
+    )  # fmt: skip
+    return np.array(found)
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    tf.keras.backend.set_floatx("float64")
+    yield
+    tf.keras.backend.set_floatx("float32")
+
+
+def test_cyclic():
+    optimizer = CyclicDPKerasSGDOptimizer(
+        shared.CLIP, 0.0, learning_rate=shared.RATE, weight_decay=shared.DECAY,
+        projection_radius=shared.RADIUS,
+    )  # fmt: skip
+    np.testing.assert_allclose(iterates(optimizer), shared.cyclic_iterates(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("variant", shared.DICE)
+def test_dice(variant):
+    options = {"learning_rate": shared.RATE, "error_l2_norm_clip": shared.ERROR_CLIP}
+    if variant == "adam":
+        # Keras' epsilon stands before the bias correction, so it is left out of both.
+        optimizer = DiceKerasAdamOptimizer(
+            shared.CLIP, 0.0, beta_1=shared.BETAS[0], beta_2=shared.BETAS[1], epsilon=1e-30,
+            **options,
+        )  # fmt: skip
+    elif variant == "automatic":
+        optimizer = DiceKerasSGDOptimizer(
+            shared.CLIP, 0.0, automatic=True, learning_rate=shared.RATE
+        )
+    else:
+        optimizer = DiceKerasSGDOptimizer(shared.CLIP, 0.0, **options)
+    tolerance = 1e-6 if variant == "adam" else 1e-13
+    np.testing.assert_allclose(
+        iterates(optimizer), shared.dice_iterates(variant), rtol=0, atol=tolerance
+    )
