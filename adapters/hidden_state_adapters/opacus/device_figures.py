@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import torch
 
-Figure = torch.Tensor | float
+Figure: TypeAlias = torch.Tensor | float
 """A number or truth value that is known, or a 0-dim tensor that nobody has waited for."""
 
 

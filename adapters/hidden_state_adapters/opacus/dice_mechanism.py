@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,17 +17,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hidden_state_accountants import BatchOrder, DiceSgdDpEvent, UnsupportedRunError, _validate
-from hidden_state_adapters.opacus import dice_checks
+from hidden_state_adapters.opacus import device_figures, dice_checks
 from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.dice_state import (
     HiddenError,
     clip_factors,
-    joint_norms,
     smallest_norm,
 )
+from hidden_state_adapters.opacus.flat_clip import batch_of, gradient_norms
 from hidden_state_adapters.opacus.ghost_clipping import (
     GhostClipping,
-    ghost_norms,
     take_ghost_sums,
 )
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
@@ -135,13 +135,16 @@ class DiceMechanism(GhostClipping):
         try:
             self._check_run(step)
             try:
-                self._rows += checks.gradient_rows(self._run_params)
+                rows = checks.gradient_rows(self._run_params)
             except UnsupportedRunError as error:
                 raise UnsupportedRunError(f"step {step}: {error}") from None
+            self._rows += rows
+            self._measure(step, rows)
             proceeds = super().pre_step(closure)
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             raise
+        self._hidden.measured = None
         if proceeds:
             self._rows, self._sums = 0, dice_checks.no_sums(self._run_params)
         else:
@@ -164,24 +167,30 @@ class DiceMechanism(GhostClipping):
         dice_checks.check_same_parameters(step, self._base, self._run_params)
         dice_checks.check_sums(step, self._run_params, self._sums)
 
-    def clip_and_accumulate(self) -> None:
-        """Adds the clipped gradients to summed_grad and the rest of each to the hidden error.
+    def _measure(self, step: int, rows: int) -> None:
+        """Norms of the gradients and of the error; one transfer from the device."""
+        norms, error = gradient_norms(self._run_params), self._hidden.norm()
+        largest = norms.max() if rows else 0.0
+        values = self._read(step, rows, {"largest": largest, "error": error})
+        if not math.isfinite(values["largest"]):
+            raise UnsupportedRunError(
+                f"step {step} has a per-example gradient whose norm is not finite (or a square "
+                "overflows): no clip bounds it. The step was not taken. Look for a division by 0, "
+                "or scale the loss down."
+            )
+        if not math.isfinite(values["error"]):
+            raise UnsupportedRunError(f"step {step}: the error overflowed; no clip bounds it.")
+        self._hidden.note_gradient_norm(values["largest"])
+        self._hidden.measured = norms, error
 
-        Raises:
-            UnsupportedRunError: A gradient is not finite.
-        """
-        norms = ghost_norms(self._run_params) if self._is_ghost else joint_norms(self.grad_samples)
-        if len(norms):
-            largest = float(norms.max())
-            if not math.isfinite(largest):
-                raise UnsupportedRunError(
-                    f"step {self._num_steps + 1} has a per-example gradient whose norm is not "
-                    "finite (or a square overflows): no clip bounds it. The step was not taken. "
-                    "Look for a division by 0, or scale the loss down."
-                )
-            self._hidden.note_gradient_norm(largest)
+    def _read(self, step: int, rows: int, figures: Mapping[str, Figure]) -> dict[str, float]:
+        return device_figures.read(figures)
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
+        assert self._hidden.measured is not None
         factors = clip_factors(
-            norms,
+            self._hidden.measured[0],
             float(self.max_grad_norm),
             automatic=self.automatic,
             smallest=self._smallest_norm,
@@ -201,7 +210,7 @@ class DiceMechanism(GhostClipping):
         self, p: nn.Parameter, weights: tuple[torch.Tensor, torch.Tensor]
     ) -> list[torch.Tensor]:
         _check_processed_flag(p.grad_sample)  # type: ignore[attr-defined]
-        sample = self._get_flat_grad_sample(p).to(p.dtype)
+        sample = batch_of(p).to(p.dtype)
         sums = [torch.einsum("i,i...", weight.to(sample), sample) for weight in weights]
         _mark_as_processed(p.grad_sample)  # type: ignore[attr-defined]
         return sums
@@ -215,14 +224,12 @@ class DiceMechanism(GhostClipping):
             B \sigma_1 = \text{noise_multiplier} \cdot C_1
 
         Raises:
-            UnsupportedRunError: The error is not finite, or the noise was used before.
+            UnsupportedRunError: The noise was used before.
         """
         step, divisor = self._num_steps + 1, int(self._fixed["expected_batch_size"])
-        norm = self._hidden.norm()
-        if not math.isfinite(float(norm)):
-            raise UnsupportedRunError(f"step {step}: the error overflowed; no clip bounds it.")
+        assert self._hidden.measured is not None
         factor = clip_factors(
-            norm,
+            self._hidden.measured[1],
             float(self.error_max_grad_norm),
             automatic=self.automatic,
             smallest=self._smallest_norm,
@@ -244,8 +251,10 @@ class DiceMechanism(GhostClipping):
                 secure_mode=self.secure_mode,
             )
             # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632; the noise comes last
-            feedback = self._hidden.error(index) * (factor * divisor).to(p)
-            p.grad = (p.summed_grad + feedback + noise).view_as(p)  # type: ignore[attr-defined]
+            update = self._hidden.error(index) * (factor * divisor).to(p)
+            update += p.summed_grad  # type: ignore[attr-defined]
+            update += noise
+            p.grad = update.view_as(p)
             _mark_as_processed(p.summed_grad)  # type: ignore[attr-defined]
         self._hidden.advance(factor, divisor)
 

@@ -68,6 +68,8 @@ class HiddenError:
         self._params = list(params)
         self._errors: list[torch.Tensor | None] = [None] * len(self._params)  # None: 0
         self._rests: list[torch.Tensor | None] = [None] * len(self._params)
+        # Of the piece at hand: the norms of its gradients, and of the error.
+        self.measured: tuple[torch.Tensor, torch.Tensor] | None = None
         self.largest_gradient_norm = 0.0
         self.fewest_rows, self.most_rows = math.inf, 0
 
@@ -89,6 +91,8 @@ class HiddenError:
 
     def norm(self) -> torch.Tensor:
         """The norm of the whole error (0-dim)."""
+        if all(error is None for error in self._errors):
+            return torch.zeros_like(self._params[0].detach().flatten()[0])
         parts = [self.error(index)[None] for index in range(len(self._params))]
         return joint_norms(parts)[0]
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.current_batch import CurrentBatch
+from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
 from hidden_state_adapters.opacus.dice_optimizer import DiceOptimizer
 from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
@@ -193,8 +194,10 @@ class EngineDiceOptimizer(DiceOptimizer):
             )
         checks.refuse_step_hooks(self._base)
         self.context.parameters.check_structure(step)
-        rows = self._batch.take(step, lambda: checks.gradient_rows(self._run_params))
-        self.context.check_values(step, rows)
+        self._batch.take(step, lambda: checks.gradient_rows(self._run_params))
+
+    def _read(self, step: int, rows: int, figures: Mapping[str, Figure]) -> dict[str, float]:
+        return self.context.check_values(step, rows, more=figures)
 
     def clip_and_accumulate(self) -> None:
         """As `DiceMechanism`; no gradient of the piece may exceed the declared bound.

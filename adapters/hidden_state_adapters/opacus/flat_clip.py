@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import nn
 
+from hidden_state_adapters.opacus.dice_state import joint_norms
 from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost
 
 # Opacus clips with the factor min(1, C / (norm + 1e-6)).
@@ -20,13 +20,7 @@ def gradient_norms(params: Sequence[nn.Parameter]) -> torch.Tensor:
     """The norms of the gradients for all `params` together, shape (rows,), of one batch."""
     if is_ghost(params):
         return ghost_norms(params)
-    samples = [_sample(param) for param in params]
-    # The shape in full: an empty batch has nothing that -1 could be computed from.
-    norms = [
-        torch.linalg.vector_norm(g.reshape(len(g), math.prod(g.shape[1:])), dim=1) for g in samples
-    ]
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms], dim=1)
-    return torch.linalg.vector_norm(stacked, dim=1)
+    return joint_norms([batch_of(param) for param in params])
 
 
 def add_clipped(params: Sequence[nn.Parameter], norms: torch.Tensor, clip_norm: float) -> None:
@@ -42,7 +36,7 @@ def add_clipped(params: Sequence[nn.Parameter], norms: torch.Tensor, clip_norm: 
     for param in params:
         holder: Any = param
         _check_processed_flag(holder.grad_sample)
-        sample = _sample(param).to(param.dtype)
+        sample = batch_of(param).to(param.dtype)
         total = torch.einsum("i,i...", factors.to(sample), sample)
         if holder.summed_grad is None:
             holder.summed_grad = total
@@ -51,7 +45,8 @@ def add_clipped(params: Sequence[nn.Parameter], norms: torch.Tensor, clip_norm: 
         _mark_as_processed(holder.grad_sample)
 
 
-def _sample(param: nn.Parameter) -> torch.Tensor:
+def batch_of(param: nn.Parameter) -> torch.Tensor:
+    """The per-example gradients of the one batch that `param` holds."""
     sample: Any = param.grad_sample  # type: ignore[attr-defined]
     if isinstance(sample, list):
         (sample,) = sample

@@ -9,7 +9,7 @@ from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 
-_FULL = ("ieee", "none")  # names of torch 2.9 and newer
+_FULL = ("ieee", "none")
 
 
 def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
@@ -83,7 +83,8 @@ def _convolution_precisions(device_type: str) -> Iterator[str]:
     on_cuda = device_type == "cuda"
     backend = torch.backends.cudnn if on_cuda else torch.backends.mkldnn
     parts = [getattr(backend, name, None) for name in ("conv", "rnn")]
-    if all(hasattr(part, "fp32_precision") for part in parts):
-        yield from (part.fp32_precision for part in parts)
+    names = [getattr(part, "fp32_precision", None) for part in parts]
+    if None not in names:  # since torch 2.9
+        yield from map(str, names)
     elif on_cuda:
         yield "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
