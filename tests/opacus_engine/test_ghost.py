@@ -44,7 +44,7 @@ class Mixed(nn.Module):
         self.out = nn.Linear(12, 3, bias=False)
 
     def forward(self, ids):
-        states = self.tokens(ids) + self.places(torch.arange(5).expand(len(ids), 5))
+        states = self.tokens(ids) + self.places(torch.arange(5).to(ids).expand(len(ids), 5))
         states = torch.tanh(self.hidden(self.norm(states))).transpose(1, 2)
         return self.out(self.groups(self.convolution(states)).flatten(1))
 
@@ -171,6 +171,23 @@ def test_norms_and_sums_are_those_of_the_gradients(
             right = torch.einsum("i,i...", weight, sample)
             torch.testing.assert_close(total, right, rtol=tolerance, atol=10 * tolerance)
             assert not total.requires_grad
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_cuda(name):
+    figures = []
+    for device in ("cpu", "cuda"):
+        _, ghost = two_of(name, torch.float64)
+        ghost.to(device)
+        torch.manual_seed(1)
+        data = cast(MODELS[name][1](7), torch.float64).to(device)
+        ghost(data).square().sum(dim=1).mean().backward()
+        norms = ghost_norms(trained(ghost))
+        sums = take_ghost_sums(trained(ghost), norms)
+        assert all(total.device.type == device for (total,) in sums)
+        figures.append((norms.cpu(), [total.cpu() for (total,) in sums]))
+    torch.testing.assert_close(*figures)
 
 
 def test_norms_of_short_and_long_factors():
@@ -473,6 +490,22 @@ def test_what_is_refused_in_a_step(loop, text):
     np.testing.assert_array_equal(flat(model.parameters()), before)
     with pytest.raises(hsa.UnsupportedRunError):
         engine.get_epsilon(1e-5)
+
+
+def test_features_that_are_too_long():
+    backbone = nn.Linear(5, 5, bias=False).requires_grad_(False)
+    with torch.no_grad():
+        backbone.weight.copy_(torch.eye(5))
+    _, model, optimizer, criterion, loader = make_private(
+        model=nn.Sequential(backbone, nn.Linear(5, 3)), max_grad_norm=2.1
+    )
+    batches_seen = iter(loader)
+    steps(model, optimizer, criterion, [next(batches_seen)])
+    features, targets = next(batches_seen)
+    optimizer.zero_grad()
+    criterion(model(features * 1.1), targets).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match=r"features of norm 1\.(1|0999)"):
+        optimizer.step()
 
 
 def test_gradients_serve_for_one_step():
