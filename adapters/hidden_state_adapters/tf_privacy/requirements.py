@@ -45,16 +45,16 @@ def check(name: str) -> None:
 
 def _check_legacy(name: str, version: str, tensorflow: Any) -> None:
     try:
-        keras = str(tensorflow.keras.__version__)
+        keras = tensorflow.keras.layers.Layer.__module__.partition(".")[0]
     except (AttributeError, ImportError) as error:  # TF_USE_LEGACY_KERAS=1 without tf_keras
         raise ImportError(
             f"{name}: TensorFlow {version} has no Keras 2 here ({error}). {_LEGACY}, and install "
             f"{_tf_keras(version)}."
         ) from error
-    if not keras.startswith("2."):
+    if keras != "tf_keras":
         has_it = importlib.util.find_spec("tf_keras") is not None
         install = "" if has_it else f", and install {_tf_keras(version)}"
-        raise ImportError(f"{name}: TensorFlow {version} uses Keras {keras}. {_LEGACY}{install}.")
+        raise ImportError(f"{name}: TensorFlow {version} uses Keras 3. {_LEGACY}{install}.")
     if not hasattr(sys, "skip_tf_privacy_import"):
         raise ImportError(f"{name}: {_SKIP.format(version)}")
 
