@@ -34,7 +34,7 @@ class UnmetCondition:
 
     def __str__(self) -> str:
         if self.required.endswith("."):  # says it all
-            return self.required
+            return f"{self.condition}: {self.required}"
         return f"{self.condition}: needs {self.required}, got {self.actual}"
 
 

@@ -44,7 +44,9 @@ class Composition:
         except UnsupportedRunError as error:
             return (
                 UnmetCondition(
-                    "composition", str(error), f"{event.batch_order.name} under {relation.name}"
+                    "neighboring relation",
+                    str(error),
+                    f"{event.batch_order.name} under {relation.name}",
                 ),
             )
         return ()
