@@ -16,6 +16,7 @@ from hidden_state_accountants import UnsupportedRunError, _validate
 from hidden_state_adapters.opacus import block_coordinate_checks, dice_checks
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.block_coordinate_checks import BatchWatch
+from hidden_state_adapters.opacus.device_figures import any_of
 from hidden_state_adapters.opacus.dice_state import clip_factors, joint_norms, smallest_norm
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
 from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost, take_ghost_sums
@@ -217,7 +218,7 @@ class BlockCoordinateMechanism(DPOptimizer):
             self._forward.has_other_parameters,
             self._parameters.buffers_changed(),
         )
-        if any(bool(figure) for figure in figures):
+        if bool(any_of(figures)):
             raise UnsupportedRunError(
                 f"step {step} found parameters or buffers that the optimizer did not leave so, now "
                 "or in the training pass: the model is not the iterate that is accounted, or the "
