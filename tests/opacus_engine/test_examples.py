@@ -17,6 +17,7 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
         ("linear_probe_opacus.py", ["--epochs", "2"], "Privacy of the released model"),
         ("swap_accountant_opacus.py", ["--epochs", "2"], "theorem: Theorem A"),
         ("block_coordinate_opacus.py", ["--epochs", "2"], "two blocks: epsilon"),
+        ("dice_sgd_opacus.py", ["--epochs", "5", "--epsilon", "2"], "would claim epsilon"),
         ("resume_opacus.py", ["--epochs", "2", "--stop-after", "13"], "resumed: 20 steps"),
     ],
 )

@@ -16,7 +16,9 @@ class DiceSGDOptimizer(DiceOptimizer):
 
     and the wrapped optimizer takes a step along :math:`v_t + \mathcal{N}(0, \sigma_1^2 I)`,
     :math:`\sigma_1 = \text{noise_multiplier} \cdot C_1 / B`. All parameters are clipped as one
-    vector with exactly min(1, C/|v|) (Opacus adds 1e-6 to the norm). It is built by hand::
+    vector with exactly min(1, C/|v|) (Opacus adds 1e-6 to the norm). With batches that are dealt
+    and checked: ``HiddenStatePrivacyEngine().make_private(..., optimizer_class=DiceSGDOptimizer)``.
+    By hand::
 
         model = GradSampleModule(model)
         loader = DPDataLoader.from_data_loader(loader)        # Poisson batches
