@@ -12,7 +12,12 @@ import tensorflow as tf
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.dice_optimizer import DiceOptimizer
 from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
-from hidden_state_adapters.tf_privacy.optimizer_checks import SLACK, check_variables, joint_norm
+from hidden_state_adapters.tf_privacy.optimizer_checks import (
+    SLACK,
+    check_variables,
+    joint_norm,
+    refuse_surroundings,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _callbacks = tf.keras.callbacks
@@ -202,6 +207,7 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         UnsupportedRunError: It is none of this package.
     """
+    refuse_surroundings()  # fit enters the strategy of the model
     if not isinstance(optimizer, CyclicDPKerasSGDOptimizer | DiceOptimizer):
         raise refusal(
             "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer or DiceKerasAdamOptimizer "
