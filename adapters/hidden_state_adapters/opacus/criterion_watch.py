@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch
+from hidden_state_adapters.opacus.loss_gradient import LossGradient, is_same_numbers
 
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 _ELEMENTWISE = (nn.MSELoss, nn.HuberLoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss)
@@ -20,7 +22,9 @@ _SETTINGS = (
 class CriterionWatch:
     """Checks that the loop computes its loss with the criterion whose constants are accounted.
 
-    Calls without gradients, in eval() mode and on another model do not count.
+    The criterion is called once, on the output of the model as it is, and the gradient that reaches
+    that output is the one of the criterion and no other. Calls without gradients, in eval() mode
+    and on another model do not count.
 
     Args:
         criterion: One that `geometry.auto_loss_geometry` knows.
@@ -30,28 +34,43 @@ class CriterionWatch:
     def __init__(self, criterion: nn.Module, forward: ForwardWatch):
         self._criterion, self._forward = criterion, forward
         self._settings = self._current_settings()
-        self._handle = criterion.register_forward_pre_hook(self._check, with_kwargs=True)
-        self._calls, self._rows = 0, 0
-        self.has_bad_target = torch.tensor(False)
+        self._handles = [
+            criterion.register_forward_pre_hook(self._check, with_kwargs=True),
+            criterion.register_forward_hook(self._follow),
+        ]
+        self._gradient = LossGradient()
+        forward.keeps_output = True
+        self.reset()
 
     def reset(self) -> None:
         """Starts counting for the next batch."""
         self._calls, self._rows = 0, 0
+        self._is_followed = self._has_output = False
         self.has_bad_target = torch.tensor(False)
+        self._gradient.reset()
+
+    @property
+    def has_other_gradient(self) -> Figure:
+        """Whether the model's output got another gradient than that of the criterion."""
+        return self._gradient.is_other
 
     def remove(self) -> None:
-        """Removes the hook."""
-        self._handle.remove()
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
     def _current_settings(self) -> list[Any]:
         return [getattr(self._criterion, name, None) for name in _SETTINGS]
 
-    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._is_followed = False
         if not self._forward.is_in_training_pass:
-            return
+            return None
         output, target = (*args, *(kwargs[k] for k in ("input", "target") if k in kwargs))
         if not output.requires_grad:
-            return
+            return None
         if self._current_settings() != self._settings:
             raise UnsupportedRunError(
                 f"Expected the criterion as it was at make_private, got {module}: its constants "
@@ -63,6 +82,17 @@ class CriterionWatch:
             self.has_bad_target = _has_bad_class(target, self._criterion.ignore_index)
         self._calls += 1
         self._rows = len(output) if output.dim() else 1
+        left = self._forward.output
+        self._has_output = left is not None and is_same_numbers(output, *left)
+        if left is None or not self._has_output:
+            return None
+        self._is_followed = True
+        return (self._gradient.follow_input(left[0], output), target), {}
+
+    def _follow(self, module: nn.Module, args: Any, value: torch.Tensor) -> None:
+        if self._is_followed:
+            self._gradient.follow_value(value)
+        self._is_followed = False
 
     def check_calls(self, step: int, rows: int) -> None:
         """Raises UnsupportedRunError unless the loss of the batch came from one call."""
@@ -78,6 +108,24 @@ class CriterionWatch:
                 f"{self._rows} rows, expected 1 call on all {rows} rows of the batch. Compute "
                 "other losses under torch.no_grad()."
             )
+        if not self._has_output:
+            raise UnsupportedRunError(
+                f"step {step}: the criterion was called with something else than the output of the "
+                "model as it is (a temperature, a sum of outputs, some of its columns?), so the "
+                "loss has unknown constants. Pass the output itself, or declare a LossGeometry."
+            )
+        if rows and not self._gradient.is_complete:
+            self.raise_other_gradient(step)
+
+    def raise_other_gradient(self, step: int) -> None:
+        """Raises the UnsupportedRunError that `has_other_gradient` stands for."""
+        raise UnsupportedRunError(
+            f"step {step} has gradients of another loss than the value of the criterion: it was "
+            "scaled, weighted or wrapped before backward(), or another loss uses the output of the "
+            "model. The constants of the criterion say nothing about that. Call backward() on the "
+            "value of the criterion (a scale belongs into the learning rate), or declare the whole "
+            "loss as a LossGeometry."
+        )
 
     def raise_bad_target(self, step: int) -> None:
         """Raises the UnsupportedRunError that `has_bad_target` stands for."""

@@ -27,6 +27,10 @@ from hidden_state_adapters.opacus.declared_run import DeclaredRun, declare_run
 from hidden_state_adapters.opacus.ghost_engine import GhostEngine
 from hidden_state_adapters.opacus.loaders import private_loader
 from hidden_state_adapters.opacus.run_context import RunContext
+from hidden_state_adapters.opacus.trained_parameters import (
+    check_not_trained_elsewhere,
+    note_run,
+)
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -243,6 +247,8 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         self, declared: DeclaredRun, noise_multiplier: float
     ) -> tuple[Any, RunOptimizer, DataLoader]:
         first = declared.event(noise_multiplier, 1)  # checks the values
+        trained = [p for p in declared.inner.parameters() if p.requires_grad]
+        check_not_trained_elsewhere(trained, self._token)
         if self._optimizer is not None and self._optimizer.context.recorder.num_steps:
             self._optimizer.check_iterate()  # it counts as released now
         self._declared = declared
@@ -272,6 +278,7 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         self._optimizer = result[1]
         self._modules = (declared.module, declared.inner, result[0])
         self.accountant.add_run(context.recorder, self._optimizer.check_iterate, declared.schedule)
+        note_run(trained, self._token, context.recorder)
         self._run_id = secrets.token_hex(16)
         relation = self.accountant.neighboring_relation
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)

@@ -40,6 +40,10 @@ class ForwardWatch:
         module: The module itself, not Opacus' wrapper.
         head: Measures the features of a linear layer, or None.
         parameters: The watch of the module's parameters.
+
+    Attributes:
+        keeps_output: Whether `output` is set.
+        output: What the last training pass returned, and its version then.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class ForwardWatch:
         self.passes = 0
         self._head = head
         self.has_other_parameters: Figure = False
+        self.keeps_output = False
+        self.output: tuple[torch.Tensor, int] | None = None
         self._owners = [
             part
             for part in module.modules()
@@ -91,6 +97,8 @@ class ForwardWatch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_inside and self._head is not None:
             self._head.end_pass(output)
+        if self._is_inside and self.keeps_output and isinstance(output, torch.Tensor):
+            self.output = output, output._version
         self._is_inside = False
 
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -104,7 +112,7 @@ class ForwardWatch:
 
     def reset(self) -> None:
         """Starts counting for the next batch."""
-        self.passes = 0
+        self.passes, self.output = 0, None
         if self._head is not None:
             self._head.reset()
         self.has_other_parameters = False

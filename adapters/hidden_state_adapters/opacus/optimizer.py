@@ -44,7 +44,7 @@ class HiddenStateOptimizer(GhostClipping):
         trainable parameters in float32 or float64; no value was changed from outside since the
         last step, neither at the step nor in the training pass; no buffer changed; gradient and
         feature norms within their declared bounds; projection; with loss_geometry="auto" one call
-        of the criterion, on all rows, with one target for each.
+        of the criterion, on the model's output, with one target for each row, and no other loss.
       - Not checked: that the gradients belong to the records that the loader delivered, and the
         smoothness of the loss.
 

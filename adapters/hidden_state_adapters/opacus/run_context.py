@@ -102,6 +102,7 @@ class RunContext:
             figures["norm"] = checks.joint_norm(self.parameters.params)
         if self.criterion is not None:
             figures["bad_target"] = self.criterion.has_bad_target
+            figures["other_loss"] = self.criterion.has_other_gradient
         values = device_figures.read(figures)
         self._judge(step, values)
         return values
@@ -123,6 +124,8 @@ class RunContext:
             checks.check_feature_norm(values["feature"], self.feature_norm, step)
         if self.lipschitz is not None and "gradient" in values:
             checks.check_gradient_norm(values["gradient"], self.lipschitz, step)
+        if self.criterion is not None and values["other_loss"]:
+            self.criterion.raise_other_gradient(step)
         radius = self.projection_radius
         if radius is not None and not values["norm"] <= radius * (1 + 1e-6):
             raise UnsupportedRunError(
