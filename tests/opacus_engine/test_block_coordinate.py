@@ -115,20 +115,6 @@ def test_every_step_is_that_of_the_reference(regulariser, noise_multiplier):
     assert optimizer.num_steps == 12
 
 
-@pytest.mark.parametrize("regulariser", PROXES)
-def test_the_prox_is_a_minimum(regulariser):
-    """By brute force: also the reference is what it says."""
-    grid = np.linspace(-3, 3, 60_001)
-    weights = {"l1": 0.0, "l2": 0.0, "nonnegative": False} | regulariser
-    for x in np.linspace(-2, 2, 11):
-        value = weights["l1"] * abs(grid) + weights["l2"] * grid**2 / 2 + (grid - x) ** 2 / 0.8
-        if weights["nonnegative"]:
-            value[grid < 0] = np.inf
-        assert reference.prox(x, 0.4, **regulariser) == pytest.approx(
-            grid[value.argmin()], abs=1e-3
-        )
-
-
 def test_float32_and_sum_reduction():
     """With a summed loss the step size is lr * b; the same iterates."""
     ends = []

@@ -109,15 +109,15 @@ class ParameterWatch:
         ):
             raise UnsupportedRunError(
                 f"step {step} trains {[name for name, _ in names]}, expected "
-                f"{[name for name, _ in self._names]} as at make_private: the set of trainable "
-                "parameters is fixed for a run. Call make_private again for another set."
+                f"{[name for name, _ in self._names]} as at the start: the set of trainable "
+                "parameters is fixed for a run. Start another run for another set."
             )
         self._check_frozen(step)
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         if {id(p) for p in params} != self._managed:
             raise UnsupportedRunError(
                 f"step {step} optimizes {len(params)} parameters, expected the "
-                f"{len(self._managed)} of make_private: parameter groups are fixed for a run."
+                f"{len(self._managed)} of the start: parameter groups are fixed for a run."
             )
         for param in params:
             if not param.requires_grad and param.grad is not None:
@@ -135,8 +135,8 @@ class ParameterWatch:
             if _bytes_sum(frozen) != total:
                 raise UnsupportedRunError(
                     f"step {step} starts with another value of the frozen parameter {name} than at "
-                    "make_private: the frozen part of the model is public and stays as it is. "
-                    "Call make_private again for another one."
+                    "the start: the frozen part of the model is public and stays as it is. "
+                    "Start another run for another one."
                 )
             self._frozen[name] = frozen, frozen._version, total  # swapped and restored
 
