@@ -282,6 +282,8 @@ def test_ghost_clipping_hides_the_rows(make_loader, order):
         return
     private.step()
     assert engine.get_epsilon(DELTA) == epsilon(event(batch_order=order, num_steps=1, loss=None))
+    listed = "; ".join(a.text for a in engine.accountant.guarantee.assumptions)
+    assert "no penalty, no hook on a layer" in listed  # their part of the sum is not clipped
 
 
 def test_adaptive_clipping_is_refused(train):

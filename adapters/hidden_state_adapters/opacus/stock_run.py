@@ -33,7 +33,8 @@ class StockRun:
 
     If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
     layer), the run is recorded without a loss geometry, so that only composition applies; a log
-    line says so. Ghost clipping hides the rows of a batch: it needs batch_order="poisson".
+    line says so. Opacus' ghost clipping hides the rows of a batch: it needs batch_order="poisson".
+    What reaches a gradient past the hooks of the layers is not clipped there.
 
     Args:
         batch_order: A BatchOrder or its value.
@@ -95,6 +96,11 @@ class StockRun:
             texts[-1] += (
                 ", except that the user puts all of them together back into the ball of radius "
                 f"{self._radius:g} around 0 after every step"
+            )
+        if self._order is BatchOrder.POISSON:
+            texts.append(
+                "with Opacus' ghost clipping: the loss has one entry per record, and gradients "
+                "come from it through the layers alone (no penalty, no hook on a layer)"
             )
         return tuple(Assumption.declared(text) for text in texts)
 
