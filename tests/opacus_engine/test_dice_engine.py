@@ -369,6 +369,7 @@ def test_report(make_dice, variant):
     assert "both clips exactly" in by_status["checked"]
     assert "error of the feedback is never released" in by_status["declared"]
     assert "plain SGD" not in by_status["checked"]
+    assert make_dice().engine.assumptions  # before the first step, too
 
 
 def test_report_of_several_runs(make_run, make_dice, dataset):
@@ -627,6 +628,19 @@ def long_gradient(run):
     run.step([10 * features, labels])
 
 
+def another_bound(run):
+    run.optimizer.gradient_bound = 1e6
+    long_gradient(run)
+
+
+def moments_from_elsewhere(run):
+    other = torch.optim.SGD(run.plain_model.parameters(), lr=1.0, momentum=0.9)
+    run.backward(next(iter(run.loader)))
+    for p in run.plain_model.parameters():
+        other.state[p]["momentum_buffer"] = p.grad  # as if it had trained without noise
+    run.optimizer.load_state_dict(other.state_dict())
+
+
 def nan_gradient(run):
     features, labels = next(iter(run.loader))
     run.step([math.nan * features, labels])
@@ -673,6 +687,8 @@ MISUSE = [
     (changed("expected_batch_size", 20), "uses expected_batch_size = 20"),
     (changed("automatic", True), "uses automatic = True"),
     (changed("step_hook", print), "step_hook"),
+    (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
+    (another_bound, "expected at most the declared gradient_bound = 2.0001"),
     (changed("grad_scale", 1.0), "GradScaler"),
     (long_gradient, "expected at most the declared gradient_bound = 2.0001"),
     (nan_gradient, "norm is not finite"),
@@ -682,7 +698,11 @@ MISUSE = [
 ]
 
 # Refused before a step looked at the records; the model is still that of the last step.
-NOTHING_HAPPENED = [restarted, next(m for m, _ in MISUSE if m.__name__ == "grad_scale")]
+NOTHING_HAPPENED = [
+    restarted,
+    moments_from_elsewhere,
+    next(m for m, _ in MISUSE if m.__name__ == "grad_scale"),
+]
 
 
 @pytest.mark.parametrize("epochs", [0, 1])

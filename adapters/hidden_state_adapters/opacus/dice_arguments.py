@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -116,7 +115,6 @@ class DiceArguments:
         return _CLASSES[self.optimizer_class](
             optimizer,
             context=context,
-            gradient_bound=float(self.gradient_bound),
             error_max_grad_norm=self.error_max_grad_norm,
             automatic=self.automatic,
             **kwargs,
@@ -171,8 +169,7 @@ def dice_arguments(
 
 
 def _refuse_state(optimizer: Optimizer) -> None:
-    held = [v for state in optimizer.state.values() for v in state.values()]
-    if any(isinstance(value, torch.Tensor) for value in held):
+    if dice_checks.holds_tensors(optimizer.state):
         raise UnsupportedRunError(
             f"Expected a {type(optimizer).__name__} that took no step, got one with a state "
             "(momentum, moments): it may hold gradients without noise, which the first steps would "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def check_options(loss_reduction: Any, generator: Any, secure_mode: Any) -> None
             f"Expected one process, got {torch.distributed.get_world_size()}: the error and the "
             "noise across processes are not checked yet. Train in a single process."
         )
+
+
+def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    """Whether the state of an optimizer, by parameter, holds momentum or moments."""
+    return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())
 
 
 def refuse_per_layer(**norms: Any) -> None:

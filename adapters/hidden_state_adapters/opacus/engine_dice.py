@@ -13,6 +13,7 @@ from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.current_batch import CurrentBatch
 from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
+from hidden_state_adapters.opacus.dice_checks import holds_tensors
 from hidden_state_adapters.opacus.dice_optimizer import DiceOptimizer
 from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
 from hidden_state_adapters.opacus.dice_sgd import DiceSGDOptimizer
@@ -33,28 +34,25 @@ class EngineDiceOptimizer(DiceOptimizer):
       - Those of `DiceSGDOptimizer`, for the recorded `DiceSgdDpEvent`.
       - Checked at every step, beside what is checked there: the loader delivered the expected batch
         and the gradients have its number of rows, from one forward pass; per-example gradients
-        within `gradient_bound`; no parameter was changed from outside since the last step, neither
+        within the declared bound; no parameter was changed from outside since the last step, neither
         at the step nor in the training pass; no buffer changed; the same generator.
       - Not checked: that the gradients belong to the records that the loader delivered.
 
     Args:
         optimizer: As `DiceSGDOptimizer` or `DiceAdamOptimizer`, without a state.
         context: See `RunContext`; its recorder is a `DiceRecorder`.
-        gradient_bound: G; inf if none is known.
         **kwargs: As `DiceSGDOptimizer`.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, *, context: RunContext, gradient_bound: float, **kwargs: Any
-    ):
+    def __init__(self, optimizer: Optimizer, *, context: RunContext, **kwargs: Any):
         super().__init__(optimizer, **kwargs)
-        self.context, self.gradient_bound = context, gradient_bound
+        self.context = context
         assert isinstance(context.recorder, DiceRecorder)
         self._recorder = context.recorder
         self._noise_watch = context.noise  # over all runs of the engine
         self._generator = self.generator
         self._batch = CurrentBatch(context)
-        self._has_hook = self._is_unfinished = False
+        self._has_hook = self._is_unfinished = self._is_loading = False
         self._closed = ""
 
     # What the guarantee says about now.
@@ -113,6 +111,7 @@ class EngineDiceOptimizer(DiceOptimizer):
                     f"that of step {found}."
                 )
             super().load_run_state_dict(state["dice"])
+            self._is_loading = True
         self.context.plan.load_private_state(state)
 
     def load_run_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,8 +126,22 @@ class EngineDiceOptimizer(DiceOptimizer):
             "include_private_state=True, stays_private=True)."
         )
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores the inner optimizer, as a part of `engine.load_checkpoint`.
+
+        Raises:
+            UnsupportedRunError: Otherwise: moments from elsewhere may hold gradients without noise.
+        """
+        if not self._is_loading and holds_tensors(state_dict["state"]):
+            raise UnsupportedRunError(
+                "Expected engine.load_checkpoint, got load_state_dict with momentum or moments: "
+                "from elsewhere they may hold gradients without noise, which the steps would show."
+            )
+        super().load_state_dict(state_dict)
+
     def resume(self) -> None:
         """Goes on from what recorder, error and module hold (after a checkpoint was loaded)."""
+        self._is_loading = False
         self._batch.start()
         self.context.reset_watches()
         self.context.parameters.remember()
@@ -206,11 +219,11 @@ class EngineDiceOptimizer(DiceOptimizer):
             UnsupportedRunError: A gradient is not finite, or too long.
         """
         super().clip_and_accumulate()
-        largest = self._hidden.largest_gradient_norm
-        if not largest <= self.gradient_bound * (1 + _SLACK):
+        largest, bound = self._hidden.largest_gradient_norm, self._recorder.declared.gradient_bound
+        if not largest <= bound * (1 + _SLACK):
             raise UnsupportedRunError(
                 f"step {self._num_steps + 1} has a per-example gradient of norm {largest:.8g}, "
-                f"expected at most the declared gradient_bound = {self.gradient_bound:.8g}. The "
+                f"expected at most the declared gradient_bound = {bound:.8g}. The "
                 "step was not taken. The bound has to be proven from the loss and the norm of the "
                 "features, not read off a run. Correct it, or leave it out."
             )
