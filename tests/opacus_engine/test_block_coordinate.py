@@ -396,6 +396,8 @@ def test_other_constructions_that_are_refused():
     with pytest.raises(hsa.UnsupportedRunError, match="Opacus' ghost clipping"):
         construct(torch.optim.SGD(fast.parameters(), lr=0.1), fast)
     second.requires_grad_(False)
+    with pytest.raises(hsa.UnsupportedRunError, match="as in the module"):
+        make(factors(reduction="sum"))
     with pytest.raises(hsa.UnsupportedRunError, match="none in group 1"):
         construct(torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1))
 
@@ -673,3 +675,17 @@ def test_a_copy_of_the_module_is_free():
     other.disable_hooks()  # a copy of Opacus' wrapper counts no passes
     other(batches(1)[0][0]).sum().backward()
     train(model, optimizer, batches(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda():
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = factors()
+        model.to(device)
+        model, optimizer = make(model, l1=0.05, l2=0.1, nonnegative=True)
+        train(model, optimizer, [(x.to(device), y.to(device)) for x, y in batches(6)])
+        assert {p.device.type for p in model.parameters()} == {device}
+        ends.append(values(model))
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-10)

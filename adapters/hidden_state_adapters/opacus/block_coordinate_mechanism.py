@@ -58,6 +58,11 @@ class BlockCoordinateMechanism(DPOptimizer):
         check_parameters(inner, optimizer)
         self._blocks = block_coordinate_checks.blocks_of(optimizer)
         dice_checks.check_options(loss_reduction, generator, secure_mode)
+        if module.loss_reduction != loss_reduction:
+            raise UnsupportedRunError(
+                f"Expected loss_reduction = {module.loss_reduction!r} as in the module, got "
+                f"{loss_reduction!r}: gradients of records would be off by the batch size."
+            )
         _validate.magnitude("learning_rate", rate)
         _validate.magnitude("noise_multiplier", noise_multiplier)
         _validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
