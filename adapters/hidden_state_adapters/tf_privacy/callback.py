@@ -126,7 +126,7 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         self._other_callbacks = tuple(
             type(c).__name__
             for c in others
-            if c is not self and not type(c).__module__.startswith("keras.src.")
+            if c is not self and not type(c).__module__.startswith(("keras.src.", "tf_keras.src."))
         )
         fit_checks.build(self.model, fit)
         optimizer = fit_checks.check_model(self.model)
