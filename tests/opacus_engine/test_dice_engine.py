@@ -193,6 +193,34 @@ def test_other_ways_to_per_example_gradients(make_dice, mode):
     np.testing.assert_allclose(*map(error_of, runs), atol=1e-12)
 
 
+@pytest.mark.parametrize("order", ["cyclic", "poisson"])
+def test_ghost_clipping(make_dice, order):
+    """The same steps and errors without per-example gradients, empty batches included."""
+    seed = {} if order == "cyclic" else {"order_seed": 1, "order_is_secret": True}
+    arguments = {
+        "batch_order": order, "noise_multiplier": 0.0, "max_grad_norm": CLIP,
+        "optimizer_class": DiceSGDOptimizer, "error_max_grad_norm": ERROR_CLIP,
+        "gradient_bound": BOUND, "criterion": nn.CrossEntropyLoss(), **seed,
+    }  # fmt: skip
+    run, ghost = make_dice(loader={"batch_size": 2}, **arguments), HiddenStatePrivacyEngine()
+    plain = nn.Linear(5, 3).double()
+    plain.load_state_dict(run.plain_model.state_dict())
+    model, optimizer, criterion, loader = ghost.make_private(
+        module=plain, optimizer=torch.optim.SGD(plain.parameters(), lr=RATE),
+        data_loader=DataLoader(run.loader.dataset, batch_size=2), grad_sample_mode="ghost",
+        **arguments,
+    )  # fmt: skip
+    run.epoch()
+    for features, labels in loader:
+        optimizer.zero_grad()
+        criterion(model(features), labels).backward()
+        optimizer.step()
+    np.testing.assert_allclose(flat(plain.parameters()), weights(run), atol=1e-12)
+    state = optimizer.run_state_dict(include_private_state=True)
+    np.testing.assert_allclose(flat(state["private"]["error"]), error_of(run), atol=1e-12)
+    assert ghost.privacy_event == run.engine.privacy_event
+
+
 def test_sum_reduction_needs_a_smaller_learning_rate_only(make_dice):
     mean = make_dice(noise_multiplier=0.0)
     total = make_dice(
@@ -698,11 +726,7 @@ MISUSE = [
 ]
 
 # Refused before a step looked at the records; the model is still that of the last step.
-NOTHING_HAPPENED = [
-    restarted,
-    moments_from_elsewhere,
-    next(m for m, _ in MISUSE if m.__name__ == "grad_scale"),
-]
+NOTHING_HAPPENED = ["restarted", "moments_from_elsewhere", "grad_scale"]
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -718,7 +742,7 @@ def test_what_the_loop_does_otherwise(make_dice, misuse, text, epochs):
     run.engine.get_epsilon(DELTA) if epochs else None
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         misuse(run)
-    if not run.steps or misuse in NOTHING_HAPPENED:
+    if not run.steps or misuse.__name__ in NOTHING_HAPPENED:
         return
     for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
         with pytest.raises(hsa.UnsupportedRunError):

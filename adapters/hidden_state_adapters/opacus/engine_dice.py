@@ -34,8 +34,8 @@ class EngineDiceOptimizer(DiceOptimizer):
       - Those of `DiceSGDOptimizer`, for the recorded `DiceSgdDpEvent`.
       - Checked at every step, beside what is checked there: the loader delivered the expected batch
         and the gradients have its number of rows, from one forward pass; per-example gradients
-        within the declared bound; no parameter was changed from outside since the last step, neither
-        at the step nor in the training pass; no buffer changed; the same generator.
+        within the declared bound; no parameter was changed from outside since the last step,
+        neither at the step nor in the training pass; no buffer changed; the same generator.
       - Not checked: that the gradients belong to the records that the loader delivered.
 
     Args:
