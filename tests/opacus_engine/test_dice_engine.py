@@ -294,6 +294,45 @@ def test_event_and_epsilon(make_dice, order, relation):
     assert 0 < run.engine.get_epsilon(DELTA) < math.inf
 
 
+def updates(gradients, order, automatic):
+    """The mean updates without noise of 5 epochs with constant gradients, and their event."""
+    engine, model = HiddenStatePrivacyEngine(), nn.Linear(3, 1, bias=False).double()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(gradients), batch_size=2), noise_multiplier=1.0,
+        max_grad_norm=0.5, error_max_grad_norm=0.2, batch_order=order, automatic=automatic,
+        optimizer_class=DiceSGDOptimizer, noise_generator=torch.Generator().manual_seed(0),
+        gradient_bound=float(gradients.norm(dim=1).max()),
+    )  # fmt: skip
+    seen = []
+    for _ in range(5):
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            model(rows).mean().backward()
+            optimizer.step()
+            seen.append(flat([p.grad for p in model.parameters()]))
+    return np.array(seen), engine
+
+
+@pytest.mark.parametrize("order", ["cyclic", "full"])
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("size", [0.1, 0.7, 3.0, 300.0])
+def test_what_one_record_does_is_within_the_bound(size, automatic, order):
+    """The same noise on neighbouring data sets: the squared differences of all updates together.
+
+    The outlier is preceded by records that pull the error the other way.
+    """
+    gradients = torch.zeros(6, 3, dtype=torch.float64)
+    gradients[:2, 0], gradients[2, 0] = -size, size
+    without = gradients.clone()
+    without[2] = 0.0
+    (first, engine), (second, _) = (updates(g, order, automatic) for g in (gradients, without))
+    guarantee = engine.accountant.guarantee
+    allowed = guarantee.mu * engine.privacy_event.noise_std
+    shown = np.linalg.norm(first - second)
+    assert 0.05 * allowed < shown <= allowed * (1 + 1e-9)
+
+
 def test_poisson_with_a_batch_size_that_does_not_divide(make_dice):
     """b/N is drawn as it is, so that the accounted probability is the drawn one."""
     run = make_dice(batch_order="poisson", loader={"batch_size": 7})
@@ -1119,3 +1158,24 @@ def test_the_state_by_hand_is_not_loaded_past_the_record(make_dice):
     state = run.optimizer.run_state_dict(include_private_state=True)
     with pytest.raises(hsa.UnsupportedRunError, match=r"Expected engine\.load_checkpoint"):
         other.optimizer.load_run_state_dict(state)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda(make_dice, tmp_path):
+    """The same steps as on the CPU, the error on the device, and a checkpoint that goes on."""
+    ends = []
+    for device in ("cpu", "cuda"):
+        runs = [
+            make_dice(model=nn.Linear(5, 3).double().to(device), noise_multiplier=0.0)
+            for _ in range(2)
+        ]
+        for run, other in (runs, (runs[1], None)):
+            for features, labels in run.loader:
+                run.step((features.to(device), labels.to(device)))
+            if other is not None:
+                run.engine.save_checkpoint(path=tmp_path / "c.pt", **PRIVATE)
+                other.engine.load_checkpoint(path=tmp_path / "c.pt")
+        assert run.optimizer._hidden.error(0).device.type == device
+        ends.append(np.concatenate([weights(run), error_of(run)]))
+        assert run.engine.privacy_event.num_steps == 12
+    np.testing.assert_allclose(*ends, atol=1e-12)
