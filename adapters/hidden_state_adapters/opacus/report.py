@@ -26,7 +26,9 @@ def run_assumptions(guarantee: Guarantee, context: RunContext | None) -> tuple[A
         plan = context.plan
         checked.insert(0, plan.description)
         if context.criterion is not None:
-            checked.append("the criterion called once on all outputs, one target each; no other loss")
+            checked.append(
+                "the criterion called once on all outputs, a target for each; no other loss"
+            )
         if context.lipschitz is not None:
             checked.append(f"per-example gradient norms at most {context.lipschitz:g}")
         if context.feature_norm is not None:
