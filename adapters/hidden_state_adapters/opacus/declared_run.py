@@ -30,6 +30,7 @@ from hidden_state_adapters.opacus.dice_arguments import DiceArguments, dice_argu
 from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
 from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.forward_watch import ForwardWatch, check_batch_norm
+from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.ghost_engine import check_ghost_arguments
 from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
@@ -120,7 +121,9 @@ class DeclaredRun:
         head = None
         if self.head is not None:
             head = HeadWatch(self.inner, self.head, is_output=criterion is not None)
-        forward = ForwardWatch(self.inner, head, parameters)
+        # Of a linear head every gradient is a matrix product.
+        is_general = self.loss is not None and find_linear_head(self.inner) is None
+        forward = ForwardWatch(self.inner, head, parameters, checks_convolutions=is_general)
         loader = self.data_loader
         return RunContext(
             recorder=recorder,

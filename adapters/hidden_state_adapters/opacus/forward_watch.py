@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus import device_figures
+from hidden_state_adapters.opacus import device_figures, precision_checks
 from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.head_watch import HeadWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch
@@ -34,12 +34,14 @@ class ForwardWatch:
     """Checks the training passes of a module.
 
     A pass is one call of the module, or a call of one of its trainable layers by itself. Every pass
-    uses the parameters that the last step left, and no batch statistics.
+    uses the parameters that the last step left, no batch statistics, and in the trainable layers
+    the arithmetic of float32 (a frozen backbone may round as it likes: it is a fixed map).
 
     Args:
         module: The module itself, not Opacus' wrapper.
         head: Measures the features of a linear layer, or None.
         parameters: The watch of the module's parameters.
+        checks_convolutions: Whether convolutions and recurrent layers have to be exact, too.
 
     Attributes:
         keeps_output: Whether `output` is set.
@@ -51,6 +53,8 @@ class ForwardWatch:
         module: nn.Module,
         head: HeadWatch | None = None,
         parameters: ParameterWatch | None = None,
+        *,
+        checks_convolutions: bool = False,
     ):
         self._parameters = parameters
         self.passes = 0
@@ -63,6 +67,8 @@ class ForwardWatch:
             for part in module.modules()
             if any(p.requires_grad for p in part.parameters(recurse=False))
         ]
+        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        self._checks_convolutions = checks_convolutions
         self.has_frozen_backbone = any(not p.requires_grad for p in module.parameters())
         self._is_inside = False
         self._handles = [
@@ -85,6 +91,9 @@ class ForwardWatch:
         if not self._is_training():
             return
         check_batch_norm(module)
+        precision_checks.check_arithmetic(self._trainable)
+        if self._checks_convolutions:
+            precision_checks.check_convolutions(self._trainable)
         if self._head is not None:
             self._head.start_pass()
         self._is_inside = True
@@ -102,7 +111,10 @@ class ForwardWatch:
         self._is_inside = False
 
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._is_inside and self._is_training():
+        if not self._is_training():
+            return
+        precision_checks.check_arithmetic(module.parameters(recurse=False))
+        if not self._is_inside:
             self.passes += 1  # the loop calls a layer by itself
 
     @property

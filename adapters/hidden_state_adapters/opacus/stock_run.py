@@ -22,6 +22,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.batch_order import EPOCH_ORDERS
 from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.precision_checks import check_arithmetic
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -217,6 +218,7 @@ class StockRun:
                 f"rows a {self._order.value} batch had, expected per-example gradients. Use "
                 'grad_sample_mode="hooks", or Poisson batches with batch_order="poisson".'
             )
+        check_arithmetic(optimizer.params)
         return 0  # of any number: Poisson batches are not counted
 
     def _rows(self, optimizer: DPOptimizer) -> int:
