@@ -421,7 +421,7 @@ def reporting_loss(model, optimizer, loss):
         (set_clip, "learning rate, clip norm or noise multiplier was changed"),
         (accumulate, "gradient_accumulation_steps"),
         (add_momentum, "momentum"),
-        (reseed, "The noise is that of"),
+        (reseed, "The noise was used"),
         (direct_gradients, r"Expected minimize\(loss, blocks\)|blocks of the first step"),
         (drop_a_block, "blocks of the first step"),
         (swap_blocks, "blocks of the first step"),

@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy.noise_memory import NoiseMemory
 from hidden_state_adapters.tf_privacy.step_log import Problem, StepLog, as_bits
-
-_REMEMBERED_NOISE = 1 << 14
 
 
 @attrs.frozen
@@ -46,8 +45,7 @@ class BlockLog(StepLog):
             self._begun = tf.Variable(tf.zeros([], tf.int64), trainable=False)
             # learning rate, clip norm and noise multiplier of the first update; largest norm
             self._run = tf.Variable(tf.zeros([4], tf.float64), trainable=False)
-            # Where a fingerprint of noise belongs, the last one that came there.
-            self._noise = tf.Variable(tf.zeros([_REMEMBERED_NOISE], tf.int64), trainable=False)
+        self._noise = NoiseMemory()
 
     @property
     def variables(self) -> list[Any]:
@@ -56,9 +54,10 @@ class BlockLog(StepLog):
 
     def begin(self) -> tf.Tensor:
         """Notes that an update begins; whether all that were begun before were finished."""
-        is_fine = tf.equal(self._begun.read_value(), self._counts.read_value()[0])
-        self._begun.assign_add(1)
-        return is_fine
+        begun, taken = self._begun.read_value(), self._counts.read_value()[0]
+        noted = self._begun.assign_add(1, read_value=False)
+        with tf.control_dependencies([noted]):  # it counts before anything can raise
+            return tf.equal(begun, taken)
 
     def problem_of_update(
         self,
@@ -83,11 +82,10 @@ class BlockLog(StepLog):
         common = self.problem(rows, expected_rows, self.variables, largest_norm, float("inf"))
         is_first = tf.equal(self._counts.read_value()[0], 0)
         same = tf.reduce_all(tf.equal(self._run.read_value()[:3], tf.stack(settings)))
-        is_new = tf.not_equal(self._noise.read_value()[_place(noise)], noise)
         holds = {
             Problem.ENDED: is_begun,
             Problem.SETTINGS: is_first | same,
-            Problem.NOISE: tf.equal(noise, 0) | is_new,
+            Problem.NOISE: self._noise.is_new(noise),
         }
         return common + as_bits(holds)
 
@@ -108,19 +106,12 @@ class BlockLog(StepLog):
         old = self._run.read_value()
         taken = tf.stack([rate, clip, multiplier, tf.maximum(old[3], norm)])
         self._run.assign(tf.where(tf.equal(problem, 0), taken, old))
-        place = _place(noise)[None, None]
-        self._noise.assign(
-            tf.tensor_scatter_nd_update(self._noise.read_value(), place, noise[None])
-        )
+        self._noise.note(noise)
 
     def read_run(self) -> BlockEntry:
         """The run on the host."""
         rate, _, _, norm = self._run.numpy().tolist()
         return BlockEntry(int(self._begun.numpy()), int(self._counts.numpy()[0]), rate, norm)
-
-
-def _place(noise: tf.Tensor) -> tf.Tensor:
-    return tf.math.floormod(noise, tf.constant(_REMEMBERED_NOISE, tf.int64))
 
 
 def _double(value: Any) -> tf.Tensor:

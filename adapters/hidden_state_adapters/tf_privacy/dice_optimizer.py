@@ -17,12 +17,12 @@ from hidden_state_adapters.tf_privacy.checked_optimizer import CheckedOptimizer,
 from hidden_state_adapters.tf_privacy.dice_query import DiceSumQuery
 from hidden_state_adapters.tf_privacy.dice_state import DiceRun, HiddenError
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import Problem, as_bits
 
 _CHECKED = (
     "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
     "finite gradients, one row each, in float32 or float64; the same variables, changed by this "
-    "optimizer only; every noisy update applied once; noise that is not that of the step before"
+    "optimizer only; every noisy update applied once; noise that was not used in the last "
+    "thousands of steps"
 )
 
 
@@ -134,9 +134,10 @@ class DiceOptimizer(CheckedOptimizer):
             self._norm_bound(),
             rows_vary=self.expected_batch_size is not None,
         )
-        of_run = self._error.problem(self._log.steps, iterations, query.error_norm)
-        new_noise = self._log.has_new_noise(query.noise_fingerprint)
-        return of_step + of_run + as_bits({Problem.NOISE: new_noise})
+        of_run = self._error.problem(
+            self._log.steps, iterations, query.error_norm, query.noise_fingerprint
+        )
+        return of_step + of_run
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
         begun = self._error.begin(self.iterations)
@@ -156,7 +157,14 @@ class DiceOptimizer(CheckedOptimizer):
 
     def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
         query = self._dp_sum_query
-        self._error.finish(gradients.is_fine, gradients.rows, query.largest_norm, query.next_errors)
+        self._error.finish(
+            is_fine=gradients.is_fine,
+            rows=gradients.rows,
+            largest=query.largest_norm,
+            noise=query.noise_fingerprint,
+            errors=query.next_errors,
+        )
+        query.next_errors = []
 
     # What was spent
 
@@ -173,7 +181,8 @@ class DiceOptimizer(CheckedOptimizer):
         Args:
             dataset_size: N.
             batch_order: How the examples were dealt into the batches. The optimizer does not see
-                the data: it only checks the number of rows.
+                the data: it only checks the number of rows. POISSON, and FULL under
+                ADD_OR_REMOVE_ONE, need expected_batch_size.
             num_steps: The number that was fixed in advance; None takes the number of steps taken.
             gradient_bound: G, a bound on the norm of every per-example gradient before clipping
                 that holds for ALL examples that could have been in the data. The gradients of this
@@ -214,6 +223,11 @@ class DiceOptimizer(CheckedOptimizer):
             gradient_bound=gradient_bound,
             automatic=self.automatic,
         )
+        if event.batch_order is BatchOrder.POISSON and self.expected_batch_size is None:
+            raise refusal(
+                "Expected expected_batch_size for Poisson batches, got None: their size is not a "
+                "public constant, and the sums must be divided by one."
+            )
         _check_rows(event, run)
         if run.largest_norm > event.gradient_bound * (1 + checks.SLACK):
             raise refusal(
@@ -253,6 +267,15 @@ class DiceOptimizer(CheckedOptimizer):
             num_steps=num_steps,
             gradient_bound=gradient_bound,
         )
+        if (
+            neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+            and self.expected_batch_size is None
+        ):
+            raise refusal(
+                "Expected expected_batch_size under ADD_OR_REMOVE_ONE, got None: the sums are "
+                "divided by the number of rows, which is another one with an example less. Declare "
+                "the divisor, or use REPLACE_SPECIAL."
+            )
         return self.report_of(event, neighboring_relation, delta)
 
     def report_of(

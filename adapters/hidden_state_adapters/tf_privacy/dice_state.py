@@ -9,6 +9,7 @@ import attrs
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.tf_privacy.noise_memory import NoiseMemory
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import Problem, as_bits
 
@@ -45,6 +46,7 @@ class HiddenError:
         with tf.init_scope():
             self._counts = tf.Variable(tf.zeros([4], tf.int64), trainable=False)
             self._largest = tf.Variable(tf.zeros([], tf.float64), trainable=False)
+        self._noise = NoiseMemory()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -81,13 +83,16 @@ class HiddenError:
         """The error e, in the trace that calls it."""
         return [error.read_value() for error in self._errors]
 
-    def problem(self, steps: tf.Tensor, iterations: Any, error_norm: tf.Tensor) -> tf.Tensor:
+    def problem(
+        self, steps: tf.Tensor, iterations: Any, error_norm: tf.Tensor, noise: tf.Tensor
+    ) -> tf.Tensor:
         """An int64 `Problem` of the step whose gradients are being computed.
 
         Args:
             steps: Taken so far, as `StepLog` counts them.
             iterations: As Keras counts them.
             error_norm: The norm of e.
+            noise: Fingerprint of the noise, or 0.
         """
         drawn, _, _, first = tf.unstack(self._counts.read_value())
         follows = tf.equal(tf.cast(iterations, tf.int64), first + drawn)
@@ -96,6 +101,7 @@ class HiddenError:
                 Problem.ENDED: tf.equal(drawn, steps),
                 Problem.ITERATIONS: tf.equal(drawn, 0) | follows,
                 Problem.ERROR: tf.math.is_finite(error_norm),
+                Problem.NOISE: self._noise.is_new(noise),
             }
         )
 
@@ -106,9 +112,24 @@ class HiddenError:
         return self._counts.assign(tf.stack([drawn + 1, fewest, most, first]), read_value=False)
 
     def finish(
-        self, is_fine: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor, errors: Sequence[Any]
+        self,
+        *,
+        is_fine: tf.Tensor,
+        rows: tf.Tensor,
+        largest: tf.Tensor,
+        noise: tf.Tensor,
+        errors: Sequence[Any],
     ) -> None:
-        """Notes the step after it was taken, and moves the error; nothing if it was refused."""
+        """Notes the step after it was taken, and moves the error; nothing if it was refused.
+
+        Args:
+            is_fine: Whether it was taken.
+            rows: Of the batch.
+            largest: The longest gradient.
+            noise: Its fingerprint.
+            errors: The next error.
+        """
+        self._noise.note(noise)
         drawn, fewest, most, first = tf.unstack(self._counts.read_value())
         fewest = tf.where(tf.equal(drawn, 1), rows, tf.minimum(fewest, rows))
         counts = tf.stack([drawn, fewest, tf.maximum(most, rows), first])

@@ -61,8 +61,8 @@ PROBLEMS = {
     ),
     Problem.ERROR: "The error overflowed; no clip bounds it.",
     Problem.NOISE: (
-        "The noise is that of the step before. Do not call tf.random.set_seed during a run; better "
-        "not at all."
+        "The noise was used in an earlier step, so it would repeat and cancel. Do not call "
+        "tf.random.set_seed during a run; better not at all."
     ),
     Problem.SETTINGS: (
         "The learning rate, clip norm or noise multiplier was changed. The event has constant ones."
@@ -151,10 +151,6 @@ class StepLog:
     def steps(self) -> tf.Tensor:
         """Number of steps taken so far, in the trace that reads it."""
         return self._counts.read_value()[0]
-
-    def has_new_noise(self, noise: tf.Tensor) -> tf.Tensor:
-        """Whether a fingerprint differs from that of the last step (0: no noise)."""
-        return tf.equal(noise, 0) | tf.not_equal(noise, self._counts.read_value()[4])
 
     def write(
         self,
