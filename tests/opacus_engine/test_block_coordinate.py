@@ -259,7 +259,9 @@ def test_a_bound_on_the_gradients(lipschitz, relation):
 
 
 def test_a_bound_that_does_not_hold():
-    _, optimizer = trained(num_blocks=1)
+    """In the first step."""
+    model, optimizer = trained(1, num_blocks=1)
+    train(model, optimizer, [(0.0 * x, 0.0 * y) for x, y in batches(2)])
     loss = hsa.LossGeometry.convex(2.0, lipschitz=0.01)
     with pytest.raises(hsa.UnsupportedRunError, match="the largest gradient of this run"):
         optimizer.privacy_event(dataset_size=12, neighboring_relation=ONE, block_loss=loss)
@@ -609,6 +611,18 @@ def test_batch_statistics():
     _, optimizer = make(model, num_blocks=1)
     with pytest.raises(hsa.UnsupportedRunError, match="no batch statistics"):
         train(model, optimizer, batches(1, torch.float32))
+
+
+def test_a_buffer_that_counts():
+    model = factors()
+    model._module.register_buffer("seen", torch.zeros(1))
+    _, optimizer = make(model)
+    train(model, optimizer, batches(1))
+    model._module.seen += 4
+    with pytest.raises(hsa.UnsupportedRunError, match="changed after the last step"):
+        optimizer.report(1e-5, dataset_size=SIZE)
+    with pytest.raises(hsa.UnsupportedRunError, match="parameters or buffers"):
+        train(model, optimizer, batches(1))
 
 
 @pytest.mark.parametrize(
