@@ -1,8 +1,20 @@
 """What Model.fit does differently from the event raises, or is accounted as it happened.
 
 One case per way to get a silently wrong epsilon. A case acts on a run, and names the text that must
-be raised, or the expected event is checked in a test of its own below.
+be raised, or the expected event is checked in a test of its own below. The rows:
+
+     1  other batches than declared          10  precision in which rounding expands
+     2  choices by metrics                   11  weights that the optimizer did not leave
+     3  options of parts of the model        12  projection
+     4  another loss                         13  runs that go on elsewhere
+     5  longer features                      14  noise that repeats
+     6  microbatches                         16  DiceSGD's error
+     7  Keras' own arguments of fit          17  losses and metrics that are seen
+     9  penalties in the loss                18  several rows of a person
 """
+
+import pathlib
+import zipfile
 
 import attrs
 import numpy as np
@@ -12,7 +24,8 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import cyclic_dataset
+from hidden_state_accountants.guarantee import Status
+from hidden_state_adapters.tf_privacy import DiceKerasSGDOptimizer, cyclic_dataset
 
 callbacks = tf.keras.callbacks
 layers = tf.keras.layers
@@ -347,6 +360,92 @@ def checkpoint_with_metrics(run):
     )
 
 
+# Row 3: options of parts of the model
+
+
+def clipnorm_set_before_fit(run):
+    run.optimizer.clipnorm = 0.5
+    run.fit()
+
+
+def momentum_set_before_fit(run):
+    run.optimizer._momentum = True
+    run.fit()
+
+
+def gradient_transformers(run):
+    run.optimizer.gradient_transformers.append(lambda pairs: pairs)
+    run.fit()
+
+
+def constraint_on_one_variable(run):
+    run.model = tf.keras.Sequential([layers.Dense(1, bias_constraint="non_neg")])
+    compile_with(run)
+    run.fit()
+
+
+# Row 6
+
+
+def microbatches_that_do_not_divide(run):
+    run.optimizer._num_microbatches = 3
+    run.fit()
+
+
+def microbatches_changed_within_the_run(run):
+    run.fit()
+    run.optimizer._num_microbatches = 2
+    run.fit()
+
+
+# Row 10
+
+
+def with_policy(run, policy):
+    run.model = tf.keras.Sequential([layers.Dense(1, dtype=policy)])
+    compile_with(run)
+    run.fit()
+
+
+def mixed_float16(run):
+    with_policy(run, "mixed_float16")
+
+
+def mixed_bfloat16(run):
+    with_policy(run, "mixed_bfloat16")
+
+
+def float16(run):
+    with_policy(run, "float16")
+
+
+def loss_scaling(run):
+    tf.keras.mixed_precision.LossScaleOptimizer(run.optimizer)
+
+
+# Row 13
+
+
+def resumed_from_a_file_in_the_same_record(run):
+    run.fit()
+    run.model.save("model.keras")
+    run.model = tf.keras.models.load_model("model.keras")
+    run.fit()
+
+
+def earlier_weights_loaded(run):
+    run.model.save_weights("start.h5")
+    run.fit()
+    run.model.load_weights("start.h5")
+    run.fit()
+
+
+def goes_on_in_the_middle_of_an_epoch(run):
+    run.fit(epochs=1)
+    run.callback._record.num_batches = 3  # as a state that lost its position would say
+    run.fit()
+
+
 CASES = {
     shuffled_arrays: "shuffle=True",
     ragged_arrays: "divides the 23 examples",
@@ -392,6 +491,19 @@ CASES = {
     other_optimizer_within_the_run: "got another one",
     other_kind_of_optimizer: "Expected a CyclicDPKerasSGDOptimizer",
     backup_and_restore: "BackupAndRestore",
+    resumed_from_a_file_in_the_same_record: "got another one",
+    earlier_weights_loaded: "were changed outside",
+    goes_on_in_the_middle_of_an_epoch: "took 6 steps, but 3 are recorded",
+    clipnorm_set_before_fit: "clipnorm = None",
+    momentum_set_before_fit: "momentum = 0.0",
+    gradient_transformers: "no gradient_transformers",
+    constraint_on_one_variable: "without a constraint",
+    microbatches_that_do_not_divide: "num_microbatches to divide batch_size = 4",
+    microbatches_changed_within_the_run: "microbatches or accumulation were changed",
+    mixed_float16: "precision",
+    mixed_bfloat16: "precision",
+    float16: "float32 or float64",
+    loss_scaling: "loss scaling",
     initial_weights_outside_of_the_ball: "projection_radius = 1",
     seeded_in_every_step: "step 2 used the noise of an earlier step",
     csv_logger: "no CSVLogger",
@@ -400,7 +512,49 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
+ROWS = {
+    2: (early_stopping, plateau, best_checkpoint, stopped_by_a_callback),
+    3: (
+        clipnorm_set_before_fit,
+        momentum_set_before_fit,
+        gradient_transformers,
+        constraint_on_one_variable,
+    ),
+    4: (reduced_loss, scaled_loss, two_rows_per_example, loss_weights),
+    5: (
+        long_features,
+        trained_batch_normalisation,
+        stateful_layer,
+        layer_that_sums_the_examples,
+    ),
+    6: (microbatches_that_do_not_divide, microbatches_changed_within_the_run),
+    7: (shuffled_arrays, validation_split, class_weights, sample_weights, ragged_arrays),
+    9: (kernel_regularizer, activity_regularizer),
+    10: (mixed_float16, mixed_bfloat16, float16, loss_scaling),
+    11: (
+        nudged_between_batches,
+        nudged_between_batches_with_xla,
+        nudged_between_fits,
+        other_weights_reported,
+        earlier_weights_released,
+        frozen_within_the_run,
+        other_optimizer_within_the_run,
+        other_kind_of_optimizer,
+    ),
+    12: (initial_weights_outside_of_the_ball,),
+    13: (
+        backup_and_restore,
+        resumed_from_a_file_in_the_same_record,
+        earlier_weights_loaded,
+        goes_on_in_the_middle_of_an_epoch,
+    ),
+    14: (seeded_in_every_step,),
+    17: (csv_logger, tensorboard, checkpoint_with_metrics),
+}
+ROW = {act: row for row, acts in ROWS.items() for act in acts}  # the others are of row 1
+
+
+@pytest.mark.parametrize("act", CASES, ids=lambda act: f"row{ROW.get(act, 1)}-{act.__name__}")
 def test_refused(make_run, act):
     run = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
@@ -529,3 +683,68 @@ def test_a_saved_model_holds_no_metrics_of_the_training_data(make_run, tmp_path)
     names = [n for n in reader.get_variable_to_shape_map() if "metrics" in n]
     assert names
     assert not any(reader.get_tensor(name).any() for name in names)
+
+
+def test_row6_microbatches_are_accounted_with_twice_the_sensitivity(make_run):
+    run = make_run(optimizer={"num_microbatches": 2})
+    run.fit(epochs=2)
+    event = run.callback.privacy_event
+    assert (event.noise_multiplier, event.batch_size, event.dataset_size) == (1.0, 2, 12)
+    assert run.callback.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(
+        EXPECTED
+    ).get_epsilon(1e-5)
+
+
+def test_row13_a_run_that_goes_on_from_a_file_is_another_run(make_run):
+    run = make_run()
+    run.fit()
+    run.model.save("model.keras")
+    first = run.callback.privacy_event
+    again = make_run()
+    again.model = tf.keras.models.load_model("model.keras")
+    again.fit()
+    second = again.callback.privacy_event
+    assert first.num_steps == second.num_steps == 6  # each starts at batch 0
+    both = hsa.LastIterateAccountant().compose(first).compose(second)
+    assert both.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("path", ["model.keras", "model.h5", "model"])
+def test_row16_the_error_of_dice_is_in_no_file(make_run, path):
+    run = make_run()
+    run.optimizer = DiceKerasSGDOptimizer(0.1, 1.0, error_l2_norm_clip=0.05)
+    compile_with(run)
+    run.fit()
+    values = np.concatenate([np.ravel(error) for error in run.optimizer._error._errors])
+    assert values.size == 5
+    assert values.any()
+    run.model.save(path)
+    files = [file for file in pathlib.Path().rglob("*") if file.is_file()]
+    stored = b"".join(map(read, files))
+    kernel = run.model.get_weights()[0].ravel()
+    assert kernel[:2].tobytes() in stored  # the search would find them
+    assert not any(value.tobytes() in stored for value in values)
+    loaded = tf.keras.models.load_model(path).optimizer
+    assert loaded.last_step.steps == 0
+
+
+def read(file):
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            return b"".join(archive.read(name) for name in archive.namelist())
+    return file.read_bytes()
+
+
+def test_row17_metrics_that_are_seen_are_declared(make_run):
+    run = make_run(callback={"metrics_stay_private": True})
+    run.fit(callbacks=[callbacks.CSVLogger("log.csv")])
+    texts = [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
+    assert any("losses and metrics of the training data" in text for text in texts)
+
+
+def test_row18_one_record_per_person_is_an_assumption(make_run):
+    run = make_run()
+    run.fit()
+    declared = [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
+    assert "one record per person, clipped as one unit" in declared
+    assert "No user-level privacy guarantee" in run.callback.report(1e-5)

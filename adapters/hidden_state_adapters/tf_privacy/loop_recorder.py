@@ -199,5 +199,8 @@ class _LoopRecord(HiddenStateCallback):
         self._invalidate(text)
 
     def _own_assumptions(self) -> tuple[Assumption, ...]:
-        text = "the loss of every step was computed from the batch that batches() gave last"
+        text = (
+            "the loss of every step was computed from the batch that batches() gave last, its rows in "
+            "order"
+        )
         return (*super()._own_assumptions(), Assumption.declared(text))
