@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import BlockCoordinateOptimizer
+from hidden_state_adapters.opacus import BlockCoordinateOptimizer, block_coordinate_mechanism
 from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -265,6 +265,26 @@ def test_a_bound_that_does_not_hold():
     loss = hsa.LossGeometry.convex(2.0, lipschitz=0.01)
     with pytest.raises(hsa.UnsupportedRunError, match="the largest gradient of this run"):
         optimizer.privacy_event(dataset_size=12, neighboring_relation=ONE, block_loss=loss)
+
+
+@pytest.mark.parametrize("is_convolution", [False, True])
+def test_coarse_convolutions_are_not_those_of_a_declared_loss(monkeypatch, is_convolution):
+    def refuse(params):
+        raise hsa.UnsupportedRunError("coarse")
+
+    monkeypatch.setattr(block_coordinate_mechanism, "check_convolutions", refuse)
+    layer = nn.Conv1d(3, 3, 1) if is_convolution else nn.Linear(1, 1)
+    model = GradSampleModule(layer.double())
+    _, optimizer = make(model, num_blocks=1, noise_multiplier=1.0)
+    model(torch.ones(SIZE, 3 if is_convolution else 1, 1, dtype=torch.float64)).mean().backward()
+    optimizer.step()
+    loss = hsa.LossGeometry.convex(1.0)
+    assert optimizer.report(1e-5, dataset_size=SIZE)
+    if is_convolution:
+        with pytest.raises(hsa.UnsupportedRunError, match="coarse"):
+            optimizer.report(1e-5, dataset_size=SIZE, block_loss=loss)
+    else:
+        assert optimizer.report(1e-5, dataset_size=SIZE, block_loss=loss)
 
 
 def test_the_report():

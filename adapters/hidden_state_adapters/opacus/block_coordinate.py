@@ -123,7 +123,7 @@ class BlockCoordinateOptimizer(BlockCoordinateMechanism):
             TypeError, ValueError: No step was taken, or no run can have these values.
             UnsupportedRunError: The run was another one.
         """
-        return self._run().event(
+        return self._run(block_loss).event(
             dataset_size=dataset_size,
             neighboring_relation=neighboring_relation,
             block_loss=block_loss,
@@ -148,7 +148,7 @@ class BlockCoordinateOptimizer(BlockCoordinateMechanism):
         Raises:
             TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
         """
-        return self._run().report(
+        return self._run(block_loss).report(
             delta,
             dataset_size=dataset_size,
             neighboring_relation=neighboring_relation,
@@ -156,7 +156,7 @@ class BlockCoordinateOptimizer(BlockCoordinateMechanism):
             checked=_CHECKED,
         )
 
-    def _run(self) -> BlockCoordinateRun:
+    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
         if self._failure:
             raise UnsupportedRunError(
                 "A step of this run was refused or interrupted. What ended the run may depend on "
@@ -170,6 +170,8 @@ class BlockCoordinateOptimizer(BlockCoordinateMechanism):
                 "The module was changed after the last step, so it is not the iterate that is "
                 "accounted. Leave it alone, or go back to what the last step left."
             )
+        if block_loss is not None and self._coarse:
+            raise UnsupportedRunError(self._coarse)
         values, lengths = zip(*self._noise, strict=True)
         return BlockCoordinateRun(
             step_size=self.step_size,

@@ -22,6 +22,7 @@ from hidden_state_adapters.opacus.forward_watch import ForwardWatch
 from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost, take_ghost_sums
 from hidden_state_adapters.opacus.noise_watch import NoiseWatch
 from hidden_state_adapters.opacus.parameter_watch import ParameterWatch, check_parameters
+from hidden_state_adapters.opacus.precision_checks import check_convolutions
 
 _UNFINISHED = "a step was not finished"
 
@@ -96,6 +97,12 @@ class BlockCoordinateMechanism(DPOptimizer):
         self._noise: list[tuple[float, int]] = []  # multiplier and number of steps in a row
         self._num_steps = 0
         self._largest_norm = 0.0
+        self._is_linear = all(
+            isinstance(part, nn.Linear)
+            for part in inner.modules()
+            if any(p.requires_grad for p in part.parameters(recurse=False))
+        )
+        self._coarse = ""  # why gradients are not those of a declared loss
         self._failure = ""
 
     def _settings(self) -> dict[str, Any]:
@@ -209,6 +216,8 @@ class BlockCoordinateMechanism(DPOptimizer):
                     "the bound on DP-MBCD is about constant values. (noise_multiplier may change.)"
                 )
         self._parameters.check_structure(step)
+        if not self._is_linear and not self._coarse:
+            self._coarse = _coarse_convolutions(self.params)
         if self._forward.passes != 1 or self._batch.differs:
             what = f"{self._forward.passes} training passes"
             if self._forward.passes == 1:
@@ -281,3 +290,11 @@ class BlockCoordinateMechanism(DPOptimizer):
     def _forget_gradients(self) -> None:
         for p in self.params:
             p.grad = p.grad_sample = p.summed_grad = None
+
+
+def _coarse_convolutions(params: list[nn.Parameter]) -> str:
+    try:
+        check_convolutions(params)
+    except UnsupportedRunError as error:
+        return str(error)
+    return ""
