@@ -200,7 +200,7 @@ class _LoopRecord(HiddenStateCallback):
 
     def _own_assumptions(self) -> tuple[Assumption, ...]:
         text = (
-            "the loss of every step was computed from the batch that batches() gave last, its rows in "
-            "order"
+            "the loss of every step was computed from the batch that batches() gave last, its rows "
+            "in order"
         )
         return (*super()._own_assumptions(), Assumption.declared(text))
