@@ -46,7 +46,7 @@ class CriterionWatch:
         """Starts counting for the next batch."""
         self._calls, self._rows = 0, 0
         self._is_followed = self._has_output = False
-        self.has_bad_target = torch.tensor(False)
+        self.has_bad_target: Figure = False
         self._gradient.reset()
 
     @property

@@ -35,11 +35,11 @@ def any_of(flags: Iterable[Figure]) -> Figure:
 
 
 def read(figures: Mapping[str, Figure]) -> dict[str, float]:
-    """The values of all `figures`; at most one transfer from the device."""
-    tensors = {k: v for k, v in figures.items() if isinstance(v, torch.Tensor)}
+    """The values of all `figures`; one transfer from each device that has some."""
     values = {k: v for k, v in figures.items() if not isinstance(v, torch.Tensor)}
-    if tensors:
-        device = max((v.device for v in tensors.values()), key=lambda d: d.type != "cpu")
-        together = [v.to(device=device, dtype=torch.float64) for v in tensors.values()]
-        values.update(zip(tensors, torch.stack(together).tolist(), strict=True))
+    tensors = {k: v for k, v in figures.items() if isinstance(v, torch.Tensor)}
+    for device in {v.device for v in tensors.values()}:
+        names = [k for k, v in tensors.items() if v.device == device]
+        together = torch.stack([tensors[k].to(torch.float64) for k in names])
+        values.update(zip(names, together.tolist(), strict=True))
     return values
