@@ -794,6 +794,20 @@ def test_what_the_loop_does_otherwise(make_dice, misuse, text, epochs):
         make_dice(engine=run.engine)
 
 
+@pytest.mark.parametrize("make", ["make_dice", "make_run"])
+def test_a_second_attempt_after_a_refused_first_step(make, request):
+    """A refusal may depend on the records: that it did not is the user's word."""
+    make = request.getfixturevalue(make)
+    run = make()
+    with pytest.raises(hsa.UnsupportedRunError, match="expected batch_size = 10"):
+        fewer_rows(run)
+    again = make(
+        engine=run.engine, model=run.model, noise_generator=torch.Generator().manual_seed(2)
+    )
+    again.epoch()
+    assert any("earlier attempt" in a.text for a in again.engine.assumptions)
+
+
 def test_no_event_after_a_refused_step(make_dice):
     run = make_dice(gradient_bound=BOUND)
     run.epoch()
@@ -1117,8 +1131,10 @@ def test_damaged_private_state(make_dice, tmp_path):
         other.epoch()
 
 
-def test_a_run_goes_on_once(make_dice, tmp_path):
-    """Two continuations share an error: no bound covers what they show together."""
+@pytest.mark.parametrize("make", ["make_dice", "make_run"])
+def test_a_run_goes_on_once(make, tmp_path, request):
+    """No bound covers what two continuations show together."""
+    make_dice = request.getfixturevalue(make)
     run, path = make_dice(), tmp_path / "c.pt"
     run.epoch()
     run.engine.save_checkpoint(path=path, **PRIVATE)

@@ -9,7 +9,7 @@ import torch
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accounted_engine import AccountedEngine
-from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
+from hidden_state_adapters.opacus.branches import check_later_steps, note_branch
 
 _PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
@@ -101,7 +101,8 @@ class CheckpointedEngine(AccountedEngine):
         """Goes on with the run of a checkpoint, at the batch where it was saved.
 
         Call `make_private` with the same arguments first, on a fresh engine. Everything is compared
-        before anything is loaded. The noise is drawn anew: its generator is never stored.
+        before anything is loaded. The noise is drawn anew: its generator is never stored. An engine
+        of this process that had the run takes no more steps.
 
         Args:
             path: Where from. Read with weights_only=True.
@@ -140,7 +141,7 @@ class CheckpointedEngine(AccountedEngine):
             checkpoints.load_private_state(self._optimizer, state)
             module, optimizer = module or self._modules[-1], optimizer or self._optimizer
         elif checkpoints.SECTION in checkpoint:
-            checkpoints.check_later_steps(checkpoint[checkpoints.SECTION], discard_later_steps)
+            check_later_steps(checkpoint[checkpoints.SECTION], discard_later_steps)
         self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
         module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
         for target, key in (
@@ -156,15 +157,12 @@ class CheckpointedEngine(AccountedEngine):
             self._optimizer.max_grad_norm = state["max_grad_norm"]
             self._optimizer.resume()
             self._run_id = state["run_id"]
-            checkpoints.note_branch(self._run_id, self._optimizer.context.recorder)
+            note_branch(self._run_id, self._optimizer.context.recorder)
             self.accountant.assume(
                 "nothing computed by steps that were taken after a checkpoint and given up when it "
                 "was loaded was shown to anybody"
             )
-            if isinstance(self._optimizer, EngineDiceOptimizer):
-                self.accountant.assume(
-                    "the run goes on from a checkpoint in one place only: its error is used once"
-                )
+            self.accountant.assume("the run goes on from a checkpoint in one place only")
         return checkpoint
 
     def _check_module(self, module: Any) -> None:

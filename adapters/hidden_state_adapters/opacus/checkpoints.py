@@ -9,11 +9,11 @@ from typing import Any
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.branches import check_later_steps
 from hidden_state_adapters.opacus.declared_run import DeclaredRun
-from hidden_state_adapters.opacus.dice_recorder import DiceRecorder
 from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
-from hidden_state_adapters.opacus.recorders import Recorder, recorder_of
+from hidden_state_adapters.opacus.recorders import recorder_of
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -21,25 +21,7 @@ SECTION = "hidden_state_run"
 _SCHEMA = 1
 _CRITERION_SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
 
-_GOES_ON_ELSEWHERE = (
-    "A checkpoint of this DiceSGD run was loaded by another engine, which goes on with its error: "
-    "no bound covers what two continuations show together. Go on there."
-)
-
 RunOptimizer = HiddenStateOptimizer | EngineDiceOptimizer
-
-_branches: dict[str, list[Recorder]] = {}
-"""The recorders of this process, by run: a run that was resumed has several."""
-
-
-def note_branch(run_id: str, recorder: Recorder) -> None:
-    """Remembers that `recorder` records (a branch of) a run; of DiceSGD only the newest goes on."""
-    recorders = _branches.setdefault(run_id, [])
-    for other in recorders:
-        if other is not recorder and isinstance(other, DiceRecorder):
-            other.end(_GOES_ON_ELSEWHERE)
-    if recorder not in recorders:
-        recorders.append(recorder)
 
 
 def fields_of(
@@ -175,23 +157,3 @@ def check_state(
         )
     check_later_steps(state, discard_later_steps)
     return state
-
-
-def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> None:
-    """Raises ValueError if this process took steps after the state that would be forgotten."""
-    steps = state["num_steps"]
-    branches = _branches.get(state["run_id"], [])
-    released = [r for branch in branches for r in branch.release_steps if r > steps]
-    if released:
-        raise ValueError(
-            f"Expected the newest released state of the run, got that of step {steps}: the iterate "
-            f"after step {max(released)} was released and would be forgotten. Load the checkpoint "
-            "of that step or a later one."
-        )
-    furthest = max((branch.num_steps for branch in branches), default=0)
-    if furthest > steps and not discard_later_steps:
-        raise ValueError(
-            f"Expected the newest state of the run, got that of step {steps}: {furthest} steps "
-            "were taken. If nothing computed by the later ones was ever shown to anybody, nor made "
-            "you go back, say discard_later_steps=True; it becomes a listed assumption."
-        )

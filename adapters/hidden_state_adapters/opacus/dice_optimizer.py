@@ -80,6 +80,11 @@ class DiceOptimizer(DiceMechanism):
             )
         return event
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether a step was refused or interrupted."""
+        return bool(self._failure)
+
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
         if self._failure:

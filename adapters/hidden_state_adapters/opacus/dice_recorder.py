@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, _validate
+from hidden_state_accountants import DiceSgdDpEvent, _validate
 
 _SCHEMA = 1
 
@@ -29,7 +29,6 @@ class DiceRecorder:
         self._declared = attrs.evolve(declared, num_steps=1)
         self._num_steps = 0
         self._release_steps: list[int] = []
-        self._ended = ""
 
     @property
     def num_steps(self) -> int:
@@ -46,18 +45,8 @@ class DiceRecorder:
         """The run with one step."""
         return self._declared
 
-    def check_open(self) -> None:
-        """Raises UnsupportedRunError if the run goes on elsewhere."""
-        if self._ended:
-            raise UnsupportedRunError(self._ended)
-
-    def end(self, reason: str) -> None:
-        """No further step is recorded: a run with an error must not go on twice."""
-        self._ended = reason
-
     def step(self) -> None:
         """Records one logical step."""
-        self.check_open()
         self._num_steps += 1
 
     def release(self) -> None:

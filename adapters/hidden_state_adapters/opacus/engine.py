@@ -22,6 +22,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.text_report import no_contraction_line
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accounted_engine import RunOptimizer
+from hidden_state_adapters.opacus.branches import note_branch
 from hidden_state_adapters.opacus.checkpointed_engine import CheckpointedEngine
 from hidden_state_adapters.opacus.declared_run import DeclaredRun, declare_run
 from hidden_state_adapters.opacus.ghost_engine import GhostEngine
@@ -249,8 +250,11 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         first = declared.event(noise_multiplier, 1)  # checks the values
         trained = [p for p in declared.inner.parameters() if p.requires_grad]
         check_not_trained_elsewhere(trained, self._token)
-        if self._optimizer is not None and self._optimizer.context.recorder.num_steps:
-            self._optimizer.check_iterate()  # it counts as released now
+        was_refused = False
+        if self._optimizer is not None:
+            if self._optimizer.context.recorder.num_steps:
+                self._optimizer.check_iterate()  # it counts as released now
+            was_refused = self._optimizer.was_refused
         self._declared = declared
         self._context = context = declared.start(self._noise, first)
         try:
@@ -279,10 +283,15 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         self._modules = (declared.module, declared.inner, result[0])
         self.accountant.add_run(context.recorder, self._optimizer.check_iterate, declared.schedule)
         note_run(trained, self._token, context.recorder)
+        if was_refused:
+            self.accountant.assume(
+                "that the first step of an earlier attempt was refused does not depend on the "
+                "records"
+            )
         self._run_id = secrets.token_hex(16)
         relation = self.accountant.neighboring_relation
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
-        checkpoints.note_branch(self._run_id, context.recorder)
+        note_branch(self._run_id, context.recorder)
         if isinstance(first, LastIterateDpEvent):
             line = no_contraction_line(first, relation)
             if line:

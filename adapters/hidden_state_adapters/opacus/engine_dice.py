@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.branches import check_goes_on
 from hidden_state_adapters.opacus.current_batch import CurrentBatch
 from hidden_state_adapters.opacus.device_figures import Figure
 from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
@@ -174,7 +175,7 @@ class EngineDiceOptimizer(DiceOptimizer):
             UnsupportedRunError: The run is not the declared one; the text says why.
         """
         self._check_alive()
-        self._recorder.check_open()
+        check_goes_on(self._recorder)
         self.context.schedule.check_more_steps(self._num_steps + 1)  # the model stays accounted
         proceeds = super().pre_step(closure)
         if proceeds:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus import optimizer_checks as checks
+from hidden_state_adapters.opacus.branches import check_goes_on
 from hidden_state_adapters.opacus.current_batch import CurrentBatch, at_step
 from hidden_state_adapters.opacus.flat_clip import add_clipped, gradient_norms
 from hidden_state_adapters.opacus.ghost_clipping import GhostClipping
@@ -97,6 +98,11 @@ class HiddenStateOptimizer(GhostClipping):
             raise parameters_changed(self._steps_taken)
         if bool(self.context.parameters.buffers_changed()):
             raise buffers_changed()
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether a step was refused."""
+        return bool(self._failure)
 
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if a step of this run was refused."""
@@ -200,6 +206,7 @@ class HiddenStateOptimizer(GhostClipping):
             raise UnsupportedRunError(
                 f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
             )
+        check_goes_on(self.context.recorder)
         step = self._steps_taken + 1
         self.context.schedule.check_more_steps(step)  # the model stays the accounted one
         try:
