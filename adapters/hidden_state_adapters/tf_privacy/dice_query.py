@@ -102,10 +102,13 @@ class DiceSumQuery(WatchedGaussianSumQuery):
 def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
     """The L2 norm of all parts as one vector, in float64, without overflow or underflow (0-dim)."""
     doubles = [tf.cast(part, tf.float64) for part in parts]
-    sizes = [tf.reduce_max(tf.abs(part)) for part in doubles]
-    largest = tf.maximum(tf.reduce_max(tf.stack(sizes)), tf.zeros([], tf.float64))
-    unit = tf.where(largest > 0, largest, tf.ones_like(largest))
-    return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part / unit)) for part in doubles]))
+    unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
+    if any(part.dtype.base_dtype == tf.float64 for part in parts):
+        sizes = [tf.reduce_max(tf.abs(part)) for part in doubles]
+        largest = tf.maximum(tf.reduce_max(tf.stack(sizes)), tf.zeros([], tf.float64))
+        unit = tf.where(largest > 0, largest, unit)
+        doubles = [part / unit for part in doubles]
+    return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part)) for part in doubles]))
 
 
 def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -> tf.Tensor:
