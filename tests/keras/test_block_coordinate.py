@@ -132,6 +132,21 @@ def test_own_loop_equals_the_reference_with_given_noise(monkeypatch, regulariser
     assert optimizer.num_blocks == 2
 
 
+def test_the_run_that_opacus_makes_too():
+    tf.keras.backend.set_floatx("float64")
+    start, data, end = reference.shared_run()
+    shared = reference.SHARED
+    model = factors("float64")
+    model.set_weights([block.T for block in start])
+    optimizer = make(
+        l2_norm_clip=shared["clip_norm"], num_microbatches=shared["divisor"],
+        learning_rate=shared["step_size"], l1=shared["l1"], l2=shared["l2"],
+    )  # fmt: skip
+    for batch in data:
+        step(model, optimizer, batch)
+    assert_close(model, end, 1e-13)
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_graph_equals_the_reference(jit_compile):
     model, optimizer = factors(), make(l1=0.1, l2=0.2, num_microbatches=SIZE)

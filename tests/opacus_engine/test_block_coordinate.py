@@ -115,6 +115,22 @@ def test_every_step_is_that_of_the_reference(regulariser, noise_multiplier):
     assert optimizer.num_steps == 12
 
 
+def test_the_run_that_keras_makes_too():
+    start, data, end = reference.shared_run()
+    shared = reference.SHARED
+    model = factors()
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), start, strict=True):
+            p.copy_(torch.from_numpy(value))
+    model, optimizer = make(
+        model, sgd={"lr": shared["step_size"]}, max_grad_norm=shared["clip_norm"],
+        expected_batch_size=shared["divisor"], l1=shared["l1"], l2=shared["l2"],
+    )  # fmt: skip
+    train(model, optimizer, [tuple(map(torch.from_numpy, batch)) for batch in data])
+    for mine, theirs in zip(values(model), end, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-13)
+
+
 def test_float32_and_sum_reduction():
     """With a summed loss the step size is lr * b; the same iterates."""
     ends = []

@@ -31,3 +31,19 @@ def factorisation_gradients(blocks, i, batch):
     residual = x @ first.T @ second.T - y
     left, right = ((residual @ second, x), (residual, x @ first.T))[i]
     return left[:, :, None] * right[:, None, :]
+
+
+# One run without noise, in float64, for both frameworks. Numbers that float32 holds exactly: Keras
+# keeps learning rates in float32.
+SHARED = {"step_size": 0.25, "divisor": 4, "clip_norm": 0.75, "l1": 0.125, "l2": 0.25}
+
+
+def shared_run(steps=6):
+    """The start, the batches of every step, and the blocks after the last one."""
+    random = np.random.default_rng(3)
+    blocks = start = [random.normal(size=shape) for shape in ((2, 3), (3, 2))]
+    records = random.normal(size=(3, 2, 4, 3))
+    batches = [tuple(records[t % 3]) for t in range(steps)]
+    for batch in batches:
+        blocks = step(blocks, factorisation_gradients, batch, (0.0, 0.0), **SHARED)
+    return start, batches, blocks
