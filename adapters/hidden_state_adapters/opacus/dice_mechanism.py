@@ -25,7 +25,7 @@ from hidden_state_adapters.opacus.dice_state import (
     clip_factors,
     smallest_norm,
 )
-from hidden_state_adapters.opacus.flat_clip import batch_of, gradient_norms
+from hidden_state_adapters.opacus.flat_clip import batch_of, gradient_norms, weighted_sum
 from hidden_state_adapters.opacus.ghost_clipping import (
     GhostClipping,
     take_ghost_sums,
@@ -211,7 +211,7 @@ class DiceMechanism(GhostClipping):
     ) -> list[torch.Tensor]:
         _check_processed_flag(p.grad_sample)  # type: ignore[attr-defined]
         sample = batch_of(p).to(p.dtype)
-        sums = [torch.einsum("i,i...", weight.to(sample), sample) for weight in weights]
+        sums = [weighted_sum(weight, sample) for weight in weights]
         _mark_as_processed(p.grad_sample)  # type: ignore[attr-defined]
         return sums
 
