@@ -887,6 +887,19 @@ def test_a_parameter_outside_the_forward_pass_is_noticed(make_run):
         run.epoch()
 
 
+def test_row5_a_backbone_that_another_engine_trained(make_run):
+    backbone = nn.Linear(5, 5)
+    run = make_run(model=nn.Sequential(backbone, nn.Linear(5, 3)), loss_geometry=None)
+    head_only = WithState(nn.Identity())
+    head_only.state = backbone.requires_grad_(False)
+    make_run(model=head_only)  # nothing was trained yet
+    backbone.requires_grad_(True)
+    run.epoch()
+    backbone.requires_grad_(False)
+    with pytest.raises(hsa.UnsupportedRunError, match="no other engine has trained"):
+        make_run(model=head_only)
+
+
 def test_a_frozen_parameter_with_an_old_gradient_is_noticed(make_run):
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
     model(torch.ones(1, 5)).sum().backward()

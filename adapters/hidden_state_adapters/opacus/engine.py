@@ -248,8 +248,7 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         self, declared: DeclaredRun, noise_multiplier: float
     ) -> tuple[Any, RunOptimizer, DataLoader]:
         first = declared.event(noise_multiplier, 1)  # checks the values
-        trained = [p for p in declared.inner.parameters() if p.requires_grad]
-        check_not_trained_elsewhere(trained, self._token)
+        check_not_trained_elsewhere(declared.inner.parameters(), self._token)
         was_refused = False
         if self._optimizer is not None:
             if self._optimizer.context.recorder.num_steps:
@@ -282,7 +281,7 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         self._optimizer = result[1]
         self._modules = (declared.module, declared.inner, result[0])
         self.accountant.add_run(context.recorder, self._optimizer.check_iterate, declared.schedule)
-        note_run(trained, self._token, context.recorder)
+        note_run(context.parameters.params, self._token, context.recorder)
         if was_refused:
             self.accountant.assume(
                 "that the first step of an earlier attempt was refused does not depend on the "

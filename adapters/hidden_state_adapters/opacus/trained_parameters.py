@@ -25,8 +25,8 @@ def note_run(params: Iterable[nn.Parameter], engine: object, recorder: Recorder)
 def check_not_trained_elsewhere(params: Iterable[nn.Parameter], engine: object) -> None:
     """Raises UnsupportedRunError if another engine took steps with one of `params`.
 
-    The initial model would carry what those steps learned from the records, and this engine's
-    epsilon would not count them: what happens when a cell of a notebook is run again.
+    The initial model, or its frozen part, would carry what those steps learned from the records,
+    and this engine's epsilon would not count them. It happens when a notebook's cell is run again.
     """
     for param in params:
         for other, recorder in _runs.get(param, ()):
