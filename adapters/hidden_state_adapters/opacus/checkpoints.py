@@ -151,8 +151,9 @@ def check_state(
             )
     missing = _why_not_resumable(optimizer, declared.num_steps)
     if missing and "private" not in state:
+        kind = "error" if isinstance(optimizer, EngineDiceOptimizer) else "order"
         raise UnsupportedRunError(
-            f"The checkpoint lacks {missing}: with another the run would not be the one that is "
+            f"The checkpoint lacks {missing}: another {kind} would not be the run that is "
             "accounted. Save with include_private_state=True, stays_private=True."
         )
     check_later_steps(state, discard_later_steps)
