@@ -25,8 +25,9 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if managed - known:
         raise UnsupportedRunError(
-            f"Expected the optimizer to hold parameters of the module only, got "
-            f"{len(managed - known)} others. Construct it with module.parameters()."
+            "Expected the optimizer to hold parameters of the module only, got "
+            f"{len(managed - known)} others (Module parameters are different than optimizer "
+            "Parameters). Construct it with module.parameters()."
         )
     if not any(p.requires_grad for p in own.values()):
         raise UnsupportedRunError("Expected a module with trainable parameters, got none.")
