@@ -81,7 +81,7 @@ status=$$?; \
 exit $$status
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness lint format clean distclean
+.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -92,6 +92,7 @@ help:
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (15 minutes)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
+	@echo "make benchmarks   write docs/benchmarks/opacus_step.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make lint         ruff, mypy and the import directions"
 	@echo "make format       let ruff format and fix the sources"
@@ -118,6 +119,9 @@ test-mutations: .venv/.test-installed
 
 tightness: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tightness.py
+
+benchmarks: .venv/.test-installed
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/opacus_step.py
 
 # One process: its progress is seen at once. New random runs every time; a failure is replayed first.
 test-deep: .venv/.test-installed
