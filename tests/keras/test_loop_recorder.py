@@ -312,6 +312,26 @@ def whole_pass_in_a_graph(loop):
         epoch()
 
 
+def the_smallest_of_several_noises(loop):
+    @tf.function
+    def step(x, y):
+        variables = loop.model.trainable_variables
+        for _ in range(2):
+            with tf.GradientTape(persistent=True) as tape:
+                losses = loop.losses(x, y)
+            pairs = loop.optimizer._compute_gradients(losses, variables, tape=tape)
+        loop.optimizer.apply_gradients(pairs)
+
+    loop.epoch(step)
+
+
+def gradients_looked_at_after_the_run(loop):
+    loop.epoch()
+    x, y = next(iter(loop.data))
+    loop.optimizer._compute_gradients(lambda: loop.losses(x, y), loop.model.trainable_variables)
+    loop.record.report(DELTA)
+
+
 def fit_with_the_same_optimizer(loop):
     loop.epoch()
     loop.model.fit(loop.data, verbose=0)
@@ -349,6 +369,8 @@ CASES = {
     one_more_variable: "changed outside",
     averaged_weights_released: "changed outside",
     whole_pass_in_a_graph: "has taken 6 steps, expected 1",
+    the_smallest_of_several_noises: "computed 2 times for 1 steps",
+    gradients_looked_at_after_the_run: "computed 7 times for 6 steps",
     fit_with_the_same_optimizer: "took 12 steps, but 6 are recorded",
     seed_in_every_step: "used the noise of an earlier step",
 }

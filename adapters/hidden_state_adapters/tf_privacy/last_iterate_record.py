@@ -61,6 +61,7 @@ class LastIterateRecord(RunRecord):
         return no_contraction_line(recorder.event(), self.relation)
 
     def _add(self, entry: StepEntry) -> None:
+        self._check_draws()
         self._check_accumulation()
         self._parts.append((entry.noise_multiplier, entry.l2_norm_clip, entry.weight_decay))
         if self.num_batches % self.units.accumulated:
@@ -82,6 +83,16 @@ class LastIterateRecord(RunRecord):
             batch_rows=self.units.records_per_step,
         )
 
+    def _check_draws(self) -> None:
+        """Noise that somebody chose among several draws is not Gaussian."""
+        drawn = self.optimizer.gradients_computed
+        if drawn != self.num_batches:
+            raise refusal(
+                f"Noisy gradients were computed {drawn} times for {self.num_batches} steps: the "
+                "others were refused, interrupted or not applied. Call minimize, or "
+                "_compute_gradients and apply_gradients, once for every batch."
+            )
+
     def _check_accumulation(self) -> None:
         """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
         now = Units.of(self.optimizer, self.batch_size, self.examples)
@@ -97,6 +108,7 @@ class LastIterateRecord(RunRecord):
     def check(self) -> None:
         """As `RunRecord.check`, and the last step is complete."""
         super().check()
+        self._check_draws()
         if self._parts:
             raise refusal(
                 f"{len(self._parts)} of {self.units.accumulated} gradients of a step are "

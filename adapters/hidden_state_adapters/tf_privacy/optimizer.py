@@ -151,6 +151,15 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         largest_norm = self._dp_sum_query.largest_norm
         return self._log.problem(rows, None, variables, largest_norm, self._norm_bound())
 
+    def _raise_problem(self, problem: tf.Tensor) -> None:
+        with tf.control_dependencies([self._log.count_draw()]):  # before anything can raise
+            super()._raise_problem(problem)
+
+    @property
+    def gradients_computed(self) -> int:
+        """How often noisy gradients were computed; in a run as often as a step was taken."""
+        return self._log.drawn
+
     def _norm_bound(self) -> float:
         declared = None if self._loss_geometry is None else self._loss_geometry.lipschitz
         return float("inf") if declared is None else declared * (1 + checks.SLACK)

@@ -110,6 +110,7 @@ class StepLog:
         with tf.init_scope():
             self._counts = tf.Variable(tf.zeros([5], tf.int64), trainable=False)
             self._values = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
+            self._drawn = tf.Variable(tf.zeros([], tf.int64), trainable=False)
 
     def problem(
         self,
@@ -167,6 +168,15 @@ class StepLog:
         refused = tf.stack([old[0], old[1], problem, old[3], old[4]])
         self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
         self._values.assign(tf.stack([_double(value) for value in values]))
+
+    def count_draw(self) -> Any:
+        """Notes that noisy gradients were computed, applied or not."""
+        return self._drawn.assign_add(1, read_value=False)
+
+    @property
+    def drawn(self) -> int:
+        """How often noisy gradients were computed."""
+        return int(self._drawn.numpy())
 
     def read(self) -> StepEntry:
         """The log on the host."""
