@@ -322,7 +322,6 @@ def test_the_arguments_survive(tmp_path):
     ("options", "text"),
     [
         ({"l2_norm_clip": 0.0}, "l2_norm_clip > 0"),
-        ({"l2_norm_clip": 1e-20}, "underflow"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"num_microbatches": 0}, "num_microbatches"),
@@ -464,6 +463,19 @@ def test_runs_that_are_not_covered(tamper, text):
 
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         go_on()
+
+
+@pytest.mark.parametrize("kind", [BlockCoordinateKerasOptimizer, CyclicDPKerasSGDOptimizer])
+def test_gradients_whose_squares_underflow(kind):
+    """Their norm comes out as 0, so that they would count for 300 clip norms."""
+    w = tf.Variable(tf.zeros([10]))
+    optimizer = kind(1e-25, 1.0, learning_rate=0.1)
+    with pytest.raises(hsa.UnsupportedRunError, match="underflow"):
+        optimizer.minimize(lambda: 1e-23 * tf.reduce_sum(w) * tf.ones([2]), [w])
+    w = tf.Variable(tf.zeros([10], tf.float64))
+    optimizer = kind(1e-25, 0.0, learning_rate=1.0)
+    optimizer.minimize(lambda: 1e-23 * tf.reduce_sum(w) * tf.ones([2], tf.float64), [w])
+    assert np.linalg.norm(w) == pytest.approx(1e-25)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])

@@ -23,8 +23,6 @@ _CHECKED = (
     "vector; finite gradients, the same number of rows each time; no variable of a block changed "
     "by others; all updates finished; noise that was not used in the last thousands of updates"
 )
-# Squares of shorter vectors underflow in float32.
-_SMALLEST_CLIP = 1.1e-11
 
 
 class _ProxSGD(tf.keras.optimizers.legacy.SGD):
@@ -129,11 +127,6 @@ class BlockCoordinateKerasOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Pr
     ):
         checks.refuse_options(type(self).__name__, kwargs, self._neutral_options)
         clip, noise = checks.clip_and_noise(l2_norm_clip, noise_multiplier)
-        if clip < _SMALLEST_CLIP:
-            raise ValueError(
-                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g}, got {clip!r}: squares of shorter "
-                "gradients underflow. Scale the loss up."
-            )
         if isinstance(learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
             raise refusal(
                 f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "

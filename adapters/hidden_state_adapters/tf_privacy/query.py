@@ -10,6 +10,10 @@ import tensorflow as tf
 from tensorflow_privacy.privacy.dp_query.gaussian_query import GaussianSumQuery
 
 from hidden_state_adapters.tf_privacy.fingerprint import fingerprint
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+# 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
+_SMALLEST_CLIP = 1.1e-11
 
 
 class WatchedGaussianSumQuery(GaussianSumQuery):
@@ -41,6 +45,12 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
     def accumulate_record(self, params: Any, sample_state: Any, record: Any) -> Any:
         """Adds the clipped record to the sums."""
         sums, largest = sample_state
+        if record[0].dtype == tf.float32 and self.l2_norm_clip < _SMALLEST_CLIP:
+            raise refusal(
+                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got "
+                f"{self.l2_norm_clip:g}: squares of shorter gradients underflow, and they are not "
+                "clipped. Scale the loss up, or train in float64."
+            )
         clip = tf.constant(self.l2_norm_clip, record[0].dtype)
         clipped, norm = tf.clip_by_global_norm(record, clip)
         norm = tf.cast(norm, tf.float64)
