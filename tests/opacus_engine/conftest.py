@@ -15,6 +15,11 @@ RECORDS, FEATURES, CLASSES, BATCH = 60, 5, 3, 10
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @attrs.define
 class Run:
     """An engine with what make_private returned, and the shortest training loop."""

@@ -727,7 +727,7 @@ def test_a_copy_of_the_module_is_free():
     train(model, optimizer, batches(1))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_cuda():
     ends = []
     for device in ("cpu", "cuda"):

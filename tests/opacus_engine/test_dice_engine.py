@@ -1176,7 +1176,7 @@ def test_the_state_by_hand_is_not_loaded_past_the_record(make_dice):
         other.optimizer.load_run_state_dict(state)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_cuda(make_dice, tmp_path):
     """The same steps as on the CPU, the error on the device, and a checkpoint that goes on."""
     ends = []

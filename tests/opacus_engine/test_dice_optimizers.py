@@ -903,7 +903,7 @@ def test_no_gradients():
 # --- the other device -----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cuda(variant):
     """The same steps, the error on the device, and a model that was moved after construction."""

@@ -609,7 +609,7 @@ def test_projection_is_joint_and_inside(dtype):
     assert torch.equal(zeros[0], torch.zeros(3))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_a_gpu(make_run):
     model = nn.Linear(5, 3).cuda()
     run = make_run(model=model, projection_radius=5.0)

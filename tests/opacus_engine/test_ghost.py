@@ -173,7 +173,7 @@ def test_norms_and_sums_are_those_of_the_gradients(
             assert not total.requires_grad
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", MODELS)
 def test_cuda(name):
     figures = []

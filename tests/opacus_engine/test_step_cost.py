@@ -19,7 +19,6 @@ from hidden_state_adapters.opacus import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "is_nonzero"}
 KINDS = ["cyclic", "linear", "dice_sgd", "dice_adam", "engine_dice_sgd", "engine_dice_adam"]
@@ -155,7 +154,7 @@ def test_one_transfer_in_a_piece(waits, kind):
     assert counts == [1] * 18
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_transfer_on_a_gpu(kind):
     stock, ours = (
@@ -237,7 +236,7 @@ def test_memory_of_a_step(kind):
 # --- the other device -----------------------------------------------------------------------------
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_trajectory_on_a_gpu(kind, dtype):
@@ -252,7 +251,7 @@ def test_the_same_trajectory_on_a_gpu(kind, dtype):
         torch.testing.assert_close(on_gpu, on_cpu, atol=tolerance, rtol=0)
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_are_where_the_parameters_are(kind, dtype):
@@ -267,7 +266,7 @@ def test_buffers_are_where_the_parameters_are(kind, dtype):
         assert (buffer.device.type, buffer.dtype) == ("cuda", dtype)
 
 
-@cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["cyclic", "dice_sgd"])
 def test_memory_on_a_gpu(kind):
     peaks = []
