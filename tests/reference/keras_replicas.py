@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateKerasOptimizer,
     CyclicDPKerasSGDOptimizer,
     DiceKerasAdamOptimizer,
     DiceKerasSGDOptimizer,
@@ -80,8 +81,16 @@ def main():
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    for kind in (CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, DiceKerasAdamOptimizer):
-        for act in (constructed_in_scope, fit, fit_without_callback, own_loop, recorder):
+    for kind in (
+        CyclicDPKerasSGDOptimizer,
+        DiceKerasSGDOptimizer,
+        DiceKerasAdamOptimizer,
+        BlockCoordinateKerasOptimizer,
+    ):
+        acts = [constructed_in_scope, fit_without_callback, own_loop]
+        if kind is not BlockCoordinateKerasOptimizer:  # it has a record of its own
+            acts += [fit, recorder]
+        for act in acts:
             try:
                 act(kind, strategy)
             except Exception as error:
