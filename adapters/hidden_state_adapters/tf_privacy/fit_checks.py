@@ -41,7 +41,7 @@ def fit_arguments() -> Mapping[str, Any]:
         frame = frame.f_back
     raise refusal(
         "Expected to be called by Model.fit, got another caller: the order of the data cannot be "
-        "checked. For an own loop declare the run as a LastIterateDpEvent."
+        "checked. For an own loop use HiddenStateRecorder."
     )
 
 

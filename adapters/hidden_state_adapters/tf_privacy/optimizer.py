@@ -58,7 +58,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
       - Of a step: as above; independent noise for every variable and step, from TensorFlow's
         generators (which are not cryptographic).
       - Of a run: none by itself, because an optimizer does not see the order of the data.
-        `HiddenStateCallback` records the run, or declare it as a `LastIterateDpEvent`.
+        `HiddenStateCallback` and `HiddenStateRecorder` record the run; or declare it as a
+        `LastIterateDpEvent`.
       - Checked in every step, and the step is not taken otherwise: equal batches, one row per
         example; the variables are those that the last step left; finite gradients, not longer than
         `loss_geometry.lipschitz`. In eager mode the error is an UnsupportedRunError, in a graph
