@@ -662,7 +662,7 @@ def test_rows_of_the_event():
     with pytest.raises(hsa.UnsupportedRunError, match="at most dataset_size = 5 rows"):
         optimizer.privacy_event(dataset_size=5, batch_order="poisson")
     with pytest.raises(ValueError, match="none yet"):
-        make().privacy_event(dataset_size=8, batch_order="poisson")
+        make().privacy_event(dataset_size=8, batch_order="cyclic")
 
 
 # --- what is refused ------------------------------------------------------------------------------

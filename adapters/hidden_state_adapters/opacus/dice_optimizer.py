@@ -15,8 +15,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     _validate,
 )
-from hidden_state_accountants.batch_order import parse_batch_order
-from hidden_state_accountants.dice_report import text_report
+from hidden_state_accountants.dice_report import DiceSgdRun, text_report
 from hidden_state_adapters.opacus.dice_mechanism import DiceMechanism
 
 _SCHEMA = 1
@@ -25,8 +24,6 @@ CHECKED = (
     "finite gradients, one row each, in float32 or float64, in at most one backward pass per piece "
     "of a batch; the same parameters; noise that was not used before"
 )
-# Rounding in float32 of a norm that is exactly at its bound.
-_SLACK = 1e-6
 
 
 class DiceOptimizer(DiceMechanism):
@@ -56,29 +53,27 @@ class DiceOptimizer(DiceMechanism):
             UnsupportedRunError: The run was another one.
         """
         self.check_not_refused()
-        if not self._num_steps:
-            raise ValueError("Expected at least one step, got none yet.")
         if self._settings() != self._fixed:
             raise UnsupportedRunError(
                 f"The optimizer has {self._settings()}, expected {self._fixed} as in its steps."
             )
-        if num_steps is not None:
-            planned = _validate.integer("num_steps", num_steps, minimum=1)
-            if planned != self._num_steps:
-                raise UnsupportedRunError(
-                    f"Expected num_steps = {self._num_steps}, the steps taken, got {planned}."
-                )
-        order = parse_batch_order(batch_order)
-        event = self._event(dataset_size, self._num_steps, order, gradient_bound)
-        self._check_rows(event)
-        largest = self._hidden.largest_gradient_norm
-        if largest > event.gradient_bound * (1 + _SLACK):
-            raise UnsupportedRunError(
-                f"Expected gradient_bound >= {largest:.8g}, the largest gradient of this run, got "
-                f"{event.gradient_bound:.8g}. A bound has to be proven from the loss and the norm "
-                "of the features, not read off a run. Correct it, or leave it out."
-            )
-        return event
+        run = DiceSgdRun(
+            noise_multiplier=float(self.noise_multiplier),
+            clip_norm=float(self.max_grad_norm),
+            error_clip_norm=float(self.error_max_grad_norm),
+            batch_size=int(self.expected_batch_size),  # type: ignore[arg-type]
+            automatic=self.automatic,
+            num_steps=self._num_steps,
+            fewest_rows=int(self._hidden.fewest_rows) if self._num_steps else 0,
+            most_rows=self._hidden.most_rows,
+            largest_gradient_norm=self._hidden.largest_gradient_norm,
+        )
+        return run.event(
+            dataset_size=dataset_size,
+            batch_order=batch_order,
+            num_steps=num_steps,
+            gradient_bound=gradient_bound,
+        )
 
     @property
     def was_refused(self) -> bool:
@@ -92,21 +87,6 @@ class DiceOptimizer(DiceMechanism):
                 "A step of this run was refused or interrupted. What ended the run may depend on "
                 "the records, and the bound is about a number of steps that does not. Start again "
                 f"with another optimizer. It was: {self._failure}"
-            )
-
-    def _check_rows(self, event: DiceSgdDpEvent) -> None:
-        fewest, most = self._hidden.fewest_rows, self._hidden.most_rows
-        if event.batch_order is BatchOrder.POISSON:
-            if most > event.dataset_size:
-                raise UnsupportedRunError(
-                    f"Expected at most dataset_size = {event.dataset_size} rows in a batch, got "
-                    f"{most}."
-                )
-        elif not fewest == most == event.batch_size:
-            raise UnsupportedRunError(
-                f"Expected {event.batch_size} rows in every {event.batch_order.value} batch, got "
-                f"{fewest} to {most}. Drop the rest of the data set (drop_last=True), or say "
-                "batch_order='poisson' if every record was drawn for every batch by itself."
             )
 
     def report(

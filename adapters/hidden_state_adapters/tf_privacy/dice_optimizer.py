@@ -1,21 +1,15 @@
-"""The steps of DiceSGD for Keras, and what is said about a run of them."""
+"""What is said about a run of DiceSGD in Keras."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
 
-import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import BatchOrder, DiceSgdAccountant, DiceSgdDpEvent, _validate
+from hidden_state_accountants import BatchOrder, DiceSgdAccountant, DiceSgdDpEvent
 from hidden_state_accountants.batch_order import parse_batch_order
-from hidden_state_accountants.dice_report import text_report
-from hidden_state_adapters.tf_privacy import optimizer_checks as checks
-from hidden_state_adapters.tf_privacy.checked_optimizer import CheckedOptimizer, Gradients
-from hidden_state_adapters.tf_privacy.dice_query import DiceSumQuery
-from hidden_state_adapters.tf_privacy.dice_state import DiceRun, HiddenError
+from hidden_state_accountants.dice_report import DiceSgdRun, text_report
+from hidden_state_adapters.tf_privacy.dice_mechanism import DiceMechanism
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _CHECKED = (
@@ -26,147 +20,10 @@ _CHECKED = (
 )
 
 
-class DiceOptimizer(CheckedOptimizer):
+class DiceOptimizer(DiceMechanism):
     """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
 
-    _neutral_options: ClassVar = checks.NEUTRAL_AFTER_RELEASE
-
-    def __init__(
-        self,
-        l2_norm_clip: float,
-        noise_multiplier: float,
-        num_microbatches: int | None,
-        *,
-        error_l2_norm_clip: float | None,
-        automatic: bool,
-        expected_batch_size: int | None,
-        learning_rate: Any,
-        refusable: dict[str, Any],
-        **kwargs: Any,
-    ):
-        checks.refuse_options(type(self).__name__, refusable, self._neutral_options)
-        clip, noise = checks.clip_and_noise(l2_norm_clip, noise_multiplier)
-        error_clip = clip
-        if error_l2_norm_clip is not None:
-            error_clip = _validate.real("error_l2_norm_clip", error_l2_norm_clip, above=0)
-            checks.check_scale("error_l2_norm_clip", error_clip)
-        if not isinstance(automatic, bool):
-            raise TypeError(f"Expected automatic to be True or False, got {automatic!r}.")
-        if expected_batch_size is not None:
-            expected_batch_size = _validate.integer(
-                "expected_batch_size", expected_batch_size, minimum=1
-            )
-        checks.check_learning_rate(learning_rate)
-        error = HiddenError()
-        query = DiceSumQuery(
-            clip,
-            noise,
-            error_l2_norm_clip=error_clip,
-            automatic=automatic,
-            divisor=expected_batch_size,
-            error=error,
-        )
-        super().__init__(
-            query, checks.microbatches(num_microbatches), learning_rate=learning_rate, **kwargs
-        )
-        self._error = error
-        self._settings = self._current_settings()
-
-    @property
-    def error_l2_norm_clip(self) -> float:
-        """C_2, in units of the mean update."""
-        return self._dp_sum_query.error_l2_norm_clip
-
-    @property
-    def automatic(self) -> bool:
-        """Whether both clips normalise (Algorithm 4)."""
-        return self._dp_sum_query.automatic
-
-    @property
-    def expected_batch_size(self) -> int | None:
-        """B, the divisor of the sums; None for the number of rows of every batch."""
-        return self._dp_sum_query.divisor
-
-    def _current_settings(self) -> dict[str, Any]:
-        return {
-            "l2_norm_clip": self.l2_norm_clip,
-            "noise_multiplier": self.noise_multiplier,
-            "num_microbatches": self._num_microbatches,
-            "error_l2_norm_clip": self.error_l2_norm_clip,
-            "automatic": self.automatic,
-            "expected_batch_size": self.expected_batch_size,
-        }
-
-    def _check_settings(self) -> None:
-        now = self._current_settings()
-        if now != self._settings:
-            raise refusal(
-                f"Expected {self._settings} as at construction, got {now}: the bound on DiceSGD is "
-                "about constant values. (The learning rate may change.)"
-            )
-
-    # The step
-
-    def _compute_gradients(
-        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> list[tuple[Any, Any]]:
-        """The noisy update, of a loss with one entry per example."""
-        self._check_settings()
-        return super()._compute_gradients(loss, var_list, grad_loss, tape)
-
-    def _checked_loss(self, loss: Any) -> Any:
-        rows_vary = self.expected_batch_size is not None
-        loss = checks.check_loss(loss, self._num_microbatches, may_be_empty=rows_vary)
-        if rows_vary and not loss.shape[0]:
-            loss = _at_least_one_row(loss)
-        self._dp_sum_query.rows = tf.shape(loss)[0]
-        return loss
-
-    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
-        query = self._dp_sum_query
-        with tf.init_scope():
-            iterations = self.iterations  # Keras makes the variable at the first use
-        of_step = self._log.problem(
-            rows,
-            self._num_microbatches,
-            variables,
-            query.largest_norm,
-            self._norm_bound(),
-            rows_vary=self.expected_batch_size is not None,
-        )
-        of_run = self._error.problem(
-            self._log.steps, iterations, query.error_norm, query.noise_fingerprint
-        )
-        return of_step + of_run
-
-    def _raise_problem(self, problem: tf.Tensor) -> None:
-        begun = self._error.begin(self.iterations)
-        with tf.control_dependencies([begun]):  # it counts before anything can raise
-            super()._raise_problem(problem)
-
-    def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Any = None) -> Any:
-        """Keras' update of one variable and its slots, unless the step was refused."""
-        assert self._gradients is not None
-        update = super()._resource_apply_dense
-
-        def take() -> tf.Tensor:
-            update(grad, var, apply_state)
-            return tf.constant(True)
-
-        return tf.cond(self._gradients.is_fine, take, lambda: tf.constant(False))
-
-    def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
-        query = self._dp_sum_query
-        self._error.finish(
-            is_fine=gradients.is_fine,
-            rows=gradients.rows,
-            largest=query.largest_norm,
-            noise=query.noise_fingerprint,
-            errors=query.next_errors,
-        )
-        query.next_errors = []
-
-    # What was spent
+    _update_rule = ""
 
     def privacy_event(
         self,
@@ -202,40 +59,29 @@ class DiceOptimizer(CheckedOptimizer):
                 "not. "
                 f"Start again with another optimizer. {entry.problem}".rstrip()
             )
-        if not entry.steps:
-            raise ValueError("Expected at least one step, got none yet.")
-        if num_steps is not None:
-            planned = _validate.integer("num_steps", num_steps, minimum=1)
-            if planned != entry.steps:
-                raise refusal(
-                    f"Expected num_steps = {entry.steps}, the steps taken, got {planned}."
-                )
-        batch = self.expected_batch_size or entry.rows
-        event = DiceSgdDpEvent(
-            # ZBWH24, Algorithm 2, arXiv 2311.14632: the noise is on the mean update
-            noise_std=self.noise_multiplier * self.l2_norm_clip / batch,
-            clip_norm=self.l2_norm_clip,
-            error_clip_norm=self.error_l2_norm_clip,
-            batch_size=batch,
-            dataset_size=dataset_size,
-            num_steps=entry.steps,
-            batch_order=parse_batch_order(batch_order),
-            gradient_bound=gradient_bound,
-            automatic=self.automatic,
-        )
-        if event.batch_order is BatchOrder.POISSON and self.expected_batch_size is None:
+        order = parse_batch_order(batch_order)
+        if order is BatchOrder.POISSON and self.expected_batch_size is None:
             raise refusal(
                 "Expected expected_batch_size for Poisson batches, got None: their size is not a "
                 "public constant, and the sums must be divided by one."
             )
-        _check_rows(event, run)
-        if run.largest_norm > event.gradient_bound * (1 + checks.SLACK):
-            raise refusal(
-                f"Expected gradient_bound >= {run.largest_norm:.8g}, the largest gradient of this "
-                f"run, got {event.gradient_bound:.8g}. A bound has to be proven from the loss and "
-                "the norm of the features, not read off a run. Correct it, or leave it out."
-            )
-        return event
+        counted = DiceSgdRun(
+            noise_multiplier=self.noise_multiplier,
+            clip_norm=self.l2_norm_clip,
+            error_clip_norm=self.error_l2_norm_clip,
+            batch_size=self.expected_batch_size or entry.rows,
+            automatic=self.automatic,
+            num_steps=entry.steps,
+            fewest_rows=run.fewest_rows,
+            most_rows=run.most_rows,
+            largest_gradient_norm=run.largest_norm,
+        )
+        return counted.event(
+            dataset_size=dataset_size,
+            batch_order=order,
+            num_steps=num_steps,
+            gradient_bound=gradient_bound,
+        )
 
     def report(
         self,
@@ -295,31 +141,4 @@ class DiceOptimizer(CheckedOptimizer):
         return (
             f"{text}\nNOT in these figures: {before} steps before this optimizer was loaded. They "
             "are another run; compose both events in one accountant."
-        )
-
-    _update_rule = ""
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
-        return f"{type(self).__name__}({settings})"
-
-
-def _at_least_one_row(loss: tf.Tensor) -> tf.Tensor:
-    """The loss; of an empty batch one entry that no variable changes: its step takes place, too."""
-    row = tf.zeros(tf.concat([[1], tf.shape(loss)[1:]], 0), loss.dtype)
-    return tf.concat([loss, row], 0)[: tf.maximum(tf.shape(loss)[0], 1)]
-
-
-def _check_rows(event: DiceSgdDpEvent, run: DiceRun) -> None:
-    if event.batch_order is BatchOrder.POISSON:
-        if run.most_rows > event.dataset_size:
-            raise refusal(
-                f"Expected at most dataset_size = {event.dataset_size} rows in a batch, got "
-                f"{run.most_rows}."
-            )
-    elif not run.fewest_rows == run.most_rows == event.batch_size:
-        raise refusal(
-            f"Expected {event.batch_size} rows in every {event.batch_order.value} batch, got "
-            f"{run.fewest_rows} to {run.most_rows}. Drop the rest of the data set, or say "
-            "batch_order='poisson' if every example was drawn for every batch by itself."
         )
