@@ -783,12 +783,37 @@ def test_targets_that_would_be_broadcast(make_run, criterion):
     assert run.steps == 6
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda output: output.squeeze(1),
+        lambda output: output.view(-1),
+        lambda output: output[:, 0],
+        lambda output: output.float().flatten(),
+    ],
+)
+@pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=str)
+def test_row4_other_shapes_of_the_same_output(make_run, criterion, shape):
+    run = make_run(model=nn.Linear(5, 1), criterion=criterion, max_grad_norm=0.5)
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        run.criterion(input=shape(run.model(features)), target=(labels > 0).float()).backward()
+        run.optimizer.step()
+    assert run.steps == 6
+    features, labels = next(iter(run.loader))
+    run.optimizer.zero_grad()
+    run.criterion(shape(run.model(features)).flip(0), (labels > 0).float()).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="something else than the output"):
+        run.optimizer.step()
+
+
 def test_the_criterion_is_left_alone_when_the_run_ends(make_run):
     criterion = nn.CrossEntropyLoss()
     run = make_run(criterion=criterion)
     run.epoch()
     make_run(engine=run.engine, model=run.model, loss_geometry=None)
     assert not criterion._forward_pre_hooks
+    assert not criterion._forward_hooks
     with pytest.raises(ValueError, match="noise_multiplier"):
         make_run(criterion=criterion, noise_multiplier=-1.0)
     assert not criterion._forward_pre_hooks
