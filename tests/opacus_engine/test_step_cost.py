@@ -176,6 +176,30 @@ def test_one_transfer_on_a_gpu(kind):
     assert counts[1] - counts[0] == 1
 
 
+class CountNorms(TorchDispatchMode):
+    """Counts norms of tensors that hold a gradient of `weight` for each of ten records."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.count, self.size = 0, 10 * weight.numel()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("norm", "linalg_vector_norm") and args[0].numel() == self.size
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["opacus", "cyclic", "linear", "dice_sgd", "engine_dice_sgd"])
+def test_norms_of_gradients_are_computed_once(kind):
+    """Also where they are checked against a bound."""
+    loop = Loop(kind)
+    batches = iter(loop.loader)
+    loop.step(next(batches))
+    with CountNorms(loop.model[0].weight) as mode:
+        loop.step(next(batches))
+    assert mode.count == 1
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
