@@ -708,6 +708,18 @@ def moments_from_elsewhere(run):
     run.optimizer.load_state_dict(other.state_dict())
 
 
+def moments_without_noise(run):
+    """The inner optimizer steps on the gradient of the records, and the model is put back."""
+    batch = next(iter(run.loader))
+    old = copy.deepcopy(run.plain_model.state_dict())
+    run.backward(batch)
+    base = run.optimizer.original_optimizer
+    base.param_groups[0]["momentum"] = 0.9
+    base.step()
+    run.plain_model.load_state_dict(old)
+    run.optimizer.step()
+
+
 def nan_gradient(run):
     features, labels = next(iter(run.loader))
     run.step([math.nan * features, labels])
@@ -755,6 +767,7 @@ MISUSE = [
     (changed("automatic", True), "uses automatic = True"),
     (changed("step_hook", print), "step_hook"),
     (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
+    (moments_without_noise, "momentum or moments that the last step did not leave"),
     (another_bound, "expected at most the declared gradient_bound = 2.0001"),
     (changed("grad_scale", 1.0), "GradScaler"),
     (long_gradient, "expected at most the declared gradient_bound = 2.0001"),

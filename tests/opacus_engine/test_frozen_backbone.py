@@ -177,6 +177,19 @@ def unfrozen_backbone(run):
     run.epoch()
 
 
+def test_a_layer_that_is_partly_unfrozen(make_run):
+    """Opacus' hook says: 'Parameter' object has no attribute '_forward_counter'."""
+    model = Probe()
+    model.head = nn.Linear(model.head.in_features, model.head.out_features)
+    model.head.bias.requires_grad_(False)
+    run = make_run(model=model, loss_geometry=None)
+    run.epoch()
+    model.head.bias.requires_grad_(True)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"Linear trains \['weight', 'bias'\]"):
+        run.epoch()
+    assert run.steps == 6
+
+
 @pytest.mark.parametrize(
     ("loop", "text"),
     [

@@ -749,3 +749,67 @@ def test_dice_refuses_what_it_refuses_with_hooks():
         optimizer.step()
     with pytest.raises(hsa.UnsupportedRunError, match="refused or interrupted"):
         optimizer.privacy_event(dataset_size=12, batch_order="poisson")
+
+
+# --- Extreme records ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("activation", "backprop", "clip"),
+    [(7e18, 7e18, 1e-5), (1e38, 1e-10, 1e-5), (1e-30, 1e30, 1e-5), (3e38, 1e-40, 1e-2)],
+)
+def test_one_record_counts_for_the_clip_norm_at_most(activation, backprop, clip):
+    """Factors that are weighted one by one round up where float32 has few digits left."""
+    largest = 0.0
+    for scale in np.linspace(0.5, 1.0, 20):
+        model = GhostGradSampleModule(nn.Linear(2, 2), loss_reduction="sum")
+        (model(torch.full((1, 2), activation * scale)) * backprop).sum().backward()
+        factors = (clip / ghost_norms(trained(model))).clamp(max=1.0)
+        sums = take_ghost_sums(trained(model), factors)
+        norms = [float(total.double().norm()) for (total,) in sums]
+        largest = max(largest, math.hypot(*norms))
+    assert largest <= clip * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e22])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_gradients_that_are_not_finite(mode, value):
+    """In Opacus they make the model NaN: everybody sees that the record was there."""
+    data = records()
+    data.tensors[0][3] = value
+    engine, *run = make_private(
+        mode, model=nn.Linear(5, 1), loss_geometry=None, noise_multiplier=1.0,
+        data_loader=DataLoader(
+            TensorDataset(data.tensors[0], torch.zeros(RECORDS, 1)), batch_size=BATCH
+        ),
+        criterion=nn.MSELoss(),
+    )  # fmt: skip
+    before = flat(run[0].parameters())
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 1 has .* not finite"):
+        train(*run, epochs=1)
+    np.testing.assert_array_equal(flat(run[0].parameters()), before)
+    with pytest.raises(hsa.UnsupportedRunError, match="A refused step"):
+        engine.get_epsilon(1e-5)
+
+
+def test_a_layer_whose_parameters_are_not_its_own():
+    """Its weight is made of them: the rule for a linear layer gives the gradients of the weight."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.utils.weight_norm(nn.Linear(1, 2))
+    model = GhostGradSampleModule(layer)
+    model(torch.ones(3, 1)).sum().backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="weight_norm"):
+        ghost_norms(trained(model))
+
+
+def test_a_layer_without_elements():
+    _, *run = make_private(
+        model=nn.Sequential(
+            nn.Unflatten(1, (1, 5)), nn.Linear(5, 0), nn.Linear(0, 3), nn.Flatten()
+        ),
+        loss_geometry=None,
+    )  # fmt: skip
+    before = flat(run[0].parameters())
+    train(*run, epochs=1)
+    assert not np.array_equal(flat(run[0].parameters()), before)

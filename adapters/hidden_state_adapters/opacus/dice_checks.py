@@ -62,6 +62,29 @@ def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
     return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())
 
 
+def moments_of(optimizer: Optimizer) -> list[tuple[torch.Tensor, int]]:
+    """Momentum or moments, with their versions."""
+    parts = optimizer.state.values()
+    tensors = [v for part in parts for v in part.values() if isinstance(v, torch.Tensor)]
+    return [(tensor, tensor._version) for tensor in tensors]
+
+
+def check_moments(
+    step: int, optimizer: Optimizer, expected: list[tuple[torch.Tensor, int]]
+) -> None:
+    """Raises UnsupportedRunError unless momentum or moments are what the last step left."""
+    now = moments_of(optimizer)
+    if len(now) != len(expected) or any(
+        tensor is not old or version != old_version
+        for (tensor, version), (old, old_version) in zip(now, expected, strict=True)
+    ):
+        raise UnsupportedRunError(
+            f"step {step} starts with momentum or moments that the last step did not leave: they "
+            "may hold gradients without noise. Call step() of the private optimizer only, and "
+            "load a state with its load_state_dict."
+        )
+
+
 def refuse_per_layer(**norms: Any) -> None:
     """Raises UnsupportedRunError for lists of clip norms."""
     for name, value in norms.items():

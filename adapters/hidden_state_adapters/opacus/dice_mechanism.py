@@ -89,6 +89,7 @@ class DiceMechanism(GhostClipping):
         self._rows = 0  # of the pieces of the current batch
         self._sums = dice_checks.no_sums(self._run_params)
         self._failure = ""
+        self._moments = dice_checks.moments_of(optimizer)
 
     def _check_values(self) -> None:
         _validate.magnitude("noise_multiplier", self.noise_multiplier)
@@ -166,6 +167,7 @@ class DiceMechanism(GhostClipping):
                 )
         dice_checks.check_same_parameters(step, self._base, self._run_params)
         dice_checks.check_sums(step, self._run_params, self._sums)
+        dice_checks.check_moments(step, self._base, self._moments)
 
     def _measure(self, step: int, rows: int) -> None:
         """Norms of the gradients and of the error; one transfer from the device."""
@@ -269,7 +271,14 @@ class DiceMechanism(GhostClipping):
                 "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
                 "gradients before they are clipped, and skips steps. Train in float32 without it."
             )
-        return super().step(closure)
+        result = super().step(closure)
+        self._moments = dice_checks.moments_of(self._base)
+        return result
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores the inner optimizer: its options, momentum and moments."""
+        super().load_state_dict(state_dict)
+        self._moments = dice_checks.moments_of(self._base)
 
     @property
     def num_steps(self) -> int:

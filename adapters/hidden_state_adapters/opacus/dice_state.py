@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError, _validate
+from hidden_state_adapters.opacus.norms import row_norms
 
 
 def smallest_norm(params: Sequence[nn.Parameter]) -> float:
@@ -49,7 +50,7 @@ def joint_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Norms of vectors whose parts, one tensor per parameter, have shape (vectors, ...)."""
     # The shape in full: an empty batch has nothing that -1 could be computed from.
     rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts]
-    norms = [torch.linalg.vector_norm(part, dim=1) for part in rows]
+    norms = [row_norms(part) for part in rows]
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
     together = [norm.to(device=norms[0].device, dtype=dtype) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(together, dim=1), dim=1)

@@ -11,6 +11,7 @@ from torch import nn
 
 from hidden_state_adapters.opacus.dice_state import joint_norms
 from hidden_state_adapters.opacus.ghost_clipping import ghost_norms, is_ghost
+from hidden_state_adapters.opacus.norms import to_precision
 
 # Opacus clips with the factor min(1, C / (norm + 1e-6)).
 OPACUS_CLIP_OFFSET = 1e-6
@@ -49,7 +50,8 @@ def weighted_sum(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     """The sum over the rows of `sample`, each times its weight."""
     # einsum("i,i...") does the same by way of a batched product, slower for short rows.
     shape = sample.shape[1:]
-    return (weights.to(sample) @ sample.reshape(len(sample), shape.numel())).reshape(shape)
+    weights = to_precision(weights, sample.dtype)
+    return (weights @ sample.reshape(len(sample), shape.numel())).reshape(shape)
 
 
 def batch_of(param: nn.Parameter) -> torch.Tensor:

@@ -68,6 +68,7 @@ class ForwardWatch:
             if any(p.requires_grad for p in part.parameters(recurse=False))
         ]
         self._trainable = [p for p in module.parameters() if p.requires_grad]
+        self._names = {part: _trainable_names(part) for part in self._owners}
         self._checks_convolutions = checks_convolutions
         self.has_frozen_backbone = any(not p.requires_grad for p in module.parameters())
         self._is_inside = False
@@ -91,6 +92,7 @@ class ForwardWatch:
         if not self._is_training():
             return
         check_batch_norm(module)
+        self._check_unfrozen(module)
         precision_checks.check_arithmetic(self._trainable)
         if self._checks_convolutions:
             precision_checks.check_convolutions(self._trainable)
@@ -103,6 +105,16 @@ class ForwardWatch:
                 [self.has_other_parameters, self._parameters.changed()]
             )
 
+    def _check_unfrozen(self, layer: nn.Module) -> None:
+        names = self._names.get(layer)
+        now = _trainable_names(layer)
+        if names is not None and not set(now) <= set(names):  # Opacus' hook on the layer would fail
+            raise UnsupportedRunError(
+                f"{type(layer).__name__} trains {now}, expected {names} as at the start: the set "
+                "of trainable parameters is fixed for a run. Freeze the others again, or start "
+                "another run for another set."
+            )
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_inside and self._head is not None:
             self._head.end_pass(output)
@@ -113,6 +125,7 @@ class ForwardWatch:
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._is_training():
             return
+        self._check_unfrozen(module)
         precision_checks.check_arithmetic(module.parameters(recurse=False))
         if not self._is_inside:
             self.passes += 1  # the loop calls a layer by itself
@@ -138,6 +151,12 @@ class ForwardWatch:
 
     def __reduce__(self) -> Any:
         return _idle_watch, ()  # a copy of the module trains nothing here
+
+
+def _trainable_names(layer: nn.Module) -> list[str]:
+    parameters = layer.named_parameters(recurse=False)
+    # "ew" puts tensors in their place that know no attributes.
+    return [name for name, p in parameters if type(p) is nn.Parameter and p.requires_grad]
 
 
 def _idle_watch() -> ForwardWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,14 +32,20 @@ def is_ghost(params: Sequence[nn.Parameter]) -> bool:
 
 @torch.no_grad()
 def ghost_norms(params: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The norms of the per-example gradients for all `params` together, shape (rows,)."""
+    """The norms of the per-example gradients for all `params` together, shape (rows,).
+
+    inf where the gradient does not fit into the precision of the parameters.
+    """
     for gradients, group in _by_layer(params):
         if any(_sample(p).norms is None for p in group):
             for p, norms in zip(group, gradients.norms(group), strict=True):
                 _sample(p).norms = norms
     parts = [_sample(p).norms for p in params]
     parts = [part.to(device=parts[0].device, dtype=torch.float64) for part in parts]
-    return torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+    norms = torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+    # The gradient of a linear layer can overflow where neither of its factors does.
+    largest = min(torch.finfo(p.dtype).max for p in params)
+    return torch.where(norms > largest, math.inf, norms)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.norms import row_norms, to_precision
 
 Sampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
 _CHUNK = 2**24  # numbers that per-example gradients of one layer may take at a time
@@ -105,24 +106,30 @@ class LayerGradients:
                 now, then = _norms(gradient), measured[part]
                 kept = torch.where(now > then, then / now, torch.ones_like(now))
                 for one, weight in zip(total, weights, strict=True):
-                    factor = (weight[part] * kept.to(weight)).to(one.dtype)
+                    factor = to_precision(weight[part] * kept.to(weight), one.dtype)
                     one += torch.einsum("i,i...", factor, gradient.to(one.dtype))
         return totals
 
     def _chunks(self, params: Sequence[nn.Parameter]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        size = max(1, _CHUNK // sum(p.numel() for p in params))
+        size = max(1, _CHUNK // max(1, sum(p.numel() for p in params)))
         for start in range(0, self.rows, size):
             part = slice(start, start + size)
             made = [
                 u.sampler(u.layer, [a[part] for a in u.activations], u.backprops[part])
                 for u in self.uses
             ]
+            if any(p not in gradients for p in params for gradients in made):
+                raise UnsupportedRunError(
+                    f"a trainable parameter of {type(self.uses[0].layer).__name__} is not one that "
+                    "the layer works with (torch.nn.utils.weight_norm?). Use "
+                    "torch.nn.utils.parametrizations."
+                )
             # One by one, in a fixed order: the sum over the uses is rounded equally both times.
             yield part, [_add([gradients[p] for gradients in made]) for p in params]
 
 
 def _norms(gradients: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(gradients.reshape(len(gradients), -1), dim=1)
+    return row_norms(gradients.reshape(len(gradients), math.prod(gradients.shape[1:])))
 
 
 def _add(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -135,7 +142,8 @@ def _add(tensors: list[torch.Tensor]) -> torch.Tensor:
 class LinearGradients(LayerGradients):
     r"""nn.Linear on one vector per record: the gradient is the outer product b a^T.
 
-    .. math:: \|b_i a_i^T\| = \|b_i\| \|a_i\|, \qquad \sum_i w_i b_i a_i^T = (w \cdot B)^T A
+    .. math:: \|b_i a_i^T\| = \|b_i\| \|a_i\|, \qquad
+        \sum_i w_i b_i a_i^T = \sum_i (w_i |a_i| b_i) (a_i / |a_i|)^T
     """
 
     def _arrays(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,11 +164,17 @@ class LinearGradients(LayerGradients):
     ) -> list[list[torch.Tensor]]:
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
         inputs, backprops = self._arrays()
-        weighted = [backprops * weight.to(backprops)[:, None] for weight in weights]
-        return [
-            [(w.T @ inputs if p.dim() == 2 else w.sum(dim=0)).to(p.dtype) for w in weighted]
-            for p in params
-        ]
+        # Weighted, a short factor can underflow, and be rounded up, though the product is long.
+        limits = torch.finfo(inputs.dtype)
+        lengths = _row_norms(inputs).clamp(limits.tiny, limits.max)
+        inputs = inputs / lengths.to(inputs)[:, None]
+
+        def total(p: nn.Parameter, weight: torch.Tensor) -> torch.Tensor:
+            factors = weight * lengths if p.dim() == 2 else weight
+            weighted = backprops * to_precision(factors, backprops.dtype)[:, None]
+            return (weighted.T @ inputs if p.dim() == 2 else weighted.sum(dim=0)).to(p.dtype)
+
+        return [[total(p, weight) for weight in weights] for p in params]
 
 
 class EmbeddingGradients(LayerGradients):
@@ -193,7 +207,8 @@ class EmbeddingGradients(LayerGradients):
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
         (param,) = params
         total = torch.zeros_like(param.detach())
-        factors = [weight.to(self._vectors)[self._rows, None] for weight in weights]
+        dtype = self._vectors.dtype
+        factors = [to_precision(weight, dtype)[self._rows, None] for weight in weights]
         summands = [(factor * self._vectors).to(total.dtype) for factor in factors]
         return [[total.index_add(0, self._tokens, summand) for summand in summands]]
 
@@ -207,6 +222,9 @@ def gradients_of(use: LayerUse) -> LayerGradients:
     """The fastest exact way to the gradients of one use of a layer."""
     use.check()
     kind = type(use.layer)
+    own = [getattr(use.layer, name, None) for name in ("weight", "bias")]
+    if any(all(p is not q for q in own) for p in use.layer.parameters(recurse=False)):
+        return LayerGradients([use])
     if kind is nn.Linear and use.backprops.dim() == use.activations[0].dim() == 2:
         return LinearGradients([use])
     if kind is nn.Embedding:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.norms import row_norms
 
 # Modules of torch.nn whose forward pass is the same in train() and eval() mode.
 _SAME_IN_BOTH_MODES = {
@@ -83,7 +84,7 @@ class HeadWatch:
                 f"got {tuple(features.shape)}: several rows per record are not one linear "
                 "prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
-        largest = features.detach().norm(2, dim=1).max() if len(features) else None
+        largest = row_norms(features.detach()).max() if len(features) else None
         if largest is not None and self.largest_feature_norm is not None:
             largest = torch.maximum(largest, self.largest_feature_norm)
         self.largest_feature_norm = largest

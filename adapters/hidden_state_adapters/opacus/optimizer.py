@@ -214,8 +214,7 @@ class HiddenStateOptimizer(GhostClipping):
             params = self.context.parameters.params
             rows = self._batch.take(step, lambda: checks.gradient_rows(params))
             self._check_sums(step)
-            has_bound = self.context.lipschitz is not None and rows
-            self._norms = gradient_norms(params) if has_bound else None
+            self._norms = gradient_norms(params) if rows else None
             self.context.check_values(step, rows, self._norms)
             proceeds = super().pre_step(closure)
             self._sums = [_version(p.summed_grad) for p in self.params]

@@ -81,7 +81,7 @@ class RunContext:
         Args:
             step: The number of the step, from 1 on.
             rows: The records of the current piece of its batch.
-            norms: Of its per-example gradients; needed where a bound on them is declared.
+            norms: Of its per-example gradients; None for no rows, or where others look at them.
             more: Figures to read from the device in the same transfer.
 
         Returns:
@@ -93,8 +93,10 @@ class RunContext:
             "buffers": self.parameters.buffers_changed(),
             "perturbed": self.forward.has_other_parameters,
         }
-        if self.lipschitz is not None and rows:
-            figures["gradient"] = math.nan if norms is None else norms.max()
+        if norms is not None:
+            figures["gradient"] = norms.max()
+        elif self.lipschitz is not None and rows:
+            figures["gradient"] = math.nan
         if self.feature_norm is not None and rows:
             largest = self.forward.largest_feature_norm
             figures["feature"] = math.nan if largest is None else largest
@@ -124,6 +126,12 @@ class RunContext:
             checks.check_feature_norm(values["feature"], self.feature_norm, step)
         if self.lipschitz is not None and "gradient" in values:
             checks.check_gradient_norm(values["gradient"], self.lipschitz, step)
+        if not math.isfinite(values.get("gradient", 0.0)):
+            raise UnsupportedRunError(
+                f"step {step} has a per-example gradient whose norm is not finite (or a square "
+                "overflows): no clip bounds it. The step was not taken. Look for a division by 0, "
+                "or scale the loss down."
+            )
         if self.criterion is not None and values["other_loss"]:
             self.criterion.raise_other_gradient(step)
         radius = self.projection_radius
