@@ -83,6 +83,13 @@ def test_foreign_callbacks_are_an_assumption(make_run):
     assert sum("(Mine)" in text for text in texts) == 1
 
 
+def test_functions_of_the_user_and_callbacks_of_an_earlier_fit_are_an_assumption(make_run):
+    run = make_run()
+    run.fit(callbacks=[tf.keras.callbacks.LambdaCallback(on_epoch_end=print)])
+    run.fit()
+    assert sum("(LambdaCallback)" in a.text for a in run.callback.assumptions) == 1
+
+
 def test_models_that_are_not_built_and_have_several_inputs_and_dropout():
     inputs = {name: tf.keras.Input([3], name=name) for name in "ab"}
     joined = tf.keras.layers.Concatenate()(list(inputs.values()))

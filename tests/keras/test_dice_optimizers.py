@@ -149,10 +149,10 @@ def give_noise(monkeypatch, model, steps):
     noise = np.random.default_rng(2).normal(size=(steps, sum(sizes)))
     parts = [part for row in noise for part in np.split(row, np.cumsum(sizes)[:-1])]
 
-    def normal(shape, stddev, dtype):
+    def normal(_, shape, stddev, dtype):
         return tf.constant(stddev * parts.pop(0).reshape(shape.numpy()), dtype)
 
-    monkeypatch.setattr(query.tf.random, "normal", normal)
+    monkeypatch.setattr(query.tf.random.Generator, "normal", normal)
     return noise
 
 
@@ -734,7 +734,7 @@ def not_finite(model, optimizer):
 
 def seeded_again(model, optimizer):
     for seed in (0, 1, 0):
-        tf.random.set_seed(seed)
+        optimizer._dp_sum_query._generator.reset_from_seed(seed)
         step(model, optimizer, FOUR)
 
 

@@ -249,6 +249,13 @@ def trained_batch_normalisation(run):
     run.fit()
 
 
+def batch_normalisation_without_running_statistics(run):
+    synchronised = layers.experimental.SyncBatchNormalization(momentum=1.0)
+    run.model = tf.keras.Sequential([synchronised, layers.Dense(1)])
+    compile_with(run)
+    run.fit()
+
+
 def stateful_layer(run):
     run.model = tf.keras.Sequential([layers.SimpleRNN(1, stateful=True)])
     run.model.build((4, 2, 2))
@@ -339,8 +346,11 @@ def initial_weights_outside_of_the_ball(run):
 
 def seeded_in_every_step(run):
     compile_with(run, run_eagerly=True)
-    seed = callbacks.LambdaCallback(on_train_batch_begin=lambda b, logs: tf.random.set_seed(0))
-    run.fit(callbacks=[seed])
+
+    def reset(batch, logs):
+        run.optimizer._dp_sum_query._generator.reset_from_seed(0)
+
+    run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=reset)])
 
 
 # Row 17
@@ -480,6 +490,7 @@ CASES = {
     kernel_regularizer: "no regularisation losses",
     activity_regularizer: "got a scalar|no regularisation losses",
     trained_batch_normalisation: "no trainable batch normalisation",
+    batch_normalisation_without_running_statistics: "no trainable batch normalisation",
     stateful_layer: "stateful=True",
     layer_that_sums_the_examples: "variable that is not trained was changed",
     nudged_between_batches: "step 4 was not taken. The trainable variables were changed",
@@ -505,7 +516,7 @@ CASES = {
     float16: "float32 or float64",
     loss_scaling: "loss scaling",
     initial_weights_outside_of_the_ball: "projection_radius = 1",
-    seeded_in_every_step: "step 2 used the noise of an earlier step",
+    seeded_in_every_step: "step 3 used the noise of an earlier step",
     csv_logger: "no CSVLogger",
     tensorboard: "no TensorBoard",
     checkpoint_with_metrics: "after HiddenStateCallback",
@@ -524,6 +535,7 @@ ROWS = {
     5: (
         long_features,
         trained_batch_normalisation,
+        batch_normalisation_without_running_statistics,
         stateful_layer,
         layer_that_sums_the_examples,
     ),

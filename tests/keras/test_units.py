@@ -105,6 +105,22 @@ def test_the_noise_of_a_step(accumulated):
     assert np.std(variable.numpy()) == pytest.approx(expected, rel=5 / math.sqrt(2 * size))
 
 
+def test_an_own_loop_that_accumulates(make_run):
+    run = accumulating(make_run)
+    record = HiddenStateRecorder(run.model, run.optimizer, run.data)
+    bce = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+    @tf.function
+    def step(x, y):
+        run.optimizer.minimize(lambda: bce(y, run.model(x)), run.model.trainable_variables)
+
+    for _ in range(2):
+        for x, y in record.batches():
+            step(x, y)
+    event = record.privacy_event
+    assert event == attrs.evolve(threes(EXPECTED), noise_multiplier=event.noise_multiplier)
+
+
 def accumulating(make_run, **kwargs):
     return make_run(optimizer={"gradient_accumulation_steps": 3}, **kwargs)
 

@@ -123,10 +123,8 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
             checkpoints_stay_private=self._checkpoints_stay_private,
             metrics_stay_private=self._metrics_stay_private,
         )
-        self._other_callbacks = tuple(
-            type(c).__name__
-            for c in others
-            if c is not self and not type(c).__module__.startswith(("keras.src.", "tf_keras.src."))
+        self._other_callbacks += tuple(
+            type(c).__name__ for c in others if c is not self and not fit_checks.is_of_keras(c)
         )
         fit_checks.build(self.model, fit)
         optimizer = fit_checks.check_model(self.model)
@@ -329,8 +327,12 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
     def _check_iterate(self) -> None:
         if self._record is None or not self._record.num_batches:
             return
-        record = self._checked_record()
-        if not record.optimizer.is_iterate(self.model.trainable_variables):
+        self._checked_record()
+        self._check_variables()
+
+    def _check_variables(self) -> None:
+        assert self._record is not None
+        if not self._record.optimizer.is_iterate(self.model.trainable_variables):
             raise refusal(
                 "The trainable variables were changed outside the private optimizer, so the model "
                 "is not the iterate that was accounted. Release the model that fit left."

@@ -23,6 +23,11 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 _callbacks = tf.keras.callbacks
 _WRITE_METRICS = (_callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
 _CHOOSE_BY_METRICS = (_callbacks.EarlyStopping, _callbacks.ReduceLROnPlateau)
+_BATCH_NORMALIZATIONS = (  # three classes, of which none is a base of another
+    tf.keras.layers.BatchNormalization,
+    tf.keras.layers.experimental.SyncBatchNormalization,
+    tf.compat.v1.keras.layers.BatchNormalization,
+)
 
 
 def fit_arguments() -> Mapping[str, Any]:
@@ -166,6 +171,12 @@ def check_callbacks(
     return after_epochs, after_steps
 
 
+def is_of_keras(callback: Any) -> bool:
+    """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
+    is_lambda = isinstance(callback, _callbacks.LambdaCallback)
+    return not is_lambda and type(callback).__module__.startswith(("keras.src.", "tf_keras.src."))
+
+
 def build(model: Any, fit: Mapping[str, Any]) -> None:
     """Lets a model that is not built yet create its variables, as its first step would."""
     if model.built:
@@ -222,7 +233,7 @@ def check_layers(model: Any, optimizer: CyclicDPKerasSGDOptimizer | DiceOptimize
         UnsupportedRunError: The text names the layer or variable.
     """
     for layer in model._flatten_layers():
-        if isinstance(layer, tf.keras.layers.BatchNormalization) and layer.trainable:
+        if isinstance(layer, _BATCH_NORMALIZATIONS) and layer.trainable:
             raise refusal(
                 f"Expected no trainable batch normalisation, got {layer.name}: it mixes the "
                 "examples of a batch and keeps statistics of them without noise. Use "

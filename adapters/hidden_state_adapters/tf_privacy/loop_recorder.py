@@ -118,7 +118,7 @@ class HiddenStateRecorder:
         given, self._given = self._given, None
         self._record.on_train_batch_end(given)
         if self._record.num_batches == 1:
-            self._record.check_iterate()
+            self._record.check_variables()
 
     # What was spent
 
@@ -193,6 +193,10 @@ class _LoopRecord(HiddenStateCallback):
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError if the model is not the iterate that was accounted."""
         self._check_iterate()
+
+    def check_variables(self) -> None:
+        """Likewise, also while gradients are accumulated."""
+        self._check_variables()
 
     def invalidate(self, text: str) -> NoReturn:
         """Ends the record."""

@@ -20,6 +20,8 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
     """Clips every record to `l2_norm_clip`, sums, adds noise, and tells what it saw.
 
     GaussianSumQuery works in float32 only. Here clip and noise have the precision of the records.
+    The noise has a generator of its own: with tf.random.set_seed TensorFlow's operations would
+    repeat the numbers of one variable in another, after another trace of the step.
 
     Attributes:
         largest_norm: After `get_noised_result`, the largest norm of a record before clipping
@@ -37,6 +39,7 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
         self.noise_multiplier = noise_multiplier
         self.largest_norm: Any = None
         self.noise_fingerprint: Any = None
+        self._generator: tf.random.Generator | None = None
 
     def initial_sample_state(self, template: Any = None) -> Any:
         """Zero sums, and zero for the largest norm."""
@@ -67,7 +70,11 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
         stddev = self.l2_norm_clip * self.noise_multiplier
         self.noise_fingerprint = tf.zeros([], tf.int64)
         if stddev:
-            noise = [tf.random.normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
+            if self._generator is None:
+                with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
+                    self._generator = tf.random.Generator.from_non_deterministic_state()
+            normal = self._generator.normal
+            noise = [normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
             self.noise_fingerprint = fingerprint(noise)
             return [s + n for s, n in zip(sums, noise, strict=True)]
         return list(sums)

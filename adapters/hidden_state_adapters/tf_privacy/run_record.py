@@ -55,7 +55,7 @@ class RunRecord(abc.ABC):
         if entry.noise in self._noise:
             raise refusal(
                 f"step {step} used the noise of an earlier step, so the noise would repeat and "
-                "cancel. Do not call tf.random.set_seed during a run; better not at all."
+                "cancel. Leave the generator of the optimizer alone."
             )
         if entry.noise:
             self._noise.add(entry.noise)

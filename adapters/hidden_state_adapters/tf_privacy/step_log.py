@@ -61,8 +61,8 @@ PROBLEMS = {
     ),
     Problem.ERROR: "The error overflowed; no clip bounds it.",
     Problem.NOISE: (
-        "The noise was used in an earlier step, so it would repeat and cancel. Do not call "
-        "tf.random.set_seed during a run; better not at all."
+        "The noise was used in an earlier step, so it would repeat and cancel. Leave the generator "
+        "of the optimizer alone."
     ),
     Problem.SETTINGS: (
         "The learning rate, clip norm or noise multiplier was changed. The event has constant ones."
