@@ -334,6 +334,17 @@ def test_scaled_loss_raises(train):
         step(model, private, batches, factor=5.0)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_gradients_that_are_not_finite(train, optimizer, factor):
+    """Opacus makes the model NaN: everybody sees that the record was there."""
+    declared = {**DECLARED, "loss_geometry": None}
+    run = train(declared, optimizer=lambda p: optimizer(p, lr=0.1))
+    with pytest.raises(hsa.UnsupportedRunError, match="step 13 has a gradient that is not finite"):
+        step(*run[1:], factor=factor)
+    assert all(p.isfinite().all() for p in run[1].parameters())
+
+
 def test_accumulation_raises(train):
     _, model, private, batches = train(DECLARED)
     private.zero_grad()

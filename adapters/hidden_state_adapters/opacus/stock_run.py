@@ -21,6 +21,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
 )
 from hidden_state_accountants.batch_order import EPOCH_ORDERS
+from hidden_state_adapters.opacus import device_figures
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.precision_checks import check_arithmetic
 
@@ -142,6 +143,7 @@ class StockRun:
             UnsupportedRunError: What can be seen differs from what was declared.
         """
         self._check_sampling(optimizer, sample_rate)
+        self._check_finite(optimizer)
         reason = self._why_composition(optimizer)
         if self._is_composition is None:
             self._is_composition = self._becomes_composition(reason)
@@ -207,6 +209,15 @@ class StockRun:
             raise UnsupportedRunError(
                 f"step {step} divides by {optimizer.expected_batch_size}, expected batch_size = "
                 f"{b}: the batch size must divide the data set. {_USE_ENGINE}"
+            )
+
+    def _check_finite(self, optimizer: DPOptimizer) -> None:
+        gradients = [p.grad for p in optimizer.params if p.grad is not None]
+        figures = {str(i): g.isfinite().all() for i, g in enumerate(gradients)}
+        if not all(device_figures.read(figures).values()):
+            raise UnsupportedRunError(
+                f"step {self.recorder.num_steps + 1} has a gradient that is not finite, which no "
+                "clip bounds and no noise hides. Look for a division by 0, or scale the loss down."
             )
 
     def _composition_rows(self, optimizer: DPOptimizer) -> int:
