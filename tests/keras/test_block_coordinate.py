@@ -466,6 +466,18 @@ def test_runs_that_are_not_covered(tamper, text):
         go_on()
 
 
+def test_a_rate_that_is_changed_before_the_last_update_is_applied():
+    w = tf.Variable([1.0, 2.0])
+    optimizer = make(noise_multiplier=2.0)
+    for is_last in (False, True):
+        pairs = optimizer._compute_gradients(lambda: tf.ones([SIZE]) * tf.reduce_sum(w), [w])
+        if is_last:
+            optimizer.learning_rate = 0.9
+        optimizer.apply_gradients(pairs)
+    with pytest.raises(hsa.UnsupportedRunError, match="were finished"):
+        optimizer.report(1e-5, dataset_size=SIZE)
+
+
 @pytest.mark.parametrize("kind", [BlockCoordinateKerasOptimizer, CyclicDPKerasSGDOptimizer])
 def test_gradients_whose_squares_underflow(kind):
     """Their norm comes out as 0, so that they would count for 300 clip norms."""

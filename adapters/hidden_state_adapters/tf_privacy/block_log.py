@@ -99,11 +99,15 @@ class BlockLog(StepLog):
         values: Sequence[Any],
     ) -> None:
         """As `StepLog.write`, of all blocks; and what the whole run was like."""
+        is_first = tf.equal(self._counts.read_value()[0], 0)
         super().write(
             rows=rows, problem=problem, variables=self.variables, noise=noise, values=values
         )
         rate, clip, multiplier, _, norm = (_double(value) for value in values)
         old = self._run.read_value()
+        # Changed since `problem_of_update`: an update that counts as not finished, for good.
+        same = is_first | tf.reduce_all(tf.equal(old[:3], tf.stack([rate, clip, multiplier])))
+        self._begun.assign_add(tf.where(same, tf.zeros([], tf.int64), tf.ones([], tf.int64)))
         taken = tf.stack([rate, clip, multiplier, tf.maximum(old[3], norm)])
         self._run.assign(tf.where(tf.equal(problem, 0), taken, old))
         self._noise.note(noise)
