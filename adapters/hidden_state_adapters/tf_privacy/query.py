@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import tensorflow as tf
 from tensorflow_privacy.privacy.dp_query.gaussian_query import GaussianSumQuery
 
@@ -72,7 +74,9 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
         if stddev:
             if self._generator is None:
                 with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
-                    self._generator = tf.random.Generator.from_non_deterministic_state()
+                    # A counter of 128 bits and a key of 64; works with enable_op_determinism, too.
+                    state = np.frombuffer(os.urandom(24), np.int64)
+                    self._generator = tf.random.Generator.from_state(state, alg="philox")
             normal = self._generator.normal
             noise = [normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
             self.noise_fingerprint = fingerprint(noise)
