@@ -193,6 +193,71 @@ class BlockCoordinateRun:
         )
 
 
+class BlockCoordinateAccount:
+    """What an optimizer for DP-MBCD says about its run; a base beside the framework's."""
+
+    _checked = ""  # what it checks at every step
+
+    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
+        """What was done; raises ValueError before the first step, and UnsupportedRunError."""
+        raise NotImplementedError
+
+    def privacy_event(
+        self,
+        *,
+        dataset_size: int,
+        neighboring_relation: NeighboringRelation,
+        block_loss: LossGeometry | None = None,
+    ) -> BlockCoordinateDpEvent:
+        """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
+
+        Args:
+            dataset_size: n, the number of records of an epoch: a multiple of the batch size.
+            neighboring_relation: That of the accountant: REPLACE_SPECIAL or REPLACE_ONE, under
+                which one record moves a sum of clipped gradients by C or 2 C. There is no default,
+                because an event of one relation says too little about the other.
+            block_loss: The curvature of every per-record objective as a function of its block,
+                before clipping, for ALL records that could have been in the data. The gradients of
+                this run are checked against its `lipschitz`. Of use for one block only.
+
+        Raises:
+            TypeError, ValueError: No step was taken, or no run can have these values.
+            UnsupportedRunError: The run was another one.
+        """
+        return self._run(block_loss).event(
+            dataset_size=dataset_size,
+            neighboring_relation=neighboring_relation,
+            block_loss=block_loss,
+        )
+
+    def report(
+        self,
+        delta: float,
+        *,
+        dataset_size: int,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        block_loss: LossGeometry | None = None,
+    ) -> str:
+        """A few lines to paste; see `privacy_event`.
+
+        Args:
+            delta: In [0, 1].
+            dataset_size: n.
+            neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
+            block_loss: What is known about the objective.
+
+        Raises:
+            TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
+        """
+        return self._run(block_loss).report(
+            delta,
+            dataset_size=dataset_size,
+            neighboring_relation=neighboring_relation,
+            block_loss=block_loss,
+            checked=self._checked,
+        )
+
+
 def _range(value: float | Schedule) -> str:
     values = value.values if isinstance(value, Schedule) else (value,)
     low, high = min(values), max(values)

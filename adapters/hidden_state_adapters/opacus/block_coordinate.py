@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from dp_accounting import NeighboringRelation
-
 from hidden_state_accountants import (
-    BlockCoordinateDpEvent,
     LossGeometry,
     Schedule,
     UnsupportedRunError,
 )
-from hidden_state_accountants.block_coordinate_run import BlockCoordinateRun
+from hidden_state_accountants.block_coordinate_run import (
+    BlockCoordinateAccount,
+    BlockCoordinateRun,
+)
 from hidden_state_adapters.opacus.block_coordinate_mechanism import BlockCoordinateMechanism
 
-_CHECKED = (
-    "plain SGD with constant step size, clip norm and prox; the clip exactly min(1, C/|v|) v of "
-    "each block; finite gradients, the same number of rows each time, of one training pass at the "
-    "current parameters, on the same inputs for all blocks of a step; nothing else is trained or "
-    "changed; noise that was not used before"
-)
 
-
-class BlockCoordinateOptimizer(BlockCoordinateMechanism):
+class BlockCoordinateOptimizer(BlockCoordinateAccount, BlockCoordinateMechanism):
     r"""DP-MBCD: the parameter groups are blocks, updated in turn on the same batch.
 
     Every step makes for each block, with the gradients taken anew at the current parameters,
@@ -91,6 +84,13 @@ class BlockCoordinateOptimizer(BlockCoordinateMechanism):
         gradients clipped (not the step size, which would depend on the records).
     """
 
+    _checked = (
+        "plain SGD with constant step size, clip norm and prox; the clip exactly min(1, C/|v|) v "
+        "of each block; finite gradients, the same number of rows each time, of one training pass "
+        "at the current parameters, on the same inputs for all blocks of a step; nothing else is "
+        "trained or changed; noise that was not used before"
+    )
+
     @property
     def num_blocks(self) -> int:
         """The number of blocks, p."""
@@ -100,61 +100,6 @@ class BlockCoordinateOptimizer(BlockCoordinateMechanism):
     def num_steps(self) -> int:
         """The number of steps taken; each updates every block."""
         return self._num_steps
-
-    def privacy_event(
-        self,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation,
-        block_loss: LossGeometry | None = None,
-    ) -> BlockCoordinateDpEvent:
-        """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
-
-        Args:
-            dataset_size: n, the number of records of an epoch: a multiple of the batch size.
-            neighboring_relation: That of the accountant: REPLACE_SPECIAL or REPLACE_ONE, under
-                which one record moves a sum of clipped gradients by C or 2 C. There is no default,
-                because an event of one relation says too little about the other.
-            block_loss: The curvature of every per-record objective as a function of its block,
-                before clipping, for ALL records that could have been in the data. The gradients of
-                this run are checked against its `lipschitz`. Of use for one block only.
-
-        Raises:
-            TypeError, ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: The run was another one.
-        """
-        return self._run(block_loss).event(
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-        )
-
-    def report(
-        self,
-        delta: float,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        block_loss: LossGeometry | None = None,
-    ) -> str:
-        """A few lines to paste; see `privacy_event`.
-
-        Args:
-            delta: In [0, 1].
-            dataset_size: n.
-            neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
-            block_loss: What is known about the objective.
-
-        Raises:
-            TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
-        """
-        return self._run(block_loss).report(
-            delta,
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-            checked=_CHECKED,
-        )
 
     def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
         if self._failure:

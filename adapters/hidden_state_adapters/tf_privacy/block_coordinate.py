@@ -7,22 +7,18 @@ from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
-from hidden_state_accountants import BlockCoordinateDpEvent, LossGeometry, _validate
-from hidden_state_accountants.block_coordinate_run import BlockCoordinateRun
+from hidden_state_accountants import LossGeometry, _validate
+from hidden_state_accountants.block_coordinate_run import (
+    BlockCoordinateAccount,
+    BlockCoordinateRun,
+)
 from hidden_state_adapters.tf_privacy import optimizer_checks as checks
 from hidden_state_adapters.tf_privacy.block_log import BlockLog
 from hidden_state_adapters.tf_privacy.checked_optimizer import CheckedOptimizer, Gradients
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
-
-_CHECKED = (
-    "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as one "
-    "vector; finite gradients, the same number of rows each time; no variable of a block changed "
-    "by others; all updates finished; noise that was not used in the last thousands of updates"
-)
 
 
 class _ProxSGD(tf.keras.optimizers.legacy.SGD):
@@ -53,7 +49,9 @@ class _ProxSGD(tf.keras.optimizers.legacy.SGD):
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class BlockCoordinateKerasOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _ProxSGD):
+class BlockCoordinateKerasOptimizer(
+    BlockCoordinateAccount, CheckedOptimizer, GenericDPSGDOptimizer, _ProxSGD
+):
     r"""DP-MBCD: lists of variables are blocks, updated in turn on the same batch.
 
     `minimize(loss, blocks)` makes for each block, with the loss evaluated anew,
@@ -111,6 +109,13 @@ class BlockCoordinateKerasOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Pr
 
     _neutral_options = MappingProxyType({**checks.NEUTRAL, "gradient_accumulation_steps": 1})
     _log: BlockLog
+
+    _checked = (
+        "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as "
+        "one vector; finite gradients, the same number of rows each time; no variable of a block "
+        "changed by others; all updates finished; noise that was not used in the last thousands of "
+        "updates"
+    )
 
     def __init__(
         self,
@@ -244,62 +249,7 @@ class BlockCoordinateKerasOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Pr
 
     # What is said about the run.
 
-    def privacy_event(
-        self,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation,
-        block_loss: LossGeometry | None = None,
-    ) -> BlockCoordinateDpEvent:
-        """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
-
-        Args:
-            dataset_size: n, the number of examples of an epoch: a multiple of the batch size.
-            neighboring_relation: That of the accountant: REPLACE_SPECIAL or REPLACE_ONE, under
-                which one example moves a sum of clipped gradients by C or 2 C. There is no default,
-                because an event of one relation says too little about the other.
-            block_loss: The curvature of every per-example objective as a function of its block,
-                before clipping, for ALL examples that could have been in the data. The gradients of
-                this run are checked against its `lipschitz`. Of use for one block only.
-
-        Raises:
-            TypeError, ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: The run was another one.
-        """
-        return self._run().event(
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-        )
-
-    def report(
-        self,
-        delta: float,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        block_loss: LossGeometry | None = None,
-    ) -> str:
-        """A few lines to paste; see `privacy_event`.
-
-        Args:
-            delta: In [0, 1].
-            dataset_size: n.
-            neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
-            block_loss: What is known about the objective.
-
-        Raises:
-            TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
-        """
-        return self._run().report(
-            delta,
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-            checked=_CHECKED,
-        )
-
-    def _run(self) -> BlockCoordinateRun:
+    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
         run = self._log.read_run()
         if not run.begun:
             raise ValueError("Expected at least one step, got none yet.")
