@@ -90,7 +90,7 @@ help:
 	@echo "make test-all     the whole test suite"
 	@echo "make test-fast    the tests that are not marked slow, under 3 minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
-	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (15 minutes)"
+	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write docs/benchmarks/opacus_step.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
