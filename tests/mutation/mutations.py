@@ -66,7 +66,7 @@ MUTATIONS = (
         "batch_order.py",
         _SENSITIVITY,
         "if order is BatchOrder.WITHOUT_REPLACEMENT:",
-        _PROCESS_TESTS,
+        _LAWS,
     ),
     Mutation(
         "without_replacement_forgets_the_stand_in",
