@@ -257,7 +257,7 @@ MUTATIONS = (
         GEOMETRY,
         "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)",
         "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR, LossKind.CONVEX)",
-        _GEOMETRY_TESTS,
+        _LAWS,
     ),
     Mutation(
         "strong_convexity_contracts_inside_the_clip",
