@@ -16,36 +16,30 @@ from hidden_state_accountants.block_coordinate_run import (
 )
 from hidden_state_adapters.tf_privacy import optimizer_checks as checks
 from hidden_state_adapters.tf_privacy.block_log import BlockLog
-from hidden_state_adapters.tf_privacy.checked_optimizer import CheckedOptimizer, Gradients
+from hidden_state_adapters.tf_privacy.checked_optimizer import (
+    CheckedOptimizer,
+    CheckedSGD,
+)
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
-class _ProxSGD(tf.keras.optimizers.legacy.SGD):
+class _ProxSGD(CheckedSGD):
     """SGD, and then the proximal map."""
 
     _l1 = _l2 = 0.0
     _nonnegative = False
-    _gradients: Gradients | None = None
 
-    def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Any = None) -> Any:
-        device, dtype = var.device, var.dtype.base_dtype
-        coefficients = (apply_state or {}).get((device, dtype)) or self._fallback_apply_state(
-            device, dtype
-        )
-        rate = coefficients["lr_t"]
-        old = var.read_value()
-        new = old - rate * grad
-        l1, l2 = (tf.constant(weight, dtype) for weight in (self._l1, self._l2))
+    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        new = super()._new_value(old, rate, grad)
+        l1, l2 = (tf.constant(weight, old.dtype) for weight in (self._l1, self._l2))
         if self._l1:
             new = tf.sign(new) * tf.nn.relu(tf.abs(new) - rate * l1)
         if self._l2:
             new /= 1 + rate * l2
         if self._nonnegative:
             new = tf.nn.relu(new)
-        assert self._gradients is not None
-        # tf.where and not a factor 0: a refused gradient may hold NaN.
-        return var.assign(tf.where(self._gradients.is_fine, new, old))
+        return new
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")

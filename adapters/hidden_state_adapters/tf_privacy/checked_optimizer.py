@@ -34,6 +34,27 @@ class Gradients:
         return tf.equal(self.problem, 0)
 
 
+class CheckedSGD(tf.keras.optimizers.legacy.SGD):
+    """SGD that does not move a variable in a refused step; to stand behind `CheckedOptimizer`."""
+
+    _gradients: Gradients | None = None
+
+    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        """What the step makes of a variable."""
+        return old - rate * grad
+
+    def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Any = None) -> Any:
+        device, dtype = var.device, var.dtype.base_dtype
+        coefficients = (apply_state or {}).get((device, dtype)) or self._fallback_apply_state(
+            device, dtype
+        )
+        old = var.read_value()
+        new = self._new_value(old, coefficients["lr_t"], grad)
+        assert self._gradients is not None
+        # tf.where and not a factor 0: a refused gradient may hold NaN.
+        return var.assign(tf.where(self._gradients.is_fine, new, old))
+
+
 class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
     """Base of the private optimizers, to stand before a class of TF Privacy's factory.
 

@@ -12,28 +12,23 @@ from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSG
 
 from hidden_state_accountants import LossGeometry, _validate
 from hidden_state_adapters.tf_privacy import optimizer_checks as checks
-from hidden_state_adapters.tf_privacy.checked_optimizer import CheckedOptimizer, Gradients
+from hidden_state_adapters.tf_privacy.checked_optimizer import (
+    CheckedOptimizer,
+    CheckedSGD,
+    Gradients,
+)
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 
 
-class _DecayedSGD(tf.keras.optimizers.legacy.SGD):
+class _DecayedSGD(CheckedSGD):
     """SGD with decoupled decay, x <- (1 - lr * weight_decay) x - lr * gradient."""
 
     _weight_decay = 0.0
-    _gradients: Gradients | None = None
 
-    def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Any = None) -> Any:
-        device, dtype = var.device, var.dtype.base_dtype
-        coefficients = (apply_state or {}).get((device, dtype)) or self._fallback_apply_state(
-            device, dtype
-        )
-        rate = coefficients["lr_t"]
-        old = var.read_value()
-        decay = tf.constant(self._weight_decay, dtype)  # tf.cast goes through float32
+    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        decay = tf.constant(self._weight_decay, old.dtype)  # tf.cast goes through float32
         kept = old * (1 - rate * decay) if self._weight_decay else old
-        assert self._gradients is not None
-        # tf.where and not a factor 0: a refused gradient may hold NaN.
-        return var.assign(tf.where(self._gradients.is_fine, kept - rate * grad, old))
+        return kept - rate * grad
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
