@@ -13,8 +13,6 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
 
 from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
 from hidden_state_accountants.auditing import AuditReport, audit
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
 from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
 from hidden_state_accountants.calibration import (
     calibrate_epochs,
@@ -22,12 +20,14 @@ from hidden_state_accountants.calibration import (
     calibrate_weight_decay,
 )
 from hidden_state_accountants.compare import Comparison, compare
-from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.geometry import clipped_update_lipschitz
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
+from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.paper_accountants import (
     BlockCoordinateAccountant,
     ChienLiAccountant,
@@ -36,9 +36,9 @@ from hidden_state_accountants.paper_accountants import (
     LangevinAccountant,
     ShiftedInterpolationAccountant,
 )
-from hidden_state_accountants.recorder import RunRecorder
-from hidden_state_accountants.running import RunningGuarantee
-from hidden_state_accountants.schedule import Schedule
+from hidden_state_accountants.process.geometry import clipped_update_lipschitz
+from hidden_state_accountants.runs.last_iterate import RunRecorder
+from hidden_state_accountants.runs.running import RunningGuarantee
 
 __version__ = "0.1.0"
 

@@ -23,20 +23,20 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee, bound_guarantee
 from hidden_state_accountants.bounds import Bound
-from hidden_state_accountants.composed_curve import compose_curves
-from hidden_state_accountants.curves import Curve, GaussianCurve
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
-from hidden_state_accountants.standard import (
+from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.standard import (
     StandardCurve,
     StockEvent,
     gaussian_event_mu,
     has_zero_noise,
     read_standard_event,
 )
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
@@ -100,7 +100,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
     ):
-        super().__init__(_validate.neighboring_relation(neighboring_relation))
+        super().__init__(validate.neighboring_relation(neighboring_relation))
         self._state = _Composed()
         self._curve: Curve = self._state.curve()
         self._checked: tuple[Any, ...] | None = None
@@ -191,7 +191,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         Returns:
             0 before anything is composed, inf after a non-private event or zero noise.
         """
-        return self._curve.epsilon(_validate.target_delta(target_delta))
+        return self._curve.epsilon(validate.target_delta(target_delta))
 
     def get_delta(self, target_epsilon: float) -> float:
         """The smallest proved delta of everything composed.
@@ -199,7 +199,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         Args:
             target_epsilon: In [0, inf].
         """
-        return self._curve.delta(_validate.target_epsilon(target_epsilon))
+        return self._curve.delta(validate.target_epsilon(target_epsilon))
 
     @property
     def guarantee(self) -> Guarantee:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import attrs
 import numpy as np
 
-from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.loss_geometry import LossKind
-from hidden_state_accountants.schedule import Schedule
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.events.schedule import Schedule
 
 _UNKNOWN_CURVATURE = (LossKind.LINEAR, LossKind.HOELDER)
 

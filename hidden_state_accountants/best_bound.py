@@ -11,11 +11,11 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves import BestOfCurves
+from hidden_state_accountants.curves.base import BestOfCurves
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process import UnmetCondition
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 """The kinds of runs that some bound is about."""

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
-from hidden_state_accountants.curves import Curve
+from hidden_state_accountants.curves.base import Curve
 
 Changes = Callable[[float], Sequence[tuple[str, float]]]
 
@@ -84,11 +84,11 @@ class Guarantee:
 
     def epsilon(self, delta: float) -> float:
         """The smallest proved epsilon at `delta` in [0, 1]."""
-        return self.curve.epsilon(_validate.target_delta(delta))
+        return self.curve.epsilon(validate.target_delta(delta))
 
     def delta(self, epsilon: float) -> float:
         """The smallest proved delta at `epsilon` >= 0."""
-        return self.curve.delta(_validate.target_epsilon(epsilon))
+        return self.curve.delta(validate.target_epsilon(epsilon))
 
     def rdp(self, orders: npt.ArrayLike) -> np.ndarray:
         """Upper bounds, shape as `orders`, on the Renyi divergences of orders > 1."""

@@ -12,9 +12,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 Counts = tuple[int, ...]
 Draws = Sequence[tuple[float, Counts, Counts]]

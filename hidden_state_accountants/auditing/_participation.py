@@ -7,8 +7,8 @@ import numpy as np
 from scipy import stats
 
 from hidden_state_accountants.auditing._released import released_shifts
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 _MOST_WORK = 1e9  # nodes times draws of a convolution
 _STEPS_IN_DOUBT = 12.0  # standard deviations of the shift that the lattice covers

@@ -10,9 +10,9 @@ import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.loss_geometry import LossKind
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
 
 
 @attrs.frozen

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 from scipy import special
 
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.gaussian import delta_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 _TINIEST_VARIANCE = 1e-280
 _ROUNDING = 1e-9  # relative, taken off mu

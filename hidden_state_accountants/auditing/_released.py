@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 
 def released_shifts(event: LastIterateDpEvent) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate, auditing
+from hidden_state_accountants import auditing, validate
 from hidden_state_accountants.auditing.claim import LARGEST_EPSILON, Claim, read_claim
 from hidden_state_accountants.auditing.evidence import Attack, Evidence, Progress
 from hidden_state_accountants.auditing.report import AttackRow, AuditReport
@@ -86,7 +86,7 @@ def audit(
     delta = _target_delta(target_delta, read)
     epsilons = read.test_epsilons()
     if target_epsilons is not None:
-        given = (_validate.real("target_epsilons", e, minimum=0) for e in target_epsilons)
+        given = (validate.real("target_epsilons", e, minimum=0) for e in target_epsilons)
         epsilons = tuple(sorted({*epsilons, *given}))
     tell(f"audit of {read.name}")
     claimed = float(read.epsilon(delta))
@@ -107,7 +107,7 @@ def audit(
 def _target_delta(given: float | None, claim: Claim) -> float:
     if given is None:
         return _TARGET_DELTA if claim.target_delta is None else claim.target_delta
-    return _validate.target_delta(given)
+    return validate.target_delta(given)
 
 
 def _row(

@@ -22,12 +22,12 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import special
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
-from hidden_state_accountants.batch_order import BatchOrder, unmet_relation
-from hidden_state_accountants.block_coordinate_event import BlockCoordinateDpEvent
-from hidden_state_accountants.loss_geometry import LossKind
-from hidden_state_accountants.process import UnmetCondition
+from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
+from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 _PER_STD = 16  # grid points per smallest standard deviation: trapezoids are then exact
 _MOST_TERMS = 4_000_000  # grid points times components
@@ -60,7 +60,7 @@ class BlockZeroCurvature:
     event_type: type[dp_accounting.DpEvent] = BlockCoordinateDpEvent
 
     def __attrs_post_init__(self) -> None:
-        _validate.magnitude("record_curvature", self.record_curvature)
+        validate.magnitude("record_curvature", self.record_curvature)
 
     def check(
         self, event: BlockCoordinateDpEvent, relation: NeighboringRelation

@@ -16,10 +16,10 @@ from hidden_state_accountants.auditing.evidence import (
     Progress,
     constant_linear_conditions,
 )
-from hidden_state_accountants.batch_order import BatchOrder, sensitivity_in_clip_norms
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.loss_geometry import LossKind
-from hidden_state_accountants.process import UnmetCondition
+from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 """From points of shape (..., 2) to gradients at them."""

@@ -12,9 +12,9 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
 
 _SMALLEST_DELTA = 1e-10
@@ -64,7 +64,7 @@ def read_claim(
         ValueError: It is about another run or another relation, or the relation is missing.
     """
     if relation is not None:
-        relation = _validate.neighboring_relation(relation)
+        relation = validate.neighboring_relation(relation)
     if isinstance(claim, Guarantee):
         return _of_guarantee(claim, relation)
     if isinstance(claim, dp_accounting.PrivacyAccountant):
@@ -93,7 +93,7 @@ def _of_pair(epsilon: Any, delta: Any, relation: NeighboringRelation | None) -> 
         raise ValueError(
             "Expected neighboring_relation for a claim that is a pair (epsilon, delta), got none."
         )
-    e, d = _validate.target_epsilon(epsilon), _validate.target_delta(delta)
+    e, d = validate.target_epsilon(epsilon), validate.target_delta(delta)
     return Claim(
         f"({e:g}, {d:g})",
         relation,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 
 Batches = Sequence[Sequence[int] | np.ndarray]
 
@@ -92,8 +92,8 @@ class GaussianOracle:
         if self._hessians.ndim != 3 or self._hessians.shape[1] != self._hessians.shape[2]:
             raise ValueError(f"Expected hessians of shape (n, d, d), got {self._hessians.shape}.")
         size, dimension, _ = self._hessians.shape
-        batch_size = _validate.integer("batch_size", batch_size, minimum=1)
-        record = _validate.integer("record", record, minimum=0, maximum=size - 1)
+        batch_size = validate.integer("batch_size", batch_size, minimum=1)
+        record = validate.integer("record", record, minimum=0, maximum=size - 1)
         difference = _shaped("slope_difference", slope_difference, (dimension,))
         here = np.zeros((size, dimension)) if slopes is None else slopes
         here = _shaped("slopes", here, (size, dimension))
@@ -117,7 +117,7 @@ class GaussianOracle:
         self._scale, self._decay = eta / batch_size, 1 - eta * decay
         self._noise_std = self._scale * sigma
         self._released = {
-            _validate.integer("release_steps", step, minimum=1, maximum=steps)
+            validate.integer("release_steps", step, minimum=1, maximum=steps)
             for step in release_steps
         } | {steps}
         means, covariances = zip(*(self._law(batches) for _, batches in orders), strict=True)
@@ -159,7 +159,7 @@ class GaussianOracle:
         Returns:
             The data set against its neighbour, and the neighbour against the data set.
         """
-        epsilon = _validate.real("epsilon", epsilon, minimum=0, maximum=700)
+        epsilon = validate.real("epsilon", epsilon, minimum=0, maximum=700)
         return (
             self._hockey_stick(self._first, self._second, epsilon),
             self._hockey_stick(self._second, self._first, epsilon),
@@ -167,7 +167,7 @@ class GaussianOracle:
 
     def renyi(self, order: float) -> tuple[float, float]:
         """Renyi divergences (in nats) of an order > 1; directions as in `delta`."""
-        order = _validate.real("order", order, above=1)
+        order = validate.real("order", order, above=1)
         return (
             self._renyi(self._first, self._second, order),
             self._renyi(self._second, self._first, order),

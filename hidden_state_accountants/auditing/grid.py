@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 from scipy import special
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.auditing._batch_laws import Chain, Counts, batch_chains
 from hidden_state_accountants.auditing._cells import LARGEST_EPSILON, CellPair
 from hidden_state_accountants.auditing._lattice import (
@@ -33,7 +33,7 @@ from hidden_state_accountants.auditing._lattice import (
     split,
 )
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 
@@ -131,17 +131,17 @@ class GridOracle:
         reach: float = REACH,
     ):
         _check(event, gradients, domain)
-        record = _validate.integer("record", record, minimum=0, maximum=event.dataset_size - 1)
+        record = validate.integer("record", record, minimum=0, maximum=event.dataset_size - 1)
         if event.record_position not in (None, record // event.batch_size):
             raise ValueError(
                 f"Expected a record in batch record_position = {event.record_position}, got record "
                 f"{record} in batch {record // event.batch_size}."
             )
-        start = _validate.real("start", start)
+        start = validate.real("start", start)
         if domain is not None and not domain[0] <= start <= domain[1]:
             raise ValueError(f"Expected start in the domain {domain}, got {start!r}.")
-        cells = _validate.integer("cells_per_std", cells_per_std, minimum=2)
-        reach = _validate.real("reach", reach, minimum=4, maximum=REACH)
+        cells = validate.integer("cells_per_std", cells_per_std, minimum=2)
+        reach = validate.real("reach", reach, minimum=4, maximum=REACH)
         number: dict[Gradient | None, int | None] = {None: None}
         for i, gradient in enumerate(gradients):
             if i != record and gradient is not None:
@@ -161,7 +161,7 @@ class GridOracle:
         Returns:
             The data set against its neighbour, and the neighbour against the data set.
         """
-        epsilon = _validate.real("epsilon", epsilon, minimum=0, maximum=LARGEST_EPSILON)
+        epsilon = validate.real("epsilon", epsilon, minimum=0, maximum=LARGEST_EPSILON)
         return self._estimates(
             lambda pair: pair.hockey_stick(epsilon),
             lambda pair: pair.hockey_stick_lower_bound(epsilon),
@@ -173,7 +173,7 @@ class GridOracle:
         Noise beyond 16 standard deviations is cut off: where order * mu is beyond about 10, `value`
         falls short.
         """
-        order = _validate.real("order", order, above=1)
+        order = validate.real("order", order, above=1)
         return self._estimates(
             lambda pair: pair.renyi(order), lambda pair: pair.renyi_lower_bound(order)
         )

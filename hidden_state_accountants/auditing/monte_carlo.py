@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
 
 Trainer = Callable[[np.random.Generator], npt.ArrayLike]
@@ -89,7 +89,7 @@ class MonteCarloAudit:
 
     def delta(self, epsilon: float) -> float:
         """The lower bound on delta at an epsilon >= 0."""
-        epsilon = _validate.real("epsilon", epsilon, minimum=0)
+        epsilon = validate.real("epsilon", epsilon, minimum=0)
         return max(self.forward.delta(epsilon), self.backward.delta(epsilon))
 
     def to_evidence(self, witness: str = "runs of the trainer") -> Evidence:
@@ -159,11 +159,11 @@ def monte_carlo_audit(
     Source: Clopper & Pearson 1934 for the intervals; Jagielski, Ullman & Oprea 2020 (arXiv
     2006.07709 v1), section 4.1, for audits with them.
     """
-    trials = _validate.integer("trials", trials, minimum=4)
-    delta = _validate.real("delta", delta, minimum=0)
+    trials = validate.integer("trials", trials, minimum=4)
+    delta = validate.real("delta", delta, minimum=0)
     if delta >= 1:
         raise ValueError(f"Expected delta < 1, got {delta!r}. Every trainer is (0, 1)-private.")
-    confidence = _validate.real("confidence", confidence, above=0)
+    confidence = validate.real("confidence", confidence, above=0)
     if confidence >= 1:
         raise ValueError(f"Expected confidence < 1, got {confidence!r}. Use 0.95.")
     sequence = np.random.SeedSequence(seed)

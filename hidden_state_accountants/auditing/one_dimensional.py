@@ -26,10 +26,10 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.auditing._pieces import Witness, curvatures, witnesses
 from hidden_state_accountants.auditing.evidence import Evidence, Progress, relation_conditions
 from hidden_state_accountants.auditing.grid import GridOracle
-from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.process import UnmetCondition
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 _REACH = 9.0  # standard deviations; 1e-19 of the mass lies beyond
 _SEARCH_CELLS = 8

@@ -32,10 +32,10 @@ from hidden_state_accountants.auditing.evidence import (
     relation_conditions,
     strongest,
 )
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.process import UnmetCondition
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 
 @attrs.frozen

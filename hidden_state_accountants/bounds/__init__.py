@@ -1,14 +1,14 @@
 """One file per result. A new bound is one file and one line in `BOUNDS`."""
 
-from hidden_state_accountants.bounds._bound import Bound, Citation
-from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
-from hidden_state_accountants.bounds.chien_li import ChienLi
+from hidden_state_accountants.bounds.base import Bound, Citation
+from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
+from hidden_state_accountants.bounds.chien_li.bound import ChienLi
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
-from hidden_state_accountants.bounds.dice_sgd import DiceSgd
+from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
 from hidden_state_accountants.bounds.hoelder import Hoelder
 from hidden_state_accountants.bounds.kong_ribero import KongRibero
-from hidden_state_accountants.bounds.langevin import Langevin
+from hidden_state_accountants.bounds.langevin.bound import Langevin
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
     shifted_gdp_mu,

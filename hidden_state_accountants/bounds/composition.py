@@ -8,15 +8,15 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.as_composition import cap_delta
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.bounds._bound import Citation, divisor_assumption
-from hidden_state_accountants.curves import Curve, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.bounds.base import Citation, divisor_assumption
+from hidden_state_accountants.curves.base import Curve, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent, has_zero_noise
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.as_composition import cap_delta
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process import UnmetCondition
-from hidden_state_accountants.standard import StandardCurve, StockEvent, has_zero_noise
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 
 @attrs.frozen

@@ -17,22 +17,22 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
-from hidden_state_accountants.bounds._taut_string import (
-    least_mu_squared,
-    mu_squared_by_last_position,
-)
+from hidden_state_accountants.bounds.base import Citation, declared_assumptions
 from hidden_state_accountants.bounds.shifted_interpolation import (
     distance_anywhere,
     mu_squared_by_position,
     segment_mu_squared,
 )
-from hidden_state_accountants.composed_curve import compose_curves
-from hidden_state_accountants.curves import BestOfCurves, Curve, GaussianMixtureCurve
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.bounds.solvers.taut_string import (
+    least_mu_squared,
+    mu_squared_by_last_position,
+)
+from hidden_state_accountants.curves.base import BestOfCurves, Curve, GaussianMixtureCurve
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process import (
+from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     UnmetCondition,
     noisy_process,

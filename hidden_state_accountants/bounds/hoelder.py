@@ -18,15 +18,15 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
-from hidden_state_accountants.bounds._optimal_shifts import ShiftProblem, least_mu
-from hidden_state_accountants.curves import Curve, GaussianCurve, GaussianMixtureCurve
+from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu
+from hidden_state_accountants.curves.base import Curve, GaussianCurve, GaussianMixtureCurve
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.loss_geometry import LossKind
-from hidden_state_accountants.process import (
+from hidden_state_accountants.process.noisy_process import (
     LINEAR_MODULUS,
     NoisyProcess,
     UnmetCondition,

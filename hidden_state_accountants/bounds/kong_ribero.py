@@ -18,20 +18,20 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.bounds._analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
-from hidden_state_accountants.bounds._constant_run import (
+from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
+from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.solvers.constant_run import (
     ConstantRun,
     constant_run,
     refusal,
     unmet_for_constant_run,
 )
-from hidden_state_accountants.curves import Curve, GaussianCurve, RdpCurve
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.curves.base import Curve, GaussianCurve, RdpCurve
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.process import UnmetCondition
+from hidden_state_accountants.process.noisy_process import UnmetCondition
 
 _CITATION = Citation("Kong & Ribero 2025", "Theorems 2.2 and 2.3", "2407.05237")
 _UNSOUND = (

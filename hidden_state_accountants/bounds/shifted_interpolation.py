@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
-from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
-from hidden_state_accountants.bounds._taut_string import (
+from hidden_state_accountants import validate
+from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.solvers.taut_string import (
     CyclicTautString,
     least_mu_squared,
     least_mu_squared_by_position,
 )
-from hidden_state_accountants.curves import GaussianCurve
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process import (
+from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     UnmetCondition,
     noisy_process,
@@ -71,14 +71,14 @@ def shifted_gdp_mu(
     """
     names = ("contraction", "sensitivity", "noise_std")
     arrays = [
-        _validate.real_array(name, np.atleast_1d(value), minimum=0.0)
+        validate.real_array(name, np.atleast_1d(value), minimum=0.0)
         for name, value in zip(names, (contraction, sensitivity, noise_std), strict=True)
     ]
     sizes = {len(array) for array in arrays} - {1}
     if len(sizes) > 1:
         shapes = ", ".join(f"{name} {len(a)}" for name, a in zip(names, arrays, strict=True))
         raise ValueError(f"Expected arrays of one length, got {shapes}.")
-    shift = _validate.real("initial_shift", initial_shift, minimum=0)
+    shift = validate.real("initial_shift", initial_shift, minimum=0)
     c, s, sigma = np.broadcast_arrays(*arrays)
     return math.sqrt(least_mu_squared(c, s, sigma, initial_shift=shift))
 

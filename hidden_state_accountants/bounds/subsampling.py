@@ -22,27 +22,27 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.as_composition import overfull_delta
-from hidden_state_accountants.batch_order import BatchOrder
-from hidden_state_accountants.bounds._bound import Citation, declared_assumptions
-from hidden_state_accountants.bounds._sampled_windows import (
+from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
+from hidden_state_accountants.bounds.solvers.sampled_windows import (
     SampledSteps,
     Window,
     best_window,
 )
-from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
-from hidden_state_accountants.composed_curve import compose_curves
-from hidden_state_accountants.curves import BestOfCurves, Curve, CurveWithDelta, GaussianCurve
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.curves.base import BestOfCurves, Curve, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.events.as_composition import overfull_delta
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process import (
+from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     UnmetCondition,
     sampled_process,
     unmet_conditions,
 )
-from hidden_state_accountants.sampled_curve import SampledWithoutReplacementCurve
-from hidden_state_accountants.standard import StandardCurve, StockEvent
 
 _OVERFULL = 1e-12  # the probability that a batch exceeds the number of terms we plan for
 _MOST_NOISE_LEVELS = 8

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.calibration.target import (
     MakeAccountant,
     check_tolerance,
@@ -17,9 +17,9 @@ from hidden_state_accountants.calibration.target import (
     make_target,
     unreachable,
 )
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.geometry import update_lipschitz
-from hidden_state_accountants.loss_geometry import LossKind
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.process.geometry import update_lipschitz
 
 _GRID = 1000
 
@@ -63,7 +63,7 @@ def calibrate_weight_decay(
     """
     if not isinstance(event, LastIterateDpEvent):
         raise TypeError(f"Expected event to be a LastIterateDpEvent, got {event!r}.")
-    relation = _validate.neighboring_relation(neighboring_relation)
+    relation = validate.neighboring_relation(neighboring_relation)
     make = event_maker(attrs.evolve(event, weight_decay=0.0), "weight_decay")
     target = make_target("weight_decay", target_epsilon, delta, make, make_accountant, relation)
     tolerance = check_tolerance(tolerance)

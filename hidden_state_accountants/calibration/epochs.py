@@ -9,7 +9,7 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.calibration.target import (
     MakeAccountant,
     MakeEvent,
@@ -17,7 +17,7 @@ from hidden_state_accountants.calibration.target import (
     beyond_the_crossing,
     make_target,
 )
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 _MOST_GUESSES = 20  # then only halving
 
@@ -53,9 +53,9 @@ def calibrate_epochs(
         ValueError: One epoch is too many, or epsilon falls with the number of epochs.
     """
     make = _epoch_maker(make_event)
-    relation = _validate.neighboring_relation(neighboring_relation)
+    relation = validate.neighboring_relation(neighboring_relation)
     target = make_target("epochs", target_epsilon, delta, make, make_accountant, relation)
-    most = _validate.integer("max_epochs", max_epochs, minimum=1)
+    most = validate.integer("max_epochs", max_epochs, minimum=1)
     if not target.meets(1):
         raise ValueError(
             f"Expected target_epsilon >= {target.epsilon_of(1):g}, what one epoch costs at delta "

@@ -9,8 +9,8 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
-from hidden_state_accountants.bounds._dice_curves import largest_mu
+from hidden_state_accountants import validate
+from hidden_state_accountants.bounds.dice_sgd.curves import largest_mu
 from hidden_state_accountants.calibration.target import (
     MakeAccountant,
     MakeEvent,
@@ -22,8 +22,8 @@ from hidden_state_accountants.calibration.target import (
     make_target,
     unreachable,
 )
-from hidden_state_accountants.dice_sgd_event import DiceSgdDpEvent
 from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 
 _NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
 _SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
@@ -67,7 +67,7 @@ def calibrate_noise(
     """
     field = next((name for name in _NOISE_FIELDS if hasattr(make_event, name)), _NOISE_FIELDS[0])
     make = event_maker(make_event, field)
-    relation = _validate.neighboring_relation(neighboring_relation)
+    relation = validate.neighboring_relation(neighboring_relation)
     target = make_target(field, target_epsilon, delta, make, make_accountant, relation)
     tolerance = check_tolerance(tolerance)
     start = _composition_noise(make, target, relation)

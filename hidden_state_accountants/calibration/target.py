@@ -13,11 +13,11 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 from scipy import optimize
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.as_composition import cap_delta
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.gaussian import delta_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu
+from hidden_state_accountants.events.as_composition import cap_delta
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
@@ -150,8 +150,8 @@ def make_target(
 ) -> Target:
     """Checks the arguments that all calibrations share."""
     return Target(
-        _validate.real("target_epsilon", target_epsilon, minimum=0),
-        _validate.real(
+        validate.real("target_epsilon", target_epsilon, minimum=0),
+        validate.real(
             "delta", delta, above=0, maximum=1, remedy="Gaussian noise never reaches delta = 0."
         ),
         make,
@@ -162,7 +162,7 @@ def make_target(
 
 def check_tolerance(value: float) -> float:
     """A relative tolerance."""
-    return _validate.real("tolerance", value, minimum=1e-12, maximum=0.5)
+    return validate.real("tolerance", value, minimum=1e-12, maximum=0.5)
 
 
 def event_maker(make_event: Any, field: str) -> MakeEvent:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.cli import run_file
+from hidden_state_accountants.events.batch_order import BatchOrder
 
 _RUN, _LOSS, _ACCOUNTING = "The run", "The loss, per example", "Accounting"
 _ORDERS = ", ".join(order.value for order in BatchOrder)

@@ -12,10 +12,10 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
-from hidden_state_accountants.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.plain_types import SCHEMA
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.events.plain_types import SCHEMA
 
 LOSSES = tuple(
     name
@@ -100,7 +100,7 @@ def read(
     if relation is None:
         relation = accounting.get("neighboring_relation", "replace_special")
     event = kinds[name].from_dict(values)
-    return RunDescription(event, _validate.target_delta(delta), parse_relation(relation))
+    return RunDescription(event, validate.target_delta(delta), parse_relation(relation))
 
 
 def parse_relation(text: Any) -> NeighboringRelation:

@@ -12,7 +12,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
 from hidden_state_accountants.compare.methods import (
     COMBINED,
@@ -159,7 +159,7 @@ class Comparison:
             ValueError: The path is not that of a picture.
         """
         check_path(path)
-        delta = self.deltas[0] if delta is None else _validate.target_delta(delta)
+        delta = self.deltas[0] if delta is None else validate.target_delta(delta)
         relation = self.neighboring_relation
         lengths = {label: plotted_epochs(event) for label, event in self.runs}
         work = [
@@ -229,13 +229,13 @@ def compare(
     """
     runs = _labelled(event)
     deltas = tuple(
-        dict.fromkeys(_validate.target_delta(d) for d in np.atleast_1d(delta).tolist())
+        dict.fromkeys(validate.target_delta(d) for d in np.atleast_1d(delta).tolist())
         if not isinstance(delta, str)
-        else (_validate.target_delta(delta),)
+        else (validate.target_delta(delta),)
     )
     if not deltas:
         raise ValueError("Expected at least one delta, got none.")
-    relation = _validate.neighboring_relation(neighboring_relation)
+    relation = validate.neighboring_relation(neighboring_relation)
     work = [(label, run, deltas, relation) for label, run in runs]
     rows = [row for part in _evaluate(work, jobs, progress, "compare: run") for row in part]
     return Comparison(runs, deltas, relation, tuple(rows))
@@ -265,7 +265,7 @@ def _evaluate(
     progress: Progress | None,
     what: str,
 ) -> list[list[Row]]:
-    jobs = _validate.integer("jobs", jobs, minimum=1)
+    jobs = validate.integer("jobs", jobs, minimum=1)
     results: Any
     if jobs == 1 or len(work) == 1:
         results = (rows_of(*item) for item in work)

@@ -12,11 +12,11 @@ import dp_accounting
 from dp_accounting import NeighboringRelation, pld, rdp
 
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.as_composition import cap_delta
-from hidden_state_accountants.batch_order import BatchOrder
 from hidden_state_accountants.bounds import BOUNDS, Bound
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events import LastIterateDpEvent
+from hidden_state_accountants.events.as_composition import cap_delta
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 COMBINED = "LastIterateAccountant"
 PROVEN, PUBLISHED = "proven", "published, NOT proven"

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hidden_state_accountants.events import LastIterateDpEvent
-from hidden_state_accountants.schedule import Schedule
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.schedule import Schedule
 
 _MOST_POINTS = 10
 

@@ -15,9 +15,9 @@ from scipy import optimize, special, stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import ChienLi, Composition
-from hidden_state_accountants.bounds._chien_li_hoelder import HoelderModulus, HoelderProblem
-from hidden_state_accountants.bounds._chien_li_linear import least_value, least_value_of_any
-from hidden_state_accountants.bounds._chien_li_sampled import sampled_gaussian_divergence
+from hidden_state_accountants.bounds.chien_li.hoelder import HoelderModulus, HoelderProblem
+from hidden_state_accountants.bounds.chien_li.linear import least_value, least_value_of_any
+from hidden_state_accountants.bounds.chien_li.sampled import sampled_gaussian_divergence
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

@@ -12,12 +12,12 @@ from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Reshuffled, ShuffledOnce
-from hidden_state_accountants.bounds._taut_string import (
+from hidden_state_accountants.bounds.solvers.taut_string import (
     least_mu_squared,
     mu_squared_by_last_position,
 )
-from hidden_state_accountants.curves import GaussianMixtureCurve
-from hidden_state_accountants.gaussian import delta_from_mu
+from hidden_state_accountants.curves.base import GaussianMixtureCurve
+from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 EPSILONS = (0.0, 0.2, 1.0, 2.5)
@@ -89,7 +89,7 @@ class TestShuffledOnce:
 
 def worst_given_positions(event, positions):
     """mu of the record with the given position in each epoch, by a general solver."""
-    process = hsa.process.noisy_process(event, SPECIAL)
+    process = hsa.process.noisy_process.noisy_process(event, SPECIAL)
     period = event.batches_per_epoch
     sensitivity = np.zeros(event.num_steps)
     for epoch, position in enumerate(positions):

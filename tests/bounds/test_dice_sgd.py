@@ -18,17 +18,17 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import DiceSgd
-from hidden_state_accountants.bounds._dice_curves import Effect, _split, sound_curve
-from hidden_state_accountants.bounds._dice_published import (
-    published_noise_std,
-    published_step_rdp,
-)
-from hidden_state_accountants.bounds._inclusion_counts import (
+from hidden_state_accountants.bounds.dice_sgd.curves import Effect, _split, sound_curve
+from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import (
     Inclusions,
     first_inclusion,
     inclusions,
 )
-from hidden_state_accountants.curves import GaussianCurve
+from hidden_state_accountants.bounds.dice_sgd.published import (
+    published_noise_std,
+    published_step_rdp,
+)
+from hidden_state_accountants.curves.base import GaussianCurve
 
 ADD, ONE, SPECIAL = (
     NeighboringRelation.ADD_OR_REMOVE_ONE,

@@ -18,9 +18,9 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import ChienLi, Composition, Hoelder, ShiftedInterpolation
 from hidden_state_accountants.bounds import hoelder as module
-from hidden_state_accountants.bounds._optimal_shifts import ShiftProblem, least_mu
-from hidden_state_accountants.bounds._taut_string import least_mu_squared
-from hidden_state_accountants.process import noisy_process
+from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu
+from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

@@ -14,7 +14,7 @@ from shift_programs import least_squares_mu_squared
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Composition, KongRibero, ShiftedInterpolation
 from hidden_state_accountants.bounds.kong_ribero import corollary_c_2, corollary_c_3, theta
-from hidden_state_accountants.process import noisy_process
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

@@ -13,10 +13,10 @@ from runs import cyclic_run, full_run
 from scipy import integrate
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds import langevin_formulas as formulas
-from hidden_state_accountants.bounds._log_sobolev import log_sobolev_step
-from hidden_state_accountants.bounds.langevin import Langevin, recursion_rate
-from hidden_state_accountants.process import noisy_process
+from hidden_state_accountants.bounds.langevin import formulas
+from hidden_state_accountants.bounds.langevin.bound import Langevin, recursion_rate
+from hidden_state_accountants.bounds.solvers.log_sobolev import log_sobolev_step
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

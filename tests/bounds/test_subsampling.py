@@ -13,12 +13,12 @@ from scipy import integrate, stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import Composition, Subsampling
-from hidden_state_accountants.bounds import _sampled_windows as windows
+from hidden_state_accountants.bounds.solvers import sampled_windows as windows
 from hidden_state_accountants.bounds.subsampling import _most_terms
-from hidden_state_accountants.composed_curve import compose_curves
-from hidden_state_accountants.curves import CurveWithDelta
-from hidden_state_accountants.process import sampled_process
-from hidden_state_accountants.sampled_curve import SampledWithoutReplacementCurve
+from hidden_state_accountants.curves.base import CurveWithDelta
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
+from hidden_state_accountants.process.noisy_process import sampled_process
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -57,7 +57,7 @@ class TestWithoutReplacementCurve:
     def test_large_losses(self):
         curve = SampledWithoutReplacementCurve(10, 1, 60.0)
         assert curve.epsilon(1e-9) == pytest.approx(
-            hsa.gaussian.epsilon_from_mu(60.0, 1e-8) + math.log(0.1)
+            hsa.curves.gaussian.epsilon_from_mu(60.0, 1e-8) + math.log(0.1)
         )
 
     def test_losses_beyond_the_range_of_exp(self):

@@ -11,7 +11,7 @@ from scipy import optimize
 from shift_programs import least_squares_mu_squared, slsqp_mu_squared, windows_mu_squared
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds._taut_string import (
+from hidden_state_accountants.bounds.solvers.taut_string import (
     BlockStack,
     CyclicTautString,
     least_mu_squared,
@@ -80,7 +80,7 @@ def test_minimum_over_windows_equals_brute_force(seed):
     c, s, sigma = random_problem(rng, steps)
     kappa, drift = c * rng.uniform(0.5, 1.2, steps), s + rng.exponential(2.0, steps)
     diameter = float(rng.choice([np.inf, rng.exponential(2.0)]))
-    process = hsa.process.NoisyProcess(
+    process = hsa.process.noisy_process.NoisyProcess(
         c, s, sigma, kappa, drift, diameter, 1, (0,), (), is_constant=False
     )
     engine = hsa.bounds.shifted_interpolation.worst_mu_squared(process)

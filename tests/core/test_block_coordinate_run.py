@@ -7,8 +7,8 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.block_coordinate_run import BlockCoordinateRun
-from hidden_state_accountants.bounds.block_coordinate import block_contraction
+from hidden_state_accountants.bounds.block_coordinate.bound import block_contraction
+from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 RUN = BlockCoordinateRun(

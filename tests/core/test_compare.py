@@ -7,8 +7,8 @@ from dp_accounting import NeighboringRelation, pld, rdp
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.as_composition import cap_delta
 from hidden_state_accountants.compare.methods import round_up
+from hidden_state_accountants.events.as_composition import cap_delta
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 

@@ -7,7 +7,7 @@ import mpmath
 import pytest
 from dp_accounting import pld
 
-from hidden_state_accountants.gaussian import delta_from_mu, epsilon_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu, epsilon_from_mu
 
 MUS = [1e-8, 1e-4, 1e-2, 0.5, 0.999, 1.0, 1.001, 3.0, 30.0, 1e3, 1e4]
 DELTAS = [1e-300, 1e-100, 1e-30, 1e-12, 1e-5, 1e-2, 0.5, 0.999]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants import geometry
+from hidden_state_accountants.process import geometry
 
 
 def clip(gradient, norm):

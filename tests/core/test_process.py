@@ -8,7 +8,7 @@ from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.process import noisy_process, unmet_conditions
+from hidden_state_accountants.process.noisy_process import noisy_process, unmet_conditions
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE

@@ -231,17 +231,17 @@ class TestRunningGuarantee:
         assert running.guarantee().mu == pytest.approx(math.sqrt(6) / 2)
 
     def test_work_is_not_done_twice(self, monkeypatch):
-        from hidden_state_accountants.bounds import _taut_string
+        from hidden_state_accountants.bounds.solvers import taut_string
 
         count = 0
-        original = _taut_string.CyclicTautString.advance
+        original = taut_string.CyclicTautString.advance
 
         def counted(*arguments):
             nonlocal count
             count += 1
             original(*arguments)
 
-        monkeypatch.setattr(_taut_string.CyclicTautString, "advance", counted)
+        monkeypatch.setattr(taut_string.CyclicTautString, "advance", counted)
         recorder = recorder_of(cyclic_run())
         running = hsa.RunningGuarantee(recorder, RELATION)
         for _ in range(200):

@@ -56,7 +56,7 @@ class TestReferenceRun:
 def test_chien_and_li_figure_1():
     """K=2, sigma=1, R=1, n=5, eta=0.1, s=0.08: epsilon/alpha after 200 steps."""
     from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
-    from hidden_state_accountants.process import NoisyProcess
+    from hidden_state_accountants.process.noisy_process import NoisyProcess
 
     for c, expected in ((1.1, 0.27317), (1.0, 0.16006), (0.9, 0.06080)):
         arrays = [np.full(200, value) for value in (c, 0.08, 1.0, 1.0, 0.4)]

@@ -8,15 +8,15 @@ import pytest
 from dp_accounting import NeighboringRelation, pld, rdp
 from scipy import integrate, stats
 
-from hidden_state_accountants.composed_curve import ComposedCurve, compose_curves
-from hidden_state_accountants.curves import (
+from hidden_state_accountants.curves.base import (
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
 )
-from hidden_state_accountants.gaussian import delta_from_mu, deltas_from_mu
-from hidden_state_accountants.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.composed import ComposedCurve, compose_curves
+from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 WEIGHTS, MUS = [0.5, 0.3, 0.2], [0.0, 0.7, 1.9]
 EPSILONS = (0.0, 0.1, 1.0, 3.0, 6.0)

@@ -10,8 +10,8 @@ from runs import cyclic_run, full_run
 from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.as_composition import cap_delta
-from hidden_state_accountants.curves import GaussianCurve
+from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.events.as_composition import cap_delta
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE

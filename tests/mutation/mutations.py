@@ -9,16 +9,16 @@ from __future__ import annotations
 import attrs
 
 ACCOUNTANTS = "accountants.py"
-COMPOSED = "as_composition.py"
-CURVES = "curves.py"
-CURVES_TOGETHER = "composed_curve.py"
-EVENTS = "events.py"
-GEOMETRY = "geometry.py"
-PROCESS = "process.py"
+COMPOSED = "events/as_composition.py"
+CURVES = "curves/base.py"
+CURVES_TOGETHER = "curves/composed.py"
+EVENTS = "events/last_iterate.py"
+GEOMETRY = "process/geometry.py"
+PROCESS = "process/noisy_process.py"
 SHIFTS = "bounds/shifted_interpolation.py"
 SUBSAMPLING = "bounds/subsampling.py"
-WINDOWS = "bounds/_sampled_windows.py"
-TAUT_STRING = "bounds/_taut_string.py"
+WINDOWS = "bounds/solvers/sampled_windows.py"
+TAUT_STRING = "bounds/solvers/taut_string.py"
 
 
 @attrs.frozen
@@ -63,21 +63,21 @@ MUTATIONS = (
     # What one record moves.
     Mutation(
         "replace_one_moves_one_clip_norm",
-        "batch_order.py",
+        "events/batch_order.py",
         _SENSITIVITY,
         "if order is BatchOrder.WITHOUT_REPLACEMENT:",
         _LAWS,
     ),
     Mutation(
         "without_replacement_forgets_the_stand_in",
-        "batch_order.py",
+        "events/batch_order.py",
         _SENSITIVITY,
         "if relation is NeighboringRelation.REPLACE_ONE:",
         _EVENT_TESTS,
     ),
     Mutation(
         "fixed_batches_accept_add_or_remove",
-        "batch_order.py",
+        "events/batch_order.py",
         "NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE",
         "NeighboringRelation.ADD_OR_REMOVE_ONE and order not in (*_FIXED_SIZE, *BatchOrder)",
         _PROCESS_TESTS,
@@ -176,14 +176,14 @@ MUTATIONS = (
     ),
     Mutation(
         "last_position_is_the_worst_with_schedules_too_while_running",
-        "running.py",
+        "runs/running.py",
         "if recorder.is_constant and not self._released.any():",
         "if not self._released.any():",
         _DETAILS,
     ),
     Mutation(
         "last_position_is_the_worst_after_releases_too_while_running",
-        "running.py",
+        "runs/running.py",
         "if recorder.is_constant and not self._released.any():",
         "if recorder.is_constant:",
         _RECORDER_TESTS,
@@ -204,21 +204,21 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_accepts_short_batches",
-        "recorder.py",
+        "runs/last_iterate.py",
         "elif batch_rows != size:",
         "elif batch_rows > size:",
         _RECORDER_TESTS,
     ),
     Mutation(
         "recorder_accepts_batches_in_any_order",
-        "recorder.py",
+        "runs/last_iterate.py",
         "if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:",
         "if order is BatchOrder.CYCLIC and batch_index is None:",
         _RECORDER_TESTS,
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "recorder.py",
+        "runs/last_iterate.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,
@@ -326,21 +326,21 @@ MUTATIONS = (
     ),
     Mutation(
         "softmax_is_as_smooth_as_logistic",
-        "loss_geometry.py",
+        "events/loss_geometry.py",
         "return cls.convex(square / 2, math.sqrt(2 * square))",
         "return cls.convex(square / 4, math.sqrt(2 * square))",
         _GEOMETRY_TESTS,
     ),
     Mutation(
         "softmax_gradient_is_as_short_as_logistic",
-        "loss_geometry.py",
+        "events/loss_geometry.py",
         "return cls.convex(square / 2, math.sqrt(2 * square))",
         "return cls.convex(square / 2, math.sqrt(square))",
         _GEOMETRY_TESTS,
     ),
     Mutation(
         "bias_is_not_a_feature",
-        "loss_geometry.py",
+        "events/loss_geometry.py",
         "return norm * norm + (1.0 if bias else 0.0)",
         "return norm * norm + (0.0 if bias else 0.0)",
         _GEOMETRY_TESTS,
@@ -461,7 +461,7 @@ MUTATIONS = (
     ),
     Mutation(
         "releases_while_running_forget_the_segments_before",
-        "running.py",
+        "runs/running.py",
         "self._released += self._taut.mu_squared(range(process.period))",
         "self._released = self._taut.mu_squared(range(process.period)) + 0 * self._released",
         _RECORDER_TESTS,
@@ -526,14 +526,14 @@ MUTATIONS = (
     # From mu to epsilon.
     Mutation(
         "delta_without_the_exponential_term",
-        "gaussian.py",
+        "curves/gaussian.py",
         "result[right] = np.log(special.ndtr(a[right]) - second)",
         "result[right] = np.log(special.ndtr(a[right]) - 0 * second)",
         "core/test_gaussian.py",
     ),
     Mutation(
         "epsilon_is_not_rounded_up",
-        "gaussian.py",
+        "curves/gaussian.py",
         "while delta_from_mu(mu, epsilon) > delta:",
         "while delta_from_mu(mu, epsilon) > 2 * delta:",
         "core/test_gaussian.py",
@@ -594,21 +594,21 @@ MUTATIONS = (
     ),
     Mutation(
         "gaussian_event_under_replace_one_is_not_doubled",
-        "standard.py",
+        "curves/standard.py",
         "(2.0 if relation is _REPLACE_ONE else 1.0) / noise",
         "1.0 / noise",
         _COMPOSITION_LAWS,
     ),
     Mutation(
         "laplace_event_under_replace_one_is_not_doubled",
-        "standard.py",
+        "curves/standard.py",
         "part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
         "part = StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
         _COMPOSITION_LAWS,
     ),
     Mutation(
         "mu_beside_standard_events_is_lost",
-        "standard.py",
+        "curves/standard.py",
         "total = orders * self.gaussian_mu**2 / 2",
         "total = 0 * orders",
         _DETAILS,
@@ -678,14 +678,14 @@ MUTATIONS = (
     ),
     Mutation(
         "zero_noise_inside_a_sampled_event_is_missed",
-        "standard.py",
+        "curves/standard.py",
         "or any(map(has_zero_noise, _nested(event)))",
         "or any(map(has_zero_noise, []))",
         _STANDARD_LAWS,
     ),
     Mutation(
         "without_replacement_event_under_replace_one_is_not_doubled",
-        "standard.py",
+        "curves/standard.py",
         "part = StockEvent(_with_noise(event, 0.5), count, relation)",
         "part = StockEvent(_with_noise(event, 1.0), count, relation)",
         _COMPOSITION_LAWS,
@@ -862,7 +862,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling_amplifies_twice",
-        "sampled_curve.py",
+        "curves/sampled.py",
         "return q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))",
         "return q * q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))",
         _SAMPLED_TESTS,

@@ -15,7 +15,7 @@ from scipy import special, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GaussianOracle, GridOracle
-from hidden_state_accountants.batch_order import unmet_relation
+from hidden_state_accountants.events.batch_order import unmet_relation
 
 FULL, CYCLIC = hsa.BatchOrder.FULL, hsa.BatchOrder.CYCLIC
 EPOCHS = (hsa.BatchOrder.SHUFFLED_ONCE, hsa.BatchOrder.RESHUFFLED)

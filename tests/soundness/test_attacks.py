@@ -25,7 +25,7 @@ from hidden_state_accountants.auditing._participation import (
 from hidden_state_accountants.auditing._pieces import Piece, curvatures, witnesses
 from hidden_state_accountants.auditing._quadratic_runs import quadratic_runs
 from hidden_state_accountants.auditing._released import mu_by_position, released_shifts
-from hidden_state_accountants.gaussian import delta_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 EPSILONS = (0.0, 0.3, 1.0, 2.5)

@@ -23,7 +23,7 @@ from hidden_state_accountants.auditing import (
     QuadraticLosses,
 )
 from hidden_state_accountants.auditing._released import mu_by_position
-from hidden_state_accountants.curves import GaussianCurve
+from hidden_state_accountants.curves.base import GaussianCurve
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 ADD = NeighboringRelation.ADD_OR_REMOVE_ONE

@@ -12,8 +12,8 @@ from scipy import special
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing.block_zero_curvature import BlockZeroCurvature
-from hidden_state_accountants.bounds._block_recursion import published_rates
-from hidden_state_accountants.bounds.block_coordinate import BlockCoordinate
+from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
+from hidden_state_accountants.bounds.block_coordinate.recursion import published_rates
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

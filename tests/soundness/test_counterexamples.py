@@ -16,8 +16,8 @@ from hidden_state_accountants.auditing.bounded_domain import _U, BoundedDomain, 
 from hidden_state_accountants.auditing.without_replacement_direction import (
     WithoutReplacementDirection,
 )
-from hidden_state_accountants.gaussian import delta_from_mu
-from hidden_state_accountants.geometry import clipped_update_lipschitz
+from hidden_state_accountants.curves.gaussian import delta_from_mu
+from hidden_state_accountants.process.geometry import clipped_update_lipschitz
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

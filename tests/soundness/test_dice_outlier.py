@@ -13,8 +13,8 @@ from scipy import optimize, stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing.dice_outlier import DiceOutlier, _statistics
 from hidden_state_accountants.bounds import DiceSgd
-from hidden_state_accountants.bounds._dice_curves import sound_curve
-from hidden_state_accountants.bounds._dice_published import published_noise_std
+from hidden_state_accountants.bounds.dice_sgd.curves import sound_curve
+from hidden_state_accountants.bounds.dice_sgd.published import published_noise_std
 
 ADD, ONE, SPECIAL = (
     NeighboringRelation.ADD_OR_REMOVE_ONE,

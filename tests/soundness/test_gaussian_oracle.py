@@ -9,7 +9,7 @@ from quadratics import cyclic_batches, random_hessian
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GaussianOracle
-from hidden_state_accountants.gaussian import delta_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 RELATION = NeighboringRelation.REPLACE_ONE
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GaussianOracle, GridOracle
-from hidden_state_accountants.gaussian import delta_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 EPSILONS = (0.0, 0.5, 2.0)
 ORDERS = (1.5, 2.0, 8.0)

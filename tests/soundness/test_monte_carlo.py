@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from hidden_state_accountants.auditing.monte_carlo import monte_carlo_audit
-from hidden_state_accountants.gaussian import delta_from_mu, epsilon_from_mu
+from hidden_state_accountants.curves.gaussian import delta_from_mu, epsilon_from_mu
 
 DELTA = 1e-2
 

@@ -27,11 +27,11 @@ from strategies import (
 )
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants import geometry
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
-from hidden_state_accountants.curves import GaussianCurve
+from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process import noisy_process
+from hidden_state_accountants.process import geometry
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 RENYI_ORDERS = (1.5, 2.0, 3.0, 8.0, 32.0)
 ROUND = 500  # examples between two reports of a deep search; each round climbs from a fresh start

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
-from hidden_state_accountants.process import noisy_process
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("tightness", ROOT / "benchmarks" / "tightness.py")

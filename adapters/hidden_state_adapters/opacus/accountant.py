@@ -19,7 +19,7 @@ from hidden_state_accountants import (
     LossGeometry,
     UnsupportedRunError,
 )
-from hidden_state_accountants.batch_order import parse_batch_order
+from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_adapters.opacus.accounted_runs import AccountedRun, RunGuarantees, nothing
 from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule

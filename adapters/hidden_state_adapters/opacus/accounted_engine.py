@@ -14,7 +14,7 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import Assumption, Comparison, DiceSgdDpEvent, UnsupportedRunError
-from hidden_state_accountants.text_report import text_report
+from hidden_state_accountants.runs.statement import text_report
 from hidden_state_adapters.opacus import report
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.dice_statement import dice_assumptions, dice_report

@@ -16,8 +16,8 @@ from hidden_state_accountants import (
     LossGeometry,
     UnsupportedRunError,
 )
-from hidden_state_accountants.batch_order import parse_batch_order
 from hidden_state_accountants.best_bound import why_none_applies
+from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus import optimizer_checks as checks
 

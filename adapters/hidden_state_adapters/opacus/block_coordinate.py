@@ -9,7 +9,7 @@ from hidden_state_accountants import (
     Schedule,
     UnsupportedRunError,
 )
-from hidden_state_accountants.block_coordinate_run import (
+from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
     BlockCoordinateRun,
 )

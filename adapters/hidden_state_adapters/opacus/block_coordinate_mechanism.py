@@ -12,7 +12,7 @@ from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
 from torch.optim import SGD
 
-from hidden_state_accountants import UnsupportedRunError, _validate
+from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.opacus import block_coordinate_checks, dice_checks
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.block_coordinate_checks import BatchWatch
@@ -64,12 +64,12 @@ class BlockCoordinateMechanism(DPOptimizer):
                 f"Expected loss_reduction = {module.loss_reduction!r} as in the module, got "
                 f"{loss_reduction!r}: gradients of records would be off by the batch size."
             )
-        _validate.magnitude("learning_rate", rate)
-        _validate.magnitude("noise_multiplier", noise_multiplier)
-        _validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
-        _validate.integer("expected_batch_size", expected_batch_size, minimum=1)
-        self.l1 = _validate.magnitude("l1", l1)
-        self.l2 = _validate.magnitude("l2", l2)
+        validate.magnitude("learning_rate", rate)
+        validate.magnitude("noise_multiplier", noise_multiplier)
+        validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
+        validate.integer("expected_batch_size", expected_batch_size, minimum=1)
+        self.l1 = validate.magnitude("l1", l1)
+        self.l2 = validate.magnitude("l2", l2)
         if not isinstance(nonnegative, bool):
             raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
         self.nonnegative = nonnegative
@@ -187,7 +187,7 @@ class BlockCoordinateMechanism(DPOptimizer):
                 "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
                 "gradients before they are clipped, and skips steps. Train in float32 without it."
             )
-        noise_multiplier = _validate.magnitude("noise_multiplier", self.noise_multiplier)
+        noise_multiplier = validate.magnitude("noise_multiplier", self.noise_multiplier)
         for block in self._blocks:
             if closure is not None:
                 with torch.enable_grad():

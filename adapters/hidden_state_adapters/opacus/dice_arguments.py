@@ -9,7 +9,7 @@ import attrs
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, _validate
+from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, validate
 from hidden_state_adapters.opacus import dice_checks
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.batch_plans import BatchPlan
@@ -75,7 +75,7 @@ class DiceArguments:
         dice_checks.check_options(
             opacus.get("loss_reduction", "mean"), opacus.get("noise_generator"), False
         )
-        clip_norm = _validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
+        clip_norm = validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
         params = [p for p in module.parameters() if p.requires_grad]
         dice_checks.check_clip_norms(smallest_norm(params), clip_norm, self._error_clip(clip_norm))
         _refuse_state(optimizer)
@@ -83,7 +83,7 @@ class DiceArguments:
     def _error_clip(self, clip_norm: float) -> float:
         if self.error_max_grad_norm is None:
             return clip_norm
-        return _validate.magnitude("error_max_grad_norm", self.error_max_grad_norm, positive=True)
+        return validate.magnitude("error_max_grad_norm", self.error_max_grad_norm, positive=True)
 
     def event(
         self, plan: BatchPlan, max_grad_norm: Any, noise_multiplier: Any, num_steps: int
@@ -93,8 +93,8 @@ class DiceArguments:
         Raises:
             TypeError, ValueError: An argument has an impossible value.
         """
-        noise = _validate.magnitude("noise_multiplier", noise_multiplier)
-        clip_norm = _validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
+        noise = validate.magnitude("noise_multiplier", noise_multiplier)
+        clip_norm = validate.magnitude("max_grad_norm", max_grad_norm, positive=True)
         return DiceSgdDpEvent(
             # ZBWH24, Algorithm 2, arXiv 2311.14632: the noise is on the mean update
             noise_std=noise * clip_norm / plan.batch_size,

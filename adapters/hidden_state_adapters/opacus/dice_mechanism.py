@@ -16,7 +16,7 @@ from opacus.optimizers.optimizer import (
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import BatchOrder, DiceSgdDpEvent, UnsupportedRunError, _validate
+from hidden_state_accountants import BatchOrder, DiceSgdDpEvent, UnsupportedRunError, validate
 from hidden_state_adapters.opacus import device_figures, dice_checks
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.device_figures import Figure
@@ -60,7 +60,7 @@ class DiceMechanism(GhostClipping):
         dice_checks.refuse_per_layer(
             max_grad_norm=max_grad_norm, error_max_grad_norm=error_max_grad_norm
         )
-        _validate.integer("expected_batch_size", expected_batch_size, minimum=1)
+        validate.integer("expected_batch_size", expected_batch_size, minimum=1)
         self._fixed: dict[str, Any] = {}
         self.automatic = automatic
         self.error_max_grad_norm = (
@@ -92,9 +92,9 @@ class DiceMechanism(GhostClipping):
         self._moments = dice_checks.moments_of(optimizer)
 
     def _check_values(self) -> None:
-        _validate.magnitude("noise_multiplier", self.noise_multiplier)
-        _validate.magnitude("max_grad_norm", self.max_grad_norm, positive=True)
-        _validate.magnitude("error_max_grad_norm", self.error_max_grad_norm, positive=True)
+        validate.magnitude("noise_multiplier", self.noise_multiplier)
+        validate.magnitude("max_grad_norm", self.max_grad_norm, positive=True)
+        validate.magnitude("error_max_grad_norm", self.error_max_grad_norm, positive=True)
         if not isinstance(self.automatic, bool):
             raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
         dice_checks.check_parameters(self.params)

@@ -13,9 +13,9 @@ from hidden_state_accountants import (
     DiceSgdAccountant,
     DiceSgdDpEvent,
     UnsupportedRunError,
-    _validate,
+    validate,
 )
-from hidden_state_accountants.dice_report import DiceSgdRun, text_report
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun, text_report
 from hidden_state_adapters.opacus.dice_mechanism import DiceMechanism
 
 _SCHEMA = 1
@@ -187,7 +187,7 @@ class DiceOptimizer(DiceMechanism):
                     f"The state is of another run: expected {name} = {expected!r}, got "
                     f"{state['settings'].get(name)!r}."
                 )
-        steps = _validate.integer("num_steps", state["num_steps"], minimum=1)
+        steps = validate.integer("num_steps", state["num_steps"], minimum=1)
         self._hidden.load_private_state(state["private"])
         self._num_steps = steps
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from hidden_state_accountants import DiceSgdDpEvent, _validate
+from hidden_state_accountants import DiceSgdDpEvent, validate
 
 _SCHEMA = 1
 
@@ -98,9 +98,9 @@ class DiceRecorder:
                     f"The state is of another run: expected {name} = {own.get(name)!r}, "
                     f"got {other.get(name)!r}."
                 )
-        steps = _validate.integer("num_steps", state["num_steps"], minimum=0)
+        steps = validate.integer("num_steps", state["num_steps"], minimum=0)
         releases = [
-            _validate.integer("release_steps", r, minimum=1, maximum=steps)
+            validate.integer("release_steps", r, minimum=1, maximum=steps)
             for r in state["release_steps"]
         ]
         if releases != sorted(set(releases)):

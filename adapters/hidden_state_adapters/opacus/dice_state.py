@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hidden_state_accountants import UnsupportedRunError, _validate
+from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.opacus.norms import row_norms
 
 
@@ -145,8 +145,8 @@ class HiddenError:
             raise ValueError(f"Expected an error of shapes {expected}, got {shapes}.")
         if not all(bool(torch.isfinite(error).all()) for error in errors):
             raise ValueError("The private state is damaged: the error is not finite.")
-        largest = _validate.real("largest_gradient_norm", state["largest_gradient_norm"], minimum=0)
-        fewest = _validate.integer("fewest_rows", state["fewest_rows"], minimum=0)
-        most = _validate.integer("most_rows", state["most_rows"], minimum=fewest)
+        largest = validate.real("largest_gradient_norm", state["largest_gradient_norm"], minimum=0)
+        fewest = validate.integer("fewest_rows", state["fewest_rows"], minimum=0)
+        most = validate.integer("most_rows", state["most_rows"], minimum=fewest)
         self._errors = [e.to(p, copy=True) for e, p in zip(errors, self._params, strict=True)]
         self.largest_gradient_norm, self.fewest_rows, self.most_rows = largest, fewest, most

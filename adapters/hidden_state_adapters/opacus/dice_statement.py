@@ -8,8 +8,8 @@ import attrs
 from dp_accounting import DpEvent
 
 from hidden_state_accountants import Assumption, DiceSgdDpEvent, Guarantee
-from hidden_state_accountants.dice_report import text_report
 from hidden_state_accountants.guarantee import Status, merge_assumptions
+from hidden_state_accountants.runs.dice_sgd import text_report
 from hidden_state_adapters.opacus.dice_optimizer import CHECKED
 from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
 from hidden_state_adapters.opacus.report import declared_by_user

@@ -12,7 +12,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 
 _Parameters = dict[str, torch.Tensor]
 
@@ -101,11 +101,11 @@ def estimate_hoelder(
     Raises:
         TypeError, ValueError: An argument has an impossible value.
     """
-    exponents = tuple(_validate.real("exponents", e, above=0, maximum=1) for e in exponents)
+    exponents = tuple(validate.real("exponents", e, above=0, maximum=1) for e in exponents)
     if not exponents:
         raise ValueError("Expected at least one exponent, got none.")
-    radius = _validate.real("radius", radius, above=0)
-    num_points = _validate.integer("num_points", num_points, minimum=1)
+    radius = validate.real("radius", radius, above=0)
+    num_points = validate.integer("num_points", num_points, minimum=1)
     if len(inputs) != len(targets) or not len(inputs):
         raise ValueError(
             f"Expected as many targets as inputs, and at least one, got {len(inputs)} inputs and "

@@ -20,7 +20,7 @@ from hidden_state_accountants import (
     RunRecorder,
     UnsupportedRunError,
 )
-from hidden_state_accountants.batch_order import EPOCH_ORDERS
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
 from hidden_state_adapters.opacus import device_figures
 from hidden_state_adapters.opacus import optimizer_checks as checks
 from hidden_state_adapters.opacus.precision_checks import check_arithmetic

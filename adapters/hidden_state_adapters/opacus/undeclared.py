@@ -9,8 +9,8 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, Guarantee
-from hidden_state_accountants.curves import Curve, GaussianCurve
-from hidden_state_accountants.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 Row = tuple[float, float, int]
 """Noise multiplier, sample rate, number of steps; as in Opacus' histories."""

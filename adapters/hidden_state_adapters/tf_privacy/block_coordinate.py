@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
-from hidden_state_accountants import LossGeometry, _validate
-from hidden_state_accountants.block_coordinate_run import (
+from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
     BlockCoordinateRun,
 )
@@ -131,8 +131,8 @@ class BlockCoordinateKerasOptimizer(
                 f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
                 "is about one step size."
             )
-        rate = _validate.magnitude("learning_rate", learning_rate)
-        weights = {"l1": _validate.magnitude("l1", l1), "l2": _validate.magnitude("l2", l2)}
+        rate = validate.magnitude("learning_rate", learning_rate)
+        weights = {"l1": validate.magnitude("l1", l1), "l2": validate.magnitude("l2", l2)}
         for weight, value in weights.items():
             checks.check_scale(weight, value)
         if not isinstance(nonnegative, bool):

@@ -19,7 +19,7 @@ from hidden_state_accountants import (
     LastIterateDpEvent,
     RunRecorder,
     UnsupportedRunError,
-    _validate,
+    validate,
 )
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_adapters.tf_privacy import fit_checks
@@ -85,20 +85,20 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         gradient_bound: float = math.inf,
     ):
         super().__init__()
-        self._batch_size = _validate.integer("batch_size", batch_size, minimum=1)
-        self._dataset_size = _validate.integer(
+        self._batch_size = validate.integer("batch_size", batch_size, minimum=1)
+        self._dataset_size = validate.integer(
             "dataset_size", dataset_size, minimum=batch_size, remedy="It is at least batch_size."
         )
         if target_delta is not None:
-            target_delta = _validate.target_delta(target_delta)
+            target_delta = validate.target_delta(target_delta)
         self._target_delta = target_delta
-        self._relation = _validate.neighboring_relation(neighboring_relation)
+        self._relation = validate.neighboring_relation(neighboring_relation)
         RunRecorder(batch_order=BatchOrder.CYCLIC, batch_size=1, dataset_size=1).check_relation(
             neighboring_relation
         )
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
-        self._gradient_bound = _validate.real(
+        self._gradient_bound = validate.real(
             "gradient_bound", gradient_bound, above=0, allow_inf=True
         )
         self._record: RunRecord | None = None
@@ -287,7 +287,7 @@ class HiddenStateCallback(tf.keras.callbacks.Callback):
         if delta is None:
             raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
         self._check_iterate()
-        delta = _validate.target_delta(delta)
+        delta = validate.target_delta(delta)
         return self._checked_record().report(self.assumptions, delta)
 
     def _own_assumptions(self) -> tuple[Assumption, ...]:

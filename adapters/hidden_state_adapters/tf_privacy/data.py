@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants import UnsupportedRunError, _validate
+from hidden_state_accountants import UnsupportedRunError, validate
 
 _logger = logging.getLogger("hidden_state_accountants")
 _MARK = "_hidden_state_cyclic_batches"
@@ -54,7 +54,7 @@ def cyclic_dataset(
         UnsupportedRunError: The batches would be unequal, or examples carry weights.
         TypeError, ValueError: An argument has an impossible value.
     """
-    batch_size = _validate.integer("batch_size", batch_size, minimum=1)
+    batch_size = validate.integer("batch_size", batch_size, minimum=1)
     if isinstance(x, tf.data.Dataset):
         if y is not None:
             raise TypeError("Expected y = None when x is a Dataset, got targets. Use pairs in x.")

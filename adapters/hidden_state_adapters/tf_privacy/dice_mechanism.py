@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_adapters.tf_privacy import optimizer_checks as checks
 from hidden_state_adapters.tf_privacy.checked_optimizer import CheckedOptimizer, Gradients
 from hidden_state_adapters.tf_privacy.dice_query import DiceSumQuery
@@ -37,12 +37,12 @@ class DiceMechanism(CheckedOptimizer):
         clip, noise = checks.clip_and_noise(l2_norm_clip, noise_multiplier)
         error_clip = clip
         if error_l2_norm_clip is not None:
-            error_clip = _validate.real("error_l2_norm_clip", error_l2_norm_clip, above=0)
+            error_clip = validate.real("error_l2_norm_clip", error_l2_norm_clip, above=0)
             checks.check_scale("error_l2_norm_clip", error_clip)
         if not isinstance(automatic, bool):
             raise TypeError(f"Expected automatic to be True or False, got {automatic!r}.")
         if expected_batch_size is not None:
-            expected_batch_size = _validate.integer(
+            expected_batch_size = validate.integer(
                 "expected_batch_size", expected_batch_size, minimum=1
             )
         checks.check_learning_rate(learning_rate)

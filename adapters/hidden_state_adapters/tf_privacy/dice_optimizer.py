@@ -7,8 +7,8 @@ import math
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, DiceSgdAccountant, DiceSgdDpEvent
-from hidden_state_accountants.batch_order import parse_batch_order
-from hidden_state_accountants.dice_report import DiceSgdRun, text_report
+from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun, text_report
 from hidden_state_adapters.tf_privacy.dice_mechanism import DiceMechanism
 from hidden_state_adapters.tf_privacy.refusals import refusal
 

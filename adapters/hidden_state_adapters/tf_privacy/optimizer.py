@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
-from hidden_state_accountants import LossGeometry, _validate
+from hidden_state_accountants import LossGeometry, validate
 from hidden_state_adapters.tf_privacy import optimizer_checks as checks
 from hidden_state_adapters.tf_privacy.checked_optimizer import (
     CheckedOptimizer,
@@ -105,17 +105,15 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         checks.refuse_options(type(self).__name__, kwargs, self._neutral_options)
         clip, noise = checks.clip_and_noise(l2_norm_clip, noise_multiplier)
         checks.check_learning_rate(learning_rate)
-        decay = _validate.real("weight_decay", weight_decay, minimum=0)
+        decay = validate.real("weight_decay", weight_decay, minimum=0)
         if projection_radius is not None:
-            projection_radius = _validate.real("projection_radius", projection_radius, above=0)
+            projection_radius = validate.real("projection_radius", projection_radius, above=0)
         if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
             raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
         super().__init__(
             WatchedGaussianSumQuery(clip, noise),
             checks.microbatches(num_microbatches),
-            _validate.integer(
-                "gradient_accumulation_steps", gradient_accumulation_steps, minimum=1
-            ),
+            validate.integer("gradient_accumulation_steps", gradient_accumulation_steps, minimum=1),
             learning_rate=learning_rate,
             name=name,
         )

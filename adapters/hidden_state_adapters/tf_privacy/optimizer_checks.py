@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hidden_state_accountants import _validate
+from hidden_state_accountants import validate
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 # Rounding in float32 of a norm that is exactly at its bound.
@@ -46,8 +46,8 @@ def refuse_options(name: str, options: Mapping[str, Any], neutral: Mapping[str, 
 
 def clip_and_noise(l2_norm_clip: Any, noise_multiplier: Any) -> tuple[float, float]:
     """Both as floats, if float32 holds them and their product."""
-    clip = _validate.real("l2_norm_clip", l2_norm_clip, above=0)
-    noise = _validate.magnitude("noise_multiplier", noise_multiplier)
+    clip = validate.real("l2_norm_clip", l2_norm_clip, above=0)
+    noise = validate.magnitude("noise_multiplier", noise_multiplier)
     check_scale("l2_norm_clip", clip)
     check_scale("l2_norm_clip * noise_multiplier", clip * noise)
     return clip, noise
@@ -57,13 +57,13 @@ def microbatches(num_microbatches: Any) -> int | None:
     """None or a positive integer."""
     if num_microbatches is None:
         return None
-    return _validate.integer("num_microbatches", num_microbatches, minimum=1)
+    return validate.integer("num_microbatches", num_microbatches, minimum=1)
 
 
 def check_learning_rate(learning_rate: Any) -> None:
     """Raises unless it is a schedule or a number >= 0."""
     if isinstance(learning_rate, int | float):
-        _validate.magnitude("learning_rate", learning_rate)
+        validate.magnitude("learning_rate", learning_rate)
 
 
 def check_scale(name: str, value: float) -> None:

@@ -14,7 +14,7 @@ from hidden_state_accountants import (
     LastIterateAccountant,
     LastIterateDpEvent,
     UnsupportedRunError,
-    _validate,
+    validate,
 )
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy.statement_parts import (
@@ -69,9 +69,9 @@ def compute_last_iterate_privacy_statement(
             "Expected event to be a LastIterateDpEvent, DiceSgdDpEvent or BlockCoordinateDpEvent, "
             f"got {type(event).__name__}. For a standard event use TensorFlow Privacy's statement."
         )
-    accountant = LastIterateAccountant(_validate.neighboring_relation(neighboring_relation))
+    accountant = LastIterateAccountant(validate.neighboring_relation(neighboring_relation))
     guarantee = accountant.compose(event).guarantee
-    return statement(event, guarantee, guarantee.assumptions, _validate.target_delta(delta))
+    return statement(event, guarantee, guarantee.assumptions, validate.target_delta(delta))
 
 
 def statement(

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from hidden_state_accountants import LossGeometry
-from hidden_state_accountants.loss_geometry import LossKind
+from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 

@@ -1,0 +1,332 @@
+r"""Noisy mini-batch block coordinate descent (DP-MBCD): Chen & Liu 2025 (arXiv 2407.08233).
+
+`analysis="sound"` is what is true of the algorithm; `analysis="published"` is Theorem 4.6, which
+is not (docs/theory/block_coordinate.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
+from hidden_state_accountants.bounds.base import Citation
+from hidden_state_accountants.bounds.block_coordinate.recursion import (
+    published_rates,
+    secret_position_rdp,
+)
+from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
+from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
+from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process.geometry import update_lipschitz
+from hidden_state_accountants.process.noisy_process import NoisyProcess, UnmetCondition
+
+_SHIFTS = Citation("Bok, Su, Altschuler 2024", "shifted interpolation", "2403.00278")
+_COMPOSITION = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
+
+
+@attrs.frozen
+class BlockCoordinate:
+    r"""DP-MBCD: the sound account of the algorithm, or the published one.
+
+    `analysis="sound"`, with :math:`s = \eta S_g/b` and :math:`\sigma_{k,j} = \sqrt{2\eta\,o(k,j)}`:
+
+    * one block whose update is known to be c-Lipschitz: Theorem A with the contraction
+      :math:`c\,p`, p <= 1 that of the prox;
+    * otherwise composition of the sub-steps of all p blocks,
+      :math:`\mu^2 = p \max_j \sum_k (s/\sigma_{k,j})^2`.
+
+    `analysis="published"`: Theorem 4.6 by its own recursion, with
+    :math:`L_F = |1 - \eta\beta|` unless `update_lipschitz` declares one.
+
+    Formal guarantees ("sound"):
+      - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for full batches. S_g is the
+        sensitivity under the relation that is asked for.
+      - The partition into batches is public, the record in the worst of them.
+      - Theorem A: the other blocks and the hidden variables are public, or recomputed from the
+        block and one record with `block_loss` describing the composite. Composition: blocks count
+        as released after each sub-step, s bounds the composite update.
+      - Contraction comes from the prox of a strongly convex regulariser, from a strongly convex
+        block loss where clipping never acts (2 * lipschitz <= S_g), or from what is declared.
+    """
+
+    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
+    event_type: type[dp_accounting.DpEvent] = BlockCoordinateDpEvent
+    dominated_by: tuple[str, ...] = ()
+    citation: Citation = Citation("Chen & Liu 2025", "Theorem 4.6", "2407.08233")
+
+    @property
+    def name(self) -> str:
+        """Short, stable identifier."""
+        return "block_coordinate" if self.sound else "block_coordinate_published"
+
+    @property
+    def sound(self) -> bool:
+        """Whether the figures are proved."""
+        return self.analysis == SOUND
+
+    def check(
+        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """The conditions that `event` does not meet; empty if the bound applies."""
+        unmet = []
+        order = BatchOrder.FULL if event.batches_per_epoch == 1 else BatchOrder.CYCLIC
+        reason = unmet_relation(order, relation)
+        if reason:
+            unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
+        rest = event.dataset_size % event.batch_size
+        if rest:
+            unmet.append(
+                UnmetCondition(
+                    "equal batches",
+                    f"dataset_size divisible by batch_size (drop {rest} records)",
+                    f"{event.dataset_size} and {event.batch_size}",
+                )
+            )
+        if not self.sound and _published_update_lipschitz(event) is None:
+            unmet.append(
+                UnmetCondition(
+                    "Lipschitz constant of the update",
+                    "update_lipschitz, or a block_loss with a Lipschitz gradient "
+                    '(or analysis="sound")',
+                    "neither",
+                )
+            )
+        return tuple(unmet)
+
+    def guarantee(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """The guarantee of the run.
+
+        Raises:
+            UnsupportedRunError: A condition of `check` is not met.
+        """
+        unmet = self.check(event, relation)
+        if unmet:
+            raise UnsupportedRunError("; ".join(map(str, unmet)))
+        return (_sound if self.sound else _published)(self, event, relation)
+
+
+def _sound(
+    bound: BlockCoordinate, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+) -> Guarantee:
+    contraction = block_contraction(event) if event.num_blocks == 1 else None
+    common = _common_assumptions(event, relation)
+    if contraction is None:
+        return Guarantee(
+            curve=GaussianCurve(math.sqrt(_composed_mu_squared(event))),
+            neighboring_relation=relation,
+            theorem="composition of the sub-steps that hold the record (every block may be "
+            "released after each)",
+            assumptions=(*common, _HIDDEN_WHEN_RELEASED),
+            citations=(bound.citation, _COMPOSITION),
+        )
+    return Guarantee(
+        curve=GaussianCurve(math.sqrt(worst_mu_squared(_process(event, contraction)))),
+        neighboring_relation=relation,
+        theorem=f"Theorem A ({_SHIFTS.authors}, arXiv {_SHIFTS.arxiv}), optimal shifts, one block",
+        assumptions=(*common, *_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
+        citations=(bound.citation, _SHIFTS),
+    )
+
+
+def _sensitivity(event: BlockCoordinateDpEvent) -> float:
+    return event.step_size * event.gradient_sensitivity / event.batch_size
+
+
+def _composed_mu_squared(event: BlockCoordinateDpEvent) -> float:
+    sensitivity = _sensitivity(event)
+    if sensitivity == 0:
+        return 0.0
+    variances = 2 * event.step_size * event.noise_variances()
+    if not variances.all():
+        return math.inf
+    return event.num_blocks * float((sensitivity**2 / variances).sum(axis=0).max())
+
+
+def block_contraction(event: BlockCoordinateDpEvent) -> float | None:
+    """The proved or declared Lipschitz constant of update and prox; None if none is known.
+
+    The prox after step t is counted with the update of step t + 1 (Theorem A, c_t p_{t-1}).
+    """
+    candidates = (event.update_lipschitz, _proved_update_lipschitz(event))
+    known = [candidate for candidate in candidates if candidate is not None]
+    if not known:
+        return None
+    prox = 1 / (1 + event.step_size * event.prox_strong_convexity)
+    return min(known) * min(1.0, event.prox_lipschitz, prox)
+
+
+def _proved_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
+    loss = event.block_loss
+    if loss is None or (loss.kind is LossKind.HOELDER and loss.exponent != 1):
+        return None
+    # Clipping at C gives S_g = C or 2 C, whichever neighbours S_g was declared for.
+    clip_is_active = loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity
+    eta = np.array([event.step_size])
+    return float(update_lipschitz(loss, eta, np.zeros(1), np.array([clip_is_active]))[0])
+
+
+def _process(event: BlockCoordinateDpEvent, contraction: float) -> NoisyProcess:
+    steps = event.num_steps
+    variances = 2 * event.step_size * event.noise_variances().ravel()
+    period = event.batches_per_epoch
+    return NoisyProcess(
+        contraction=np.broadcast_to(contraction, steps),
+        sensitivity=np.broadcast_to(_sensitivity(event), steps),
+        noise_std=np.sqrt(variances),
+        drift_contraction=np.ones(steps),
+        drift=np.full(steps, np.inf),  # no bound on the gradients themselves
+        domain_diameter=math.inf,
+        period=period,
+        positions=range(period),
+        release_steps=(),
+        is_constant=bool((variances == variances[0]).all()),
+    )
+
+
+_HIDDEN_WHEN_RELEASED = Assumption.declared(
+    "hidden variables: each is a function of one record and of the released blocks, its effect "
+    "within the clipped gradient of that record (fitted on a whole batch: only if the gradient of "
+    "the whole batch is clipped); never released"
+)
+_HIDDEN_FROM_THE_DATA = Assumption.declared(
+    "everything but the trained block is public or fixed; hidden variables, if any, are a function "
+    "of one record and of the block, recomputed at every step, and the declared geometry is that "
+    "of the composite update; never released"
+)
+
+
+def _common_assumptions(
+    event: BlockCoordinateDpEvent, relation: NeighboringRelation
+) -> tuple[Assumption, ...]:
+    return (
+        Assumption.declared(
+            f"under {relation.name} the sum of the per-record gradients of a block moves by at "
+            f"most {event.gradient_sensitivity:g}, at equal released values"
+        ),
+        Assumption.declared("one record per person"),
+        Assumption.declared(
+            f"the step size {event.step_size:g} is a constant, and sums are divided by the "
+            f"constant {event.batch_size}"
+        ),
+        Assumption.declared("number of epochs and noise variances fixed in advance"),
+        Assumption.declared("only the released blocks are seen"),
+        Assumption.public("partition into batches and their order, hyper-parameters"),
+    )
+
+
+def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption, ...]:
+    assumptions = []
+    if event.update_lipschitz is not None:
+        assumptions.append(
+            Assumption.declared(
+                "the update of the block is Lipschitz with constant "
+                f"{event.update_lipschitz:g} on every data set"
+            )
+        )
+    if event.block_loss is not None:
+        assumptions.append(Assumption.declared(f"per-record block loss: {event.block_loss!r}"))
+        assumptions.append(Assumption.declared(_clipping(event.block_loss, event)))
+    if event.prox_strong_convexity:
+        assumptions.append(
+            Assumption.declared(f"{event.prox_strong_convexity:g}-strongly convex regulariser")
+        )
+    if event.prox_lipschitz < 1:
+        assumptions.append(
+            Assumption.declared(f"the prox is Lipschitz with constant {event.prox_lipschitz:g}")
+        )
+    else:
+        assumptions.append(
+            Assumption.declared("the regulariser, if any, is convex: its prox does not expand")
+        )
+    return tuple(assumptions)
+
+
+def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
+    """S_g does not tell the clip norm: one that is too large would hide that clipping acts."""
+    if loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity:
+        return "the gradient of each record is clipped on its own and as one vector, if at all"
+    return (
+        f"no gradient is ever clipped: each record's, of norm at most {loss.lipschitz:g}, lies "
+        "within the clip norm, and no mean of a batch is clipped"
+    )
+
+
+def _published(
+    bound: BlockCoordinate, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+) -> Guarantee:
+    lipschitz = _published_update_lipschitz(event)
+    assert lipschitz is not None  # checked
+    rates = published_rates(
+        event.step_size,
+        event.noise_variances(),
+        event.gradient_sensitivity,
+        event.batch_size,
+        lipschitz,
+        _published_prox_lipschitz(event),
+    )
+    return Guarantee(
+        curve=RdpCurve(functools.partial(secret_position_rdp, rates, event.num_blocks)),
+        neighboring_relation=relation,
+        theorem=f"{bound.citation}, as published",
+        assumptions=(
+            *_common_assumptions(event, relation)[:-1],
+            *_contraction_assumptions(event),
+            Assumption.declared("the batch that holds the record is secret and uniform"),
+            Assumption.public("hyper-parameters"),
+        ),
+        caveat=_caveat(event, lipschitz),
+        citations=(bound.citation,),
+    )
+
+
+def _published_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
+    if event.update_lipschitz is not None:
+        return event.update_lipschitz
+    loss = event.block_loss
+    if loss is None or loss.exponent != 1:
+        return None
+    # Chen & Liu 2025, Lemma 4.1 (constant step) and Lemma B.1, arXiv 2407.08233
+    return abs(1 - event.step_size * loss.smoothness)
+
+
+def _published_prox_lipschitz(event: BlockCoordinateDpEvent) -> float:
+    if not event.prox_strong_convexity:
+        return event.prox_lipschitz
+    return min(event.prox_lipschitz, 1 / (1 + event.step_size * event.prox_strong_convexity))
+
+
+def _caveat(event: BlockCoordinateDpEvent, lipschitz: float) -> str:
+    reasons = []
+    if event.update_lipschitz is None:
+        proved = _proved_update_lipschitz(event)
+        assert proved is not None  # _published_update_lipschitz found a loss
+        if lipschitz < proved:
+            reasons.append(
+                f"Lemma 4.1 claims the contraction |1 - eta*beta| = {lipschitz:.4g}, but "
+                "directions without curvature are not contracted and clipping can expand: the "
+                f"constant is {proved:.4g}"
+            )
+    elif lipschitz < 1:
+        reasons.append(
+            f"the contraction {lipschitz:.4g} is declared: Lemma 4.1 derives it from convexity, "
+            "which gives none"
+        )
+    if _published_prox_lipschitz(event) < 1:
+        reasons.append(
+            "for L_T < 1 Corollary 4.5 has the exponent 1/L_T^2 > 1; an invertible prox such as "
+            "x/2 leaves the divergence unchanged, so that 1 is the most it can be"
+        )
+    reasons.append(
+        "section 4.2 takes no account of what leaks between the blocks and through hidden variables"
+    )
+    return "; ".join(reasons)

@@ -1,0 +1,1 @@
+"""Numerical work that several bounds share: the best shifts, the best windows."""

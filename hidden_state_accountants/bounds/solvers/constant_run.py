@@ -1,0 +1,168 @@
+"""The numbers of a run with constant hyper-parameters that the published theorems are stated in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.as_composition import indivisible_batches
+from hidden_state_accountants.events.batch_order import (
+    EPOCH_ORDERS,
+    BatchOrder,
+    sensitivity_in_clip_norms,
+    unmet_relation,
+)
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry
+from hidden_state_accountants.process import geometry
+from hidden_state_accountants.process.noisy_process import UnmetCondition
+
+
+@attrs.frozen
+class ConstantRun:
+    """Lengths are in units of the noise's standard deviation on the iterate (sigma of the papers).
+
+    Attributes:
+        learning_rate: eta.
+        weight_decay: w.
+        decay: kappa = 1 - eta w.
+        sensitivity: s/sigma, with s = 2 eta K/b under REPLACE_ONE, half of it otherwise.
+        drift: 2 eta K/sigma; two updates differ by at most kappa |x - y| + drift. (2 b + 1 terms
+            instead of 2 b under ADD_OR_REMOVE_ONE.)
+        diameter: R/sigma.
+        noise_std: sigma, in the units of the parameters.
+        clip_is_active: Whether a gradient may be longer than the clip norm.
+        batch_size: b.
+        num_steps: T.
+        period: Batches per epoch; 1 for FULL.
+        position: The index of the record's batch in the epoch, None for the worst.
+        loss: The declared geometry.
+    """
+
+    learning_rate: float
+    weight_decay: float
+    decay: float
+    sensitivity: float
+    drift: float
+    diameter: float
+    noise_std: float
+    clip_is_active: bool
+    batch_size: int
+    num_steps: int
+    period: int
+    position: int | None
+    loss: LossGeometry
+
+    def contraction(self) -> float:
+        """The modulus of the update (docs/theory/moduli.md); not for a Hölder exponent below 1."""
+        eta, decay = np.array([self.learning_rate]), np.array([self.weight_decay])
+        active = np.array([self.clip_is_active])
+        return float(geometry.update_lipschitz(self.loss, eta, decay, active)[0])
+
+    @property
+    def last_position(self) -> int:
+        """The batch that is processed last."""
+        return (self.num_steps - 1) % self.period
+
+
+def unmet_for_constant_run(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    orders: Sequence[BatchOrder],
+    *,
+    published: bool,
+) -> list[UnmetCondition]:
+    """What the theorems of both papers need; `published` adds what only their own text needs."""
+    unmet = []
+    order = event.batch_order
+    if order not in orders:
+        names = " or ".join(known.name for known in orders)
+        unmet.append(UnmetCondition("batch order", f"{names} batches", order.name))
+    reason = unmet_relation(order, relation)
+    if reason:
+        unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
+    elif published and relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        unmet.append(
+            UnmetCondition(
+                "neighboring relation", "data sets of one size (REPLACE_ONE)", relation.name
+            )
+        )
+    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
+        unmet.append(
+            UnmetCondition(
+                "equal batches",
+                indivisible_batches(event),
+                f"a remainder of {event.dataset_size % event.batch_size}",
+            )
+        )
+    if event.loss is None:
+        unmet.append(
+            UnmetCondition("loss geometry", "a declared LossGeometry (loss=)", "loss=None")
+        )
+    if event.has_schedules:
+        unmet.append(
+            UnmetCondition("schedules", "the same hyper-parameters in every step", "a schedule")
+        )
+    if event.release_steps:
+        unmet.append(
+            UnmetCondition(
+                "releases",
+                "the last iterate to be the only one released",
+                f"{len(event.release_steps)} more (release_steps)",
+            )
+        )
+    if published and np.any(event.per_step("weight_decay") > 0):
+        unmet.append(
+            UnmetCondition(
+                "weight decay",
+                'weight_decay = 0 (analysis="sound" covers decoupled decay)',
+                f"{event.weight_decay!r}",
+            )
+        )
+    return unmet
+
+
+def constant_run(event: LastIterateDpEvent, relation: NeighboringRelation) -> ConstantRun:
+    """The numbers of an event without unmet conditions."""
+    assert event.loss is not None
+    eta, decay = (float(event.per_step(name)[0]) for name in ("learning_rate", "weight_decay"))
+    bound, b = float(event.gradient_bound()[0]), event.batch_size
+    lipschitz = math.inf if event.loss.lipschitz is None else event.loss.lipschitz
+    clips = event.clip_norm is not None and lipschitz > float(event.per_step("clip_norm")[0])
+    noise_std = eta * float(event.noise_std_on_sum()[0]) / b
+    factor = sensitivity_in_clip_norms(event.batch_order, relation)
+    terms = 2 * b + (relation is NeighboringRelation.ADD_OR_REMOVE_ONE)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # A step that moves nothing needs no noise: 0/0 counts as 0.
+        in_noise = np.nan_to_num(
+            np.array([factor * eta * bound / b, eta * bound * terms / b, event.domain_diameter])
+            / noise_std,
+            nan=0.0,
+            posinf=math.inf,
+        )
+    return ConstantRun(
+        learning_rate=eta,
+        weight_decay=decay,
+        decay=1 - eta * decay,
+        sensitivity=float(in_noise[0]),
+        drift=float(in_noise[1]),
+        diameter=float(in_noise[2]),
+        noise_std=noise_std,
+        clip_is_active=clips,
+        batch_size=b,
+        num_steps=event.num_steps,
+        period=1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch,
+        position=event.record_position,
+        loss=event.loss,
+    )
+
+
+def refusal(source: str, unmet: Sequence[UnmetCondition], remedy: str) -> UnsupportedRunError:
+    """The error of a theorem whose conditions an event does not meet."""
+    needs = " ".join(f"{source} needs {u.required}, got {u.actual}." for u in unmet)
+    return UnsupportedRunError(f"{needs} {remedy}")

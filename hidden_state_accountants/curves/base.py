@@ -1,0 +1,306 @@
+"""Privacy curves: (epsilon, delta) pairs and Renyi divergences that hold together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import rdp
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.rdp import rdp_privacy_accountant
+from scipy import optimize, special
+
+from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu, epsilon_from_mu
+from hidden_state_accountants.curves.standard import STOCK_ORDERS
+
+ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e6, 400), STOCK_ORDERS)
+"""The Renyi orders at which a curve that is known by its divergences alone is converted."""
+GRID = 1e-4
+"""Spacing of the losses of a discretised privacy loss distribution."""
+_SMALLEST_DIVERGENCE = 1e-15  # dp-accounting takes the log of 1 - exp(-divergence)
+_MOST_GROUPS = 64
+
+
+class Curve(Protocol):
+    """A set of (epsilon, delta) pairs and Renyi divergences that hold together."""
+
+    @property
+    def mu(self) -> float | None:
+        """The mu of mu-GDP, None if the curve is not Gaussian."""
+
+    def epsilon(self, delta: float) -> float:
+        """Smallest known epsilon for delta in [0, 1]."""
+
+    def delta(self, epsilon: float) -> float:
+        """Smallest known delta for epsilon in [0, inf]."""
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
+
+    def privacy_loss(self) -> PrivacyLossDistribution | None:
+        """A pessimistic privacy loss distribution for composition, if the curve has one."""
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        """A standard event with this curve under ADD_OR_REMOVE_ONE, if there is one."""
+
+
+@attrs.frozen
+class GaussianCurve:
+    """mu-GDP: the trade-off of one observation of N(0, 1) against N(mu, 1)."""
+
+    mu: float
+
+    def epsilon(self, delta: float) -> float:
+        return epsilon_from_mu(self.mu, delta)
+
+    def delta(self, epsilon: float) -> float:
+        return delta_from_mu(self.mu, epsilon)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return orders * self.mu**2 / 2
+
+    def privacy_loss(self) -> PrivacyLossDistribution | None:
+        if not 0 < self.mu < math.inf:
+            return None
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            1 / self.mu, value_discretization_interval=GRID
+        )
+
+    def to_dpevent(self) -> dp_accounting.DpEvent:
+        if self.mu == 0:
+            return dp_accounting.NoOpDpEvent()
+        if self.mu == math.inf:
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.GaussianDpEvent(1 / self.mu)
+
+
+@attrs.frozen(eq=False, init=False)
+class GaussianMixtureCurve:
+    r"""The mean of Gaussian curves: a secret, data-independent choice decides which mu applies.
+
+    .. math:: \delta(\varepsilon) = \sum_j p_j\, \delta_{\mu_j}(\varepsilon), \qquad
+              D_\alpha = \frac{1}{\alpha - 1} \log \sum_j p_j\, e^{(\alpha-1)\alpha\mu_j^2/2}
+
+    (joint convexity; the curve is that of the pair in which the choice j is revealed.)
+
+    Args:
+        weights: p_j >= 0 that sum to 1 up to rounding.
+        mus: mu_j in [0, inf].
+    """
+
+    weights: np.ndarray
+    mus: np.ndarray
+
+    def __init__(self, weights: np.ndarray, mus: np.ndarray):
+        weights, mus = np.asarray(weights, dtype=np.float64), np.asarray(mus, dtype=np.float64)
+        if not (abs(weights.sum() - 1) <= 1e-9 and (weights >= 0).all() and (mus >= 0).all()):
+            raise ValueError(
+                f"Expected weights >= 0 with sum 1 and mus >= 0, got sum {weights.sum()!r}."
+            )
+        mus, index = np.unique(mus[weights > 0], return_inverse=True)
+        weights = np.bincount(index, weights=weights[weights > 0] / weights.sum())
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "mus", mus)
+
+    @property
+    def mu(self) -> float | None:
+        """The common mu, if there is only one."""
+        return float(self.mus[0]) if len(self.mus) == 1 else None
+
+    def epsilon(self, delta: float) -> float:
+        top = self.mus[self.weights > 0][-1]
+        if delta >= self.delta(0.0):
+            return 0.0
+        if delta == 0 or self.delta(math.inf) >= delta:
+            return math.inf
+        high = epsilon_from_mu(float(top), delta) if top < math.inf else 1.0
+        while self.delta(high) > delta:
+            high = 2 * high or 1e-15  # the weights may sum to a little more than 1
+        root = optimize.brentq(
+            lambda e: self._log_delta(e) - math.log(delta), 0.0, high, xtol=1e-13, rtol=1e-13
+        )
+        step = 1e-13
+        while self.delta(root) > delta:  # round towards more epsilon, never less
+            root += step * max(root, 1e-3)
+            step *= 2
+        return root
+
+    def _log_delta(self, epsilon: float) -> float:
+        return math.log(max(self.delta(epsilon), 5e-324))
+
+    def delta(self, epsilon: float) -> float:
+        return min(1.0, float(self.weights @ deltas_from_mu(self.mus, epsilon)))
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        orders = np.asarray(orders, dtype=np.float64)
+        if self.mus[self.weights > 0][-1] == math.inf:
+            return np.full(orders.shape, math.inf)
+        exponents = ((orders - 1) * orders / 2)[..., None] * self.mus**2
+        direct = special.logsumexp(exponents, axis=-1, b=self.weights)
+        with np.errstate(over="ignore"):  # the log of a sum next to 1 would cancel
+            near_one = np.log1p(np.expm1(exponents) @ self.weights)
+        return np.where(direct < 1, near_one, direct) / (orders - 1)
+
+    def privacy_loss(self) -> PrivacyLossDistribution | None:
+        weights, mus = _grouped(self.weights, self.mus)
+        if not mus[-1] < math.inf:
+            return None
+        top = max(mus[-1] ** 2 / 2 + 9 * mus[-1], 10 * GRID)
+        return privacy_loss_from_delta(
+            lambda e: sum(w * deltas_from_mu(mu, e) for w, mu in zip(weights, mus, strict=True)),
+            top,
+        )
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        return None if self.mu is None else GaussianCurve(self.mu).to_dpevent()
+
+
+def _grouped(weights: np.ndarray, mus: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fewer, larger mus: each is rounded up to the largest of its group."""
+    weights, mus = weights[weights > 0], mus[weights > 0]
+    size = -(-len(mus) // _MOST_GROUPS)
+    starts = np.arange(0, len(mus), size)
+    return np.add.reduceat(weights, starts), mus[np.append(starts[1:], len(mus)) - 1]
+
+
+def privacy_loss_from_delta(
+    delta: Callable[[np.ndarray], np.ndarray], largest_epsilon: float
+) -> PrivacyLossDistribution:
+    """The pessimistic privacy loss of a pair that is the same in both directions.
+
+    Args:
+        delta: The hockey-stick divergences at epsilons >= 0.
+        largest_epsilon: Where to cut off; the mass beyond counts as an infinite loss.
+
+    Source: "connect the dots" of dp-accounting (Doroshenko et al. 2022, arXiv 2207.04380).
+    """
+    positive = np.arange(math.ceil(largest_epsilon / GRID) + 1)
+    right = np.minimum.accumulate(np.clip(delta(positive * GRID), 0.0, 1.0))
+    # H_{-e}(P, Q) = 1 - exp(-e) (1 - H_e(Q, P)), and the pair is symmetric
+    left = 1 - np.exp(-positive[:0:-1] * GRID) * (1 - right[:0:-1])
+    deltas = np.minimum.accumulate(np.concatenate([left, right]))
+    losses = np.concatenate([-positive[:0:-1], positive])
+    return PrivacyLossDistribution(
+        pld_pmf.create_pmf_pessimistic_connect_dots(GRID, losses, deltas)
+    )
+
+
+@attrs.frozen(eq=False)
+class RdpCurve:
+    """A curve that is known by its Renyi divergences.
+
+    Attributes:
+        bound: Maps an array of orders > 1 to upper bounds on the divergences in both directions.
+    """
+
+    bound: Callable[[np.ndarray], np.ndarray]
+
+    @property
+    def mu(self) -> None:
+        """Not Gaussian."""
+        return None
+
+    def epsilon(self, delta: float) -> float:
+        return epsilon_from_rdp(ORDERS, self.rdp(ORDERS), delta)
+
+    def delta(self, epsilon: float) -> float:
+        return delta_from_rdp(ORDERS, self.rdp(ORDERS), epsilon)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.asarray(self.bound(np.asarray(orders, dtype=np.float64)), dtype=np.float64)
+
+    def privacy_loss(self) -> None:
+        return None
+
+    def to_dpevent(self) -> None:
+        return None
+
+
+def epsilon_from_rdp(orders: np.ndarray, divergences: np.ndarray, delta: float) -> float:
+    """dp-accounting's conversion; inf where no divergence is finite."""
+    finite = np.isfinite(divergences)
+    if delta >= 1:
+        return 0.0
+    if not finite.any():
+        return math.inf
+    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
+    return float(rdp.compute_epsilon(orders[finite], divergences, delta)[0])
+
+
+def delta_from_rdp(orders: np.ndarray, divergences: np.ndarray, epsilon: float) -> float:
+    """dp-accounting's conversion; 1 where no divergence is finite."""
+    finite = np.isfinite(divergences)
+    if not finite.any():
+        return 1.0
+    if epsilon == math.inf:
+        return 0.0  # a finite divergence leaves no mass at infinity
+    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
+    return float(rdp_privacy_accountant.compute_delta(orders[finite], divergences, epsilon)[0])
+
+
+@attrs.frozen
+class CurveWithDelta:
+    """A curve that holds except with probability `extra`, which adds to every delta."""
+
+    curve: Curve
+    extra: float
+
+    @property
+    def mu(self) -> None:
+        """Not Gaussian."""
+        return None
+
+    def epsilon(self, delta: float) -> float:
+        return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
+
+    def delta(self, epsilon: float) -> float:
+        return min(1.0, self.curve.delta(epsilon) + self.extra)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.full(orders.shape, math.inf)
+
+    def privacy_loss(self) -> None:
+        return None
+
+    def to_dpevent(self) -> None:
+        return None
+
+
+@attrs.frozen(eq=False)
+class BestOfCurves:
+    """Several curves that all hold: at every point the smallest counts.
+
+    Attributes:
+        curves: At least one.
+    """
+
+    curves: tuple[Curve, ...]
+
+    @property
+    def mu(self) -> None:
+        """Not Gaussian."""
+        return None
+
+    def epsilon(self, delta: float) -> float:
+        return min(curve.epsilon(delta) for curve in self.curves)
+
+    def delta(self, epsilon: float) -> float:
+        return min(curve.delta(epsilon) for curve in self.curves)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
+
+    def best(self) -> Curve:
+        """The curve to compose with others."""
+        return min(self.curves, key=lambda curve: curve.epsilon(1e-6))
+
+    def privacy_loss(self) -> PrivacyLossDistribution | None:
+        return self.best().privacy_loss()
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        return self.best().to_dpevent()

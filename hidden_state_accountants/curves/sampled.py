@@ -1,0 +1,82 @@
+"""The Gaussian mechanism on a uniform batch of fixed size, one record replaced."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+from hidden_state_accountants.curves.base import privacy_loss_from_delta
+from hidden_state_accountants.curves.gaussian import deltas_from_mu, epsilon_from_mu
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+
+_FAR = 30.0
+
+
+@attrs.frozen
+class SampledWithoutReplacementCurve:
+    r"""C_q(G_mu): mu-GDP amplified by a batch that holds the record with probability q = b/n.
+
+    .. math:: \delta\big(\log(1 + q(e^\varepsilon - 1))\big) = q\,\delta_\mu(\varepsilon),
+              \qquad \varepsilon \ge 0
+
+    (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 9; Dong, Roth, Su 2022, arXiv
+    1905.02383 v3, Theorem 4.2: the pair is symmetric.) Stock accountants have its Renyi
+    divergences only.
+
+    Attributes:
+        population: n.
+        sample_size: b.
+        step_mu: mu of the step whose batch is known to hold the record.
+    """
+
+    population: int
+    sample_size: int
+    step_mu: float
+
+    @property
+    def _rate(self) -> float:
+        return self.sample_size / self.population
+
+    @property
+    def mu(self) -> float | None:
+        """The mu of the mechanism where nothing is sampled or nothing private is left."""
+        plain = self.sample_size == self.population or self.step_mu in (0, math.inf)
+        return self.step_mu if plain else None
+
+    def epsilon(self, delta: float) -> float:
+        q = self._rate
+        if delta >= q:
+            return 0.0
+        whole = epsilon_from_mu(self.step_mu, delta / q)
+        if whole > 700:
+            return whole + math.log(q) if math.log(q) + whole > 0 else 0.0
+        return math.log1p(q * math.expm1(whole))
+
+    def delta(self, epsilon: float) -> float:
+        return float(self._deltas(np.array(epsilon)))
+
+    def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
+        q = self._rate
+        # log(1 + (e^epsilon - 1)/q); the second form where e^epsilon / q could overflow
+        near = np.log1p(np.expm1(np.minimum(epsilon, _FAR)) / q)
+        far = epsilon - math.log(q) + np.log1p((q - 1) * np.exp(-epsilon))
+        return q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(
+            self.population, self.sample_size, dp_accounting.GaussianDpEvent(1 / self.step_mu)
+        )
+        # RdpAccountant reads the noise multiplier as one over mu, whatever the relation is.
+        return StandardCurve((StockEvent(event, 1, NeighboringRelation.REPLACE_ONE),)).rdp(orders)
+
+    def privacy_loss(self) -> PrivacyLossDistribution:
+        top = self.epsilon(1e-17) if self._rate > 1e-17 else 0.0
+        return privacy_loss_from_delta(self._deltas, max(top, 1e-3))
+
+    def to_dpevent(self) -> None:
+        return None

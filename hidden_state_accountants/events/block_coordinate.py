@@ -1,0 +1,183 @@
+"""What the user declares about a run of noisy mini-batch block coordinate descent.
+
+>>> import hidden_state_accountants as hsa
+>>> event = hsa.BlockCoordinateDpEvent(
+...     step_size=0.05, noise_variance=1.0, gradient_sensitivity=1.0, batch_size=100,
+...     dataset_size=2500, num_epochs=20, prox_strong_convexity=0.5)
+>>> event.batches_per_epoch, event.num_steps
+(25, 500)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import dp_accounting
+import numpy as np
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.events.loss_geometry import LossGeometry
+from hidden_state_accountants.events.plain_types import (
+    arguments_of,
+    construct,
+    one_line_repr,
+    to_dict,
+)
+from hidden_state_accountants.events.schedule import Schedule, per_step
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class BlockCoordinateDpEvent(dp_accounting.DpEvent):
+    r"""A run of DP-MBCD (Chen & Liu 2025, Algorithm 1) that releases its last blocks.
+
+    In epoch k = 0..K-1 and batch j = 0..n/b-1 each of the `num_blocks` released blocks makes
+
+    .. math::
+        \theta \leftarrow \mathrm{Prox}_{\eta, r}\Big(\theta
+            - \frac{\eta}{b} \sum_{i \in B_j} g_i(\theta) + \mathcal{N}(0, 2\eta\,o(k, j)\, I)\Big)
+
+    where :math:`g_i` is the (per-record clipped) gradient of record i's block objective, hidden
+    variables recomputed.
+
+    Formal guarantees of the mechanism that the event stands for:
+      - Released: the blocks after the last step. Hidden variables are never released.
+      - :math:`\eta, o, r, b, K` and the number of blocks are public, fixed in advance and the same
+        for neighbouring data sets; the start does not depend on the data.
+      - :math:`\eta` is constant: not the paper's step :math:`\min(\kappa/\|\nabla^2 f\|, \eta)`,
+        which depends on the parameters and on the data.
+
+    Attributes:
+        step_size: eta >= 0.
+        noise_variance: o >= 0; the noise on the block has variance 2 * eta * o. A number, o[k, j]
+            of shape (num_epochs, batches_per_epoch) as nested sequences or an array, or a
+            `Schedule` of the num_epochs * batches_per_epoch steps.
+        gradient_sensitivity: S_g >= 0, the largest distance of the SUMS of the per-record gradients
+            of a block on neighbouring data sets, at equal parameters. Per-record clipping at C
+            gives 2 * C where a record is replaced by any other (the paper's neighbours; this also
+            covers REPLACE_SPECIAL) and C where it is replaced by one with zero gradient. Beside a
+            `block_loss.lipschitz` declare no more than that: 2 * lipschitz <= S_g is read as
+            "clipping never acts". Where the mean of a batch is clipped as one vector leave
+            `block_loss` at None.
+        batch_size: b, the public constant that the sum is divided by.
+        dataset_size: n.
+        num_epochs: K.
+        block_loss: The curvature of every per-record block objective as a function of its block,
+            before clipping; None if nothing is known.
+        prox_strong_convexity: mu_r >= 0 of the regulariser r, whose proximal map then contracts by
+            1 / (1 + eta * mu_r).
+        update_lipschitz: L_F, a declared Lipschitz constant of the block's update before noise and
+            prox, for every data set; None derives one from `block_loss`.
+        prox_lipschitz: L_T, a declared Lipschitz constant of the proximal map. Every prox of a
+            convex function has 1; the paper also admits 2. The regulariser has to be convex: a
+            value above 1 is read as 1, except by the published account.
+        num_blocks: p, the number of released blocks.
+
+    Raises:
+        TypeError: An argument has the wrong type or shape.
+        ValueError: No run can have these values.
+    """
+
+    step_size: float = attrs.field()
+    noise_variance: float | Schedule = attrs.field()
+    gradient_sensitivity: float = attrs.field()
+    batch_size: int = attrs.field()
+    dataset_size: int = attrs.field()
+    num_epochs: int = attrs.field()
+    block_loss: LossGeometry | None = None
+    prox_strong_convexity: float = 0.0
+    update_lipschitz: float | None = None
+    prox_lipschitz: float = 1.0
+    num_blocks: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("step_size", "gradient_sensitivity", "prox_strong_convexity"):
+            put(name, validate.magnitude(name, getattr(self, name)))
+        put("dataset_size", validate.integer("dataset_size", self.dataset_size, minimum=1))
+        batch_size = validate.integer(
+            "batch_size",
+            self.batch_size,
+            minimum=1,
+            maximum=self.dataset_size,
+            remedy="It is the number of records of a batch.",
+        )
+        put("batch_size", batch_size)
+        for name in ("num_epochs", "num_blocks"):
+            put(name, validate.integer(name, getattr(self, name), minimum=1))
+        if self.block_loss is not None and not isinstance(self.block_loss, LossGeometry):
+            raise TypeError(
+                f"Expected block_loss to be a LossGeometry or None, got {self.block_loss!r}."
+            )
+        if self.update_lipschitz is not None:
+            put("update_lipschitz", validate.magnitude("update_lipschitz", self.update_lipschitz))
+        put("prox_lipschitz", validate.magnitude("prox_lipschitz", self.prox_lipschitz))
+        put("noise_variance", self._noise())
+
+    def _noise(self) -> float | Schedule:
+        value = self.noise_variance
+        if isinstance(value, np.ndarray) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, np.ndarray | list | tuple):
+            value = self._noise_of_array(value)
+        if not isinstance(value, Schedule):
+            return validate.magnitude("noise_variance", value)
+        if value.num_steps != self.num_steps:
+            raise ValueError(
+                f"Expected noise_variance to cover {self.num_steps} steps, got {value.num_steps}."
+            )
+        for number in value.values:
+            validate.magnitude("noise_variance at every step", number)
+        return value.values[0] if len(value.values) == 1 else value
+
+    def _noise_of_array(self, value: Any) -> Schedule:
+        shape = (self.num_epochs, self.batches_per_epoch)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of different lengths
+            array = np.empty(0, dtype=object)
+        if array.shape != shape or array.dtype.kind not in "fiu":
+            raise TypeError(
+                f"Expected noise_variance to be a number or real numbers of shape {shape} "
+                f"(epochs, batches), got shape {array.shape} and dtype {array.dtype}."
+            )
+        return Schedule.from_sequence(array.ravel(), "noise_variance")
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """n/b, rounded up."""
+        return -(-self.dataset_size // self.batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        """K * n/b, the number of updates of each block."""
+        return self.num_epochs * self.batches_per_epoch
+
+    def noise_variances(self) -> np.ndarray:
+        """o[k, j]: float64 of shape (num_epochs, batches_per_epoch)."""
+        flat = per_step(self.noise_variance, self.num_steps)
+        return flat.reshape(self.num_epochs, self.batches_per_epoch)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and TOML types with a schema number; defaults are left out."""
+        return to_dict(self, {})
+
+    @classmethod
+    def from_dict(cls, dictionary: Mapping[str, Any]) -> BlockCoordinateDpEvent:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: The schema or type differs, or a key is unknown or missing.
+        """
+        arguments = arguments_of(cls, dictionary)
+        parts = (("noise_variance", Schedule), ("block_loss", LossGeometry))
+        for name, part in parts:
+            if isinstance(arguments.get(name), Mapping):
+                arguments[name] = construct(part, name, arguments[name])
+        return construct(cls, cls.__name__, arguments)
+
+    def __repr__(self) -> str:
+        return one_line_repr(self)

@@ -1,0 +1,138 @@
+"""What the user declares of a DiceSGD run: clipped gradients with clipped error feedback.
+
+>>> import hidden_state_accountants as hsa
+>>> event = hsa.DiceSgdDpEvent(
+...     noise_std=0.02, clip_norm=1.0, error_clip_norm=1.0, batch_size=1000,
+...     dataset_size=50_000, num_steps=150, gradient_bound=5.0)
+>>> event.sampling_probability
+0.02
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import dp_accounting
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
+from hidden_state_accountants.events.plain_types import (
+    arguments_of,
+    construct,
+    one_line_repr,
+    to_dict,
+)
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class DiceSgdDpEvent(dp_accounting.DpEvent):
+    r"""A run of DiceSGD that releases every iterate and keeps the error hidden.
+
+    .. math::
+        v_t = \frac1B \sum_{i \in B_t} \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e_t, C_2), \quad
+        x_{t+1} = x_t - \eta_t (v_t + \mathcal{N}(0, \sigma_1^2 I)), \quad
+        e_{t+1} = e_t + \frac1B \sum_{i \in B_t} g_i - v_t, \quad e_0 = 0
+
+    with :math:`\mathrm{clip}(v, C) = \min(1, C/|v|)\, v`; in the automatic variant
+    :math:`C v/|v|`, and 0 at 0. Any update that is computed from the noisy :math:`v_t` alone (Adam)
+    is covered as well: it is post-processing.
+
+    Formal guarantees of the mechanism that the event stands for:
+      - Released: all iterates, or all noisy :math:`v_t`. The error :math:`e_t`, a function of the
+        data without noise, never is (nor saved, logged, or used by anything but clip).
+      - Batches do not depend on the data; the divisor B, T and all hyper-parameters are public,
+        fixed in advance and the same for neighbouring data sets.
+      - One record is one row and is clipped on its own.
+      - x_0 does not depend on the data and e_0 = 0. The error survives from step to step: a run is
+        ONE event with all its steps, never several composed ones that keep the error (a resumed
+        run, an event per step or epoch).
+
+    Attributes:
+        noise_std: sigma_1 >= 0, standard deviation of the noise on the MEAN update v: the noise
+            multiplier times clip_norm / batch_size. 0 gives epsilon = infinity.
+        clip_norm: C_1 > 0, of each gradient.
+        error_clip_norm: C_2 > 0, of the error e, which is in units of the mean update as well. (The
+            constant C >= B C_2 of the paper's Theorem 3.7 is in units of the sum.)
+        batch_size: B, the public constant that sums are divided by.
+        dataset_size: N.
+        num_steps: T.
+        batch_order: A `BatchOrder` or its value.
+        gradient_bound: G > 0, a bound on the norm of every per-example gradient before clipping,
+            for all records and iterates; inf if none is known.
+        automatic: Whether both clips normalise (the paper's Algorithm 4).
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No run can have these values.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 and 4.
+    """
+
+    noise_std: float = attrs.field()
+    clip_norm: float = attrs.field()
+    error_clip_norm: float = attrs.field()
+    batch_size: int = attrs.field()
+    dataset_size: int = attrs.field()
+    num_steps: int = attrs.field()
+    batch_order: BatchOrder = BatchOrder.POISSON
+    gradient_bound: float = math.inf
+    automatic: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("noise_std", validate.magnitude("noise_std", self.noise_std))
+        for name in ("clip_norm", "error_clip_norm"):
+            put(name, validate.magnitude(name, getattr(self, name), positive=True))
+        for name in ("dataset_size", "num_steps", "batch_size"):
+            put(name, validate.integer(name, getattr(self, name), minimum=1))
+        put("batch_order", parse_batch_order(self.batch_order))
+        bound = validate.real("gradient_bound", self.gradient_bound, above=0, allow_inf=True)
+        if bound < math.inf:
+            bound = validate.magnitude("gradient_bound", bound, positive=True)
+        put("gradient_bound", bound)
+        if not isinstance(self.automatic, bool):
+            raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        if self.batch_size > self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
+            )
+        if self.batch_order is BatchOrder.FULL and self.batch_size != self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
+                f"got {self.batch_size}. Use BatchOrder.CYCLIC."
+            )
+
+    @property
+    def sampling_probability(self) -> float:
+        """B / N: the probability that a POISSON batch holds a given record."""
+        return self.batch_size / self.dataset_size
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches of one pass over the data (1 for FULL)."""
+        return -(-self.dataset_size // self.batch_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and TOML types with a schema number; defaults are left out."""
+        return to_dict(self, {})
+
+    @classmethod
+    def from_dict(cls, dictionary: Mapping[str, Any]) -> DiceSgdDpEvent:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: The schema or type differs, or a key is unknown or missing.
+        """
+        event: DiceSgdDpEvent = construct(cls, cls.__name__, arguments_of(cls, dictionary))
+        return event
+
+    def __repr__(self) -> str:
+        return one_line_repr(self)

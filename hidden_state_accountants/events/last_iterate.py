@@ -1,0 +1,288 @@
+"""What the user declares: a training run of which only some iterates are released.
+
+>>> import hidden_state_accountants as hsa
+>>> event = hsa.LastIterateDpEvent(
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+...     dataset_size=50_000, num_steps=20_000, batch_order=hsa.BatchOrder.CYCLIC,
+...     loss=hsa.LossGeometry.convex(smoothness=0.5), weight_decay=0.1)
+>>> event.batches_per_epoch
+100
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.events.as_composition import composed_event
+from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
+from hidden_state_accountants.events.loss_geometry import LossGeometry
+from hidden_state_accountants.events.plain_types import (
+    arguments_of,
+    construct,
+    one_line_repr,
+    to_dict,
+)
+from hidden_state_accountants.events.schedule import Schedule, per_step
+
+_NOT_CLIPPED = "none"  # TOML has no null, and a missing key must not change the mechanism
+
+
+_SCHEDULED = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
+
+
+def _to_schedule(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, np.ndarray | list | tuple | range):
+        return Schedule.from_sequence(value, name)
+    return value
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class LastIterateDpEvent(dp_accounting.DpEvent):
+    r"""A run of noisy (projected, decayed) clipped gradient descent that releases its last iterate.
+
+    .. math::
+        x_t = \Pi\Big( (1 - \eta_t w_t)\, x_{t-1}
+              - \frac{\eta_t}{b}\Big(\sum_{i \in B_t} \mathrm{clip}_{C_t}(\nabla f_i(x_{t-1}))
+              + \mathcal{N}(0, (z_t C_t)^2 I)\Big) \Big), \qquad t = 1, \dots, T
+
+    Formal guarantees of the mechanism that the event stands for:
+      - Released: the iterates after `release_steps` and :math:`x_T`, nothing else (no averages of
+        iterates, optimizer state, metrics on the private data).
+      - :math:`\Pi, \eta_t, z_t, C_t, w_t, T, b` and the released steps are public, fixed in advance
+        and the same for neighbouring data sets; :math:`x_0` does not depend on the data.
+      - One record is one row and is clipped on its own.
+
+    `noise_multiplier`, `learning_rate`, `clip_norm` and `weight_decay` take a number, a sequence
+    with one entry per step, or a `Schedule`.
+
+    Attributes:
+        noise_multiplier: z; the standard deviation of the noise on the SUM of the gradients is
+            z * clip_norm (z * loss.lipschitz if clip_norm is None). 0 gives epsilon = infinity.
+        learning_rate: eta >= 0.
+        clip_norm: C > 0, or None if gradients are not clipped; loss.lipschitz is then required.
+        batch_size: b, the public constant that the sum is divided by.
+        dataset_size: n, the number of records that take part.
+        num_steps: T.
+        batch_order: A `BatchOrder` or its value.
+        loss: What is known about the per-example loss; None leaves ordinary composition only.
+        weight_decay: w >= 0, decoupled: it acts outside the clip. learning_rate * w < 1.
+        domain_diameter: Diameter (twice the radius of a ball) of the convex set that contains x_0
+            and on which every iterate is projected.
+        release_steps: The steps (1..T-1) after which the iterate is released as well.
+        max_batch_size: POISSON only: the loader drops records, uniformly, beyond this size. A
+            record can then displace another one, which costs a little extra delta.
+        record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
+            record in question; None is the worst.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No run can have these values, or they are almost certainly a mistake
+            (learning_rate * weight_decay >= 1).
+    """
+
+    noise_multiplier: float | Schedule = attrs.field()
+    learning_rate: float | Schedule = attrs.field()
+    clip_norm: float | Schedule | None = attrs.field()
+    batch_size: int = attrs.field()
+    dataset_size: int = attrs.field()
+    num_steps: int = attrs.field()
+    batch_order: BatchOrder = attrs.field()
+    loss: LossGeometry | None = None
+    weight_decay: float | Schedule = 0.0
+    domain_diameter: float = math.inf
+    release_steps: tuple[int, ...] = ()
+    max_batch_size: int | None = None
+    record_position: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("dataset_size", validate.integer("dataset_size", self.dataset_size, minimum=1))
+        put("num_steps", validate.integer("num_steps", self.num_steps, minimum=1))
+        put("batch_size", validate.integer("batch_size", self.batch_size, minimum=1))
+        put("batch_order", parse_batch_order(self.batch_order))
+        if self.loss is not None and not isinstance(self.loss, LossGeometry):
+            raise TypeError(f"Expected loss to be a LossGeometry or None, got {self.loss!r}.")
+        put("noise_multiplier", self._scheduled("noise_multiplier"))
+        put("learning_rate", self._scheduled("learning_rate"))
+        put("weight_decay", self._scheduled("weight_decay"))
+        if self.clip_norm is not None:
+            put("clip_norm", self._scheduled("clip_norm", positive=True))
+        elif self.loss is None or self.loss.lipschitz is None:
+            raise ValueError(
+                "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
+                "the per-example gradient norm, or clip."
+            )
+        put(
+            "domain_diameter",
+            validate.real("domain_diameter", self.domain_diameter, above=0, allow_inf=True),
+        )
+        put("release_steps", self._released())
+        self._check_batches()
+        self._check_decay()
+
+    def _scheduled(self, name: str, *, positive: bool = False) -> float | Schedule:
+        value = _to_schedule(name, getattr(self, name))
+        small_is_zero = name == "weight_decay"  # 1 - learning_rate * weight_decay rounds to 1
+        if not isinstance(value, Schedule):
+            if small_is_zero:
+                return validate.real(name, value, minimum=0)
+            return validate.magnitude(name, value, positive=positive)
+        if value.num_steps != self.num_steps:
+            raise ValueError(
+                f"Expected {name} to cover num_steps = {self.num_steps} steps, "
+                f"got {value.num_steps}."
+            )
+        if positive and min(value.values) <= 0:
+            raise ValueError(f"Expected {name} > 0 at every step, got {min(value.values)!r}.")
+        if not small_is_zero:
+            validate.magnitude(name, min(filter(None, value.values), default=1.0))
+            validate.magnitude(name, max(value.values))
+        return value.values[0] if len(value.values) == 1 else value
+
+    def _released(self) -> tuple[int, ...]:
+        if isinstance(self.release_steps, str) or not isinstance(self.release_steps, Iterable):
+            raise TypeError(
+                f"Expected release_steps to be a sequence of steps, got {self.release_steps!r}."
+            )
+        steps = {
+            validate.integer(
+                "release_steps",
+                step,
+                minimum=1,
+                maximum=self.num_steps,
+                remedy="Steps count from 1 to num_steps.",
+            )
+            for step in self.release_steps
+        }
+        return tuple(sorted(steps - {self.num_steps}))  # the last iterate always is released
+
+    def _check_batches(self) -> None:
+        order = self.batch_order
+        if self.batch_size > self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
+            )
+        if order is BatchOrder.FULL and self.batch_size != self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
+                f"got {self.batch_size}. Use BatchOrder.CYCLIC."
+            )
+        if self.max_batch_size is not None:
+            if order is not BatchOrder.POISSON:
+                raise ValueError(
+                    f"Expected max_batch_size = None for {order.name} batches, "
+                    f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
+                )
+            value = validate.integer("max_batch_size", self.max_batch_size, minimum=1)
+            object.__setattr__(self, "max_batch_size", value)
+        if self.record_position is not None:
+            if order is not BatchOrder.CYCLIC:
+                raise ValueError(
+                    f"Expected record_position = None for {order.name} batches, "
+                    f"got {self.record_position!r}. Only a CYCLIC order has positions."
+                )
+            value = validate.integer(
+                "record_position",
+                self.record_position,
+                minimum=0,
+                maximum=self.batches_per_epoch - 1,
+                remedy="It is the index of a batch within the epoch.",
+            )
+            object.__setattr__(self, "record_position", value)
+
+    def _check_decay(self) -> None:
+        product = self.per_step("learning_rate") * self.per_step("weight_decay")
+        worst = float(np.max(product))
+        if worst >= 1:
+            raise ValueError(
+                f"Expected learning_rate * weight_decay < 1, got {worst:g} "
+                f"at step {int(np.argmax(product)) + 1}. Lower one of them."
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches of one pass over the data (1 for FULL)."""
+        return -(-self.dataset_size // self.batch_size)
+
+    @property
+    def has_schedules(self) -> bool:
+        """Whether a hyper-parameter changes during the run."""
+        return any(isinstance(getattr(self, name), Schedule) for name in _SCHEDULED)
+
+    def per_step(self, name: str) -> np.ndarray:
+        """The float64 values of shape (num_steps,) of a scheduled field."""
+        return per_step(getattr(self, name), self.num_steps)
+
+    def gradient_bound(self) -> np.ndarray:
+        """Bound, per step, on the norm of what one record adds to the sum: min(C_t, lipschitz)."""
+        lipschitz = None if self.loss is None else self.loss.lipschitz
+        if self.clip_norm is None:
+            assert lipschitz is not None  # checked at construction
+            return per_step(lipschitz, self.num_steps)
+        clip = self.per_step("clip_norm")
+        return clip if lipschitz is None else np.minimum(clip, lipschitz)
+
+    def noise_std_on_sum(self) -> np.ndarray:
+        """Standard deviation, per step, of the noise that is added to the sum of the gradients."""
+        unit = self.gradient_bound() if self.clip_norm is None else self.per_step("clip_norm")
+        return self.per_step("noise_multiplier") * unit
+
+    def as_composition(
+        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    ) -> dp_accounting.DpEvent:
+        """The same run with every iterate released, as a standard dp-accounting event.
+
+        The sensitivity of the relation is folded into the noise. Evaluate the event with an
+        accountant constructed with ADD_OR_REMOVE_ONE, whatever `neighboring_relation` is: stock
+        accountants disagree about Gaussian events under REPLACE_ONE. The one exception is
+        WITHOUT_REPLACEMENT, which only RdpAccountant under REPLACE_ONE can evaluate.
+
+        For constant parameters the event counts the participations of the worst record. With
+        schedules it is a single Gaussian event, which equals the composition of the Gaussian
+        mechanisms exactly. Steps with learning rate 0 release nothing new and are left out.
+
+        Args:
+            neighboring_relation: The relation that the guarantee is for.
+
+        Raises:
+            UnsupportedRunError: No standard event is proven to dominate the run (among them POISSON
+                batches with a cap: `LastIterateAccountant` adds its delta).
+        """
+        return composed_event(self, validate.neighboring_relation(neighboring_relation))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and TOML types with a schema number; defaults are left out."""
+        explicit = {"clip_norm": _NOT_CLIPPED} if self.clip_norm is None else {}
+        return to_dict(self, explicit)
+
+    @classmethod
+    def from_dict(cls, dictionary: Mapping[str, Any]) -> LastIterateDpEvent:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: The schema or type differs, or a key is unknown or missing.
+        """
+        arguments = arguments_of(cls, dictionary)
+        for name in _SCHEDULED:
+            if isinstance(arguments.get(name), Mapping):
+                arguments[name] = construct(Schedule, name, arguments[name])
+        if arguments.get("loss") is not None:
+            arguments["loss"] = construct(LossGeometry, "loss", arguments["loss"])
+        if arguments.get("clip_norm") == _NOT_CLIPPED:
+            arguments["clip_norm"] = None
+        return construct(cls, cls.__name__, arguments)
+
+    def __repr__(self) -> str:
+        return one_line_repr(self)

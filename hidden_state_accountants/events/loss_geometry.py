@@ -1,0 +1,246 @@
+"""What is known about the per-example loss: where the contraction of an update comes from."""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import attrs
+from dp_accounting import dp_event
+
+from hidden_state_accountants import validate
+
+
+class LossKind(enum.Enum):
+    """The classes of per-example losses that the theorems distinguish."""
+
+    CONVEX = "convex"
+    STRONGLY_CONVEX = "strongly_convex"
+    WEAKLY_CONVEX = "weakly_convex"
+    SMOOTH = "smooth"
+    HOELDER = "hoelder"
+    LINEAR = "linear"
+    GENERALIZED_LINEAR = "generalized_linear"
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class LossGeometry:
+    """Curvature and gradient bound of EVERY per-example loss on the domain of the parameters.
+
+    Use the class methods. The constants are the user's word: they must hold for every record that
+    the data could hold, not only for the records that it does hold, with class weights, temperature
+    and augmentation included, and without the weight decay of the optimizer.
+
+    Attributes:
+        kind: The class of losses.
+        smoothness: M, the Lipschitz constant of the per-example gradient. For `hoelder` the
+            constant L of |grad f(x) - grad f(y)| <= L |x - y|**exponent.
+        strong_convexity: mu >= 0; used where clipping never acts.
+        weak_convexity: m >= 0; the Hessian is at least -m.
+        exponent: The Hölder exponent in (0, 1]; 1 for every other kind.
+        lipschitz: A bound on the norm of the per-example gradient (before clipping), or None. With
+            ``lipschitz <= clip_norm`` clipping never acts.
+    """
+
+    kind: LossKind = attrs.field()
+    smoothness: float = attrs.field()
+    strong_convexity: float = 0.0
+    weak_convexity: float = 0.0
+    exponent: float = 1.0
+    lipschitz: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        if not isinstance(self.kind, LossKind):
+            try:
+                put("kind", LossKind(self.kind))
+            except ValueError:
+                known = ", ".join(kind.value for kind in LossKind)
+                raise ValueError(
+                    f"Expected kind to be one of {known}, got {self.kind!r}."
+                ) from None
+        put(
+            "smoothness",
+            validate.real("smoothness", self.smoothness, minimum=0, maximum=validate.LARGEST),
+        )
+        put("strong_convexity", validate.real("strong_convexity", self.strong_convexity, minimum=0))
+        put("weak_convexity", validate.real("weak_convexity", self.weak_convexity, minimum=0))
+        put("exponent", validate.real("exponent", self.exponent, above=0, maximum=1))
+        if self.lipschitz is not None:
+            put("lipschitz", validate.magnitude("lipschitz", self.lipschitz))
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        kind = self.kind
+        if self.strong_convexity > self.smoothness:
+            raise ValueError(
+                f"Expected strong_convexity <= smoothness = {self.smoothness:g}, "
+                f"got {self.strong_convexity!r}."
+            )
+        allowed = {
+            "strong_convexity": kind is LossKind.STRONGLY_CONVEX,
+            "weak_convexity": kind in (LossKind.WEAKLY_CONVEX, LossKind.SMOOTH),
+        }
+        for name, is_allowed in allowed.items():
+            if getattr(self, name) and not is_allowed:
+                raise ValueError(
+                    f"Expected {name} = 0 for a {kind.value} loss, got {getattr(self, name)!r}."
+                )
+        if kind is LossKind.SMOOTH and self.weak_convexity != self.smoothness:
+            raise ValueError(
+                f"Expected weak_convexity = smoothness = {self.smoothness:g} for a smooth loss, "
+                f"got {self.weak_convexity!r}. Use LossGeometry.smooth or .weakly_convex."
+            )
+        if self.exponent != 1 and kind is not LossKind.HOELDER:
+            raise ValueError(
+                f"Expected exponent = 1 for a {kind.value} loss, got {self.exponent!r}. "
+                "Use LossGeometry.hoelder."
+            )
+        if kind is LossKind.LINEAR and (self.smoothness != 0 or self.lipschitz is None):
+            raise ValueError(
+                "Expected smoothness = 0 and a lipschitz constant for a linear loss, "
+                f"got smoothness {self.smoothness!r} and lipschitz {self.lipschitz!r}."
+            )
+
+    @classmethod
+    def convex(cls, smoothness: float, lipschitz: float | None = None) -> LossGeometry:
+        """Convex with an M-Lipschitz gradient."""
+        return cls(kind=LossKind.CONVEX, smoothness=smoothness, lipschitz=lipschitz)
+
+    @classmethod
+    def strongly_convex(
+        cls, smoothness: float, strong_convexity: float, lipschitz: float | None = None
+    ) -> LossGeometry:
+        """mu-strongly convex with an M-Lipschitz gradient.
+
+        The strong convexity helps only where clipping never acts: two clipped gradients can be
+        equal. Such a loss is Lipschitz only on a bounded domain.
+        """
+        return cls(
+            kind=LossKind.STRONGLY_CONVEX,
+            smoothness=smoothness,
+            strong_convexity=validate.real("strong_convexity", strong_convexity, above=0),
+            lipschitz=lipschitz,
+        )
+
+    @classmethod
+    def weakly_convex(
+        cls, smoothness: float, weak_convexity: float, lipschitz: float | None = None
+    ) -> LossGeometry:
+        """Hessian between -m and M."""
+        return cls(
+            kind=LossKind.WEAKLY_CONVEX,
+            smoothness=smoothness,
+            weak_convexity=weak_convexity,
+            lipschitz=lipschitz,
+        )
+
+    @classmethod
+    def smooth(cls, smoothness: float, lipschitz: float | None = None) -> LossGeometry:
+        """M-Lipschitz gradient and nothing else: weakly convex with m = M."""
+        return cls(
+            kind=LossKind.SMOOTH,
+            smoothness=smoothness,
+            weak_convexity=smoothness,
+            lipschitz=lipschitz,
+        )
+
+    @classmethod
+    def hoelder(
+        cls, constant: float, exponent: float, lipschitz: float | None = None
+    ) -> LossGeometry:
+        """|grad f(x) - grad f(y)| <= constant * |x - y|**exponent, exponent in (0, 1]."""
+        return cls(
+            kind=LossKind.HOELDER, smoothness=constant, exponent=exponent, lipschitz=lipschitz
+        )
+
+    @classmethod
+    def linear(cls, lipschitz: float) -> LossGeometry:
+        """Affine in the parameters, gradient norm at most `lipschitz`."""
+        return cls(kind=LossKind.LINEAR, smoothness=0.0, lipschitz=lipschitz)
+
+    @classmethod
+    def generalized_linear(cls, smoothness: float, lipschitz: float | None = None) -> LossGeometry:
+        """Convex function of ONE scalar prediction that is affine in the parameters.
+
+        Keeps the unclipped modulus under clipping (theory, clipped generalized linear model), if
+        all parameters are clipped together as one vector, one record per clipped unit: not for
+        micro-batches, several augmentations of a record, multi-output heads or per-layer clipping.
+        `smoothness` must be at least loss''(z) * |features|**2 for every record.
+        """
+        return cls(kind=LossKind.GENERALIZED_LINEAR, smoothness=smoothness, lipschitz=lipschitz)
+
+    @classmethod
+    def logistic(cls, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """Binary cross-entropy of one logit; M = B**2/4, gradient norm at most B.
+
+        Args:
+            feature_norm: B, a bound on the L2 norm of every record's features.
+            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+        """
+        square = _square_norm(feature_norm, bias)
+        return cls.generalized_linear(square / 4, math.sqrt(square))
+
+    @classmethod
+    def softmax_cross_entropy(cls, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """Softmax cross-entropy of a linear model; M = B**2/2, gradient norm at most sqrt(2)*B.
+
+        Any number of classes; the targets may be probabilities. See `logistic` for the arguments.
+        """
+        square = _square_norm(feature_norm, bias)
+        return cls.convex(square / 2, math.sqrt(2 * square))
+
+    @classmethod
+    def squared_error(
+        cls, feature_norm: float, bias: bool = False, *, scale: float = 1.0
+    ) -> LossGeometry:
+        """(scale/2) * (prediction - target)**2 of one output; M = scale * B**2, not Lipschitz.
+
+        Args:
+            feature_norm: B, a bound on the L2 norm of every record's features.
+            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+            scale: 1 for half the squared error, 2 for torch.nn.MSELoss with one output.
+        """
+        square = _square_norm(feature_norm, bias)
+        return cls.generalized_linear(validate.real("scale", scale, above=0) * square)
+
+    @classmethod
+    def huber(cls, feature_norm: float, threshold: float, bias: bool = False) -> LossGeometry:
+        """Huber loss of one output; M = B**2, gradient norm at most threshold*B.
+
+        Args:
+            feature_norm: B, a bound on the L2 norm of every record's features.
+            threshold: The residual at which the loss turns linear (torch.nn.HuberLoss: delta).
+            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+        """
+        square = _square_norm(feature_norm, bias)
+        threshold = validate.real("threshold", threshold, above=0)
+        return cls.generalized_linear(square, threshold * math.sqrt(square))
+
+    def __repr__(self) -> str:
+        arguments = [
+            f"{'constant' if self.kind is LossKind.HOELDER else 'smoothness'}={self.smoothness!r}"
+        ]
+        if self.kind is LossKind.LINEAR:
+            arguments = []
+        if self.strong_convexity:
+            arguments.append(f"strong_convexity={self.strong_convexity!r}")
+        if self.kind is LossKind.WEAKLY_CONVEX:
+            arguments.append(f"weak_convexity={self.weak_convexity!r}")
+        if self.kind is LossKind.HOELDER:
+            arguments.append(f"exponent={self.exponent!r}")
+        if self.lipschitz is not None:
+            arguments.append(f"lipschitz={self.lipschitz!r}")
+        return f"LossGeometry.{self.kind.value}({', '.join(arguments)})"
+
+    # dp_accounting serialises the parts of an event with the method of the same name.
+    to_named_tuple = dp_event.DpEvent.to_named_tuple
+
+
+def _square_norm(feature_norm: float, bias: bool) -> float:
+    if not isinstance(bias, bool):
+        raise TypeError(f"Expected bias to be True or False, got {bias!r}.")
+    norm = validate.real("feature_norm", feature_norm, above=0)
+    return norm * norm + (1.0 if bias else 0.0)

@@ -1,0 +1,89 @@
+"""A value per training step, run-length encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import numpy as np
+from dp_accounting import dp_event
+
+from hidden_state_accountants import validate
+
+
+@attrs.frozen(repr=False, init=False)
+class Schedule:
+    """One non-negative value per step, stored as runs of equal values.
+
+    The encoding is canonical: no run is empty and neighbouring runs differ, so two schedules are
+    equal exactly when they prescribe the same value at every step.
+
+    Args:
+        values: The value of each run; finite and >= 0.
+        lengths: The number of steps of each run; >= 1.
+
+    Raises:
+        TypeError: `values` or `lengths` is not a sequence of numbers.
+        ValueError: A value is negative, NaN or infinite, a length is below one, or the two
+            sequences differ in length.
+    """
+
+    values: tuple[float, ...]
+    lengths: tuple[int, ...]
+
+    def __init__(self, values: Iterable[float], lengths: Iterable[int]):
+        array = validate.real_array("schedule values", _as_array(values), minimum=0.0)
+        counts = np.asarray(_as_array(lengths))
+        if counts.ndim != 1 or counts.dtype.kind not in "iu":
+            raise TypeError(
+                f"Expected schedule lengths to be integers, got dtype {counts.dtype} "
+                f"and shape {counts.shape}."
+            )
+        if len(counts) != len(array):
+            raise ValueError(
+                f"Expected as many schedule lengths as values, got {len(counts)} lengths "
+                f"and {len(array)} values."
+            )
+        if (counts < 1).any():
+            raise ValueError(f"Expected schedule lengths >= 1, got {int(counts.min())}.")
+        starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
+        object.__setattr__(self, "values", tuple(array[starts].tolist()))
+        object.__setattr__(self, "lengths", tuple(np.add.reduceat(counts, starts).tolist()))
+
+    @classmethod
+    def from_sequence(cls, sequence: Iterable[float], name: str = "schedule") -> Schedule:
+        """Encodes a sequence that holds one value per step; errors call it `name`."""
+        array = validate.real_array(name, _as_array(sequence), minimum=0.0)
+        return cls(array, np.ones(len(array), dtype=np.int64))
+
+    def to_array(self) -> np.ndarray:
+        """Returns the float64 array of shape (num_steps,)."""
+        return np.repeat(np.asarray(self.values), np.asarray(self.lengths))
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps the schedule covers."""
+        return sum(self.lengths)
+
+    def __repr__(self) -> str:
+        if len(self.values) <= 3:
+            return f"Schedule(values={self.values}, lengths={self.lengths})"
+        return (
+            f"Schedule({self.num_steps} steps in {len(self.values)} runs, "
+            f"from {self.values[0]:g} to {self.values[-1]:g})"
+        )
+
+    # dp_accounting serialises the parts of an event with the method of the same name.
+    to_named_tuple = dp_event.DpEvent.to_named_tuple
+
+
+def _as_array(sequence: Any) -> Any:
+    return sequence if isinstance(sequence, np.ndarray) else list(sequence)
+
+
+def per_step(value: float | Schedule, num_steps: int) -> np.ndarray:
+    """Returns shape (num_steps,); a constant costs O(1) memory (a read-only broadcast)."""
+    if isinstance(value, Schedule):
+        return value.to_array()
+    return np.broadcast_to(np.float64(value), (num_steps,))

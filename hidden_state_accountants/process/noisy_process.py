@@ -1,0 +1,212 @@
+"""The contractive noisy process that an event stands for under a neighbouring relation.
+
+    X_t = Pi(phi_t(X_{t-1}) + N(0, sigma_t**2 I)),  |phi_t(x) - phi_t(y)| <= c_t |x - y|
+
+`tests/core/test_process.py` re-derives every entry from the update rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.as_composition import indivisible_batches
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.process import geometry
+
+LINEAR_MODULUS = "linear modulus"
+"""The unmet condition of a loss whose gradient is not Lipschitz."""
+
+
+@attrs.frozen
+class UnmetCondition:
+    """One condition of a theorem that an event does not meet."""
+
+    condition: str
+    required: str
+    actual: str
+
+    def __str__(self) -> str:
+        if self.required.endswith("."):  # says it all
+            return f"{self.condition}: {self.required}"
+        return f"{self.condition}: needs {self.required}, got {self.actual}"
+
+
+@attrs.frozen(eq=False)
+class NoisyProcess:
+    """Arrays of shape (num_steps,), index t-1 for step t.
+
+    Attributes:
+        contraction: c_t, the Lipschitz constant of the update map.
+        sensitivity: s_t, how far one record moves the update of a batch that holds it.
+        noise_std: sigma_t, the noise on the iterate.
+        drift_contraction: kappa_t and
+        drift: 2 eta_t G_t k_t/b: |phi_t(x) - phi'_t(y)| <= kappa_t |x - y| + drift_t, because no
+            gradient is longer than G_t. Holds whatever the loss is, and contains s_t.
+        domain_diameter: R.
+        period: The record is in batch t exactly if (t-1) % period equals its position.
+        positions: The positions the record may have.
+        release_steps: Steps after which the iterate is released as well; ascending, below T.
+        is_constant: Whether all arrays are constant.
+    """
+
+    contraction: np.ndarray
+    sensitivity: np.ndarray
+    noise_std: np.ndarray
+    drift_contraction: np.ndarray
+    drift: np.ndarray
+    domain_diameter: float
+    period: int
+    positions: tuple[int, ...] | range
+    release_steps: tuple[int, ...]
+    is_constant: bool
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self.contraction)
+
+    def sensitivity_at(self, position: int) -> np.ndarray:
+        """s_t of a record at `position`: zero where the batch does not hold it."""
+        if self.period == 1:
+            return self.sensitivity
+        result = np.zeros(self.num_steps)
+        result[position :: self.period] = self.sensitivity[position :: self.period]
+        return result
+
+
+def unmet_conditions(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    orders: Sequence[BatchOrder] = (BatchOrder.FULL, BatchOrder.CYCLIC),
+) -> tuple[UnmetCondition, ...]:
+    """What keeps `event` from being a contractive noisy process in one of the batch orders."""
+    unmet = []
+    order = event.batch_order
+    if order not in orders:
+        names = " or ".join(known.name for known in orders)
+        unmet.append(UnmetCondition("batch order", names, order.name))
+    reason = unmet_relation(order, relation)
+    if reason:
+        unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
+    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
+        unmet.append(
+            UnmetCondition(
+                "equal batches",
+                indivisible_batches(event),
+                f"a remainder of {event.dataset_size % event.batch_size}",
+            )
+        )
+    if event.loss is None:
+        unmet.append(
+            UnmetCondition("loss geometry", "a declared LossGeometry (loss=)", "loss=None")
+        )
+    elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:
+        unmet.append(
+            UnmetCondition(
+                LINEAR_MODULUS,
+                "a Lipschitz gradient (exponent 1)",
+                f"exponent {event.loss.exponent:g}",
+            )
+        )
+    return tuple(unmet)
+
+
+def noisy_process(
+    event: LastIterateDpEvent, relation: NeighboringRelation, *, is_linear: bool = True
+) -> NoisyProcess:
+    """Builds the process of a run with full or epoch-wise batches, for each position of the record.
+
+    A random order is a mixture of these positions: the caller's business.
+
+    Args:
+        event: The run.
+        relation: The neighbouring relation.
+        is_linear: False for a caller with a modulus of its own, who does not need `LINEAR_MODULUS`:
+            the contraction of a Hölder gradient is then infinite.
+
+    Raises:
+        UnsupportedRunError: A condition of `unmet_conditions` is not met.
+    """
+    unmet = [
+        condition
+        for condition in unmet_conditions(event, relation, (BatchOrder.FULL, *EPOCH_ORDERS))
+        if is_linear or condition.condition != LINEAR_MODULUS
+    ]
+    if unmet:
+        raise UnsupportedRunError("; ".join(map(str, unmet)))
+    period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch
+    last = event.record_position
+    return _process(
+        event,
+        relation,
+        period=period,
+        positions=range(min(period, event.num_steps)) if last is None else (last,),
+        most_terms=event.batch_size,
+    )
+
+
+def sampled_process(
+    event: LastIterateDpEvent, relation: NeighboringRelation, most_terms: int
+) -> NoisyProcess:
+    """The process in which the record joins every batch, of a run with random batches.
+
+    Args:
+        event: A POISSON or WITHOUT_REPLACEMENT run whose `unmet_conditions` are met.
+        relation: The neighbouring relation.
+        most_terms: The largest number of gradients that a batch may sum; the contraction holds
+            for every number from 0 on unless the batches have a fixed size.
+    """
+    return _process(event, relation, period=1, positions=(0,), most_terms=most_terms)
+
+
+def _process(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    *,
+    period: int,
+    positions: tuple[int, ...] | range,
+    most_terms: int,
+) -> NoisyProcess:
+    assert event.loss is not None
+    eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
+    bound = event.gradient_bound()
+    clip_is_active = np.zeros(event.num_steps, dtype=bool)
+    if event.clip_norm is not None:
+        limit = np.inf if event.loss.lipschitz is None else event.loss.lipschitz
+        clip_is_active = limit > event.per_step("clip_norm")
+    b = event.batch_size
+    # One record more or less is one clip norm; only a record in a slot can be replaced by another.
+    factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
+    # k terms divided by b act like b terms at the learning rate eta k / b. The modulus is a
+    # supremum of functions that are convex in k: the largest is at an end.
+    stretch = most_terms / b
+    if event.loss.exponent == 1:
+        contraction = geometry.update_lipschitz(
+            event.loss, eta * stretch, decay / stretch, clip_is_active
+        )
+    else:
+        contraction = np.full(event.num_steps, np.inf)
+    terms = 2 * most_terms
+    if event.batch_order is BatchOrder.POISSON:
+        contraction = np.maximum(contraction, np.abs(1 - eta * decay))
+    elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        terms += 1  # the neighbour's full batch may hold b + 1 records
+    return NoisyProcess(
+        contraction=contraction,
+        sensitivity=factor * eta * bound / b,
+        noise_std=eta * event.noise_std_on_sum() / b,
+        drift_contraction=np.abs(1 - eta * decay),
+        drift=eta * bound * terms / b,
+        domain_diameter=event.domain_diameter,
+        period=period,
+        positions=positions,
+        release_steps=event.release_steps,
+        is_constant=not event.has_schedules,
+    )

@@ -1,0 +1,1 @@
+"""What an adapter saw of a run, step by step, and what is said about it."""
