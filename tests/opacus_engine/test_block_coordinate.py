@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import BlockCoordinateOptimizer, block_coordinate_mechanism
-from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -19,7 +19,7 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
 from hidden_state_accountants.runs.statement import no_contraction_line
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.optimizer_checks import project_on_ball
+from hidden_state_adapters.opacus.guards.settings import project_on_ball
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

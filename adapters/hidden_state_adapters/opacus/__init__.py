@@ -17,9 +17,9 @@ from hidden_state_adapters.opacus.block_coordinate import BlockCoordinateOptimiz
 from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
 from hidden_state_adapters.opacus.dice_sgd import DiceSGDOptimizer
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.hoelder_estimate import HoelderEstimate, estimate_hoelder
-from hidden_state_adapters.opacus.loaders import OrderedBatchSampler, OrderedDataLoader
+from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
