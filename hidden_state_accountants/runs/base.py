@@ -14,7 +14,8 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
+from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.guarantee import Guarantee
@@ -152,10 +153,11 @@ class Run(abc.ABC):
     def _of_declared(cls: type[_AnyRun], declared: Mapping[str, Any]) -> _AnyRun:
         """A run without steps of which `_declared` returns `declared`."""
 
+    @abc.abstractmethod
     def _steps_state(self) -> dict[str, Any]:
         """What else restores the steps, as plain types."""
-        return {}
 
+    @abc.abstractmethod
     def _load_steps(self, state: Mapping[str, Any]) -> None:
         """Inverse of `_steps_state`; `num_steps` is set already.
 
@@ -257,6 +259,18 @@ def run_of(state: Mapping[str, Any]) -> Run:
 
 def _known() -> str:
     return " or ".join(event_type.__name__ for event_type in _KINDS)
+
+
+def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
+    unmet = {
+        bound.name: bound.check(event, relation)
+        for bound in BOUNDS
+        if bound.sound and isinstance(event, bound.event_type)
+    }
+    if all(unmet.values()):
+        reasons = why_none_applies(event, unmet)
+        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
 
 
 def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:

@@ -224,7 +224,7 @@ class LastIterateRun(Run):
         )
 
     def guarantee(self, relation: NeighboringRelation) -> Guarantee:
-        """As `Run.guarantee`; a call costs the steps since the last call, see `RunningGuarantee`."""
+        """As `Run.guarantee`; a call costs the steps since the last one: `RunningGuarantee`."""
         if relation not in self._running:
             self._running[relation] = RunningGuarantee(self, relation)
         return self._running[relation].guarantee()
