@@ -218,7 +218,7 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "runs/last_iterate.py",
+        "runs/run_lengths.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,
