@@ -14,10 +14,12 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
+from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.runs.descriptions.base import Description
 
 SLACK = 1e-6
 """Rounding in float32, relative, of a norm that is exactly at its bound."""
@@ -57,9 +59,11 @@ class Run(abc.ABC):
 
     Attributes:
         event_type: The kind of event that the run becomes.
+        releases_every_iterate: Whether its guarantee covers every iterate, whatever is released.
     """
 
     event_type: ClassVar[type[DpEvent]]
+    releases_every_iterate: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -137,6 +141,25 @@ class Run(abc.ABC):
         there, which no accountant takes for private.
         """
 
+    @classmethod
+    @abc.abstractmethod
+    def describe(
+        cls, event: Any, relation: NeighboringRelation, delta: float, notes: Mapping[str, Any]
+    ) -> Description:
+        """What a `Statement` says of an event of this kind.
+
+        Args:
+            event: The run.
+            relation: Of the guarantee.
+            delta: Where epsilons are read.
+            notes: What the event does not say; a subclass names what it reads.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def every_iterate(cls, event: Any, relation: NeighboringRelation) -> Guarantee | None:
+        """The guarantee of the same run with every iterate released; None if none is known."""
+
     def _check_has_steps(self) -> None:
         if not self._num_steps:
             raise ValueError("Expected at least one step, got none yet.")
@@ -152,10 +175,11 @@ class Run(abc.ABC):
     def _of_declared(cls: type[_AnyRun], declared: Mapping[str, Any]) -> _AnyRun:
         """A run without steps of which `_declared` returns `declared`."""
 
+    @abc.abstractmethod
     def _steps_state(self) -> dict[str, Any]:
         """What else restores the steps, as plain types."""
-        return {}
 
+    @abc.abstractmethod
     def _load_steps(self, state: Mapping[str, Any]) -> None:
         """Inverse of `_steps_state`; `num_steps` is set already.
 
@@ -257,6 +281,18 @@ def run_of(state: Mapping[str, Any]) -> Run:
 
 def _known() -> str:
     return " or ".join(event_type.__name__ for event_type in _KINDS)
+
+
+def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
+    unmet = {
+        bound.name: bound.check(event, relation)
+        for bound in BOUNDS
+        if bound.sound and isinstance(event, bound.event_type)
+    }
+    if all(unmet.values()):
+        reasons = why_none_applies(event, unmet)
+        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
 
 
 def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:

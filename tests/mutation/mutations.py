@@ -10,6 +10,7 @@ import attrs
 
 ACCOUNTANTS = "accountants.py"
 COMPOSED = "events/as_composition.py"
+ORDERS = "events/batch_order.py"
 CURVES = "curves/base.py"
 CURVES_TOGETHER = "curves/composed.py"
 EVENTS = "events/last_iterate.py"
@@ -190,9 +191,9 @@ MUTATIONS = (
     ),
     Mutation(
         "unequal_batches_are_accepted",
-        PROCESS,
-        " and event.dataset_size % event.batch_size:",
-        " and event.dataset_size < event.batch_size:",
+        ORDERS,
+        "rest = dataset_size % batch_size",
+        "rest = 0 * dataset_size % batch_size",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -218,7 +219,7 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "runs/last_iterate.py",
+        "runs/run_lengths.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,
@@ -694,20 +695,20 @@ MUTATIONS = (
     Mutation(
         "cap_costs_no_delta",
         "bounds/composition.py",
-        "extra = cap_delta(event, relation)",
-        "extra = 0 * cap_delta(event, relation)",
+        "extra = event.cap_delta(relation)",
+        "extra = 0 * event.cap_delta(relation)",
         _DETAILS,
     ),
     Mutation(
         "cap_delta_of_one_step",
-        COMPOSED,
-        "min(1.0, event.num_steps * float(tail))",
+        ORDERS,
+        "min(1.0, num_steps * float(tail))",
         "min(1.0, float(tail))",
         _DETAILS,
     ),
     Mutation(
         "cap_delta_off_by_one",
-        COMPOSED,
+        ORDERS,
         "stats.binom.sf(most_terms - 1,",
         "stats.binom.sf(most_terms,",
         _DETAILS,
@@ -729,22 +730,22 @@ MUTATIONS = (
     Mutation(
         "partial_epoch_is_not_counted",
         COMPOSED,
-        "participations = -(-(event.num_steps - event.record_position) // period)",
-        "participations = max(1, (event.num_steps - event.record_position) // period)",
+        "participations = -(-(num_steps - position) // period)",
+        "participations = max(1, (num_steps - position) // period)",
         _EVENT_TESTS,
     ),
     Mutation(
         "steps_without_learning_rate_cost_in_composition",
-        COMPOSED,
-        'cost = np.where(event.per_step("learning_rate") > 0, noise**-2.0, 0.0)',
-        "cost = noise**-2.0",
+        EVENTS,
+        '& (self.per_step("learning_rate") > 0)',
+        '& ((self.per_step("learning_rate") > 0) | (self.batch_order is not BatchOrder.POISSON))',
         _EVENT_TESTS,
     ),
     Mutation(
         "sampled_steps_without_learning_rate_cost_in_composition",
-        COMPOSED,
-        'noise = _effective_noise(event, relation)[event.per_step("learning_rate") > 0]',
-        "noise = _effective_noise(event, relation)",
+        EVENTS,
+        '& (self.per_step("learning_rate") > 0)',
+        '& ((self.per_step("learning_rate") > 0) | (self.batch_order is BatchOrder.POISSON))',
         _DETAILS,
     ),
     Mutation(
@@ -757,8 +758,8 @@ MUTATIONS = (
     Mutation(
         "sampled_steps_of_equal_noise_count_once",
         COMPOSED,
-        "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))",
-        "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count > 0))",
+        "sampled(dp_accounting.GaussianDpEvent(float(value))), int(count)",
+        "sampled(dp_accounting.GaussianDpEvent(float(value))), int(count > 0)",
         _DETAILS,
     ),
     Mutation(
@@ -772,14 +773,14 @@ MUTATIONS = (
         "partial_epoch_is_not_composed",
         COMPOSED,
         "participations = len(epochs)",
-        "participations = max(1, event.num_steps // period)",
+        "participations = max(1, num_steps // period)",
         _EVENT_TESTS,
     ),
     Mutation(
         "composition_forgets_a_declared_position",
         COMPOSED,
-        "if event.record_position is not None:",
-        "if event.record_position is None and event.record_position:",
+        "if position is not None:",
+        "if position is None and position:",
         _EVENT_TESTS,
     ),
     # The oracles: a judge that is too mild hides mistakes.
@@ -828,7 +829,7 @@ MUTATIONS = (
     Mutation(
         "overfull_batches_cost_nothing",
         SUBSAMPLING,
-        "return terms, overfull_delta(event, relation, terms)",
+        "return terms, event.overfull_delta(relation, terms)",
         "return terms, 0.0",
         _SAMPLED_TESTS,
     ),

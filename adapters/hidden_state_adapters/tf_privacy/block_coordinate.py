@@ -259,7 +259,7 @@ class BlockCoordinateKerasOptimizer(
                 "The variables were changed after the last step, so they are not the iterate that "
                 "is accounted. Leave them alone, or go back to what the last step left."
             )
-        return BlockCoordinateRun(
+        return BlockCoordinateRun.of_totals(
             step_size=run.learning_rate,
             clip_norm=self.l2_norm_clip,
             noise_multiplier=self.noise_multiplier,

@@ -65,7 +65,7 @@ class DiceOptimizer(DiceMechanism):
                 "Expected expected_batch_size for Poisson batches, got None: their size is not a "
                 "public constant, and the sums must be divided by one."
             )
-        counted = DiceSgdRun(
+        counted = DiceSgdRun.of_totals(
             noise_multiplier=self.noise_multiplier,
             clip_norm=self.l2_norm_clip,
             error_clip_norm=self.error_l2_norm_clip,
@@ -74,7 +74,7 @@ class DiceOptimizer(DiceMechanism):
             num_steps=entry.steps,
             fewest_rows=run.fewest_rows,
             most_rows=run.most_rows,
-            largest_gradient_norm=run.largest_norm,
+            largest_norm=run.largest_norm,
         )
         return counted.event(
             dataset_size=dataset_size,
