@@ -98,9 +98,9 @@ MUTATIONS = (
     ),
     Mutation(
         "cyclic_run_of_a_loss_without_linear_modulus",
-        PROCESS,
-        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:",
-        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent > 1:",
+        "process/conditions.py",
+        "loss.kind is not LossKind.HOELDER or loss.exponent == 1:",
+        "loss.kind is not LossKind.HOELDER or loss.exponent <= 1:",
         _PROCESS_TESTS,
     ),
     # Which steps it moves.
