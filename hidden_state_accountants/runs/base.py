@@ -160,6 +160,16 @@ class Run(abc.ABC):
     def every_iterate(cls, event: Any, relation: NeighboringRelation) -> Guarantee | None:
         """The guarantee of the same run with every iterate released; None if none is known."""
 
+    @classmethod
+    def line_before(cls, event: Any, relation: NeighboringRelation) -> str:
+        """One line that should be known before training; empty if there is nothing to say.
+
+        Args:
+            event: One step of the run, with its first hyper-parameters.
+            relation: Of the guarantee.
+        """
+        return ""
+
     def _check_has_steps(self) -> None:
         if not self._num_steps:
             raise ValueError("Expected at least one step, got none yet.")

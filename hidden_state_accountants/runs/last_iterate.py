@@ -17,6 +17,7 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.last_iterate import description
 from hidden_state_accountants.runs.run_lengths import RunLengths
@@ -262,6 +263,11 @@ class LastIterateRun(Run):
         """Ordinary composition of the steps, if it covers the order of the batches."""
         bound = Composition()
         return None if bound.check(event, relation) else bound.guarantee(event, relation)
+
+    @classmethod
+    def line_before(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+        """Whether the update contracts."""
+        return no_contraction_line(event, relation)
 
     def _declared(self) -> dict[str, Any]:
         declared = self._template.to_dict()

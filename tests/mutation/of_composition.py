@@ -7,9 +7,11 @@ from mutation import Mutation
 COMPOSED = "events/as_composition.py"
 EVENTS = "events/last_iterate.py"
 ORDERS = "events/batch_order.py"
+BLOCKS = "events/block_coordinate.py"
 CURVES = "curves/base.py"
 CURVES_TOGETHER = "curves/composed.py"
 _DETAILS = "core/test_engine_details.py"
+_BLOCK_TESTS = "bounds/test_block_coordinate.py"
 _EVENT_TESTS = "core/test_events.py"
 
 MUTATIONS = (
@@ -104,5 +106,19 @@ MUTATIONS = (
         "if position is not None:",
         "if position is None and position:",
         _EVENT_TESTS,
+    ),
+    Mutation(
+        "replaced_block_record_moves_one_clip_norm",
+        BLOCKS,
+        "return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound",
+        "return bound",
+        _BLOCK_TESTS,
+    ),
+    Mutation(
+        "block_clip_that_acts_is_taken_for_idle",
+        BLOCKS,
+        "return self.block_loss.lipschitz > self.clip_norm",
+        "return self.block_loss.lipschitz > 2 * self.clip_norm",
+        _BLOCK_TESTS,
     ),
 )

@@ -20,6 +20,7 @@ SECTION = "hidden_state_run"
 _SCHEMA = 1
 _CRITERION_SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
 
+
 def fields_of(
     declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
 ) -> dict[str, Any]:

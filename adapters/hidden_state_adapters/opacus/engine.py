@@ -25,21 +25,19 @@ from hidden_state_accountants import (
     LastIterateAccountant,
     UnsupportedRunError,
 )
-from hidden_state_accountants.best_bound import check_covered
-from hidden_state_accountants.guarantee import Topic, merge_assumptions
-from hidden_state_accountants.runs.base import Run
-from hidden_state_accountants.runs.statement import line_before_training, statement_of
+from hidden_state_accountants.guarantee import replace_assumptions
+from hidden_state_accountants.runs.base import Run, check_covered, kind_of
+from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loaders import private_loader
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import check_parameters
-from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
-from hidden_state_adapters.opacus.run.context import RunContext, declared_assumptions
+from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.declared import DeclaredRun, unwrapped
 from hidden_state_adapters.opacus.run.registry import (
     check_later_steps,
@@ -53,6 +51,10 @@ if TYPE_CHECKING:  # a dependency of torch
 
 _logger = logging.getLogger("hidden_state_accountants")
 
+_NOT_SEEN = (
+    "every per-example gradient is that of the loss at one record of the delivered batch",
+    "the initial model and the order of the records do not depend on the records",
+)
 _PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
 
@@ -171,8 +173,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 the records is your word.
             num_steps: The logical steps that the loop is going to take; more are refused. None:
                 that their number does not depend on the records is your word.
-            **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator, wrap_model,
-                grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping ("flat").
+            **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
+                wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping
+                ("flat").
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
@@ -184,7 +187,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 of the run before is not the iterate that was accounted (start again from another
                 module object, not from one that was changed by hand).
             TypeError, ValueError: An argument has an impossible value.
-        """
         """
         arguments = RunArguments.of(
             {
@@ -253,7 +255,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
                 "Raise the target, or start on a fresh engine with other records."
             )
-        mechanism = _mechanism_of(declared.arguments)
+        mechanism = _optimizer_class(declared.arguments).mechanism_type
         noise = hsa.calibrate_noise(
             target_epsilon,
             target_delta,
@@ -266,7 +268,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     def _declare(self, arguments: RunArguments) -> DeclaredRun:
         """Checks the arguments, before anything is changed."""
-        mechanism, relation = _mechanism_of(arguments), self.accountant.neighboring_relation
+        made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
+        mechanism = made.mechanism_type
+        name = f"optimizer_class = {made.__name__}" if arguments.optimizer_class else "plain SGD"
+        arguments.check_mechanism(name, mechanism.options, mechanism.refused)
         arguments.check()
         _refuse_add_or_remove(relation, arguments.batch_order)
         inner, optimizer = unwrapped(arguments)
@@ -281,7 +286,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self, declared: DeclaredRun, noise_multiplier: float
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         arguments, relation = declared.arguments, self.accountant.neighboring_relation
-        mechanism = _mechanism_of(arguments)
+        mechanism = _optimizer_class(arguments).mechanism_type
         first = mechanism.event(declared, noise_multiplier, 1)  # checks the values
         check_not_trained_elsewhere(declared.inner.parameters(), self._token)
         was_refused = self._check_ended()
@@ -316,7 +321,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._run_id = secrets.token_hex(16)
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         note_branch(self._run_id, run)
-        line = line_before_training(first, relation)
+        line = kind_of(first).line_before(first, relation)
         if line:
             _logger.warning(line)
         return result
@@ -386,8 +391,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         declared, context = self._declared, self._context
         assert declared is not None
         assert context is not None
-        made = declared.arguments.optimizer_class or HiddenStateOptimizer
-        private: PrivateOptimizer = made(
+        made = _optimizer_class(declared.arguments)
+        return made(
             optimizer,
             context=context,
             noise_multiplier=noise_multiplier,
@@ -398,7 +403,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             secure_mode=self.secure_mode,
             **made.mechanism_type.arguments_of_optimizer(declared),
         )
-        return private
 
     # 2. Questions about privacy, and what the engine is told about releases
 
@@ -436,21 +440,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked at every step, declared or public."""
         proven, optimizer = self.accountant.guarantee.assumptions, self._optimizer
-        checked: list[str] = []
+        own = [Assumption.declared(text) for text in _NOT_SEEN]
         if optimizer is not None:
-            checked = [optimizer.mechanism.checked, *optimizer.guards.checked]
-        guards = None if optimizer is None else optimizer.guards
-        is_secret = optimizer is None or _plan(optimizer).is_secret
-        topics = {Topic.ORDER} if is_secret else set()
-        if any(guard_topic in topics for guard_topic in ()):
-            raise AssertionError
-        return merge_assumptions(
-            [
-                tuple(Assumption.checked(text) for text in checked),
-                tuple(declared_assumptions(guards)),
-                proven,
-            ]
-        )
+            own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
+        return replace_assumptions(proven, *own)
 
     def report(self, delta: float) -> str:
         """A dozen lines to paste: epsilon, theorem, releases that it covers, run, assumptions.
@@ -706,24 +699,20 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             )
 
 
-def _mechanism_of(arguments: RunArguments) -> type[Mechanism]:
-    """The mechanism of a run; checks that its arguments go together.
+def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
+    """The optimizer of a run.
 
     Raises:
-        UnsupportedRunError: They do not, or the engine does not know the optimizer class.
+        UnsupportedRunError: The engine does not know it.
     """
-    known = arguments.optimizer_class
-    made = HiddenStateOptimizer if known is None else known
+    made: Any = arguments.optimizer_class or HiddenStateOptimizer
     is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
     if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
         raise UnsupportedRunError(
             "Expected optimizer_class = None (plain SGD), DiceSGDOptimizer, DiceAdamOptimizer or "
-            f"BlockCoordinateOptimizer, got {known!r}: the engine checks the steps of these only."
+            f"BlockCoordinateOptimizer, got {made!r}: the engine checks the steps of these only."
         )
-    mechanism: type[Mechanism] = made.mechanism_type
-    name = "plain SGD" if known is None else f"optimizer_class = {made.__name__}"
-    arguments.check_mechanism(name, mechanism.options, mechanism.refused)
-    return mechanism
+    return made  # type: ignore[no-any-return]
 
 
 def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
 
-class Mechanism(abc.ABC):
+class Mechanism:
     """How one algorithm clips, adds up and moves; `optimizer.PrivateOptimizer` does the rest.
 
     A mechanism is one file with two classes: this one, and a PrivateOptimizer that names it in
@@ -37,7 +36,7 @@ class Mechanism(abc.ABC):
         optimizer: The private optimizer that it belongs to.
     """
 
-    base_types: ClassVar[tuple[type[Optimizer], ...]]
+    base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
     options: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, str]] = {}
     constant: ClassVar[str]
@@ -53,7 +52,6 @@ class Mechanism(abc.ABC):
     # Before there is an optimizer: what make_private asks.
 
     @classmethod
-    @abc.abstractmethod
     def check_arguments(
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
@@ -68,9 +66,9 @@ class Mechanism(abc.ABC):
             TypeError, ValueError: An argument has an impossible value.
             UnsupportedRunError: The run is not covered.
         """
+        raise NotImplementedError
 
     @classmethod
-    @abc.abstractmethod
     def event(
         cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
     ) -> dp_accounting.DpEvent:
@@ -79,11 +77,12 @@ class Mechanism(abc.ABC):
         Raises:
             TypeError, ValueError: A hyper-parameter has an impossible value.
         """
+        raise NotImplementedError
 
     @classmethod
-    @abc.abstractmethod
     def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> Run:
         """What records the declared run."""
+        raise NotImplementedError
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
@@ -98,9 +97,9 @@ class Mechanism(abc.ABC):
         names = ("loss_reduction", "expected_batch_size", "secure_mode")
         return {name: getattr(self.optimizer, name) for name in names}
 
-    @abc.abstractmethod
-    def check_update_rule(self, optimizer: Optimizer) -> object:
+    def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless the wrapped optimizer moves as the bound says."""
+        raise NotImplementedError
 
     def guards(self) -> Sequence[Guard]:
         """Those that only this mechanism needs."""
@@ -121,9 +120,9 @@ class Mechanism(abc.ABC):
         """The parameters that are moved together; the gradients of each are taken anew."""
         return [self.params]
 
-    @abc.abstractmethod
     def accumulate(self, piece: Piece) -> None:
         """Adds the clipped gradients of a piece to `summed_grad`."""
+        raise NotImplementedError
 
     def before_noise(self, piece: Piece) -> None:
         """The sums are complete; the noise comes next."""

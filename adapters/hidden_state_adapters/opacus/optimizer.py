@@ -362,7 +362,7 @@ class PrivateOptimizer(DPOptimizer):
         self.mechanism.after_loading()
 
     def resume(self) -> None:
-        """Goes on from what the record, the hidden state and the module hold (from a checkpoint)."""
+        """Goes on from what record, hidden state and module hold, after a checkpoint was loaded."""
         self._steps_taken = self.run.num_steps
         self._failure, self._is_loading, self._largest_norm = "", False, 0.0
         self.guards.resume(self._steps_taken)

@@ -10,8 +10,8 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.plans import BatchPlan
 
 
 class OrderedBatchSampler(BatchSampler):

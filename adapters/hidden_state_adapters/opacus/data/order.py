@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
 from hidden_state_adapters.opacus.data.plans import (
     BatchPlan,
     FixedPlan,
@@ -24,7 +25,6 @@ from hidden_state_adapters.opacus.data.plans import (
     ReshuffledPlan,
     SampledPlan,
 )
-from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
 
 _logger = logging.getLogger("hidden_state_accountants")
 

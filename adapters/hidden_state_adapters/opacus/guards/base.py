@@ -86,13 +86,8 @@ class Guard:
         """The run ended: leaves the module and the criterion as they were."""
 
     @property
-    def checked(self) -> Iterable[str]:
-        """What the guard verifies at every step, in words."""
-        return ()
-
-    @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What it cannot see and takes on trust, beside what every run assumes."""
+        """What it verifies at every step, and what it cannot see and takes on trust."""
         return ()
 
 
@@ -166,13 +161,8 @@ class Guards(Guard):
             guard.close()
 
     @property
-    def checked(self) -> tuple[str, ...]:
-        """What is verified at every step, in words."""
-        return tuple(text for guard in self._guards for text in guard.checked)
-
-    @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What is taken on trust."""
+        """Those of all guards."""
         return tuple(a for guard in self._guards for a in guard.assumptions)
 
 

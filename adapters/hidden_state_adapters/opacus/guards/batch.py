@@ -96,14 +96,10 @@ class BatchGuard(RowsGuard):
         self._divisor_is_public = divisor_is_public
 
     @property
-    def checked(self) -> Iterable[str]:
-        """What is verified at every step, in words."""
-        return (self._plan.description,)
-
-    @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is taken on trust about the order."""
+        """What is verified and what is taken on trust about the batches."""
         plan = self._plan
+        yield Assumption.checked(plan.description)
         if plan.is_secret and plan.is_seeded:
             yield Assumption.declared("order_seed is random, and nobody else ever knows it")
         if plan.order is BatchOrder.POISSON:

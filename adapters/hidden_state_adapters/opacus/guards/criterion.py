@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
@@ -106,9 +106,11 @@ class CriterionGuard(Guard):
         self.gradient.reset()
 
     @property
-    def checked(self) -> Iterable[str]:
-        """What is verified at every step, in words."""
-        return ("the criterion called once on all outputs, a target for each; no other loss",)
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(
+            "the criterion called once on all outputs, a target for each; no other loss"
+        )
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless the loss of the batch came from one call."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import OPACUS_CLIP_OFFSET, ROUNDING
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
@@ -132,9 +132,10 @@ class GradientGuard(Guard):
         )
 
     @property
-    def checked(self) -> Iterable[str]:
-        """What is verified at every step, in words."""
-        return () if self._bound is None else (f"per-example gradient norms at most {self._bound:g}",)
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        if self._bound is not None:
+            yield Assumption.checked(f"per-example gradient norms at most {self._bound:g}")
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """The largest norm of the piece."""

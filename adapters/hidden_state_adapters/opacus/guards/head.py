@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, row_norms
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
@@ -118,9 +118,9 @@ class FeatureGuard(Guard):
         self._bound, self._largest = bound, largest
 
     @property
-    def checked(self) -> Iterable[str]:
-        """What is verified at every step, in words."""
-        return (f"feature norms at most {self._bound:g}",)
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(f"feature norms at most {self._bound:g}")
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """The largest norm; not a number if rows were not measured."""

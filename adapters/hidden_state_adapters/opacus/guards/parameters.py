@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.precision import check_precision
@@ -76,11 +76,11 @@ class ParameterGuard(Guard):
         self._remember_fixed()
 
     @property
-    def checked(self) -> Sequence[str]:
-        """What is verified at every step, in words."""
-        return (
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(
             "parameters in float32 or float64, changed by the private optimizer only; no batch "
-            "statistics, buffers unchanged",
+            "statistics, buffers unchanged"
         )
 
     def before(self, piece: Piece) -> None:
@@ -141,7 +141,7 @@ class ParameterGuard(Guard):
         buffers = dict(self._module.named_buffers())
         if buffers.keys() != self._buffers.keys():
             return True
-        return figures.any_of(_differ(buffers[k], old) for k, old in self._buffers.items())
+        return any_of(_differ(buffers[k], old) for k, old in self._buffers.items())
 
     def _remember(self) -> None:
         """Takes the current values for those that the last step left."""
@@ -191,7 +191,7 @@ class ParameterGuard(Guard):
     def changed(self) -> Figure:
         """Whether a value differs from what the last step left."""
         pairs = zip(self.params, self._copies, strict=True)
-        return figures.any_of(_differ(param, copy) for param, copy in pairs)
+        return any_of(_differ(param, copy) for param, copy in pairs)
 
 
 def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
@@ -213,7 +213,7 @@ def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
     if copy.dtype in _INTEGERS:  # compares bits: NaN equals itself
         kind = _INTEGERS[copy.dtype]
         value, copy = value.view(kind), copy.view(kind)
-    return figures.differ(value, copy)
+    return differ(value, copy)
 
 
 def _bytes_sum(value: torch.Tensor) -> int:

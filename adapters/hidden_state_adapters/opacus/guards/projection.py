@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants.guarantee import Topic
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
@@ -25,9 +26,12 @@ class ProjectionGuard(Guard):
         self._params, self._radius = params, radius
 
     @property
-    def checked(self) -> Iterable[str]:
-        """What is verified at every step, in words."""
-        return (f"all parameters together projected on the ball of radius {self._radius:g}",)
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(
+            f"all parameters together projected on the ball of radius {self._radius:g}",
+            Topic.DOMAIN,
+        )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """The norm of the iterate."""

@@ -44,7 +44,7 @@ class SettingsGuard(Guard):
         self,
         optimizer: DPOptimizer,
         settings: Callable[[], Mapping[str, Any]],
-        check_update_rule: Callable[[Optimizer], object],
+        check_update_rule: Callable[[Optimizer], None],
         constant: str,
     ):
         self._optimizer, self._base = optimizer, optimizer.original_optimizer
@@ -90,8 +90,8 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
         The options of the groups; "lr" and "weight_decay" as floats.
 
     Raises:
-        UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening, nesterov
-            or maximize, its groups differ in an option, or it has step hooks (its own or global).
+        UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening,
+            nesterov or maximize, its groups differ in an option, or it has step hooks (its own or global).
     """
     if type(optimizer) is not SGD:
         raise UnsupportedUpdateError(

@@ -156,9 +156,9 @@ class BlockCoordinate(Mechanism):
         own = {name: getattr(self.optimizer, name) for name in names}
         return {**own, **super().settings, "lr": _learning_rate(self.base)}
 
-    def check_update_rule(self, optimizer: Optimizer) -> object:
+    def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD without decay."""
-        return _learning_rate(optimizer)
+        _learning_rate(optimizer)
 
     def rows_guard(self) -> RowsGuard:
         """All batches are equal."""
@@ -203,9 +203,7 @@ class BlockCoordinate(Mechanism):
     def after_move(self, piece: Piece) -> None:
         """Applies the prox; the next block needs gradients at the new values."""
         optimizer = self.optimizer
-        apply_prox(
-            piece.params, self.step_size, optimizer.l1, optimizer.l2, optimizer.nonnegative
-        )
+        apply_prox(piece.params, self.step_size, optimizer.l1, optimizer.l2, optimizer.nonnegative)
         for p in self.params:
             p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]
 

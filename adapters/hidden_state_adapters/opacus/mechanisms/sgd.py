@@ -83,9 +83,9 @@ class NoisySgd(Mechanism):
         radius = declared.arguments.projection_radius
         return {"lipschitz": declared.lipschitz, "projection_radius": radius}
 
-    def check_update_rule(self, optimizer: Optimizer) -> object:
+    def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
-        return sgd_options(optimizer)
+        sgd_options(optimizer)
 
     def guards(self) -> Sequence[Guard]:
         """The sums of pieces."""

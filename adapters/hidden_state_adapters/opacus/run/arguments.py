@@ -176,26 +176,29 @@ class RunArguments:
         if seed is None:
             if is_secret:
                 raise ValueError(
-                    "Expected order_is_secret = False without an order_seed, got True: an order that "
-                    "is drawn without a seed is secret anyway. Leave it out."
+                    "Expected order_is_secret = False without an order_seed, got True: an order "
+                    "that is drawn without a seed is secret anyway. Leave it out."
                 )
             return
         if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-            raise TypeError(f"Expected order_seed to be an integer or None, got {type(seed).__name__}.")
+            raise TypeError(
+                f"Expected order_seed to be an integer or None, got {type(seed).__name__}."
+            )
         if seed < 0:
             raise ValueError("Expected order_seed >= 0, got a negative number.")
         if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
             raise ValueError(
-                f'Expected order_seed = None with batch_order="{order.value}", which draws nothing. '
-                'Use batch_order="shuffled_once".'
+                f'Expected order_seed = None with batch_order="{order.value}", which draws '
+                'nothing. Use batch_order="shuffled_once".'
             )
         if order is not BatchOrder.SHUFFLED_ONCE and not is_secret:
             raise UnsupportedRunError(
-                f'Expected order_seed = None with batch_order="{order.value}", got a seed: whoever '
-                "knows it knows which steps used a record, and the guarantee rests on nobody knowing. "
-                "Leave it out (the order then comes from the operating system's random source), use "
-                'batch_order="shuffled_once" (a seed makes it public, accounted as cyclic), or say '
-                "order_is_secret=True if the seed is random and never written down."
+                f'Expected order_seed = None with batch_order="{order.value}", got a seed: '
+                "whoever knows it knows which steps used a record, and the guarantee rests on "
+                "nobody knowing. Leave it out (the order then comes from the operating system's "
+                'random source), use batch_order="shuffled_once" (a seed makes it public, '
+                "accounted as cyclic), or say order_is_secret=True if the seed is random and never "
+                "written down."
             )
 
     def _check_opacus_arguments(self) -> None:
@@ -213,8 +216,8 @@ class RunArguments:
         mode = arguments.get("grad_sample_mode", "hooks")
         if mode not in ("hooks", "functorch", "ew", "ghost"):
             raise UnsupportedRunError(
-                f'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got {mode!r}: the '
-                "per-example gradients could not be checked."
+                'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
+                f"{mode!r}: the per-example gradients could not be checked."
             )
         if mode == "ew" and self.batch_order is BatchOrder.POISSON:
             raise UnsupportedRunError(
@@ -228,11 +231,11 @@ class RunArguments:
             return
         if not callable(criterion):
             raise UnsupportedRunError(
-                f'Expected a criterion with grad_sample_mode="ghost", got {criterion!r}: make_private '
-                "returns it as third of four, as Opacus does. Pass criterion=."
+                f'Expected a criterion with grad_sample_mode="ghost", got {criterion!r}: '
+                "make_private returns it as third of four, as Opacus does. Pass criterion=."
             )
         if not arguments.get("wrap_model", True):
             raise UnsupportedRunError(
-                'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the wrapper '
-                "GhostGradSampleModule keeps what the sums follow from. Leave it out."
+                'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
+                "wrapper GhostGradSampleModule keeps what the sums follow from. Leave it out."
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
 from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
-from hidden_state_accountants import Assumption
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.plans import BatchPlan
@@ -27,11 +26,6 @@ from hidden_state_adapters.opacus.guards.schedule import ScheduleGuard
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import ContinuationGuard
-
-_NOT_SEEN = (
-    "every per-example gradient is that of the loss at one record of the delivered batch",
-    "the initial model and the order of the records do not depend on the records",
-)
 
 
 @attrs.frozen(eq=False)
@@ -150,10 +144,3 @@ class RunContext:
         for guard in (self.forward, self.criterion, self.parameters):
             if guard is not None:
                 guard.close()
-
-
-def declared_assumptions(guards: Guards | None) -> Iterable[Assumption]:
-    """What the adapter cannot see of a run in any way, in addition to what its bound assumes."""
-    yield from (Assumption.declared(text) for text in _NOT_SEEN)
-    if guards is not None:
-        yield from guards.assumptions

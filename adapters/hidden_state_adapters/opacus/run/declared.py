@@ -1,10 +1,9 @@
-"""What `make_private` was told about a run, and what follows from it, before anything is changed."""
+"""What `make_private` was told about a run and what follows, before anything is changed."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
 
 import attrs
 import torch
@@ -60,7 +59,7 @@ class DeclaredRun:
 
     @property
     def scale(self) -> int:
-        """What a learning rate is multiplied with: events divide by b, a "sum" optimizer does not."""
+        """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
         return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
 
     @classmethod

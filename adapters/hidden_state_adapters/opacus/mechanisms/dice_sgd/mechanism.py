@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -43,7 +43,7 @@ class DiceSgd(Mechanism):
         optimizer: The private optimizer, with its `error_max_grad_norm` (C_2) and `automatic`.
     """
 
-    base_types = (SGD,)
+    base_types: ClassVar[tuple[type[Optimizer], ...]] = (SGD,)
     options = frozenset({"error_max_grad_norm", "automatic", "gradient_bound"})
     refused = {  # noqa: RUF012
         "loss_geometry": "the bound on DiceSGD knows nothing of the loss but gradient_bound",
@@ -146,9 +146,9 @@ class DiceSgd(Mechanism):
         names = ("noise_multiplier", "max_grad_norm", "error_max_grad_norm", "automatic")
         return {**{n: getattr(self.optimizer, n) for n in names}, **super().settings}
 
-    def check_update_rule(self, optimizer: Optimizer) -> object:
+    def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
-        return refuse_step_hooks(optimizer)
+        refuse_step_hooks(optimizer)
 
     def guards(self) -> Sequence[Guard]:
         """The sums, the moments and the error."""
