@@ -286,7 +286,11 @@ class DiceSgdRun(Run):
         run._template = attrs.evolve(run._template, noise_std=event.noise_std)  # to the last bit
         return run
 
-    def _steps_state(self) -> dict[str, Any]:
+    def private_state(self) -> dict[str, Any]:
+        """Rows of the batches and the longest gradient, to be added to `state_dict`. Secret.
+
+        Only a run that is declared later needs them: the others are compared step by step.
+        """
         return {"totals": {name: getattr(self, f"_{name}") for name in _TOTALS}}
 
     def _load_steps(self, state: Mapping[str, Any]) -> None:

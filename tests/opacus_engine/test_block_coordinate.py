@@ -26,8 +26,7 @@ from opacus_block_coordinate import (
 from torch import nn
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import block_coordinate_mechanism
-from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

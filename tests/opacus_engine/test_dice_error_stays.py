@@ -76,7 +76,7 @@ def test_the_error_is_in_no_text():
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.copy, copy.deepcopy, saved])
 def test_optimizer_and_error_cannot_be_copied(copier):
     _, optimizer = marked()
-    for value in (optimizer, vars(optimizer)["_hidden"]):
+    for value in (optimizer, optimizer.mechanism.hidden):
         with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
             copier(value)
 

@@ -18,7 +18,7 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
 from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.guards.settings import project_on_ball
+from hidden_state_adapters.opacus.guards.projection import project_on_ball
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

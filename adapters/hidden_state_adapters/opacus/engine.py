@@ -25,7 +25,7 @@ from hidden_state_accountants import (
     LastIterateAccountant,
     UnsupportedRunError,
 )
-from hidden_state_accountants.guarantee import replace_assumptions
+from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.base import Run, check_covered, kind_of
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
@@ -440,7 +440,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked at every step, declared or public."""
         proven, optimizer = self.accountant.guarantee.assumptions, self._optimizer
-        own = [Assumption.declared(text) for text in _NOT_SEEN]
+        own = [
+            *(Assumption.declared(text) for text in _NOT_SEEN),
+            Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
+        ]
         if optimizer is not None:
             own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
         return replace_assumptions(proven, *own)
@@ -580,8 +583,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if include_private_state and not stays_private:
             raise ValueError(
                 "Expected stays_private = True with include_private_state = True, got False: the "
-                "guarantee rests on nobody knowing the order of the records, nor hidden state (the "
-                "error of DiceSGD)."
+                "guarantee rests on nobody knowing the order of the records, nor the error of "
+                "DiceSGD."
             )
         if self._optimizer is not None:
             self._check_module(module)

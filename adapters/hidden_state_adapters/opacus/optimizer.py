@@ -22,6 +22,8 @@ from hidden_state_adapters.opacus.guards.settings import SettingsGuard
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.context import RunContext
 
+_UNFINISHED = "a step was not finished"
+
 
 class PrivateOptimizer(DPOptimizer):
     """Opacus' DPOptimizer with guards, a mechanism and the record of its run.
@@ -83,7 +85,10 @@ class PrivateOptimizer(DPOptimizer):
         self.context = context
         self.mechanism = self.mechanism_type(self, **options)
         self._settings = SettingsGuard(
-            self, self._fixed_settings, self.mechanism.check_update_rule, self.mechanism.constant
+            self,
+            lambda: self.mechanism.settings,
+            self.mechanism.check_update_rule,
+            self.mechanism.constant,
         )
         self._batch: RowsGuard
         self.run: Run
@@ -97,9 +102,6 @@ class PrivateOptimizer(DPOptimizer):
         self._largest_norm = 0.0  # of the current step
         self._failure = self._closed = ""
         self._is_moving = self._has_engine_hook = self._is_loading = False
-
-    def _fixed_settings(self) -> Mapping[str, Any]:
-        return {**self.mechanism.settings, "generator": self.generator}
 
     def _guards_by_hand(self) -> Guards:
         mechanism = self.mechanism
@@ -134,11 +136,11 @@ class PrivateOptimizer(DPOptimizer):
                 f"{len(self.mechanism.blocks)} blocks are taken after the update of the block "
                 "before. Put zero_grad(), forward and backward pass into a function."
             )
-        _call(closure)  # what it raises has changed nothing
         with self._ending_the_run_on_error():
             for block in range(len(self.mechanism.blocks)):
-                if block:
-                    _call(closure)
+                if closure is not None:
+                    with torch.enable_grad():
+                        closure()
                 if not self._use_gradients(block):
                     return
                 self._move(is_last=block == len(self.mechanism.blocks) - 1)
@@ -159,12 +161,6 @@ class PrivateOptimizer(DPOptimizer):
             return self._use_gradients(0)
 
     def _admit(self) -> None:
-        if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
-            raise UnsupportedRunError(
-                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
-                "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
-                "float32 without it."
-            )
         self._check_alive()
         if self._failure:
             raise UnsupportedRunError(
@@ -174,9 +170,10 @@ class PrivateOptimizer(DPOptimizer):
 
     @contextlib.contextmanager
     def _ending_the_run_on_error(self) -> Iterator[None]:
-        self._is_moving = False
+        self._is_moving, self._failure = False, _UNFINISHED  # until it is
         try:
             yield
+            self._failure = ""
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             if self._is_moving:
@@ -373,9 +370,3 @@ class PrivateOptimizer(DPOptimizer):
             f"missing from epsilon{self.mechanism.secret}. Use engine.save_checkpoint, or make "
             "another optimizer for another run."
         )
-
-
-def _call(closure: Callable[[], Any] | None) -> None:
-    if closure is not None:
-        with torch.enable_grad():
-            closure()

@@ -10,7 +10,7 @@ from opacus.optimizers import DPOptimizer
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 _FORBIDDEN = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
@@ -50,11 +50,18 @@ class SettingsGuard(Guard):
         self._optimizer, self._base = optimizer, optimizer.original_optimizer
         self._settings, self._check_update_rule = settings, check_update_rule
         self._constant = constant
-        self._fixed = dict(settings())
+        self._fixed, self._generator = dict(settings()), optimizer.generator
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if something is not as it was."""
         step = piece.step
+        if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
+            raise UnsupportedRunError(
+                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
+                "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
+                "float32 without it."
+            )
+        validate.magnitude("noise_multiplier", self._optimizer.noise_multiplier)
         if self._optimizer.original_optimizer is not self._base:
             raise UnsupportedRunError(
                 f"step {step} uses another original_optimizer than the one at the start of the "
@@ -62,6 +69,11 @@ class SettingsGuard(Guard):
             )
         self._check_update_rule(self._base)
         self.check_unchanged(f"step {step} uses")
+        if self._optimizer.generator is not self._generator:
+            raise UnsupportedRunError(
+                f"step {step} uses another noise generator than at the start of the run: its noise "
+                "may be that of earlier steps. Leave it alone."
+            )
         if self._optimizer.step_hook is not None:
             raise UnsupportedRunError(
                 f"step {step} has a step_hook, which sees the gradients and can change them. Do "
@@ -91,7 +103,8 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
 
     Raises:
         UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening,
-            nesterov or maximize, its groups differ in an option, or it has step hooks (its own or global).
+            nesterov or maximize, its groups differ in an option, or it has step hooks (its own or
+            global).
     """
     if type(optimizer) is not SGD:
         raise UnsupportedUpdateError(
@@ -160,13 +173,16 @@ def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) 
     )
 
 
-def check_options(loss_reduction: Any, generator: Any, secure_mode: Any) -> None:
+def check_options(
+    loss_reduction: Any, generator: Any, secure_mode: Any, expected_batch_size: Any = 1
+) -> None:
     """Checks the arguments that Opacus takes as they come; one process only.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
         UnsupportedRunError: There are several processes.
     """
+    validate.integer("expected_batch_size", expected_batch_size, minimum=1)
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
     if generator is not None and not isinstance(generator, torch.Generator):

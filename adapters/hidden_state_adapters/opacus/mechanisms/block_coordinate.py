@@ -85,7 +85,6 @@ class BlockCoordinate(Mechanism):
         validate.magnitude("learning_rate", rate)
         validate.magnitude("noise_multiplier", optimizer.noise_multiplier)
         clip_norm = validate.magnitude("max_grad_norm", optimizer.max_grad_norm, positive=True)
-        validate.integer("expected_batch_size", optimizer.expected_batch_size, minimum=1)
         validate.magnitude("l1", optimizer.l1)
         validate.magnitude("l2", optimizer.l2)
         if not isinstance(optimizer.nonnegative, bool):
@@ -400,6 +399,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         optimizer: Optimizer,
         *,
         module: nn.Module,
+        expected_batch_size: int,
         l1: float = 0.0,
         l2: float = 0.0,
         nonnegative: bool = False,
@@ -414,7 +414,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
                 f"Expected torch.optim.SGD, got {type(optimizer).__name__}. Pass its "
                 "original_optimizer."
             )
-        check_options(loss_reduction, generator, secure_mode)
+        check_options(loss_reduction, generator, secure_mode, expected_batch_size)
         self.module = module
         if context is None:
             self.module = _plain_module(module)
@@ -428,6 +428,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         self.l1, self.l2, self.nonnegative = l1, l2, nonnegative
         super().__init__(
             optimizer,
+            expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
             generator=generator,
             secure_mode=secure_mode,

@@ -74,7 +74,6 @@ class DiceSgd(Mechanism):
         clip_norms = {
             name: getattr(optimizer, name) for name in ("max_grad_norm", "error_max_grad_norm")
         }
-        validate.integer("expected_batch_size", optimizer.expected_batch_size, minimum=1)
         validate.magnitude("noise_multiplier", optimizer.noise_multiplier)
         for name, value in clip_norms.items():
             validate.magnitude(name, value, positive=True)
@@ -230,7 +229,7 @@ class DiceSgd(Mechanism):
             "num_steps": steps,
             "settings": self.settings,
             "private": self.hidden.private_state(),
-            "run": self.optimizer.run.state_dict(),
+            "run": {**self.optimizer.run.state_dict(), **self.optimizer.run.private_state()},
         }
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ class DiceOptimizer(PrivateOptimizer):
         optimizer: Optimizer,
         *,
         max_grad_norm: float,
+        expected_batch_size: int,
         error_max_grad_norm: float | None = None,
         automatic: bool = False,
         loss_reduction: str = "mean",
@@ -47,7 +48,7 @@ class DiceOptimizer(PrivateOptimizer):
         **kwargs: Any,
     ):
         check_type(type(self).__name__, optimizer, self.mechanism_type.base_types)
-        check_options(loss_reduction, generator, secure_mode)
+        check_options(loss_reduction, generator, secure_mode, expected_batch_size)
         refuse_per_layer(max_grad_norm=max_grad_norm, error_max_grad_norm=error_max_grad_norm)
         self.error_max_grad_norm = (
             max_grad_norm if error_max_grad_norm is None else error_max_grad_norm
@@ -56,6 +57,7 @@ class DiceOptimizer(PrivateOptimizer):
         super().__init__(
             optimizer,
             max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
             generator=generator,
             secure_mode=secure_mode,
@@ -87,12 +89,17 @@ class DiceOptimizer(PrivateOptimizer):
         """
         self.check_not_refused()
         self._settings.check_unchanged()
-        return self.run.event(
+        event = self.run.event(
             dataset_size=dataset_size,
             batch_order=batch_order,
             num_steps=num_steps,
             gradient_bound=gradient_bound,
         )
+        if self.context is not None and event != self.run.event():
+            raise UnsupportedRunError(
+                f"Expected {self.run.event()}, which was recorded, got {event}."
+            )
+        return event
 
     def report(
         self,
