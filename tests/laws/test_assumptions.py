@@ -119,6 +119,18 @@ def test_a_secret_order_is_never_called_public():
         assert is_public or "published" in order.text
 
 
+def test_batches_that_amplify_are_never_published():
+    """Also by composition, and by every bound that averages over the batches of DiceSGD."""
+    sampled = (hsa.BatchOrder.POISSON, hsa.BatchOrder.WITHOUT_REPLACEMENT)
+    shuffled = (hsa.BatchOrder.SHUFFLED_ONCE, hsa.BatchOrder.RESHUFFLED)
+    for bound, event, relation in CASES:
+        needed = (*sampled, *shuffled) if bound.event_type is hsa.DiceSgdDpEvent else sampled
+        if getattr(event, "batch_order", None) in needed:
+            (order,) = of_topic(bound.guarantee(event, relation), Topic.ORDER)
+            assert order.status is Status.DECLARED
+            assert "never published" in order.text
+
+
 def test_every_guarantee_cites_its_bound():
     for bound, event, relation in CASES:
         guarantee = bound.guarantee(event, relation)
