@@ -25,13 +25,11 @@ RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 def bound_guarantee(
     bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    """What one bound says about one run, with its citation and the changes that would help."""
+    """What one bound says about one run, with the changes that would help."""
     guarantee = bound.guarantee(event, relation)
-    citations = dict.fromkeys((bound.citation, *guarantee.citations))
-    changes = None
-    if isinstance(event, LastIterateDpEvent):
-        changes = functools.partial(_changes, event, relation)
-    return attrs.evolve(guarantee, citations=tuple(citations), changes=changes)
+    if not isinstance(event, LastIterateDpEvent):
+        return guarantee
+    return attrs.evolve(guarantee, changes=functools.partial(_changes, event, relation))
 
 
 def _changes(

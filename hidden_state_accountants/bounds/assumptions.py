@@ -40,11 +40,12 @@ def gradient_norm(bound: float) -> Assumption:
     return Assumption.declared(f"per-example gradient norms at most {bound:g}", Topic.GRADIENT_NORM)
 
 
-def independent_batches(event: LastIterateDpEvent | DiceSgdDpEvent) -> Assumption:
-    """The batches, which may be known, do not depend on the records."""
+def batches(event: LastIterateDpEvent | DiceSgdDpEvent, *, are_secret: bool) -> Assumption:
+    """How the records are dealt; a bound that averages over it needs that nobody learns it."""
+    chosen = "drawn independently of the data, and never published"
     return Assumption.declared(
         f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} records, "
-        "chosen independently of the data",
+        + (chosen if are_secret else "chosen independently of the data"),
         Topic.ORDER,
     )
 
@@ -60,11 +61,7 @@ def order_of_hidden_iterates(event: LastIterateDpEvent) -> Assumption:
             "is ever published"
         )
         return Assumption.declared(f"{order.name}: {text}", Topic.ORDER)
-    return Assumption.declared(
-        f"{order.name} batches of {event.batch_size} of {event.dataset_size} records, drawn "
-        "independently of the data, and never published",
-        Topic.ORDER,
-    )
+    return batches(event, are_secret=True)
 
 
 def of_hidden_iterates(event: LastIterateDpEvent) -> tuple[Assumption, ...]:

@@ -31,8 +31,8 @@ class Proof:
     Attributes:
         curve: The numbers.
         theorem: What proves them.
-        assumptions: Those beside `Bound.assumptions`, which they replace where they are about the
-            same topic.
+        assumptions: Those beside `assumptions.COMMON` and `Bound.event_assumptions`, which they
+            replace where they are about the same topic.
         caveat: Why the claim is not proven; see `Guarantee`.
         citations: Papers beside that of the bound.
     """

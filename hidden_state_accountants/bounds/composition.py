@@ -16,7 +16,12 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption
-from hidden_state_accountants.process.conditions import Unmet, UnmetCondition
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    UnmetCondition,
+    equal_batches,
+    neighboring_relation,
+)
 
 
 @attrs.frozen
@@ -35,10 +40,17 @@ class Composition(Bound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A standard event expresses the run."""
+        order = event.batch_order
+        unmet = [
+            *neighboring_relation(order, relation),
+            *equal_batches(order, event.batch_size, event.dataset_size),
+        ]
+        if unmet:
+            return unmet
         try:
             _composed(event, relation)
         except UnsupportedRunError as error:
-            actual = f"{event.batch_order.name} under {relation.name}"
+            actual = f"{order.name} under {relation.name}"
             return [UnmetCondition("neighboring relation", str(error), actual)]
         return []
 
@@ -55,9 +67,10 @@ class Composition(Bound):
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[Assumption, ...]:
         """Schedules, batches, divisor; a gradient bound where it lies below the clip norm."""
+        is_amplified = event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
         assumed = [
             assumptions.fixed_in_advance("number of steps and schedules"),
-            assumptions.independent_batches(event),
+            assumptions.batches(event, are_secret=is_amplified),
             assumptions.divisor(event.batch_size),
         ]
         lipschitz = None if event.loss is None else event.loss.lipschitz

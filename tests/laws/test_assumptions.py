@@ -6,6 +6,7 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import best_bound
+from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.guarantee import (
     Assumption,
@@ -16,6 +17,7 @@ from hidden_state_accountants.guarantee import (
 )
 
 ORDERS = list(hsa.BatchOrder)
+SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 EXTRA = Assumption.declared("the moon is not made of cheese")
 
 
@@ -84,12 +86,11 @@ def test_what_is_appended_to_the_common_list_reaches_every_guarantee(monkeypatch
     try:
         for bound, event, relation in CASES:
             assert EXTRA in bound.guarantee(event, relation).assumptions, (bound.name, event)
-        for event, relation in {(event, relation) for _, event, relation in CASES}:
-            try:
-                composed = hsa.LastIterateAccountant(relation).compose(event, 2)
-            except hsa.UnsupportedRunError:  # a published bound alone applies
-                continue
-            assert EXTRA in composed.guarantee.assumptions, event
+        for event in (*map(last_iterate_run, ORDERS), dice_run(hsa.BatchOrder.CYCLIC), block_run()):
+            accountant = hsa.LastIterateAccountant().compose(event)
+            assert EXTRA in accountant.guarantee.assumptions, event
+            twice = compose_guarantees([accountant.guarantee] * 2, SPECIAL)
+            assert EXTRA in twice.assumptions, event
     finally:
         best_bound.bound_guarantee.cache_clear()
 
@@ -116,6 +117,18 @@ def test_a_secret_order_is_never_called_public():
         is_public = event.batch_order in (hsa.BatchOrder.FULL, hsa.BatchOrder.CYCLIC)
         assert (order.status is Status.PUBLIC) == is_public
         assert is_public or "published" in order.text
+
+
+def test_batches_that_amplify_are_never_published():
+    """Also by composition, and by every bound that averages over the batches of DiceSGD."""
+    sampled = (hsa.BatchOrder.POISSON, hsa.BatchOrder.WITHOUT_REPLACEMENT)
+    shuffled = (hsa.BatchOrder.SHUFFLED_ONCE, hsa.BatchOrder.RESHUFFLED)
+    for bound, event, relation in CASES:
+        needed = (*sampled, *shuffled) if bound.event_type is hsa.DiceSgdDpEvent else sampled
+        if getattr(event, "batch_order", None) in needed:
+            (order,) = of_topic(bound.guarantee(event, relation), Topic.ORDER)
+            assert order.status is Status.DECLARED
+            assert "never published" in order.text
 
 
 def test_every_guarantee_cites_its_bound():

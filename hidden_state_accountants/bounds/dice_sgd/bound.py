@@ -85,6 +85,7 @@ class DiceSgd(Bound):
         self, event: DiceSgdDpEvent, relation: NeighboringRelation
     ) -> tuple[Assumption, ...]:
         """The secret of the error, its start, schedules, batches, divisor, gradient bound."""
+        is_averaged = event.batch_order not in (BatchOrder.FULL, BatchOrder.CYCLIC)
         assumed = [
             Assumption.declared(
                 "the error of the feedback is never released, saved or logged; noise is added to "
@@ -97,7 +98,7 @@ class DiceSgd(Bound):
                 "goes on with the error of an earlier one is ONE event with the steps of both",
                 Topic.START,
             ),
-            assumptions.independent_batches(event),
+            assumptions.batches(event, are_secret=is_averaged),
             assumptions.divisor(event.batch_size),
         ]
         if not event.automatic and event.gradient_bound < math.inf:
