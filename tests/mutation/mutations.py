@@ -11,6 +11,7 @@ import attrs
 ACCOUNTANTS = "accountants.py"
 COMPOSED = "events/as_composition.py"
 ORDERS = "events/batch_order.py"
+BLOCKS = "events/block_coordinate.py"
 CURVES = "curves/base.py"
 CURVES_TOGETHER = "curves/composed.py"
 EVENTS = "events/last_iterate.py"
@@ -55,6 +56,7 @@ _EVENT_TESTS = "core/test_events.py"
 _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
 _RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
 _CURVE_TESTS = "laws/test_curves.py"
+_BLOCK_TESTS = "bounds/test_block_coordinate.py"
 _SAMPLED_TESTS = "bounds/test_subsampling.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
 _ORACLE_TESTS = "soundness/test_gaussian_oracle.py"
@@ -141,10 +143,24 @@ MUTATIONS = (
     ),
     Mutation(
         "cyclic_run_of_a_loss_without_linear_modulus",
-        PROCESS,
-        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:",
-        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent > 1:",
+        "process/conditions.py",
+        "loss.kind is not LossKind.HOELDER or loss.exponent == 1:",
+        "loss.kind is not LossKind.HOELDER or loss.exponent <= 1:",
         _PROCESS_TESTS,
+    ),
+    Mutation(
+        "replaced_block_record_moves_one_clip_norm",
+        BLOCKS,
+        "return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound",
+        "return bound",
+        _BLOCK_TESTS,
+    ),
+    Mutation(
+        "block_clip_that_acts_is_taken_for_idle",
+        BLOCKS,
+        "return self.block_loss.lipschitz > self.clip_norm",
+        "return self.block_loss.lipschitz > 2 * self.clip_norm",
+        _BLOCK_TESTS,
     ),
     # Which steps it moves.
     Mutation(
