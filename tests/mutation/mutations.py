@@ -228,9 +228,9 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_accepts_batches_in_any_order",
-        "runs/last_iterate.py",
-        "if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:",
-        "if order is BatchOrder.CYCLIC and batch_index is None:",
+        "runs/base.py",
+        "if batch != expected:",
+        "if batch is None:",
         _RECORDER_TESTS,
     ),
     Mutation(
