@@ -365,6 +365,7 @@ OLD_DICE = {
     },
     "num_steps": 3,
     "release_steps": [3],
+    "assumptions": ["beside what a checkpoint of an engine holds of a run"],
 }  # fmt: skip
 OLD_DICE_POISSON = {
     "schema": 1,
