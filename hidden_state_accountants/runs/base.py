@@ -55,7 +55,9 @@ class Step:
 class Run(abc.ABC):
     """Records a run step by step, and refuses a step that is not one of the declared run.
 
-    A subclass is about one kind of event, for which it registers itself.
+    A subclass is about one kind of event, for which it registers itself. What is the same in all
+    steps it holds as such an event (`_template`) of one step. An optimizer that does not see its
+    data leaves some of it open (`_later`), and `event` is told.
 
     Attributes:
         event_type: The kind of event that the run becomes.
@@ -70,7 +72,9 @@ class Run(abc.ABC):
         if "event_type" in vars(cls):
             _KINDS[cls.event_type] = cls
 
-    def __init__(self) -> None:
+    def __init__(self, template: DpEvent, **declared: Any):
+        self._template: Any = template
+        self._later = {name for name, value in declared.items() if value is None}
         self._num_steps = 0
         self._release_steps: list[int] = []
         self._proved: dict[NeighboringRelation, tuple[int, Guarantee]] = {}
@@ -90,6 +94,16 @@ class Run(abc.ABC):
     @abc.abstractmethod
     def _take(self, step: Step) -> None:
         """Checks a step first, and then takes its values into the account."""
+
+    def _check_turn(self, batch: int | None, batches_per_epoch: int) -> None:
+        """Refuses a batch that does not follow in an epoch of fixed batches."""
+        expected = self._num_steps % batches_per_epoch
+        if batch != expected:
+            raise UnsupportedRunError(
+                f"step {self._num_steps + 1} used batch {batch}, expected batch {expected}: a "
+                f"cyclic run visits batches 0 to {batches_per_epoch - 1} in order, each exactly "
+                "once per epoch. Iterate the private loader to its end and step once per batch."
+            )
 
     def release(self) -> None:
         """Marks the current iterate as released (again changes nothing)."""
@@ -170,6 +184,29 @@ class Run(abc.ABC):
         """
         return ""
 
+    def _told(self, name: str, value: Any, nothing: Any = None) -> Any:
+        """What was declared of a field, before the steps or now.
+
+        Args:
+            name: Of the field of the event.
+            value: What `event` is told; None for nothing.
+            nothing: What the field is where nothing was declared.
+
+        Raises:
+            TypeError: It was not declared at all.
+            UnsupportedRunError: Something else was declared before.
+        """
+        before = getattr(self._template, name)
+        if value is None and name in self._later:
+            raise TypeError(f"Expected {name}, which was not declared before, got None.")
+        if value is None:
+            return before
+        if name not in self._later and before != nothing and value != before:
+            raise UnsupportedRunError(
+                f"Expected {name} = {before}, which was recorded, got {value}."
+            )
+        return value
+
     def _check_has_steps(self) -> None:
         if not self._num_steps:
             raise ValueError("Expected at least one step, got none yet.")
@@ -197,8 +234,19 @@ class Run(abc.ABC):
             TypeError, ValueError: The state is damaged.
         """
 
+    def private_state(self) -> dict[str, Any]:
+        """What `state_dict` leaves out, because it is computed from the records. Secret.
+
+        Added to `state_dict` it restores what the steps are compared with if something about them
+        is declared later; a run that was declared in full does not need it.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain types (numbers, strings, lists, dictionaries) that restore the run."""
+        """Plain types (numbers, strings, lists, dictionaries) that restore the run.
+
+        It holds nothing that is computed from the records: it is in every public checkpoint.
+        """
         return {
             "schema": SCHEMA,
             "declared": self._declared(),

@@ -1,4 +1,4 @@
-"""What a person reads about a run: the statement, in two layouts, and the line before training."""
+"""What a person reads about a run: the statement, in two layouts."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.runs.base import kind_of
 from hidden_state_accountants.runs.statement import composition_epsilon, statement_of
 
 DELTA = 1e-5
@@ -15,7 +16,7 @@ SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_
 PLAIN = hsa.LastIterateDpEvent(
     noise_multiplier=2.0, learning_rate=[0.5] * 10 + [0.25] * 10, clip_norm=1.0, batch_size=500,
     dataset_size=5000, num_steps=20, batch_order="cyclic", weight_decay=0.1,
-    loss=hsa.LossGeometry.convex(smoothness=0.5), domain_diameter=4.0, release_steps=(3,),
+    loss=hsa.LossGeometry.convex(0.5, lipschitz=1.0), domain_diameter=4.0, release_steps=(3,),
 )  # fmt: skip
 DICE = hsa.DiceSgdDpEvent(
     noise_std=0.4, clip_norm=1.0, error_clip_norm=1.0, batch_size=100, dataset_size=2500,
@@ -193,3 +194,15 @@ def test_refused(events, delta, kind):
     guarantee = accounted(PLAIN)
     with pytest.raises(kind):
         statement_of(events, guarantee, guarantee.assumptions, delta)
+
+
+@EVENTS
+def test_the_line_before_training_is_the_kind_s_own(event):
+    """Of DiceSGD and DP-MBCD nothing needs to be known; of plain SGD whether it contracts."""
+    flat = event
+    if event is PLAIN:
+        assert not kind_of(event).line_before(event, SPECIAL)  # it is projected
+        flat = attrs.evolve(event, loss=None, learning_rate=0.5, domain_diameter=math.inf)
+    line = kind_of(event).line_before(flat, SPECIAL)
+    assert line.startswith("no contraction") is (event is PLAIN)
+    assert bool(line) is (event is PLAIN)

@@ -169,14 +169,14 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_accepts_batches_in_any_order",
-        "runs/last_iterate.py",
-        "if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:",
-        "if order is BatchOrder.CYCLIC and batch_index is None:",
+        "runs/base.py",
+        "if batch != expected:",
+        "if batch is None:",
         _RECORDER_TESTS,
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "runs/last_iterate.py",
+        "runs/run_lengths.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,

@@ -18,7 +18,7 @@ from hidden_state_accountants import (
     RunningGuarantee,
     RunRecorder,
 )
-from hidden_state_accountants.runs.statement import no_contraction_line
+from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.run_record import RunRecord
 from hidden_state_adapters.tf_privacy.statement import statement

@@ -474,7 +474,12 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
             raise UnsupportedRunError(self.mechanism.why_coarse)
         if neighboring_relation is not None:
             self.run.check_relation(neighboring_relation)
-        return self.run.event(dataset_size=dataset_size, block_loss=block_loss)
+        event = self.run.event(dataset_size=dataset_size, block_loss=block_loss)
+        if self.context is not None and event != self.run.event():
+            raise UnsupportedRunError(
+                f"Expected {self.run.event()}, which was recorded, got {event}."
+            )
+        return event
 
     def report(
         self,

@@ -12,6 +12,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, Guarantee, compose_guarantees
+from hidden_state_accountants.bounds.assumptions import COMMON
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.guarantee import merge_assumptions
@@ -101,8 +102,8 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
         neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         theorem="composition of Poisson-sampled Gaussian mechanisms (no run was declared)",
         assumptions=(
+            *COMMON,
             Assumption.declared("every record joins every batch independently (Poisson sampling)"),
-            Assumption.declared("one record per person, clipped as one unit"),
         ),
     )
 
