@@ -271,8 +271,10 @@ class BlockCoordinateRun(Run):
 
     def _load_steps(self, state: Mapping[str, Any]) -> None:
         self._noise = RunLengths.of_state("noise_multiplier", state.get("noise_multiplier"))
+        # A declared bound was compared step by step; nothing is known for one that comes later.
+        unknown = math.inf if _lipschitz(self._template) == math.inf else 0.0
         self._largest_norm = validate.real(
-            "largest_norm", state.get("largest_norm", 0.0), minimum=0, allow_inf=True
+            "largest_norm", state.get("largest_norm", unknown), minimum=0, allow_inf=True
         )
         self._check_noise()
         check_in_bound(

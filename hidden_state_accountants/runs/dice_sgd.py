@@ -14,11 +14,10 @@ from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.dice_sgd import description
-from hidden_state_accountants.runs.statement import statement_of
 
 _TOTALS = ("fewest_rows", "most_rows", "largest_norm")
 
@@ -271,9 +270,11 @@ class DiceSgdRun(Run):
         return {"totals": {name: getattr(self, f"_{name}") for name in _TOTALS}}
 
     def _load_steps(self, state: Mapping[str, Any]) -> None:
-        # Before there were totals, a run that was declared in full was compared step by step.
+        # A run that was declared in full was compared step by step; nothing is known for a bound
+        # that comes later.
         rows = self._template.batch_size
-        stored = {"fewest_rows": rows, "most_rows": rows, "largest_norm": 0.0}
+        unknown = math.inf if self._template.gradient_bound == math.inf else 0.0
+        stored = {"fewest_rows": rows, "most_rows": rows, "largest_norm": unknown}
         if self._later or "totals" in state:
             stored = dict(state.get("totals") or {})
         if set(stored) != set(_TOTALS):

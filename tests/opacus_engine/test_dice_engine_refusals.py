@@ -26,9 +26,9 @@ BOUND = 2.0001
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"optimizer_class": object}, hsa.UnsupportedRunError, "BlockCoordinateOptimizer is built"),
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "steps of these only"),
         ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
-        ({"optimizer_class": None}, hsa.UnsupportedRunError, "error_max_grad_norm, automatic and"),
+        ({"optimizer_class": None}, hsa.UnsupportedRunError, "belongs to another optimizer_class"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
         ({"loss_geometry": "auto", "feature_norm": 1.0}, hsa.UnsupportedRunError, "loss_geometry"),
@@ -250,13 +250,13 @@ MISUSE = [
     (changed("step_hook", print), "step_hook"),
     (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
     (moments_without_noise, "momentum or moments that the last step did not leave"),
-    (another_bound, "expected at most the declared gradient_bound = 2.0001"),
+    (another_bound, "gradient_bound >= .*, the largest gradient of step"),
     (changed("grad_scale", 1.0), "GradScaler"),
-    (long_gradient, "expected at most the declared gradient_bound = 2.0001"),
+    (long_gradient, "gradient_bound >= .*, the largest gradient of step"),
     (nan_gradient, "norm is not finite"),
-    (frozen, "expected the 2 of the construction"),
-    (steps_twice_on_it, "sum of clipped gradients that does not come from the pieces"),
-    (moves_by_itself, "interrupted while it changed the parameters"),
+    (frozen, "the set of trainable"),
+    (steps_twice_on_it, "used no new batch"),
+    (moves_by_itself, "parameters were changed outside|used no new batch"),
 ]
 
 # Refused before a step looked at the records; the model is still that of the last step.
@@ -375,7 +375,7 @@ def test_buffers_that_collect_data(make_dice):
 
 def test_the_slot_for_hooks_is_taken(make_dice):
     run = make_dice()
-    with pytest.raises(hsa.UnsupportedRunError, match="leaves out what the error shows"):
+    with pytest.raises(hsa.UnsupportedRunError, match="single slot"):
         run.optimizer.attach_step_hook(print)
 
 

@@ -349,7 +349,8 @@ def test_cuda(variant):
         model.to(device)
         train(model, optimizer, [features.to(device) for features in batches([4] * 6)])
         assert all(
-            optimizer.mechanism.hidden.error(i).device.type == device for i in range(len(optimizer.params))
+            optimizer.mechanism.hidden.error(i).device.type == device
+            for i in range(len(optimizer.params))
         )
         ends.append((flat(model.parameters()), error_of(optimizer)))
     np.testing.assert_allclose(ends[0][0], ends[1][0], atol=1e-10)

@@ -25,7 +25,7 @@ from hidden_state_accountants import (
     LastIterateAccountant,
     UnsupportedRunError,
 )
-from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_accountants.guarantee import Topic, merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, check_covered, kind_of
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
@@ -446,7 +446,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         ]
         if optimizer is not None:
             own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
-        return replace_assumptions(proven, *own)
+        return merge_assumptions([replace_assumptions(proven, *own)])
 
     def report(self, delta: float) -> str:
         """A dozen lines to paste: epsilon, theorem, releases that it covers, run, assumptions.

@@ -100,6 +100,8 @@ class BatchGuard(RowsGuard):
         """What is verified and what is taken on trust about the batches."""
         plan = self._plan
         yield Assumption.checked(plan.description)
+        if not plan.is_secret:
+            yield Assumption.public("order of the batches")
         if plan.is_secret and plan.is_seeded:
             yield Assumption.declared("order_seed is random, and nobody else ever knows it")
         if plan.order is BatchOrder.POISSON:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, validate
+from hidden_state_accountants.runs.base import run_of
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 from hidden_state_adapters.opacus.gradients.norms import (
     check_clip_norms,
@@ -251,7 +252,12 @@ class DiceSgd(Mechanism):
                     f"The state is of another run: expected {name} = {expected!r}, got "
                     f"{state['settings'].get(name)!r}."
                 )
-        validate.integer("num_steps", state["num_steps"], minimum=1)
+        steps = validate.integer("num_steps", state["num_steps"], minimum=1)
+        recorded = run_of(state["run"]).num_steps
+        if recorded != steps:
+            raise ValueError(
+                f"The state is damaged: num_steps = {steps}, but {recorded} steps are recorded."
+            )
         self.hidden.load_private_state(state["private"])
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:

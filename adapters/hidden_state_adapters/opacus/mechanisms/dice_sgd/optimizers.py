@@ -189,7 +189,7 @@ class DiceOptimizer(PrivateOptimizer):
                 "accounted. Construct another one."
             )
         self.mechanism.load_run_state(state)
-        self.run.load_state_dict(state["run"])
+        self.run.load_state_dict(state["run"])  # which `load_run_state` has tried
         self.resume()
 
     def __repr__(self) -> str:
