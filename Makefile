@@ -15,7 +15,7 @@ PYTHON := $(or $(shell for python in python3.11 python3.12 python3.10 python3.13
 endif
 WORKERS ?= 2
 DEEP_EXAMPLES ?= 18
-SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks)
+SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
 CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
@@ -28,57 +28,12 @@ NUMPY2_REQUIREMENTS := -e '.[cli,opacus,dev]' scikit-learn
 $(shell for venv in .venv .venv-numpy2; do \
     $$venv/bin/python -c '' 2>/dev/null || rm -f $$venv/.*-installed; done)
 
-define CHECK_PYTHON
-import platform, sys
-name, version = sys.argv[1], sys.version_info[:2]
-if not (3, 10) <= version <= (3, 13):
-    sys.exit("%s is Python %d.%d, but Python 3.10 to 3.13 is needed. Install one, or name one: "
-             "make PYTHON=/path/to/python3.11" % ((name,) + version))
-if sys.platform == "darwin" and platform.machine() == "x86_64":
-    sys.exit("PyTorch has no wheel of 2.3 or newer for Intel Macs, and Opacus 1.6 needs one. "
-             "The core alone installs there: pip install .")
-try:
-    import ensurepip, venv
-except ImportError:
-    sys.exit("%s has no venv module. On Debian and Ubuntu: apt install python%d.%d-venv"
-             % ((name,) + version))
-endef
-export CHECK_PYTHON
-
-define LOCK
-import fcntl, sys
-try:
-    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    print("Waiting for another installation into " + sys.argv[1])
-    fcntl.flock(9, fcntl.LOCK_EX)
-endef
-export LOCK
-
-# $(call install,ENVIRONMENT,CONSTRAINTS,REQUIREMENTS). ENVIRONMENT.lock is not empty while an install runs, or after
-# one was killed; the next install then starts from an empty environment. numpy 1 has no wheel for Python 3.13.
+# $(call install,ENVIRONMENT,CONSTRAINTS,REQUIREMENTS)
 define install
 @'$(PYTHON)' -c '' >/dev/null 2>&1 || { \
     echo "$(PYTHON) does not run. Install Python 3.10 to 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; \
     exit 1; }; \
-'$(PYTHON)' -c "$$CHECK_PYTHON" '$(PYTHON)' || exit 1; \
-exec 9>>$(1).lock; \
-'$(PYTHON)' -c "$$LOCK" $(1) || exit 1; \
-if [ -s $(1).lock ] || ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
-    echo "Making $(1) with $(PYTHON)"; \
-    echo unfinished >$(1).lock; \
-    '$(PYTHON)' -m venv --clear $(1) || exit 1; \
-fi; \
-echo unfinished >$(1).lock; \
-rm -f $(1)/.*-installed; \
-constraints=$(2); \
-! $(1)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 13))' || constraints=constraints-numpy2.txt; \
-set -- $(1)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $$constraints $(3); \
-echo "$$@"; \
-"$$@"; \
-status=$$?; \
-[ $$status -ge 128 ] || : >$(1).lock; \
-exit $$status
+'$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
 .PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks lint format clean distclean

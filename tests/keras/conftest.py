@@ -82,3 +82,11 @@ def make_run():
 def _folder_of_its_own(tmp_path, monkeypatch):
     """Callbacks write files relative to the working directory."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def restored_precision():
+    """For tests that change the precision of Keras."""
+    yield
+    tf.keras.backend.set_floatx("float32")
+    tf.keras.mixed_precision.set_global_policy("float32")

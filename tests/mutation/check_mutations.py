@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 
-from mutations import MUTATIONS, Mutation
+from mutation import Mutation
+from mutations import MUTATIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = "hidden_state_accountants"

@@ -5,10 +5,16 @@ import warnings
 import attrs
 import pytest
 import torch
+from opacus import PrivacyEngine
+from opacus_dice_engine import CLIP, ERROR_CLIP, RATE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    DiceAdamOptimizer,
+    DiceSGDOptimizer,
+    HiddenStatePrivacyEngine,
+)
 
 RECORDS, FEATURES, CLASSES, BATCH = 60, 5, 3, 10
 
@@ -103,3 +109,58 @@ def make_run(make_loader):
         return Run(engine, *private, plain_model=model, criterion=criterion)
 
     return make
+
+
+@pytest.fixture
+def make_dice(make_run, dataset):
+    """A run of DiceSGD in float64; arguments as for make_run, `base` makes the inner optimizer."""
+    features, labels = dataset.tensors
+    data = TensorDataset(features.double(), labels)
+
+    def make(variant="sgd", *, base=None, loader=None, **kwargs):
+        torch.manual_seed(0)
+        model = kwargs.pop("model", None) or nn.Linear(5, 3).double()
+        kind = torch.optim.Adam if variant == "adam" else torch.optim.SGD
+        optimizer = kind(model.parameters(), **{"lr": RATE, **(base or {})})
+        arguments = {
+            "optimizer_class": DiceAdamOptimizer if variant == "adam" else DiceSGDOptimizer,
+            "error_max_grad_norm": CLIP if variant == "automatic" else ERROR_CLIP,
+            "automatic": variant == "automatic",
+            "max_grad_norm": CLIP,
+            "noise_multiplier": 20.0,
+            "loss_geometry": None,
+            **kwargs,
+        }
+        loader = {"dataset": data, **(loader or {})}
+        return make_run(model=model, optimizer=optimizer, loader=loader, **arguments)
+
+    return make
+
+
+@pytest.fixture
+def train(make_loader):
+    def train(declared=None, optimizer=None, epochs=2, engine=None, loader=None, **kwargs):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        engine = engine or PrivacyEngine(accountant="hidden_state")
+        if declared is not None:
+            engine.accountant.declare_run(**declared)
+        make = optimizer or (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1))
+        arguments = {
+            "noise_multiplier": 2.0, "max_grad_norm": 2.1, "poisson_sampling": False, **kwargs,
+        }  # fmt: skip
+        model, private, batches = engine.make_private(
+            module=model,
+            optimizer=make(model.parameters()),
+            data_loader=make_loader(**(loader or {})),
+            **arguments,
+        )
+        criterion = nn.CrossEntropyLoss()
+        for _ in range(epochs):
+            for features, labels in batches:
+                private.zero_grad()
+                criterion(model(features), labels).backward()
+                private.step()
+        return engine, model, private, batches
+
+    return train

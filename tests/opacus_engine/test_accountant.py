@@ -1,3 +1,5 @@
+"""accountant="hidden_state" in Opacus' own engine: what is declared, what is noticed."""
+
 import math
 import warnings
 
@@ -9,61 +11,13 @@ from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus_stock import DECLARED, DELTA, KINDS, epsilon, event, resume, step
 from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStateAccountant
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
-
-DELTA = 1e-5
-SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
-DECLARED = {"batch_order": "cyclic", "dataset_size": 60, "batch_size": 10, "loss_geometry": SOFTMAX}
-
-
-@pytest.fixture
-def train(make_loader):
-    def train(declared=None, optimizer=None, epochs=2, engine=None, loader=None, **kwargs):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        engine = engine or PrivacyEngine(accountant="hidden_state")
-        if declared is not None:
-            engine.accountant.declare_run(**declared)
-        make = optimizer or (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1))
-        arguments = {
-            "noise_multiplier": 2.0, "max_grad_norm": 2.1, "poisson_sampling": False, **kwargs,
-        }  # fmt: skip
-        model, private, batches = engine.make_private(
-            module=model,
-            optimizer=make(model.parameters()),
-            data_loader=make_loader(**(loader or {})),
-            **arguments,
-        )
-        criterion = nn.CrossEntropyLoss()
-        for _ in range(epochs):
-            for features, labels in batches:
-                private.zero_grad()
-                criterion(model(features), labels).backward()
-                private.step()
-        return engine, model, private, batches
-
-    return train
-
-
-def event(**changes):
-    arguments = {
-        "noise_multiplier": 2.0, "learning_rate": 0.5, "clip_norm": 2.1, "batch_size": 10,
-        "dataset_size": 60, "num_steps": 12, "batch_order": "cyclic", "loss": SOFTMAX,
-        "weight_decay": 0.1, **changes,
-    }  # fmt: skip
-    return hsa.LastIterateDpEvent(**arguments)
-
-
-def epsilon(event, relation=NeighboringRelation.REPLACE_SPECIAL):
-    return pytest.approx(
-        hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA),
-        rel=1e-12,
-    )
 
 
 def test_registered():
@@ -131,108 +85,6 @@ def test_momentum_mid_run_raises(train):
     private.param_groups[0]["momentum"] = 0.9
     with pytest.raises(hsa.UnsupportedRunError, match="step 13 changed the optimizer"):
         step(model, private, batches)
-
-
-def step(model, private, batches, factor=1.0):
-    features, labels = next(iter(batches))
-    private.zero_grad()
-    (factor * nn.CrossEntropyLoss()(model(features), labels)).backward()
-    private.step()
-
-
-KINDS = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1), {}),
-    "momentum": (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), {}),
-    "adam": (lambda p: torch.optim.Adam(p, lr=0.01), {}),
-    "per layer": (
-        lambda p: torch.optim.SGD(p, lr=0.5),
-        {"clipping": "per_layer", "max_grad_norm": [1.5, 1.5]},
-    ),
-}
-
-
-def resume(train, first, declared, kind):
-    """A fresh engine that goes on where `first` stopped."""
-    optimizer, arguments = KINDS[kind]
-    engine, *private = train(declared, optimizer=optimizer, epochs=0, **arguments)
-    engine.accountant.load_state_dict(first.accountant.state_dict())
-    return engine, *private
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss", [SOFTMAX, None])
-@pytest.mark.parametrize("radius", [None, 50.0])
-def test_resumed_runs_never_forget(train, kind, loss, radius):
-    declared = {**DECLARED, "loss_geometry": loss, "projection_radius": radius}
-    optimizer, arguments = KINDS[kind]
-    first, *_ = train(declared, optimizer=optimizer, epochs=4, **arguments)
-    whole, *_ = train(declared, optimizer=optimizer, epochs=5, **arguments)
-    second, model, private, batches = resume(train, first, declared, kind)
-    assert len(second.accountant) == len(first.accountant) == 24
-    assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
-    spent = second.get_epsilon(DELTA)
-    for steps, batch in enumerate(batches, 25):
-        step(model, private, [batch])
-        assert len(second.accountant) == steps
-        assert second.get_epsilon(DELTA) >= spent
-        spent = second.get_epsilon(DELTA)
-    assert second.get_epsilon(DELTA) == pytest.approx(whole.get_epsilon(DELTA), rel=1e-12)
-
-
-@pytest.mark.parametrize(("before", "after"), [("sgd", "adam"), ("adam", "sgd")])
-@pytest.mark.parametrize("loss", [SOFTMAX, None])
-def test_resuming_with_another_optimizer_keeps_the_steps(train, before, after, loss):
-    declared = {**DECLARED, "loss_geometry": loss}
-    optimizer, _ = KINDS[before]
-    first, *_ = train(declared, optimizer=optimizer)
-    second, model, private, batches = resume(train, first, declared, after)
-    if loss is not None and after == "adam":
-        for _ in range(2):
-            with pytest.raises(hsa.UnsupportedRunError, match="step 13 changed the optimizer"):
-                step(model, private, batches)
-        assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
-        return
-    for batch in batches:
-        step(model, private, [batch])
-    composed = event(loss=None, weight_decay=0.0, num_steps=18)
-    assert second.get_epsilon(DELTA) == epsilon(composed)
-
-
-def test_a_state_that_is_refused_changes_nothing(train):
-    engine, *_ = train(DECLARED)
-    _, *second = train(DECLARED, engine=engine, epochs=1)
-    state = engine.accountant.state_dict()
-    step(*second)
-    other = HiddenStateAccountant()
-    other.declare_run(**DECLARED)
-    with pytest.raises(ValueError, match="end of an epoch"):
-        other.load_state_dict(engine.accountant.state_dict())
-    assert len(other) == 0
-    other.load_state_dict(state)
-    assert len(other) == 18
-    engine = PrivacyEngine(accountant="hidden_state")
-    engine.accountant.load_state_dict(state)
-    assert other.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_accumulation_and_pieces_raise_for_every_optimizer(train, kind):
-    optimizer, arguments = KINDS[kind]
-    engine, model, private, batches = train(DECLARED, optimizer=optimizer, epochs=0, **arguments)
-    criterion = nn.CrossEntropyLoss()
-    for _, (features, labels) in zip(range(2), batches, strict=False):
-        criterion(model(features), labels).backward()
-    with pytest.raises(hsa.UnsupportedRunError, match="step 1: got the gradients of 2 batches"):
-        private.step()
-    private.zero_grad()
-    with BatchMemoryManager(
-        data_loader=batches, max_physical_batch_size=5, optimizer=private
-    ) as loader:
-        pieces = iter(loader)
-        step(model, private, [next(pieces)])
-        with pytest.raises(hsa.UnsupportedRunError, match="several pieces"):
-            step(model, private, [next(pieces)])
-    assert len(engine.accountant) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -482,67 +334,6 @@ def test_redeclaring_before_the_first_step_replaces():
         accountant.step(noise_multiplier=1.0, sample_rate=0.1)
 
 
-def recorder(steps):
-    recorder = hsa.RunRecorder(batch_order="full", batch_size=60, dataset_size=60)
-    for _ in range(steps):
-        recorder.step(noise_multiplier=0.3, learning_rate=0.1, clip_norm=1.0, batch_rows=60)
-    return recorder
-
-
-@pytest.mark.filterwarnings("error:No run was declared")
-def test_undeclared_steps_and_runs_do_not_mix():
-    undeclared = HiddenStateAccountant()
-    undeclared.step(noise_multiplier=5.0, sample_rate=0.1)
-    loaded = HiddenStateAccountant()
-    loaded.load_state_dict(undeclared.state_dict())
-    for accountant in (undeclared, loaded):
-        with pytest.raises(hsa.UnsupportedRunError, match="undeclared steps already"):
-            accountant.add_run(recorder(0))
-        assert len(accountant) == 1
-    for steps in (0, 3):
-        accountant = HiddenStateAccountant()
-        accountant.add_run(recorder(steps))
-        for rows in ([(5.0, 0.1, 6)], []):
-            with pytest.raises(ValueError, match="history is overwritten, got 1"):
-                accountant.history = rows
-    declared = HiddenStateAccountant()
-    declared.declare_run(**DECLARED)
-    with pytest.raises(ValueError, match="undeclared steps"):
-        declared.load_state_dict(undeclared.state_dict())
-    declared.load_state_dict(HiddenStateAccountant().state_dict())
-    accountant._history.append((5.0, 0.1, 6))  # whatever way it came there
-    with pytest.raises(hsa.UnsupportedRunError, match="different neighboring relations"):
-        accountant.guarantee.epsilon(DELTA)
-
-
-def test_declaring_again_keeps_runs_with_steps(train):
-    engine, *_ = train(DECLARED)
-    accountant = HiddenStateAccountant()
-    accountant.declare_run(**DECLARED)
-    accountant.load_state_dict(engine.accountant.state_dict())
-    accountant.declare_run(**DECLARED)
-    assert accountant.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
-    accountant = HiddenStateAccountant()
-    accountant.declare_run(**DECLARED)
-    accountant.add_run(recorder(3))
-    accountant.declare_run(**DECLARED)
-    assert len(accountant) == 3
-
-
-def test_a_written_history_warns_once_that_it_assumes_poisson_sampling():
-    accountant = HiddenStateAccountant()
-    accountant.history = [(2.0, 0.1, 6)]
-    with pytest.warns(UserWarning, match=r"make_private_with_epsilon.*Poisson.*declared"):
-        accountant.get_epsilon(DELTA)
-    accountant.history = [(3.0, 0.1, 6)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accountant.get_epsilon(DELTA)
-    accountant.step(noise_multiplier=3.0, sample_rate=0.1)
-    with pytest.warns(UserWarning, match="for Poisson loaders only"):
-        accountant.get_epsilon(DELTA)
-
-
 @pytest.mark.filterwarnings("ignore:The history was written")
 @pytest.mark.parametrize("target", [0.3, 0.8])
 def test_opacus_calibration_terminates(target):
@@ -572,91 +363,3 @@ def test_make_private_with_epsilon(make_loader):
         )
     assert private.noise_multiplier > 0.5
     assert len(loader) == 6
-
-
-@pytest.mark.filterwarnings("error:No run was declared", "ignore:The history was written")
-def test_written_history():
-    accountant = HiddenStateAccountant()
-    assert accountant.get_epsilon(DELTA) == 0
-    values = []
-    for noise in (1.0, 2.0, 4.0, 50.0):
-        accountant.history = [(noise, 0.05, 100)]
-        values.append(accountant.get_epsilon(delta=DELTA))
-    assert values == sorted(values, reverse=True)
-    assert all(0 < value < 100 for value in values)
-    accountant.history = [(0.0, 0.05, 100)]
-    assert accountant.get_epsilon(DELTA) == math.inf
-    accountant.history = [(1.0, 1.0, 4)]
-    assert accountant.get_epsilon(DELTA) == pytest.approx(
-        epsilon(dp_accounting.GaussianDpEvent(0.5), NeighboringRelation.ADD_OR_REMOVE_ONE)
-    )
-    accountant.history = []
-    assert accountant.get_epsilon(DELTA) == 0
-
-
-@pytest.mark.filterwarnings("error:No run was declared")
-def test_step_keeps_three_tuples():
-    accountant = HiddenStateAccountant()
-    for noise in (1.0, 1.0, 2.0):
-        accountant.step(noise_multiplier=noise, sample_rate=0.1)
-    assert accountant.history == [(1.0, 0.1, 2), (2.0, 0.1, 1)]
-    assert len(accountant) == 3
-    state = accountant.state_dict()
-    assert state["history"] == accountant.history
-    assert state["history"] is not accountant.history
-    other = HiddenStateAccountant()
-    other.load_state_dict(state)
-    assert other.history == accountant.history
-    other.step(noise_multiplier=2.0, sample_rate=0.1)
-    assert len(accountant) == 3
-    destination = {"mine": 1}
-    assert accountant.state_dict(destination) is destination
-    assert destination["mine"] == 1
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        {},
-        {"mechanism": "hidden_state"},
-        {"history": []},
-        {"history": [], "mechanism": "prv"},
-        {"history": [], "mechanism": "hidden_state", "neighboring_relation": "REPLACE_ONE"},
-    ],
-)
-def test_states_that_are_refused(state):
-    with pytest.raises(ValueError):  # noqa: PT011
-        HiddenStateAccountant().load_state_dict(state)
-
-
-def test_declared_state_round_trip(train, tmp_path):
-    engine, model, private, _ = train(DECLARED)
-    path = tmp_path / "checkpoint.pt"
-    engine.save_checkpoint(path=path, module=model, optimizer=private)
-    state = torch.load(path, weights_only=True)["privacy_accountant_state_dict"]
-    plain = HiddenStateAccountant()
-    plain.load_state_dict(state)
-    declared = HiddenStateAccountant()
-    declared.declare_run(**DECLARED)
-    declared.load_state_dict(state)
-    for accountant in (plain, declared):
-        assert accountant.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
-        assert len(accountant) == 12
-    with pytest.raises(ValueError, match="without steps, got one with 12"):
-        plain.load_state_dict(state)
-    with pytest.raises(ValueError, match="history is overwritten"):
-        plain.history = []
-    other = HiddenStateAccountant()
-    other.declare_run(**{**DECLARED, "batch_size": 20})
-    with pytest.raises(ValueError, match="batch_size = 20, got 10"):
-        other.load_state_dict(state)
-
-
-def test_stock_run_resumes_at_the_end_of_an_epoch_only(train):
-    engine, model, private, batches = train(DECLARED)
-    step(model, private, batches)
-    other = HiddenStateAccountant()
-    other.declare_run(**DECLARED)
-    with pytest.raises(ValueError, match="end of an epoch"):
-        other.load_state_dict(engine.accountant.state_dict())

@@ -1,6 +1,6 @@
 """Ways to get a silently wrong epsilon with random and secret orders: each raises or is accounted.
 
-A loop runs under every order that it is listed for; see test_event_matches_reality.py.
+A loop runs under every order that it is listed for; see test_event_matches_reality_*.py.
 """
 
 import copy

@@ -111,6 +111,7 @@ def test_sdist_holds_what_the_tests_and_the_demo_need(distributions):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "Makefile", "constraints.txt"} <= names
+    assert "tools/environment.py" in names
     assert "tests/packaging/test_packaging.py" in names
     assert "adapters/hidden_state_adapters/py.typed" in names
 

@@ -11,20 +11,12 @@ import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
+from gaussian_runs import gaussian_runs
+from grid_runs import GridRun, grid_runs
 from hypothesis import HealthCheck, Phase, given, seed, settings, target
 from hypothesis import strategies as st
-from strategies import (
-    CYCLIC,
-    EPOCHS,
-    FULL,
-    REPLACE_ONE,
-    SAMPLED,
-    GridRun,
-    gaussian_runs,
-    grid_runs,
-    secret_order_runs,
-    sound_guarantees,
-)
+from secret_order_runs import secret_order_runs
+from strategies import CYCLIC, EPOCHS, FULL, REPLACE_ONE, SAMPLED, sound_guarantees
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared

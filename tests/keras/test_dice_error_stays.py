@@ -1,0 +1,170 @@
+"""DiceSGD and DiceAdam in Keras: the error is in no file, text or copy."""
+
+import copy
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+from keras_dice import CLIP, ERROR_CLIP, OPTIMIZERS, VARIANTS, error_of, make
+from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import DiceKerasAdamOptimizer, DiceKerasSGDOptimizer
+
+pytestmark = pytest.mark.usefixtures("restored_precision")
+
+
+MARK = 777.25  # the error of the one record below: a value that stands out
+NEEDLES = [kind(MARK).tobytes() for kind in (np.float32, np.float64)]
+
+
+def marked(variant="sgd", dtype="float64", **options):
+    """A compiled model whose optimizer has the error MARK in one coordinate."""
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, use_bias=False, dtype=dtype)])
+    model.build((None, 1))
+    cls, extra = OPTIMIZERS[variant]
+    arguments = extra | {"error_l2_norm_clip": None, "learning_rate": 0.0} | options
+    optimizer = cls(1.0, 1.0, **arguments)
+    model.compile(optimizer, "mse")
+    features = tf.constant([[MARK + 1]], dtype)
+    optimizer.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
+    assert error_of(optimizer) == [MARK]
+    return model, optimizer
+
+
+def content(path):
+    path = Path(path)
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    return b"".join(f.read_bytes() for f in files)
+
+
+SAVERS = {
+    "keras": lambda model, path: model.save(f"{path}.keras"),
+    "h5": lambda model, path: model.save(f"{path}.h5"),
+    "savedmodel": lambda model, path: model.save(f"{path}/model", save_format="tf"),
+    "weights_h5": lambda model, path: model.save_weights(f"{path}.weights.h5"),
+    "weights_tf": lambda model, path: model.save_weights(f"{path}/weights"),
+    "checkpoint": lambda model, path: tf.train.Checkpoint(
+        model=model, optimizer=model.optimizer
+    ).save(f"{path}/checkpoint"),
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("variant", ["sgd", "adam"])
+def test_the_error_is_in_no_file(tmp_path, saver, variant):
+    """Read as bytes, uncompressed, and that the search would find a weight."""
+    model, _ = marked(variant)
+    if variant == "sgd":  # something that must be found
+        model.layers[0].kernel.assign([[-555.25]])
+    SAVERS[saver](model, tmp_path / "saved")
+    if saver == "keras":  # a zip file
+        with zipfile.ZipFile(tmp_path / "saved.keras") as file:
+            file.extractall(tmp_path / "extracted")
+    found = content(tmp_path)
+    assert not any(needle in found for needle in NEEDLES)
+    if variant == "sgd":
+        assert np.float64(-555.25).tobytes() in found
+
+
+def test_the_error_is_in_no_checkpoint_of_the_optimizer_alone(tmp_path):
+    _, optimizer = marked("adam")
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "c"))
+    reader = tf.train.load_checkpoint(path)
+    shapes = reader.get_variable_to_shape_map()
+    values = [reader.get_tensor(name) for name in shapes if name != "_CHECKPOINTABLE_OBJECT_GRAPH"]
+    assert not any(MARK in np.ravel(value) for value in values)
+    assert [w.name.split("/")[-1] for w in optimizer.weights] == ["iter:0", "m:0", "v:0"]
+    for listed in (optimizer.get_weights(), optimizer.variables(), optimizer.weights):
+        assert not any(MARK in np.ravel(np.asarray(value)) for value in listed)
+
+
+def test_the_error_is_in_no_text_and_no_config():
+    _, optimizer = marked()
+    report = optimizer.report(1e-5, dataset_size=1, batch_order="full")
+    config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
+    for text in (repr(optimizer), str(optimizer), vars(optimizer), report, config):
+        assert "777" not in str(text)
+        assert "778" not in str(text)
+
+
+def test_copies_and_pickles_start_anew():
+    _, optimizer = marked("adam", amsgrad=True)
+    assert not any(needle in pickle.dumps(optimizer) for needle in NEEDLES)
+    for again in (
+        copy.copy(optimizer),
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+    ):
+        assert type(again) is DiceKerasAdamOptimizer
+        assert again.get_config() == optimizer.get_config()
+        assert again.last_step.steps == 0
+        assert again._error.read() == []
+    for copier in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
+            copier(optimizer._error)
+
+
+class Subclass(DiceKerasSGDOptimizer):
+    pass
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_configuration_makes_the_round_trip(variant):
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.3, 10, 0.9)
+    options = {"momentum": 0.9, "nesterov": True} if variant != "adam" else {"amsgrad": True}
+    optimizer = make(
+        variant, 1.5, num_microbatches=3, expected_batch_size=7, learning_rate=schedule,
+        decay=0.1, name="mine", **options,
+    )  # fmt: skip
+    for again in (
+        type(optimizer).from_config(optimizer.get_config()),
+        tf.keras.optimizers.deserialize(tf.keras.optimizers.serialize(optimizer)),
+    ):
+        assert type(again) is type(optimizer)
+        assert again.get_config() == optimizer.get_config()
+    assert optimizer.get_config()["error_l2_norm_clip"] == (
+        CLIP if variant == "automatic" else ERROR_CLIP
+    )
+    assert isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
+    if variant != "adam":
+        assert isinstance(optimizer, dp_optimizer_keras.GenericDPSGDOptimizer)
+        assert type(Subclass.from_config(optimizer.get_config())) is Subclass
+    else:
+        assert isinstance(optimizer, dp_optimizer_keras.GenericDPAdamOptimizer)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5", ""])
+def test_a_loaded_optimizer_starts_another_run(tmp_path, suffix):
+    """Keras restores its own state of a legacy optimizer from .h5 only."""
+    model, optimizer = marked("adam", "float32")
+    model.save(tmp_path / f"model{suffix}")
+    loaded = tf.keras.models.load_model(tmp_path / f"model{suffix}")
+    assert type(loaded.optimizer) is DiceKerasAdamOptimizer
+    assert loaded.optimizer.get_config() == optimizer.get_config()
+    check_another_run(loaded, loaded.optimizer, optimizer, 1 if suffix == ".h5" else 0)
+
+
+def test_a_checkpoint_starts_another_run(tmp_path):
+    model, optimizer = marked("adam", "float32")
+    path = tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "c"))
+    other, again = marked("adam", "float32")[0], make("adam", 1.0, error_l2_norm_clip=None)
+    tf.train.Checkpoint(model=other, optimizer=again).restore(path)
+    check_another_run(other, again, optimizer, 1)
+
+
+def check_another_run(model, again, old, before):
+    features = tf.constant([[0.25]])
+    again.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
+    assert int(again.iterations) == before + 1  # Keras' count, and the moments, go on
+    assert error_of(again) == [0.0]  # 0.25 is not clipped
+    arguments = {"dataset_size": 1, "batch_order": "full"}
+    assert again.privacy_event(**arguments).num_steps == 1
+    line = "NOT in these figures: 1 steps before this optimizer was loaded"
+    assert (line in again.report(1e-5, **arguments)) is bool(before)
+    assert line not in old.report(1e-5, **arguments)

@@ -1,0 +1,234 @@
+"""Another loss, microbatches, precision or options than declared raise in Model.fit.
+
+The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+from keras_fit import compile_with
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import cyclic_dataset
+
+layers = tf.keras.layers
+
+
+# Rows 4 to 7 and 9: another loss, longer features, microbatches.
+
+
+def reduced_loss(run):
+    compile_with(run, tf.keras.losses.BinaryCrossentropy(from_logits=True))
+    run.fit()
+
+
+class TenTimes(tf.keras.losses.BinaryCrossentropy):
+    def call(self, y_true, y_pred):
+        return 10.0 * super().call(y_true, y_pred)
+
+
+def scaled_loss(run):
+    compile_with(run, TenTimes(from_logits=True, reduction="none"))
+    run.fit()
+
+
+class TwoRowsPerExample(tf.keras.losses.BinaryCrossentropy):
+    def call(self, y_true, y_pred):
+        return tf.repeat(super().call(y_true, y_pred), 2)
+
+
+def two_rows_per_example(run):
+    compile_with(run, TwoRowsPerExample(from_logits=True, reduction="none"))
+    run.fit()
+
+
+def loss_weights(run):
+    compile_with(run, loss_weights=[0.5])
+    run.fit()
+
+
+def class_weights(run):
+    run.fit(class_weight={0: 1.0, 1: 3.0})
+
+
+def sample_weights(run):
+    run.fit(run.x, y=run.y, sample_weight=np.ones(24), shuffle=False, batch_size=4)
+
+
+def long_features(run):
+    run.fit(cyclic_dataset(5.0 * run.x, run.y, batch_size=4))
+
+
+def regularised(run, **kwargs):
+    run.model = tf.keras.Sequential([layers.Dense(1, **kwargs)])
+    compile_with(run)
+    run.fit()
+
+
+def kernel_regularizer(run):
+    regularised(run, kernel_regularizer="l2")
+
+
+def activity_regularizer(run):
+    regularised(run, activity_regularizer="l2")
+
+
+def trained_batch_normalisation(run):
+    run.model = tf.keras.Sequential([layers.BatchNormalization(), layers.Dense(1)])
+    compile_with(run)
+    run.fit()
+
+
+def batch_normalisation_without_running_statistics(run):
+    synchronised = layers.experimental.SyncBatchNormalization(momentum=1.0)
+    run.model = tf.keras.Sequential([synchronised, layers.Dense(1)])
+    compile_with(run)
+    run.fit()
+
+
+def stateful_layer(run):
+    run.model = tf.keras.Sequential([layers.SimpleRNN(1, stateful=True)])
+    run.model.build((4, 2, 2))
+    compile_with(run)
+    run.fit()
+
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.total = self.add_weight(name="total", shape=[], trainable=False, initializer="zeros")
+
+    def call(self, inputs):
+        self.total.assign_add(tf.reduce_sum(inputs))
+        return inputs
+
+
+def layer_that_sums_the_examples(run):
+    run.model = tf.keras.Sequential([Counts(), layers.Dense(1)])
+    compile_with(run)
+    run.fit()
+
+
+# Row 3: options of parts of the model
+
+
+def clipnorm_set_before_fit(run):
+    run.optimizer.clipnorm = 0.5
+    run.fit()
+
+
+def momentum_set_before_fit(run):
+    run.optimizer._momentum = True
+    run.fit()
+
+
+def gradient_transformers(run):
+    run.optimizer.gradient_transformers.append(lambda pairs: pairs)
+    run.fit()
+
+
+def constraint_on_one_variable(run):
+    run.model = tf.keras.Sequential([layers.Dense(1, bias_constraint="non_neg")])
+    compile_with(run)
+    run.fit()
+
+
+# Row 6
+
+
+def microbatches_that_do_not_divide(run):
+    run.optimizer._num_microbatches = 3
+    run.fit()
+
+
+def microbatches_changed_within_the_run(run):
+    run.fit()
+    run.optimizer._num_microbatches = 2
+    run.fit()
+
+
+# Row 10
+
+
+def with_policy(run, policy):
+    run.model = tf.keras.Sequential([layers.Dense(1, dtype=policy)])
+    compile_with(run)
+    run.fit()
+
+
+def mixed_float16(run):
+    with_policy(run, "mixed_float16")
+
+
+def mixed_bfloat16(run):
+    with_policy(run, "mixed_bfloat16")
+
+
+def float16(run):
+    with_policy(run, "float16")
+
+
+def loss_scaling(run):
+    tf.keras.mixed_precision.LossScaleOptimizer(run.optimizer)
+
+
+# Row 13
+
+
+CASES = [
+    (4, reduced_loss, "got a scalar"),
+    (4, scaled_loss, "longer than loss_geometry.lipschitz"),
+    (4, two_rows_per_example, "step 1 used 8 rows of batch 0, expected batch_size = 4"),
+    (4, loss_weights, "loss_weights=None"),
+    (7, class_weights, "class_weight = None"),
+    (7, sample_weights, "sample_weight = None"),
+    (5, long_features, "longer than loss_geometry.lipschitz"),
+    (9, kernel_regularizer, "no regularisation losses"),
+    (9, activity_regularizer, "got a scalar|no regularisation losses"),
+    (5, trained_batch_normalisation, "no trainable batch normalisation"),
+    (5, batch_normalisation_without_running_statistics, "no trainable batch normalisation"),
+    (5, stateful_layer, "stateful=True"),
+    (5, layer_that_sums_the_examples, "variable that is not trained was changed"),
+    (3, clipnorm_set_before_fit, "clipnorm = None"),
+    (3, momentum_set_before_fit, "momentum = 0.0"),
+    (3, gradient_transformers, "no gradient_transformers"),
+    (3, constraint_on_one_variable, "without a constraint"),
+    (6, microbatches_that_do_not_divide, "num_microbatches to divide batch_size = 4"),
+    (6, microbatches_changed_within_the_run, "microbatches or accumulation were changed"),
+    (10, mixed_float16, "precision"),
+    (10, mixed_bfloat16, "precision"),
+    (10, float16, "float32 or float64"),
+    (10, loss_scaling, "loss scaling"),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [case[1:] for case in CASES],
+    ids=[f"row{row}-{act.__name__}" for row, act, _ in CASES],
+)
+def test_refused(make_run, act, text):
+    run = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        act(run)
+
+
+def test_a_run_that_a_refused_step_ended_is_not_accounted(make_run):
+    run = make_run()
+    run.fit()
+    data = cyclic_dataset(np.r_[run.x[:12], 5.0 * run.x[12:]], run.y, batch_size=4)
+    run.callback._source = (data, None)  # as if the change were not noticed
+    with pytest.raises(hsa.UnsupportedRunError, match="step 10 was not taken"):
+        run.fit(data)
+    assert run.optimizer.last_step.steps == 9
+    for act in (lambda: run.callback.report(1e-5), lambda: run.callback.privacy_event, run.fit):
+        with pytest.raises(hsa.UnsupportedRunError, match="step 10 was not taken"):
+            act()
+
+
+def test_tensorfloat_32_is_refused(make_run, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+    with pytest.raises(hsa.UnsupportedRunError, match="TensorFloat-32"):
+        make_run().fit()
+    make_run(optimizer={"loss_geometry": None}).fit()

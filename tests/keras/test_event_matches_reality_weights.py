@@ -1,0 +1,193 @@
+"""Choices by metrics, weights the optimizer did not leave and repeated noise raise in fit.
+
+The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+"""
+
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+from keras_fit import at_batch, callbacks, compile_with
+
+import hidden_state_accountants as hsa
+
+
+def nudge(run):
+    run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
+
+
+# Row 2: choices by metrics.
+
+
+def early_stopping(run):
+    run.fit(callbacks=[callbacks.EarlyStopping(monitor="loss", restore_best_weights=True)])
+
+
+def plateau(run):
+    run.fit(callbacks=[callbacks.ReduceLROnPlateau(monitor="loss")])
+
+
+def best_checkpoint(run):
+    run.fit(callbacks=[callbacks.ModelCheckpoint("unused", monitor="loss", save_best_only=True)])
+
+
+def stopped_by_a_callback(run):
+    stop = callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(run.model, "stop_training", True)
+    )
+    run.fit(callbacks=[stop], epochs=3)
+
+
+# Row 11 and 13: weights that the optimizer did not leave.
+
+
+def nudged_between_batches(run):
+    run.fit(callbacks=[at_batch(2, lambda: nudge(run))])
+
+
+def nudged_between_batches_with_xla(run):
+    compile_with(run, jit_compile=True)
+    run.fit(callbacks=[at_batch(2, lambda: nudge(run))])
+
+
+def nudged_between_fits(run):
+    run.fit()
+    nudge(run)
+    run.fit()
+
+
+def other_weights_reported(run):
+    run.fit()
+    run.model.set_weights([0.0 * w for w in run.model.get_weights()])
+    run.callback.report(1e-5)
+
+
+def earlier_weights_released(run):
+    run.fit()
+    weights = run.model.get_weights()
+    run.fit()
+    run.model.set_weights(weights)
+    run.callback.release()
+
+
+def frozen_within_the_run(run):
+    run.fit()
+    run.model.layers[0].bias = tf.Variable(run.model.layers[0].bias, trainable=False)
+    compile_with(run)
+    run.fit()
+
+
+def other_optimizer_within_the_run(run):
+    run.fit()
+    run.model.compile(type(run.optimizer).from_config(run.optimizer.get_config()), run.model.loss)
+    run.fit()
+
+
+def other_kind_of_optimizer(run):
+    run.model.compile("sgd", "mse")
+    run.fit()
+
+
+def backup_and_restore(run):
+    run.fit(callbacks=[callbacks.BackupAndRestore("unused")])
+
+
+# Row 12
+
+
+def initial_weights_outside_of_the_ball(run):
+    run.model.set_weights([10 + w for w in run.model.get_weights()])
+    run.optimizer._projection_radius = 1.0
+    run.fit()
+
+
+# Row 14: noise
+
+
+def seeded_in_every_step(run):
+    compile_with(run, run_eagerly=True)
+
+    def reset(batch, logs):
+        run.optimizer._dp_sum_query._generator.reset_from_seed(0)
+
+    run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=reset)])
+
+
+# Row 17
+
+
+def csv_logger(run):
+    run.fit(callbacks=[callbacks.CSVLogger("unused")])
+
+
+def tensorboard(run):
+    run.fit(callbacks=[callbacks.TensorBoard("unused")])
+
+
+def checkpoint_with_metrics(run):
+    run.model.fit(
+        run.data, callbacks=[callbacks.ModelCheckpoint("unused.keras"), run.callback], verbose=0
+    )
+
+
+# Row 13
+
+
+def resumed_from_a_file_in_the_same_record(run):
+    run.fit()
+    run.model.save("model.keras")
+    run.model = tf.keras.models.load_model("model.keras")
+    run.fit()
+
+
+def earlier_weights_loaded(run):
+    run.model.save_weights("start.h5")
+    run.fit()
+    run.model.load_weights("start.h5")
+    run.fit()
+
+
+def goes_on_in_the_middle_of_an_epoch(run):
+    run.fit(epochs=1)
+    run.callback._record.num_batches = 3  # as a state that lost its position would say
+    run.fit()
+
+
+CASES = [
+    (2, early_stopping, "got EarlyStopping"),
+    (2, plateau, "got ReduceLROnPlateau"),
+    (2, best_checkpoint, "save_best_only"),
+    (2, stopped_by_a_callback, "stopped early"),
+    (11, nudged_between_batches, "step 4 was not taken. The trainable variables were changed"),
+    (
+        11,
+        nudged_between_batches_with_xla,
+        "step 4 was not taken. The trainable variables were changed",
+    ),
+    (11, nudged_between_fits, "were changed outside"),
+    (11, other_weights_reported, "were changed outside"),
+    (11, earlier_weights_released, "were changed outside"),
+    (11, frozen_within_the_run, "were changed outside"),
+    (11, other_optimizer_within_the_run, "got another one"),
+    (11, other_kind_of_optimizer, "Expected a CyclicDPKerasSGDOptimizer"),
+    (13, backup_and_restore, "BackupAndRestore"),
+    (13, resumed_from_a_file_in_the_same_record, "got another one"),
+    (13, earlier_weights_loaded, "were changed outside"),
+    (13, goes_on_in_the_middle_of_an_epoch, "took 6 steps, but 3 are recorded"),
+    (12, initial_weights_outside_of_the_ball, "projection_radius = 1"),
+    (14, seeded_in_every_step, "step 3 used the noise of an earlier step"),
+    (17, csv_logger, "no CSVLogger"),
+    (17, tensorboard, "no TensorBoard"),
+    (17, checkpoint_with_metrics, "after HiddenStateCallback"),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [case[1:] for case in CASES],
+    ids=[f"row{row}-{act.__name__}" for row, act, _ in CASES],
+)
+def test_refused(make_run, act, text):
+    run = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        act(run)

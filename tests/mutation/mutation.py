@@ -1,0 +1,24 @@
+"""One mistake in the engine."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Mutation:
+    """One mistake.
+
+    Attributes:
+        name: Says what is wrong in the mutant.
+        path: The file, below hidden_state_accountants/.
+        old: The passage that is replaced.
+        new: What replaces it.
+        hint: The test file, or a test in it, that is run first, below tests/.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    hint: str

@@ -1,0 +1,184 @@
+"""From mu to epsilon, and the composition of runs."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+ACCOUNTANTS = "accountants.py"
+CURVES = "curves/base.py"
+CURVES_TOGETHER = "curves/composed.py"
+_LAWS = "laws/test_accountants.py"
+_STANDARD_LAWS = "laws/test_standard_events.py"
+_DETAILS = "core/test_engine_details.py"
+_COMPOSITION_LAWS = "laws/test_accountants.py::TestComposition"
+_CURVE_TESTS = "laws/test_curves.py"
+
+MUTATIONS = (
+    # From mu to epsilon.
+    Mutation(
+        "delta_without_the_exponential_term",
+        "curves/gaussian.py",
+        "result[right] = np.log(special.ndtr(a[right]) - second)",
+        "result[right] = np.log(special.ndtr(a[right]) - 0 * second)",
+        "core/test_gaussian.py",
+    ),
+    Mutation(
+        "epsilon_is_not_rounded_up",
+        "curves/gaussian.py",
+        "while delta_from_mu(mu, epsilon) > delta:",
+        "while delta_from_mu(mu, epsilon) > 2 * delta:",
+        "core/test_gaussian.py",
+    ),
+    Mutation(
+        "extra_delta_is_forgotten_by_delta",
+        CURVES,
+        "return min(1.0, self.curve.delta(epsilon) + self.extra)",
+        "return min(1.0, self.curve.delta(epsilon))",
+        _DETAILS,
+    ),
+    Mutation(
+        "extra_delta_is_forgotten_by_divergences",
+        CURVES,
+        """    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.full(orders.shape, math.inf)
+""",
+        """    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return self.curve.rdp(orders)
+""",
+        _DETAILS,
+    ),
+    # Composition of runs.
+    Mutation(
+        "mu_is_added_instead_of_its_square",
+        CURVES_TOGETHER,
+        "mu_squared += count * curve.mu**2",
+        "mu_squared += count * curve.mu",
+        _LAWS,
+    ),
+    Mutation(
+        "count_of_a_run_is_ignored",
+        ACCOUNTANTS,
+        "(*state.guarantees, (guarantee, count))",
+        "(*state.guarantees, (guarantee, 1))",
+        _LAWS,
+    ),
+    Mutation(
+        "count_of_a_gaussian_event_is_ignored",
+        ACCOUNTANTS,
+        "(count * mu**2 if count else 0.0)",
+        "(mu**2 if count else 0.0)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "count_of_a_repeated_event_is_ignored",
+        ACCOUNTANTS,
+        "yield from _leaves(event.event, event.count * count)",
+        "yield from _leaves(event.event, event.count)",
+        _DETAILS,
+    ),
+    Mutation(
+        "failed_compose_is_half_applied",
+        ACCOUNTANTS,
+        "            state = outcome\n",
+        "            state = self._state = outcome\n            self._curve = state.curve()\n",
+        _LAWS,
+    ),
+    Mutation(
+        "gaussian_event_under_replace_one_is_not_doubled",
+        "curves/standard.py",
+        "(2.0 if relation is _REPLACE_ONE else 1.0) / noise",
+        "1.0 / noise",
+        _COMPOSITION_LAWS,
+    ),
+    Mutation(
+        "laplace_event_under_replace_one_is_not_doubled",
+        "curves/standard.py",
+        "part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
+        "part = StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
+        _COMPOSITION_LAWS,
+    ),
+    Mutation(
+        "mu_beside_standard_events_is_lost",
+        "curves/standard.py",
+        "total = orders * self.gaussian_mu**2 / 2",
+        "total = 0 * orders",
+        _DETAILS,
+    ),
+    Mutation(
+        "larger_bound_is_preferred",
+        "best_bound.py",
+        "return candidate.mu < best.mu * (1 - 1e-12)",
+        "return candidate.mu > best.mu * (1 + 1e-12)",
+        _LAWS,
+    ),
+    Mutation(
+        "count_of_standard_events_is_ignored",
+        CURVES_TOGETHER,
+        "attrs.evolve(part, count=count * part.count)",
+        "attrs.evolve(part, count=part.count)",
+        _DETAILS,
+    ),
+    Mutation(
+        "count_of_other_curves_is_ignored",
+        CURVES_TOGETHER,
+        "others.append((curve, count))",
+        "others.append((curve, 1))",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "count_of_composed_curves_is_ignored",
+        CURVES_TOGETHER,
+        "others += [(part, count * times) for part, times in curve.parts]",
+        "others += [(part, times) for part, times in curve.parts]",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "privacy_loss_of_repeated_curves_counts_once",
+        CURVES_TOGETHER,
+        "part = part.self_compose(count) if count > 1 else part",
+        "part = part.self_compose(1) if count > 1 else part",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "mu_beside_other_curves_is_lost",
+        CURVES_TOGETHER,
+        "*([(total, 1)] if mu or events else [])",
+        "*([(total, 1)] if events else [])",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "mixture_of_divergences_is_their_mean",
+        CURVES,
+        "return np.where(direct < 1, near_one, direct) / (orders - 1)",
+        "return exponents @ self.weights / (orders - 1)",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "grouped_mus_are_rounded_down",
+        CURVES,
+        "mus[np.append(starts[1:], len(mus)) - 1]",
+        "mus[starts]",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "privacy_loss_has_no_negative_losses",
+        CURVES,
+        "left = 1 - np.exp(-positive[:0:-1] * GRID) * (1 - right[:0:-1])",
+        "left = right[:0:-1]",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "zero_noise_inside_a_sampled_event_is_missed",
+        "curves/standard.py",
+        "or any(map(has_zero_noise, _nested(event)))",
+        "or any(map(has_zero_noise, []))",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "without_replacement_event_under_replace_one_is_not_doubled",
+        "curves/standard.py",
+        "part = StockEvent(_with_noise(event, 0.5), count, relation)",
+        "part = StockEvent(_with_noise(event, 1.0), count, relation)",
+        _COMPOSITION_LAWS,
+    ),
+)

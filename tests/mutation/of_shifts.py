@@ -1,0 +1,194 @@
+"""Optimal shifts, windows and segments; secret orders."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+SHIFTS = "bounds/shifted_interpolation.py"
+TAUT_STRING = "bounds/solvers/taut_string.py"
+_LAWS = "laws/test_accountants.py"
+_RECORDER_TESTS = "core/test_recorder.py"
+_RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
+_RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
+_TAUT_STRING_TESTS = "bounds/test_taut_string.py"
+
+MUTATIONS = (
+    # Optimal shifts, windows and segments.
+    Mutation(
+        "pooling_in_the_wrong_direction",
+        TAUT_STRING,
+        "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
+        "_slopes_fall(top, new) if self._grows_left else _slopes_fall(new, top)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "pooling_is_the_same_on_both_sides",
+        TAUT_STRING,
+        "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
+        "_slopes_fall(new, top)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "shift_is_spent_within_the_epoch",
+        TAUT_STRING,
+        "while len(blocks) > 1 and self._must_pool(block, blocks[-1]):",
+        "while len(blocks) < 1 and self._must_pool(block, blocks[-1]):",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "query_pools_everything",
+        TAUT_STRING,
+        "while index and self._must_pool(block, self._blocks[index]):",
+        "while index:",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "noise_of_the_step_is_contracted_by_itself",
+        TAUT_STRING,
+        "stack.push((s[t] * product, noise * noise, exponent))\n            product *= c[t]",
+        "product *= c[t]\n            noise = sigma[t] * product\n"
+        "            stack.push((s[t] * product, noise * noise, exponent))",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "window_starts_a_step_late",
+        TAUT_STRING,
+        "_scaled(known_shift[chunk], shift_unit)",
+        "_scaled(known_shift[start + 1 : stop + 1], shift_unit)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "window_after_a_batch_starts_a_step_early",
+        TAUT_STRING,
+        "known = _scaled(known_shift[start + 1 : stop + 1], shift_unit).tolist()",
+        "known = _scaled(known_shift[start:stop], shift_unit).tolist()",
+        _LAWS,
+    ),
+    Mutation(
+        "drift_at_the_start_of_a_window_holds_the_record_twice",
+        "bounds/shifted_interpolation.py",
+        "(moved - sensitivity)[is_moved]",
+        "(moved - 2 * sensitivity)[is_moved]",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "tracking_is_off_by_one",
+        SHIFTS,
+        "known = np.where(is_cut, distances, np.nan)",
+        "known = np.roll(np.where(is_cut, distances, np.nan), -1)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "tracking_ignores_the_bounded_drift",
+        SHIFTS,
+        "capped = min(kappa * distance + offset, process.domain_diameter)",
+        "capped = max(kappa * distance + offset, process.domain_diameter)",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "windows_are_not_looked_for",
+        SHIFTS,
+        "if c * distance + s > min(kappa * distance + drift, process.domain_diameter):",
+        "if c * distance + s > math.inf:",
+        _LAWS,
+    ),
+    Mutation(
+        "only_starts_after_batches_are_tried",
+        SHIFTS,
+        "return bool((c <= 1).all() and (excess <= slack).all())",
+        "return True",
+        _LAWS,
+    ),
+    Mutation(
+        "releases_are_ignored",
+        SHIFTS,
+        "if not process.release_steps:",
+        "if True:",
+        _LAWS,
+    ),
+    Mutation(
+        "segment_starts_at_the_beginning_of_the_epoch",
+        SHIFTS,
+        "totals += of_shape(start % process.period, end - start)",
+        "totals += of_shape(0, end - start)",
+        _RELEASE_LAWS,
+    ),
+    Mutation(
+        "segment_of_a_schedule_starts_with_the_run",
+        SHIFTS,
+        "(process, start, end, positions)",
+        "(process, start % process.period, end, positions)",
+        _RELEASE_LAWS,
+    ),
+    Mutation(
+        "short_segment_starts_at_position_0",
+        SHIFTS,
+        "offsets = [(position - first) % process.period for position in positions]",
+        "offsets = [position % process.period for position in positions]",
+        _RELEASE_LAWS,
+    ),
+    Mutation(
+        "releases_while_running_forget_the_segments_before",
+        "runs/running.py",
+        "self._released += self._taut.mu_squared(range(process.period))",
+        "self._released = self._taut.mu_squared(range(process.period)) + 0 * self._released",
+        _RECORDER_TESTS,
+    ),
+    Mutation(
+        "shift_without_noise_is_free",
+        TAUT_STRING,
+        "return s * (s / w) if w > 0 else math.inf",
+        "return s * (s / w) if w > 0 else 0.0",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "scan_stops_too_early",
+        TAUT_STRING,
+        "if stack.cost >= best or best * scale <= enough:",
+        "if stack.cost >= best / 2 or best * scale <= enough:",
+        _TAUT_STRING_TESTS,
+    ),
+    Mutation(
+        "jump_skips_a_block",
+        TAUT_STRING,
+        "if self._must_pool(jumped, self._blocks[target]):",
+        "if self._must_pool(block, self._blocks[target]):",
+        _TAUT_STRING_TESTS,
+    ),
+    # Secret orders.
+    Mutation(
+        "late_participations_of_expanding_runs",
+        "bounds/data_order.py",
+        "process.contraction[0] <= 1:",
+        "process.contraction[0] >= 0:",
+        _RESHUFFLED_TESTS,
+    ),
+    Mutation(
+        "late_participations_of_schedules",
+        "bounds/data_order.py",
+        "if process.is_constant and not process.release_steps and",
+        "if not process.release_steps and",
+        _RESHUFFLED_TESTS,
+    ),
+    Mutation(
+        "late_participations_of_runs_with_releases",
+        "bounds/data_order.py",
+        "if process.is_constant and not process.release_steps and",
+        "if process.is_constant and",
+        _RESHUFFLED_TESTS,
+    ),
+    Mutation(
+        "epochs_of_a_schedule_are_taken_for_alike",
+        "bounds/data_order.py",
+        "if process.is_constant and shape in known:",
+        "if shape in known:",
+        _RESHUFFLED_TESTS,
+    ),
+    Mutation(
+        "record_beyond_the_last_batch_never_took_part",
+        "bounds/data_order.py",
+        "mu_squared[:] = by_position[-1]",
+        "mu_squared[:] = 0 * by_position[-1]",
+        _RESHUFFLED_TESTS,
+    ),
+)

@@ -1,0 +1,236 @@
+"""The state of accountant="hidden_state": histories, checkpoints, declaring again."""
+
+import math
+import warnings
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus_stock import DECLARED, DELTA, KINDS, SOFTMAX, epsilon, event, recorder, resume, step
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStateAccountant
+
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", [SOFTMAX, None])
+@pytest.mark.parametrize("radius", [None, 50.0])
+def test_resumed_runs_never_forget(train, kind, loss, radius):
+    declared = {**DECLARED, "loss_geometry": loss, "projection_radius": radius}
+    optimizer, arguments = KINDS[kind]
+    first, *_ = train(declared, optimizer=optimizer, epochs=4, **arguments)
+    whole, *_ = train(declared, optimizer=optimizer, epochs=5, **arguments)
+    second, model, private, batches = resume(train, first, declared, kind)
+    assert len(second.accountant) == len(first.accountant) == 24
+    assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
+    spent = second.get_epsilon(DELTA)
+    for steps, batch in enumerate(batches, 25):
+        step(model, private, [batch])
+        assert len(second.accountant) == steps
+        assert second.get_epsilon(DELTA) >= spent
+        spent = second.get_epsilon(DELTA)
+    assert second.get_epsilon(DELTA) == pytest.approx(whole.get_epsilon(DELTA), rel=1e-12)
+
+
+@pytest.mark.parametrize(("before", "after"), [("sgd", "adam"), ("adam", "sgd")])
+@pytest.mark.parametrize("loss", [SOFTMAX, None])
+def test_resuming_with_another_optimizer_keeps_the_steps(train, before, after, loss):
+    declared = {**DECLARED, "loss_geometry": loss}
+    optimizer, _ = KINDS[before]
+    first, *_ = train(declared, optimizer=optimizer)
+    second, model, private, batches = resume(train, first, declared, after)
+    if loss is not None and after == "adam":
+        for _ in range(2):
+            with pytest.raises(hsa.UnsupportedRunError, match="step 13 changed the optimizer"):
+                step(model, private, batches)
+        assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
+        return
+    for batch in batches:
+        step(model, private, [batch])
+    composed = event(loss=None, weight_decay=0.0, num_steps=18)
+    assert second.get_epsilon(DELTA) == epsilon(composed)
+
+
+def test_a_state_that_is_refused_changes_nothing(train):
+    engine, *_ = train(DECLARED)
+    _, *second = train(DECLARED, engine=engine, epochs=1)
+    state = engine.accountant.state_dict()
+    step(*second)
+    other = HiddenStateAccountant()
+    other.declare_run(**DECLARED)
+    with pytest.raises(ValueError, match="end of an epoch"):
+        other.load_state_dict(engine.accountant.state_dict())
+    assert len(other) == 0
+    other.load_state_dict(state)
+    assert len(other) == 18
+    engine = PrivacyEngine(accountant="hidden_state")
+    engine.accountant.load_state_dict(state)
+    assert other.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_and_pieces_raise_for_every_optimizer(train, kind):
+    optimizer, arguments = KINDS[kind]
+    engine, model, private, batches = train(DECLARED, optimizer=optimizer, epochs=0, **arguments)
+    criterion = nn.CrossEntropyLoss()
+    for _, (features, labels) in zip(range(2), batches, strict=False):
+        criterion(model(features), labels).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: got the gradients of 2 batches"):
+        private.step()
+    private.zero_grad()
+    with BatchMemoryManager(
+        data_loader=batches, max_physical_batch_size=5, optimizer=private
+    ) as loader:
+        pieces = iter(loader)
+        step(model, private, [next(pieces)])
+        with pytest.raises(hsa.UnsupportedRunError, match="several pieces"):
+            step(model, private, [next(pieces)])
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.filterwarnings("error:No run was declared")
+def test_undeclared_steps_and_runs_do_not_mix():
+    undeclared = HiddenStateAccountant()
+    undeclared.step(noise_multiplier=5.0, sample_rate=0.1)
+    loaded = HiddenStateAccountant()
+    loaded.load_state_dict(undeclared.state_dict())
+    for accountant in (undeclared, loaded):
+        with pytest.raises(hsa.UnsupportedRunError, match="undeclared steps already"):
+            accountant.add_run(recorder(0))
+        assert len(accountant) == 1
+    for steps in (0, 3):
+        accountant = HiddenStateAccountant()
+        accountant.add_run(recorder(steps))
+        for rows in ([(5.0, 0.1, 6)], []):
+            with pytest.raises(ValueError, match="history is overwritten, got 1"):
+                accountant.history = rows
+    declared = HiddenStateAccountant()
+    declared.declare_run(**DECLARED)
+    with pytest.raises(ValueError, match="undeclared steps"):
+        declared.load_state_dict(undeclared.state_dict())
+    declared.load_state_dict(HiddenStateAccountant().state_dict())
+    accountant._history.append((5.0, 0.1, 6))  # whatever way it came there
+    with pytest.raises(hsa.UnsupportedRunError, match="different neighboring relations"):
+        accountant.guarantee.epsilon(DELTA)
+
+
+def test_declaring_again_keeps_runs_with_steps(train):
+    engine, *_ = train(DECLARED)
+    accountant = HiddenStateAccountant()
+    accountant.declare_run(**DECLARED)
+    accountant.load_state_dict(engine.accountant.state_dict())
+    accountant.declare_run(**DECLARED)
+    assert accountant.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+    accountant = HiddenStateAccountant()
+    accountant.declare_run(**DECLARED)
+    accountant.add_run(recorder(3))
+    accountant.declare_run(**DECLARED)
+    assert len(accountant) == 3
+
+
+def test_a_written_history_warns_once_that_it_assumes_poisson_sampling():
+    accountant = HiddenStateAccountant()
+    accountant.history = [(2.0, 0.1, 6)]
+    with pytest.warns(UserWarning, match=r"make_private_with_epsilon.*Poisson.*declared"):
+        accountant.get_epsilon(DELTA)
+    accountant.history = [(3.0, 0.1, 6)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accountant.get_epsilon(DELTA)
+    accountant.step(noise_multiplier=3.0, sample_rate=0.1)
+    with pytest.warns(UserWarning, match="for Poisson loaders only"):
+        accountant.get_epsilon(DELTA)
+
+
+@pytest.mark.filterwarnings("error:No run was declared", "ignore:The history was written")
+def test_written_history():
+    accountant = HiddenStateAccountant()
+    assert accountant.get_epsilon(DELTA) == 0
+    values = []
+    for noise in (1.0, 2.0, 4.0, 50.0):
+        accountant.history = [(noise, 0.05, 100)]
+        values.append(accountant.get_epsilon(delta=DELTA))
+    assert values == sorted(values, reverse=True)
+    assert all(0 < value < 100 for value in values)
+    accountant.history = [(0.0, 0.05, 100)]
+    assert accountant.get_epsilon(DELTA) == math.inf
+    accountant.history = [(1.0, 1.0, 4)]
+    assert accountant.get_epsilon(DELTA) == pytest.approx(
+        epsilon(dp_accounting.GaussianDpEvent(0.5), NeighboringRelation.ADD_OR_REMOVE_ONE)
+    )
+    accountant.history = []
+    assert accountant.get_epsilon(DELTA) == 0
+
+
+@pytest.mark.filterwarnings("error:No run was declared")
+def test_step_keeps_three_tuples():
+    accountant = HiddenStateAccountant()
+    for noise in (1.0, 1.0, 2.0):
+        accountant.step(noise_multiplier=noise, sample_rate=0.1)
+    assert accountant.history == [(1.0, 0.1, 2), (2.0, 0.1, 1)]
+    assert len(accountant) == 3
+    state = accountant.state_dict()
+    assert state["history"] == accountant.history
+    assert state["history"] is not accountant.history
+    other = HiddenStateAccountant()
+    other.load_state_dict(state)
+    assert other.history == accountant.history
+    other.step(noise_multiplier=2.0, sample_rate=0.1)
+    assert len(accountant) == 3
+    destination = {"mine": 1}
+    assert accountant.state_dict(destination) is destination
+    assert destination["mine"] == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {},
+        {"mechanism": "hidden_state"},
+        {"history": []},
+        {"history": [], "mechanism": "prv"},
+        {"history": [], "mechanism": "hidden_state", "neighboring_relation": "REPLACE_ONE"},
+    ],
+)
+def test_states_that_are_refused(state):
+    with pytest.raises(ValueError):  # noqa: PT011
+        HiddenStateAccountant().load_state_dict(state)
+
+
+def test_declared_state_round_trip(train, tmp_path):
+    engine, model, private, _ = train(DECLARED)
+    path = tmp_path / "checkpoint.pt"
+    engine.save_checkpoint(path=path, module=model, optimizer=private)
+    state = torch.load(path, weights_only=True)["privacy_accountant_state_dict"]
+    plain = HiddenStateAccountant()
+    plain.load_state_dict(state)
+    declared = HiddenStateAccountant()
+    declared.declare_run(**DECLARED)
+    declared.load_state_dict(state)
+    for accountant in (plain, declared):
+        assert accountant.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+        assert len(accountant) == 12
+    with pytest.raises(ValueError, match="without steps, got one with 12"):
+        plain.load_state_dict(state)
+    with pytest.raises(ValueError, match="history is overwritten"):
+        plain.history = []
+    other = HiddenStateAccountant()
+    other.declare_run(**{**DECLARED, "batch_size": 20})
+    with pytest.raises(ValueError, match="batch_size = 20, got 10"):
+        other.load_state_dict(state)
+
+
+def test_stock_run_resumes_at_the_end_of_an_epoch_only(train):
+    engine, model, private, batches = train(DECLARED)
+    step(model, private, batches)
+    other = HiddenStateAccountant()
+    other.declare_run(**DECLARED)
+    with pytest.raises(ValueError, match="end of an epoch"):
+        other.load_state_dict(engine.accountant.state_dict())

@@ -1,0 +1,394 @@
+"""DiceSGD through the engine: what is refused, and that no epsilon is left after it."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from opacus_dice_engine import DELTA
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import (
+    DiceAdamOptimizer,
+    DiceSGDOptimizer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+# Softmax cross-entropy on features of norm 1 with a bias: sqrt(2) * sqrt(2).
+BOUND = 2.0001
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "BlockCoordinateOptimizer is built"),
+        ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
+        ({"optimizer_class": None}, hsa.UnsupportedRunError, "error_max_grad_norm, automatic and"),
+        ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
+        ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
+        ({"loss_geometry": "auto", "feature_norm": 1.0}, hsa.UnsupportedRunError, "loss_geometry"),
+        ({"projection_radius": 5.0}, hsa.UnsupportedRunError, "not in the algorithm"),
+        ({"batch_order": "poisson", "max_batch_size": 30}, hsa.UnsupportedRunError, "capped batch"),
+        ({"learning_rate_schedule": 0.1}, hsa.UnsupportedRunError, "learning rate costs nothing"),
+        ({"max_grad_norm": [0.1, 0.1]}, hsa.UnsupportedRunError, "max_grad_norm to be one number"),
+        ({"error_max_grad_norm": [0.1]}, hsa.UnsupportedRunError, "error_max_grad_norm to be one"),
+        ({"error_max_grad_norm": 0.0}, ValueError, "error_max_grad_norm > 0"),
+        ({"max_grad_norm": 1e-20, "model": nn.Linear(5, 3)}, ValueError, "underflow"),
+        ({"gradient_bound": 0.0}, ValueError, "gradient_bound"),
+        ({"gradient_bound": "1"}, TypeError, "gradient_bound"),
+        ({"automatic": 1}, TypeError, "automatic to be True or False"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
+        ({"noise_multiplier": "1"}, TypeError, "noise_multiplier"),
+        ({"noise_generator": 3}, TypeError, "torch.Generator"),
+        ({"loss_reduction": "none"}, (ValueError, hsa.UnsupportedRunError), "none"),
+        ({"num_steps": 0}, ValueError, "num_steps >= 1"),
+        ({"clipping": "per_layer"}, hsa.UnsupportedRunError, "flat"),
+        ({"batch_order": "reshuffled", "order_seed": 3}, hsa.UnsupportedRunError, "order_seed"),
+        ({"loader": {"batch_size": 7}}, hsa.UnsupportedRunError, "divides the 60 records"),
+        ({"loader": {"shuffle": True}}, hsa.UnsupportedRunError, "shuffle=True"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(make_dice, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_dice(**arguments)
+
+
+def test_a_refused_call_leaves_model_and_optimizer_alone(make_dice):
+    model = nn.Linear(5, 3).double()
+    with pytest.raises(hsa.UnsupportedRunError):
+        make_dice(model=model, projection_radius=5.0)
+    assert not model._forward_hooks
+    make_dice(model=model).epoch()
+
+
+def test_moments_of_another_run_are_refused(make_run):
+    """They may hold gradients without noise: the first step would show them."""
+    model = nn.Linear(5, 3)
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 5)).sum().backward()
+    used.step()
+    with pytest.raises(hsa.UnsupportedRunError, match="took no step, got one with a state"):
+        make_run(model=model, optimizer=used, optimizer_class=DiceSGDOptimizer, loss_geometry=None)
+
+
+def skip_a_batch(run):
+    batches = iter(run.loader)
+    next(batches)
+    run.step(next(batches))
+
+
+def own_loader(run):
+    run.step(next(iter(DataLoader(run.loader.dataset, batch_size=10))))
+
+
+def a_batch_twice(run):
+    batch = next(iter(run.loader))
+    run.step(batch)
+    run.step(batch)
+
+
+def fewer_rows(run):
+    run.step([part[:9] for part in next(iter(run.loader))])
+
+
+def more_rows(run):
+    run.step([torch.cat([part, part[:1]]) for part in next(iter(run.loader))])
+
+
+def two_forwards(run):
+    batch = next(iter(run.loader))
+    run.model(batch[0])
+    run.step(batch)
+
+
+def two_backwards(run):
+    run.optimizer.zero_grad()
+    features, labels = next(iter(run.loader))
+    for _ in range(2):
+        run.criterion(run.model(features), labels).backward()
+    run.optimizer.step()
+
+
+def restarted(run):
+    first, second = iter(run.loader), iter(run.loader)
+    run.step(next(second))
+    run.step(next(first))
+
+
+def changed_parameters(run):
+    with torch.no_grad():
+        run.plain_model.bias.add_(1.0)
+    run.step(next(iter(run.loader)))
+
+
+def loaded_parameters(run):
+    run.plain_model.load_state_dict({k: v + 1 for k, v in run.plain_model.state_dict().items()})
+    run.step(next(iter(run.loader)))
+
+
+def perturbed_gradients(run):
+    batch = next(iter(run.loader))
+    old = run.plain_model.bias.detach().clone()
+    run.plain_model.bias.data += 1.0
+    run.backward(batch)
+    run.plain_model.bias.data = old
+    run.optimizer.step()
+
+
+def another_base(run):
+    batch = next(iter(run.loader))
+    run.backward(batch)
+    run.optimizer.original_optimizer = torch.optim.SGD(run.plain_model.parameters(), lr=1.0)
+    run.optimizer.step()
+
+
+def another_generator(run):
+    run.backward(next(iter(run.loader)))
+    run.optimizer.generator = torch.Generator()
+    run.optimizer.step()
+
+
+def seeded_again(run):
+    run.optimizer.generator.manual_seed(4)
+    run.step(next(iter(run.loader)))
+
+
+def base_hook(run):
+    run.optimizer.original_optimizer.register_step_pre_hook(lambda *_: None)
+    run.step(next(iter(run.loader)))
+
+
+def changed(name, value):
+    def apply(run):
+        setattr(run.optimizer, name, value)
+        run.step(next(iter(run.loader)))
+
+    apply.__name__ = name
+    return apply
+
+
+def long_gradient(run):
+    features, labels = next(iter(run.loader))
+    run.step([10 * features, labels])
+
+
+def another_bound(run):
+    run.optimizer.gradient_bound = 1e6
+    long_gradient(run)
+
+
+def moments_from_elsewhere(run):
+    other = torch.optim.SGD(run.plain_model.parameters(), lr=1.0, momentum=0.9)
+    run.backward(next(iter(run.loader)))
+    for p in run.plain_model.parameters():
+        other.state[p]["momentum_buffer"] = p.grad  # as if it had trained without noise
+    run.optimizer.load_state_dict(other.state_dict())
+
+
+def moments_without_noise(run):
+    """The inner optimizer steps on the gradient of the records, and the model is put back."""
+    batch = next(iter(run.loader))
+    old = copy.deepcopy(run.plain_model.state_dict())
+    run.backward(batch)
+    base = run.optimizer.original_optimizer
+    base.param_groups[0]["momentum"] = 0.9
+    base.step()
+    run.plain_model.load_state_dict(old)
+    run.optimizer.step()
+
+
+def nan_gradient(run):
+    features, labels = next(iter(run.loader))
+    run.step([math.nan * features, labels])
+
+
+def frozen(run):
+    run.backward(next(iter(run.loader)))
+    run.plain_model.bias.requires_grad_(False)
+    run.optimizer.step()
+
+
+def steps_twice_on_it(run):
+    run.backward(next(iter(run.loader)))
+    run.optimizer.step()
+    run.optimizer.step()
+
+
+def moves_by_itself(run):
+    run.backward(next(iter(run.loader)))
+    run.optimizer.pre_step()
+    run.optimizer.original_optimizer.step()
+    run.optimizer.step()
+
+
+MISUSE = [
+    (skip_a_batch, "used batch 1, expected batch 0"),
+    (own_loader, "used no new batch, expected batch 0"),
+    (a_batch_twice, "used batch 0, expected batch 1|no new batch"),
+    (fewer_rows, "used 9 rows, expected batch_size = 10"),
+    (more_rows, "used 11 rows, expected batch_size = 10"),
+    (two_forwards, "follows 2 training passes|no per-example gradients"),
+    (two_backwards, "gradients of 2 batches"),
+    (restarted, "second iterator"),
+    (changed_parameters, "parameters were changed outside"),
+    (loaded_parameters, "parameters were changed outside"),
+    (perturbed_gradients, "gradients at other parameters"),
+    (another_base, "another original_optimizer"),
+    (another_generator, "another noise generator"),
+    (seeded_again, "noise generator is in a state"),
+    (base_hook, "without step hooks"),
+    (changed("max_grad_norm", 0.05), "uses max_grad_norm = 0.05, expected 0.1"),
+    (changed("error_max_grad_norm", 0.05), "uses error_max_grad_norm = 0.05"),
+    (changed("noise_multiplier", 0.1), "uses noise_multiplier = 0.1"),
+    (changed("expected_batch_size", 20), "uses expected_batch_size = 20"),
+    (changed("automatic", True), "uses automatic = True"),
+    (changed("step_hook", print), "step_hook"),
+    (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
+    (moments_without_noise, "momentum or moments that the last step did not leave"),
+    (another_bound, "expected at most the declared gradient_bound = 2.0001"),
+    (changed("grad_scale", 1.0), "GradScaler"),
+    (long_gradient, "expected at most the declared gradient_bound = 2.0001"),
+    (nan_gradient, "norm is not finite"),
+    (frozen, "expected the 2 of the construction"),
+    (steps_twice_on_it, "sum of clipped gradients that does not come from the pieces"),
+    (moves_by_itself, "interrupted while it changed the parameters"),
+]
+
+# Refused before a step looked at the records; the model is still that of the last step.
+NOTHING_HAPPENED = ["restarted", "moments_from_elsewhere", "grad_scale"]
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize(("misuse", "text"), MISUSE, ids=[m.__name__ for m, _ in MISUSE])
+def test_what_the_loop_does_otherwise(make_dice, misuse, text, epochs):
+    """At the first step and in the middle: refused, and then there is no epsilon and no event."""
+    generator = torch.Generator().manual_seed(4)
+    if misuse is seeded_again and not epochs:
+        pytest.skip("nothing to repeat")
+    run = make_dice(gradient_bound=BOUND, noise_generator=generator)
+    for _ in range(epochs):
+        run.epoch()
+    run.engine.get_epsilon(DELTA) if epochs else None
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        misuse(run)
+    if not run.steps or misuse.__name__ in NOTHING_HAPPENED:
+        return
+    for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
+        with pytest.raises(hsa.UnsupportedRunError):
+            ask(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.engine.release()
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.step(next(iter(run.loader)))
+    with pytest.raises(hsa.UnsupportedRunError):
+        make_dice(engine=run.engine)
+
+
+@pytest.mark.parametrize("make", ["make_dice", "make_run"])
+def test_a_second_attempt_after_a_refused_first_step(make, request):
+    """A refusal may depend on the records: that it did not is the user's word."""
+    make = request.getfixturevalue(make)
+    run = make()
+    with pytest.raises(hsa.UnsupportedRunError, match="expected batch_size = 10"):
+        fewer_rows(run)
+    again = make(
+        engine=run.engine, model=run.model, noise_generator=torch.Generator().manual_seed(2)
+    )
+    again.epoch()
+    assert any("earlier attempt" in a.text for a in again.engine.assumptions)
+
+
+def test_no_event_after_a_refused_step(make_dice):
+    run = make_dice(gradient_bound=BOUND)
+    run.epoch()
+    with pytest.raises(hsa.UnsupportedRunError):
+        long_gradient(run)
+    with pytest.raises(hsa.UnsupportedRunError, match="was refused or interrupted"):
+        _ = run.engine.privacy_event
+
+
+def test_an_empty_poisson_batch_is_a_step(make_dice):
+    """Skipping it, which shows that it was empty, is noticed."""
+    run = make_dice(batch_order="poisson", loader={"batch_size": 1})
+
+    def skip_empty_batches():
+        for batch in itertools.chain(run.loader, run.loader):
+            if len(batch[0]):
+                run.step(batch)
+
+    with pytest.raises(hsa.UnsupportedRunError, match="expected batch"):
+        skip_empty_batches()
+
+
+def test_an_interrupted_step_ends_the_run(make_dice):
+    run = make_dice()
+    run.epoch()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    run.backward(next(iter(run.loader)))
+    run.optimizer.original_optimizer.step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        run.optimizer.step()
+    with pytest.raises(hsa.UnsupportedRunError, match="step 7 was interrupted"):
+        run.engine.get_epsilon(DELTA)
+
+
+def test_a_changed_model_is_not_the_iterate(make_dice, tmp_path):
+    run = make_dice()
+    run.epoch()
+    with torch.no_grad():
+        run.plain_model.bias.add_(1.0)
+    for ask in (
+        lambda: run.engine.get_epsilon(DELTA),
+        run.engine.release,
+        lambda: run.engine.save_checkpoint(path=tmp_path / "c.pt"),
+        lambda: make_dice(engine=run.engine),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+            ask()
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(5, 3).double()
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum(dim=0)
+        return self.line(x)
+
+
+def test_buffers_that_collect_data(make_dice):
+    run = make_dice(model=Counting())
+    with pytest.raises(hsa.UnsupportedRunError, match="buffer of the module was changed"):
+        run.epoch()
+
+
+def test_the_slot_for_hooks_is_taken(make_dice):
+    run = make_dice()
+    with pytest.raises(hsa.UnsupportedRunError, match="leaves out what the error shows"):
+        run.optimizer.attach_step_hook(print)
+
+
+def test_the_account_by_hand_has_to_agree(make_dice):
+    run = make_dice()
+    run.epoch()
+    event = run.engine.privacy_event
+    by_hand = run.optimizer.privacy_event(dataset_size=60, batch_order="cyclic")
+    assert by_hand == event
+    for wrong in (
+        {"dataset_size": 600, "batch_order": "cyclic"},
+        {"dataset_size": 60, "batch_order": "poisson"},
+        {"dataset_size": 60, "batch_order": "cyclic", "gradient_bound": BOUND},
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match="which was recorded"):
+            run.optimizer.privacy_event(**wrong)

@@ -1,0 +1,162 @@
+"""Optimizers and arguments that make_private refuses."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def sgd_of(*groups):
+    def make(model):
+        parameters = dict(model.named_parameters())
+        return torch.optim.SGD(
+            [{**g, "params": [parameters[n] for n in g["params"]]} for g in groups], lr=0.5
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "text"),
+    [
+        (lambda m: torch.optim.Adam(m.parameters()), "got Adam"),
+        (lambda m: torch.optim.AdamW(m.parameters()), "got AdamW"),
+        (lambda m: type("MySGD", (torch.optim.SGD,), {})(m.parameters(), lr=1.0), "got MySGD"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9), "momentum = 0"),
+        (
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9, nesterov=True),
+            "momentum = 0",
+        ),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, dampening=0.5), "dampening = 0"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, maximize=True), "maximize = False"),
+        (sgd_of({"params": ["weight"]}, {"params": ["bias"], "lr": 0.1}), "lr = 0.5 in group 0"),
+        (sgd_of({"params": ["weight"]}), "bias is missing"),
+        (
+            lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.zeros(1))], lr=0.5),
+            "got 1 others",
+        ),
+        (lambda m: torch.optim.SGD(m.bfloat16().parameters(), lr=0.5), "torch.bfloat16"),
+        (lambda m: torch.optim.SGD(m.half().parameters(), lr=0.5), "torch.float16"),
+    ],
+)
+def test_optimizers_that_are_refused(make_run, make_optimizer, text):
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        make_run(model=model, optimizer=make_optimizer(model))
+
+
+def test_equal_groups_and_frozen_parameters_are_fine(make_run):
+    model = nn.Linear(5, 3)
+    group = {"weight_decay": 0.1}
+    optimizer = sgd_of({"params": ["weight"], **group}, {"params": ["bias"], **group})(model)
+    run = make_run(model=model, optimizer=optimizer)
+    run.epoch()
+    model = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 3))
+    loss = LossGeometry.softmax_cross_entropy(10.0, bias=True)
+    run = make_run(model=model, loss_geometry=loss, feature_norm=10.0)
+    run.epoch()
+    assert run.engine.privacy_event.num_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"batch_order": "no such order"}, ValueError, "batch_order to be one of full, cyclic"),
+        ({"poisson_sampling": True}, hsa.UnsupportedRunError, "Leave it out"),
+        (
+            {"poisson_sampling": False, "batch_order": "poisson"},
+            hsa.UnsupportedRunError,
+            "poisson_sampling = True",
+        ),
+        ({"max_batch_size": 20}, ValueError, "max_batch_size = None"),
+        ({"rand_on_empty": True}, hsa.UnsupportedRunError, "rand_on_empty = False"),
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "optimizer_class = None"),
+        ({"clipping": "per_layer"}, hsa.UnsupportedRunError, 'clipping = "flat"'),
+        ({"clipping": "adaptive"}, hsa.UnsupportedRunError, 'clipping = "flat"'),
+        ({"grad_sample_mode": "ghost_fsdp"}, hsa.UnsupportedRunError, "could not be checked"),
+        ({"grad_sample_mode": "no_op"}, hsa.UnsupportedRunError, "could not be checked"),
+        (
+            {"grad_sample_mode": "ew", "batch_order": "poisson"},
+            hsa.UnsupportedRunError,
+            "expanded weights stop at an empty batch",
+        ),
+        ({"no_such_argument": 1}, TypeError, "no_such_argument"),
+        ({"projection_radius": 0.1}, hsa.UnsupportedRunError, "inside the ball"),
+        ({"projection_radius": -1.0}, ValueError, "projection_radius > 0"),
+        ({"projection_radius": "1"}, TypeError, "projection_radius"),
+        (
+            {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": -1.0},
+            ValueError,
+            "feature_norm > 0",
+        ),
+        ({"max_grad_norm": [1.0, 1.0]}, hsa.UnsupportedRunError, "a list clips every layer"),
+        ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
+        ({"loss_geometry": "convex"}, TypeError, "LossGeometry"),
+        ({"max_grad_norm": 2.0}, hsa.UnsupportedRunError, r"2.00002|2.00003"),
+        ({"max_grad_norm": 2.0000001}, hsa.UnsupportedRunError, "Raise max_grad_norm"),
+        ({"sgd": {"lr": 5.0, "weight_decay": 0.2}}, ValueError, "weight_decay < 1"),
+        ({"loader": {"shuffle": True}}, hsa.UnsupportedRunError, "shuffle=False"),
+        ({"loader": {"batch_size": 7}}, hsa.UnsupportedRunError, "divides the 60 records"),
+        ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, hsa.UnsupportedRunError, "mean"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(make_run, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_run(**arguments)
+
+
+def test_a_refused_call_leaves_the_model_as_it_was(make_run):
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError):
+        make_run(model=model, poisson_sampling=True)
+    make_run(model=model).epoch()
+
+
+def test_feature_norm_needs_a_loss_and_one_linear_layer(make_run):
+    engine = HiddenStatePrivacyEngine()
+    with pytest.raises(hsa.UnsupportedRunError, match="feature_norm = None"):
+        make_run(
+            engine=engine,
+            model=nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)),
+            loss_geometry=LossGeometry.smooth(1.0),
+        )
+
+
+def test_engine_takes_no_other_accountant():
+    with pytest.raises(ValueError, match="accountant = 'hidden_state'"):
+        HiddenStatePrivacyEngine(accountant="prv")
+
+
+def test_secure_mode_needs_torchcsprng(make_run, monkeypatch):
+    if importlib.util.find_spec("torchcsprng") is None:
+        with pytest.raises(ImportError, match="torchcsprng"):
+            HiddenStatePrivacyEngine(secure_mode=True)
+    # A stand-in: what matters here is that the generator and the safe sum of four draws are used.
+    fake = types.ModuleType("torchcsprng")
+    fake.create_random_device_generator = lambda device: torch.Generator().manual_seed(3)
+    monkeypatch.setitem(sys.modules, "torchcsprng", fake)
+    engine = HiddenStatePrivacyEngine(secure_mode=True)
+    for order in ("cyclic", "reshuffled", "poisson"):
+        run = make_run(engine=engine, batch_order=order)
+        assert run.optimizer.secure_mode
+        assert run.optimizer.generator is engine.secure_rng
+        run.epoch()
+        with pytest.raises(ValueError, match="prohibited in secure mode"):
+            make_run(engine=engine, batch_order=order, noise_generator=torch.Generator())
+
+
+def test_several_processes_are_refused(make_run, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected one process, got 2"):
+        make_run()

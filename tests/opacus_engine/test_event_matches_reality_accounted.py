@@ -1,0 +1,495 @@
+"""What the loop does differently, where the event can express it, is accounted as it happened.
+
+The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+"""
+
+import copy
+import io
+import itertools
+import pickle
+import subprocess
+import sys
+
+import attrs
+import pytest
+import torch
+from opacus.schedulers import StepNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import ConcatDataset, Subset
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+DELTA = 1e-5
+
+
+def plain(run):
+    run.epoch()
+    run.epoch()
+    return {"num_steps": 12}
+
+
+def learning_rate_schedule(run):
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 4, 0.5)
+    for batch in run.loader:
+        run.step(batch)
+        scheduler.step()
+    return {"num_steps": 6, "learning_rate": [0.5] * 4 + [0.25] * 2}
+
+
+def decay_changed(run):
+    run.epoch()
+    run.optimizer.param_groups[0]["weight_decay"] = 0.0
+    run.epoch()
+    return {"num_steps": 12, "weight_decay": [0.1] * 6 + [0.0] * 6}
+
+
+def noise_changed(run):
+    run.epoch()
+    run.optimizer.noise_multiplier = 1.0
+    run.epoch()
+    return {"num_steps": 12, "noise_multiplier": [2.0] * 6 + [1.0] * 6}
+
+
+def noise_changed_between_backward_and_step(run):
+    for batch in run.loader:
+        run.backward(batch)
+        run.optimizer.noise_multiplier = 1.0
+        run.optimizer.step()
+        run.optimizer.noise_multiplier = 100.0  # after the noise was drawn
+    return {"num_steps": 6, "noise_multiplier": 1.0}
+
+
+def clip_norm_changed(run):
+    run.epoch()
+    run.optimizer.max_grad_norm = 1.0
+    run.epoch()
+    return {"num_steps": 12, "clip_norm": [2.1] * 6 + [1.0] * 6}
+
+
+def memory_manager(run):
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
+        ) as pieces:
+            assert len(pieces) == 15
+            run.epoch(pieces)
+    return {"num_steps": 12}
+
+
+def manual_pieces(run):
+    for features, labels in run.loader:
+        for rows in (slice(0, 3), slice(3, 10)):
+            run.optimizer.signal_skip_step(rows.start == 0)
+            run.step((features[rows], labels[rows]))
+    return {"num_steps": 6}
+
+
+def learning_rate_as_tensor(run):
+    run.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    run.epoch()
+    return {"num_steps": 6}
+
+
+def closure(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+
+        def evaluate(features=features, labels=labels):
+            loss = run.criterion(run.model(features), labels)
+            loss.backward()
+            return loss
+
+        assert run.optimizer.step(evaluate) is None  # as in Opacus
+    return {"num_steps": 6}
+
+
+def evaluation_in_between(run):
+    for batch in run.loader:
+        run.step(batch)
+        run.model.eval()
+        run.model(batch[0])
+        run.model.train()
+        with torch.no_grad():
+            run.model(batch[0])
+    with torch.no_grad():
+        for features, _ in run.loader:  # between epochs the private loader is free
+            run.model(features)
+    run.epoch()
+    return {"num_steps": 12}
+
+
+def weights_swapped_and_restored(run):
+    for batch in run.loader:
+        run.step(batch)
+        state = copy.deepcopy(run.plain_model.state_dict())
+        run.plain_model.load_state_dict({k: 0 * v for k, v in state.items()})
+        run.plain_model.load_state_dict(state)
+    return {"num_steps": 6}
+
+
+def losses_for_the_log(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(features)
+        run.criterion(output.detach(), labels)
+        with torch.no_grad():
+            run.criterion(output, labels)
+        run.criterion(output, labels).backward()
+        run.optimizer.step()
+        run.model.eval()
+        run.criterion(run.model(features[:2]), labels[:2])
+        run.model.train()
+    return {"num_steps": 6}
+
+
+def criterion_shared_with_another_run(run):
+    model = nn.Linear(5, 3)
+    for batch in run.loader:
+        run.step(batch)
+        run.criterion(model(batch[0]), batch[1]).backward()
+    return {"num_steps": 6}
+
+
+def targets_as_probabilities(run):
+    for features, labels in run.loader:
+        run.step((features, nn.functional.one_hot(labels, 3) * 0.7 + 0.1))
+    return {"num_steps": 6}
+
+
+def copies_of_model_and_criterion(run):
+    for batch in run.loader:
+        run.step(batch)
+        model, criterion = copy.deepcopy((run.plain_model, run.criterion))
+        criterion(model.eval()(batch[0][:3]), batch[1][:3])
+        torch.save((run.plain_model, run.criterion), io.BytesIO())
+    return {"num_steps": 6}
+
+
+def releases(run):
+    run.epoch()
+    run.engine.release()
+    run.engine.release()
+    run.epoch()
+    return {"num_steps": 12, "release_steps": (6,)}
+
+
+def looked_at_one_batch_first(run):
+    next(iter(run.loader))
+    run.epoch()
+    return {"num_steps": 6}
+
+
+def penalty_in_the_loss(run):
+    # Per-example gradients do not hold it: neither the update nor the event changes.
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in run.model.parameters())
+        (run.criterion(run.model(features), labels) + 0.5 * penalty).backward()
+        run.optimizer.step()
+    return {"num_steps": 6, "weight_decay": 0.1}
+
+
+def gradients_clipped_by_hand(run):
+    for batch in run.loader:
+        run.backward(batch)
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)  # .grad is written anew
+        run.optimizer.step()
+    return {"num_steps": 6}
+
+
+def noise_scheduler_of_opacus(run):
+    scheduler = StepNoise(run.optimizer, step_size=1, gamma=0.5)
+    for batch in itertools.islice(run.loader, 2):
+        run.step(batch)
+        scheduler.step()
+    return {"num_steps": 2, "noise_multiplier": [2.0, 1.0]}
+
+
+def compiled_model(run):
+    model = torch.compile(run.model, backend="eager")
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        run.criterion(model(features), labels).backward()
+        run.optimizer.step()
+    return {"num_steps": 6}
+
+
+def averaged_weights_on_the_side(run):
+    # Nobody may see the average unless every iterate in it was released.
+    average = AveragedModel(run.plain_model)
+    for batch in run.loader:
+        run.step(batch)
+        run.engine.release()
+        average.update_parameters(run.plain_model)
+    return {"num_steps": 6, "release_steps": range(1, 6)}
+
+
+ACCOUNTED = [
+    (1, plain),
+    (2, learning_rate_schedule),
+    (3, decay_changed),
+    (14, noise_changed),
+    (14, noise_changed_between_backward_and_step),
+    (14, clip_norm_changed),
+    (1, memory_manager),
+    (1, manual_pieces),
+    (3, learning_rate_as_tensor),
+    (14, closure),
+    (1, evaluation_in_between),
+    (11, weights_swapped_and_restored),
+    (4, losses_for_the_log),
+    (4, criterion_shared_with_another_run),
+    (4, targets_as_probabilities),
+    (11, copies_of_model_and_criterion),
+    (2, releases),
+    (1, looked_at_one_batch_first),
+    (9, penalty_in_the_loss),
+    (14, gradients_clipped_by_hand),
+    (14, noise_scheduler_of_opacus),
+    (11, compiled_model),
+    (11, averaged_weights_on_the_side),
+]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [loop for _, loop in ACCOUNTED],
+    ids=[f"row{row}-{loop.__name__}" for row, loop in ACCOUNTED],
+)
+def test_what_happened_is_accounted(make_run, loop):
+    run = make_run()
+    declared = hsa.LastIterateDpEvent(
+        noise_multiplier=2.0,
+        learning_rate=0.5,
+        clip_norm=2.1,
+        batch_size=10,
+        dataset_size=60,
+        num_steps=1,
+        batch_order="cyclic",
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
+        weight_decay=0.1,
+    )
+    event = attrs.evolve(declared, **loop(run))
+    assert run.engine.privacy_event == event
+    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
+    assert run.engine.get_epsilon(delta=DELTA) == pytest.approx(expected, rel=1e-12)
+
+
+def test_epsilon_is_refused_for_a_model_that_is_not_the_last_iterate(make_run):
+    run = make_run()
+    run.epoch()
+    best = copy.deepcopy(run.plain_model.state_dict())
+    run.epoch()
+    run.plain_model.load_state_dict(best)  # best-checkpoint selection
+    for ask in (run.engine.get_epsilon, run.engine.report):
+        with pytest.raises(hsa.UnsupportedRunError, match="after step 12"):
+            ask(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="after step 12"):
+        run.engine.release()
+
+
+def test_row2_selection_among_released_iterates(make_run):
+    """Every candidate is released: what public data select is post-processing."""
+    run = make_run()
+    candidates = []
+    for _ in range(3):
+        run.epoch()
+        run.engine.release()
+        candidates.append(copy.deepcopy(run.plain_model.state_dict()))
+    epsilon = run.engine.get_epsilon(DELTA)
+    assert run.engine.privacy_event.release_steps == (6, 12)
+    last_only = make_run()
+    for _ in range(3):
+        last_only.epoch()
+    assert epsilon > last_only.engine.get_epsilon(DELTA)
+    run.plain_model.load_state_dict(candidates[0])
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+        run.engine.get_epsilon(DELTA)  # so ask before
+
+
+def test_row2_early_stopping_on_public_data_costs_the_whole_plan(make_run):
+    """Stopping is post-processing of the run that goes on to its end and releases every epoch."""
+    run = make_run(num_steps=18)
+    run.epoch()
+    run.engine.release()
+    planned = attrs.evolve(run.engine.privacy_event, num_steps=18, release_steps=(6, 12))
+    whole = make_run(num_steps=18)
+    for _ in range(3):
+        whole.epoch()
+        whole.engine.release()
+    assert whole.engine.privacy_event == planned
+    assert any("training ends after step 6 of the 18" in a.text for a in run.engine.assumptions)
+
+
+@pytest.mark.parametrize("order", ["reshuffled", "without_replacement", "poisson"])
+def test_row8_an_order_from_a_public_seed(make_run, order):
+    with pytest.raises(hsa.UnsupportedRunError, match="knows which steps used a record"):
+        make_run(batch_order=order, order_seed=0)
+
+
+def test_row8_a_shuffle_from_a_public_seed_is_cyclic(make_run):
+    run = make_run(batch_order="shuffled_once", order_seed=0)
+    run.epoch()
+    assert run.engine.privacy_event.batch_order is hsa.BatchOrder.CYCLIC
+    secret = make_run(batch_order="shuffled_once")
+    secret.epoch()
+    assert run.engine.get_epsilon(DELTA) > secret.engine.get_epsilon(DELTA)
+
+
+def test_row12_the_radius_is_not_the_diameter(make_run):
+    run = make_run(projection_radius=1.1, sgd={"lr": 5.0})
+    run.epoch()
+    norm = torch.cat([p.flatten() for p in run.plain_model.parameters()]).norm().item()
+    assert norm == pytest.approx(1.1, rel=1e-5)  # all parameters together
+    assert run.engine.privacy_event.domain_diameter == 2.2
+
+
+def test_row13_an_older_checkpoint(make_run, tmp_path):
+    run = make_run()
+    run.epoch()
+    run.engine.save_checkpoint(path=tmp_path / "old.pt", stays_private=True)
+    run.epoch()
+    with pytest.raises(ValueError, match="spent budget is never forgotten"):
+        run.engine.load_checkpoint(path=tmp_path / "old.pt")
+    back = make_run()
+    with pytest.raises(ValueError, match="12 steps were taken"):
+        back.engine.load_checkpoint(path=tmp_path / "old.pt")
+    run.engine.release()
+    with pytest.raises(ValueError, match="would be forgotten"):
+        back.engine.load_checkpoint(path=tmp_path / "old.pt", discard_later_steps=True)
+
+
+def test_row13_a_state_dict_is_no_checkpoint(make_run, tmp_path):
+    run = make_run()
+    for batch in itertools.islice(run.loader, 3):
+        run.step(batch)
+    torch.save(run.plain_model.state_dict(), tmp_path / "weights.pt")
+    back = make_run()
+    back.plain_model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
+        back.epoch()
+
+
+TWO_PROCESSES = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+torch.set_num_threads(1)
+store, rank = "file://" + sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+model = nn.Linear(5, 3)
+if sys.argv[3] == "wrapped":
+    model = nn.parallel.DistributedDataParallel(model)
+try:
+    HiddenStatePrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.ones(20, 5)), batch_size=10),
+        noise_multiplier=1.0, max_grad_norm=1.0)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["plain", "wrapped"])
+def test_row15_two_processes(tmp_path, model):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "store"), str(rank), model],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert "Expected one process, got 2 with" in out, err
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_row16_the_error_of_dice_cannot_be_copied(make_run, copier):
+    run = make_run(optimizer_class=DiceSGDOptimizer, loss_geometry=None)
+    run.epoch()
+    with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied"):
+        copier(run.optimizer)
+
+
+def test_row16_the_error_of_dice_is_in_no_state(make_run, tmp_path):
+    run = make_run(optimizer_class=DiceSGDOptimizer, loss_geometry=None, max_grad_norm=0.01)
+    run.epoch()
+    states = [run.optimizer.state_dict(), dict(run.optimizer.state), run.model.state_dict()]
+    assert not any(state for state in states[0]["state"].values())
+    assert not states[1]
+    run.engine.save_checkpoint(path=tmp_path / "run.pt")
+    stored = torch.load(tmp_path / "run.pt", weights_only=True)
+    shapes = [tuple(v.shape) for v in stored["module_state_dict"].values()]
+    assert shapes == [(3, 5), (3,)]
+    assert "private" not in stored["hidden_state_run"]
+    assert not any(isinstance(v, torch.Tensor) for v in stored["hidden_state_run"].values())
+
+
+def test_row16_automatic_dice_is_never_below_dice(make_run):
+    epsilons = []
+    for automatic in (False, True):
+        run = make_run(optimizer_class=DiceSGDOptimizer, loss_geometry=None, automatic=automatic)
+        run.epoch()
+        assert run.engine.privacy_event.automatic is automatic
+        epsilons.append(run.engine.get_epsilon(DELTA))
+    assert epsilons[1] >= epsilons[0]
+
+
+def test_row17_training_accuracy_in_the_log(make_run):
+    run = make_run()
+    run.epoch()
+    with run.engine.evaluate_on_private_data():
+        for features, labels in run.loader:
+            (run.model(features).argmax(dim=1) == labels).float().mean()
+    for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
+        with pytest.raises(hsa.UnsupportedRunError, match="no theorem here covers it"):
+            ask(DELTA)
+
+
+def test_row18_a_record_twice_in_an_epoch(make_run, dataset):
+    twice = [0, *range(59)]
+    for loader in (
+        {"sampler": twice},
+        {"dataset": Subset(dataset, twice)},
+        {"dataset": ConcatDataset([dataset, dataset])},
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match=r"twice|the same"):
+            make_run(loader=loader)
+
+
+def test_row18_one_record_per_person_is_declared(make_run):
+    run = make_run()
+    run.epoch()
+    lines = [str(a) for a in run.engine.assumptions]
+    assert "declared: one record per person, clipped as one unit" in lines
+
+
+def test_secure_mode_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcsprng", None)  # as if it were not installed
+    with pytest.raises(ImportError, match="you must install the torchcsprng package"):
+        HiddenStatePrivacyEngine(secure_mode=True)
+
+
+def test_a_sum_has_the_event_of_the_mean(make_run):
+    mean, total = (
+        make_run(
+            criterion=nn.CrossEntropyLoss(reduction=reduction), loss_reduction=reduction,
+            sgd={"lr": 0.5 / divisor, "weight_decay": 0.1 * divisor}, noise_multiplier=2.0,
+        )
+        for reduction, divisor in (("mean", 1), ("sum", 10))
+    )  # fmt: skip
+    mean.epoch()
+    total.epoch()
+    assert mean.engine.get_epsilon(DELTA) == pytest.approx(total.engine.get_epsilon(DELTA))
+    with pytest.raises(hsa.UnsupportedRunError, match="reduction"):
+        make_run(criterion=nn.CrossEntropyLoss(reduction="sum"))

@@ -1,0 +1,277 @@
+"""Batches that are not the declared ones raise.
+
+The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+"""
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hidden_state_accountants as hsa
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+DELTA = 1e-5
+
+
+# Row 1: batches that are not the declared ones.
+
+
+def early_break_and_new_epoch(run):
+    for batch in itertools.islice(run.loader, 4):
+        run.step(batch)
+    run.epoch()
+
+
+def next_iter_every_step(run):
+    for _ in range(2):
+        run.step(next(iter(run.loader)))
+
+
+def step_twice_on_one_batch(run):
+    for batch in run.loader:
+        run.step(batch)
+        run.step(batch)
+
+
+def skip_one_batch(run):
+    for index, batch in enumerate(run.loader):
+        if index != 2:
+            run.step(batch)
+
+
+def skip_the_last_batch(run):
+    for _ in range(2):
+        for index, batch in enumerate(run.loader):
+            if index != 5:
+                run.step(batch)
+
+
+def own_loader(run):
+    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
+
+
+def own_loader_after_an_epoch(run):
+    run.epoch()
+    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
+
+
+def step_after_the_loop(run):
+    for batch in run.loader:
+        last = batch
+    run.step(last)
+
+
+def own_loader_around_the_private_batches(run):
+    run.epoch(DataLoader(run.loader.dataset, batch_sampler=run.loader.batch_sampler))
+
+
+def copy_of_the_loader(run):
+    run.epoch(copy.deepcopy(run.loader))
+
+
+def two_iterators_at_once(run):
+    for batch, _ in zip(run.loader, run.loader, strict=True):
+        run.step(batch)
+
+
+def evaluation_on_the_private_loader_mid_epoch(run):
+    for batch in run.loader:
+        run.step(batch)
+        with torch.no_grad():
+            for features, _ in run.loader:
+                run.model(features)
+
+
+def half_of_every_batch(run):
+    for features, labels in run.loader:
+        run.step((features[:5], labels[:5]))
+
+
+def batch_twice_in_one_step(run):
+    for features, labels in run.loader:
+        run.step((torch.cat([features, features]), torch.cat([labels, labels])))
+
+
+def gradient_accumulation(run):
+    for index, (features, labels) in enumerate(run.loader):
+        run.criterion(run.model(features), labels).backward()
+        if index % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def no_zero_grad(run):
+    for features, labels in run.loader:
+        run.criterion(run.model(features), labels).backward()
+        run.optimizer.step()
+
+
+def two_passes_in_one_step(run):
+    # Row i of the gradient then mixes two records.
+    features, labels = next(iter(run.loader))
+    flipped = run.criterion(run.model(features.flip(0)), labels.flip(0))
+    (flipped + run.criterion(run.model(features), labels)).backward()
+    run.optimizer.step()
+
+
+def layer_by_itself(run):
+    first, _ = run.loader.dataset.tensors
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(features) + 0.1 * run.plain_model[1](first[:10])
+        run.criterion(output, labels).backward()
+        run.optimizer.step()
+
+
+def planted_sum(run):
+    for batch in run.loader:
+        run.backward(batch)
+        for p in run.optimizer.params:
+            p.summed_grad = torch.full_like(p, 100.0)
+        run.optimizer.step()
+
+
+def sum_changed_between_pieces(run):
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for batch in pieces:
+            run.step(batch)
+            if not run.steps:
+                run.optimizer.params[0].summed_grad.mul_(100.0)
+
+
+def memory_manager_left_early(run):
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
+        ) as pieces:
+            for batch in itertools.islice(pieces, 6):  # two logical batches
+                run.step(batch)
+
+
+def memory_manager_piece_skipped(run):
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for index, batch in enumerate(pieces):
+            if index != 2:
+                run.step(batch)
+
+
+def batches_fetched_in_advance(run):
+    run.epoch(list(run.loader))
+
+
+def one_batch_fetched_in_advance(run):
+    batches = iter(run.loader)
+    ahead = next(batches)
+    for batch in batches:
+        run.step(ahead)
+        ahead = batch
+
+
+def cycle_over_the_loader(run):
+    for batch in itertools.islice(itertools.cycle(run.loader), 12):  # keeps the first epoch
+        run.step(batch)
+
+
+def backward_twice(run):
+    for features, labels in run.loader:
+        loss = run.criterion(run.model(features), labels)
+        loss.backward(retain_graph=True)
+        with contextlib.suppress(IndexError):  # Opacus has no activations left
+            loss.backward()
+        run.optimizer.step()
+
+
+# Row 14: hooks, scalers, copies, settings.
+
+
+RAISES = [
+    (1, early_break_and_new_epoch, "step 5 used batch 0, expected batch 4", 4),
+    (1, next_iter_every_step, "step 2 used batch 0, expected batch 1", 1),
+    (1, step_twice_on_one_batch, "step 2 used no new batch, expected batch 1", 1),
+    (1, skip_one_batch, "step 3 used batch 3, expected batch 2", 2),
+    (1, skip_the_last_batch, "step 6 used batch 0, expected batch 5", 5),
+    (1, own_loader, "step 1 used no new batch, expected batch 0", 0),
+    (1, own_loader_after_an_epoch, "step 7 used no new batch, expected batch 0", 6),
+    (1, step_after_the_loop, "step 1 used no new batch, expected batch 0", 0),
+    (1, own_loader_around_the_private_batches, "step 1 used no new batch, expected batch 0", 0),
+    (1, copy_of_the_loader, "step 1 used no new batch, expected batch 0", 0),
+    (1, two_iterators_at_once, "second iterator", 0),
+    (1, evaluation_on_the_private_loader_mid_epoch, "second iterator", 1),
+    (1, half_of_every_batch, "step 1 used 5 rows, expected batch_size = 10", 0),
+    (1, batch_twice_in_one_step, "step 1 used 20 rows, expected batch_size = 10", 0),
+    (1, gradient_accumulation, "step 1 used batch 1, expected batch 0", 0),
+    (1, no_zero_grad, "step 2: got the gradients of 2 batches, expected 1", 1),
+    (1, two_passes_in_one_step, "step 1 follows 2 training passes", 0),
+    (1, planted_sum, "step 1 starts with a sum of clipped gradients", 0),
+    (1, sum_changed_between_pieces, "step 1 starts with a sum of clipped gradients", 0),
+    (1, memory_manager_left_early, "step 3 used batch 0, expected batch 2", 2),
+    (1, memory_manager_piece_skipped, "step 2: a piece of a batch", 1),
+    (1, batches_fetched_in_advance, "step 1 used no new batch, expected batch 0", 0),
+    (1, one_batch_fetched_in_advance, "step 1 used batch 1, expected batch 0", 0),
+    (1, cycle_over_the_loader, "step 7 used no new batch, expected batch 0", 6),
+    (1, backward_twice, "step 1 has gradients of another loss", 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "text", "steps"),
+    [case[1:] for case in RAISES],
+    ids=[f"row{case[0]}-{case[1].__name__}" for case in RAISES],
+)
+def test_a_different_loop_raises(make_run, loop, text, steps):
+    run = make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loop(run)
+    if steps is not None:
+        assert run.steps == steps
+
+
+def test_a_layer_that_is_called_by_itself(make_run):
+    run = make_run(model=nn.Sequential(nn.Flatten(), nn.Linear(5, 3)))
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1 follows 2 training passes"):
+        layer_by_itself(run)
+
+
+def test_memory_manager_tail_with_workers(make_run):
+    run = make_run(loader={"num_workers": 1, "prefetch_factor": 4})
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as pieces:
+        for index, batch in enumerate(pieces):
+            if index != 9:  # the workers are already done with the epoch
+                run.step(batch)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"announced \(1 are waiting\)"):
+        run.engine.get_epsilon(DELTA)
+    next(iter(run.loader))  # a new pass does not hide it
+    with pytest.raises(hsa.UnsupportedRunError, match=r"announced \(0 are waiting\)"):
+        run.engine.get_epsilon(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 6: a piece of a batch"):
+        run.epoch()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetching_workers_do_not_move_the_cursor(make_run, workers):
+    run = make_run(loader={"num_workers": workers})
+    run.epoch()
+    for batch in itertools.islice(run.loader, 2):
+        run.step(batch)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 9 used batch 0, expected batch 2"):
+        run.epoch()
+
+
+def test_memory_manager_with_workers_left_early(make_run):
+    run = make_run(loader={"num_workers": 2})
+    with pytest.raises(hsa.UnsupportedRunError, match="step 3 used batch 0, expected batch 2"):
+        memory_manager_left_early(run)
