@@ -118,7 +118,7 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, BlockCoordinateMechanism)
         if block_loss is not None and self._coarse:
             raise UnsupportedRunError(self._coarse)
         values, lengths = zip(*self._noise, strict=True)
-        return BlockCoordinateRun(
+        return BlockCoordinateRun.of_totals(
             step_size=self.step_size,
             clip_norm=float(self._fixed["max_grad_norm"]),
             noise_multiplier=values[0] if len(values) == 1 else Schedule(values, lengths),

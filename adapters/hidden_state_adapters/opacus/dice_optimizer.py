@@ -57,7 +57,7 @@ class DiceOptimizer(DiceMechanism):
             raise UnsupportedRunError(
                 f"The optimizer has {self._settings()}, expected {self._fixed} as in its steps."
             )
-        run = DiceSgdRun(
+        run = DiceSgdRun.of_totals(
             noise_multiplier=float(self.noise_multiplier),
             clip_norm=float(self.max_grad_norm),
             error_clip_norm=float(self.error_max_grad_norm),
@@ -66,7 +66,7 @@ class DiceOptimizer(DiceMechanism):
             num_steps=self._num_steps,
             fewest_rows=int(self._hidden.fewest_rows) if self._num_steps else 0,
             most_rows=self._hidden.most_rows,
-            largest_gradient_norm=self._hidden.largest_gradient_norm,
+            largest_norm=self._hidden.largest_gradient_norm,
         )
         return run.event(
             dataset_size=dataset_size,

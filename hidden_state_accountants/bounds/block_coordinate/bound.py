@@ -49,14 +49,14 @@ class BlockCoordinate:
     :math:`L_F = |1 - \eta\beta|` unless `update_lipschitz` declares one.
 
     Formal guarantees ("sound"):
-      - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for full batches. S_g is the
-        sensitivity under the relation that is asked for.
+      - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for full batches. S_g is
+        `event.sensitivity` under the relation that is asked for.
       - The partition into batches is public, the record in the worst of them.
       - Theorem A: the other blocks and the hidden variables are public, or recomputed from the
         block and one record with `block_loss` describing the composite. Composition: blocks count
         as released after each sub-step, s bounds the composite update.
       - Contraction comes from the prox of a strongly convex regulariser, from a strongly convex
-        block loss where clipping never acts (2 * lipschitz <= S_g), or from what is declared.
+        block loss where clipping never acts, or from what is declared.
     """
 
     analysis: str = attrs.field(default=SOUND, validator=check_analysis)
@@ -122,7 +122,7 @@ def _sound(
     common = _common_assumptions(event, relation)
     if contraction is None:
         return Guarantee(
-            curve=GaussianCurve(math.sqrt(_composed_mu_squared(event))),
+            curve=GaussianCurve(math.sqrt(_composed_mu_squared(event, relation))),
             neighboring_relation=relation,
             theorem="composition of the sub-steps that hold the record (every block may be "
             "released after each)",
@@ -130,7 +130,7 @@ def _sound(
             citations=(bound.citation, _COMPOSITION),
         )
     return Guarantee(
-        curve=GaussianCurve(math.sqrt(worst_mu_squared(_process(event, contraction)))),
+        curve=GaussianCurve(math.sqrt(worst_mu_squared(_process(event, relation, contraction)))),
         neighboring_relation=relation,
         theorem=f"Theorem A ({_SHIFTS.authors}, arXiv {_SHIFTS.arxiv}), optimal shifts, one block",
         assumptions=(*common, *_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
@@ -138,12 +138,12 @@ def _sound(
     )
 
 
-def _sensitivity(event: BlockCoordinateDpEvent) -> float:
-    return event.step_size * event.gradient_sensitivity / event.batch_size
+def _sensitivity(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
+    return event.step_size * event.sensitivity(relation) / event.batch_size
 
 
-def _composed_mu_squared(event: BlockCoordinateDpEvent) -> float:
-    sensitivity = _sensitivity(event)
+def _composed_mu_squared(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
+    sensitivity = _sensitivity(event, relation)
     if sensitivity == 0:
         return 0.0
     variances = 2 * event.step_size * event.noise_variances()
@@ -169,19 +169,19 @@ def _proved_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
     loss = event.block_loss
     if loss is None or (loss.kind is LossKind.HOELDER and loss.exponent != 1):
         return None
-    # Clipping at C gives S_g = C or 2 C, whichever neighbours S_g was declared for.
-    clip_is_active = loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity
-    eta = np.array([event.step_size])
-    return float(update_lipschitz(loss, eta, np.zeros(1), np.array([clip_is_active]))[0])
+    eta, may_act = np.array([event.step_size]), np.array([event.clipping_may_act])
+    return float(update_lipschitz(loss, eta, np.zeros(1), may_act)[0])
 
 
-def _process(event: BlockCoordinateDpEvent, contraction: float) -> NoisyProcess:
+def _process(
+    event: BlockCoordinateDpEvent, relation: NeighboringRelation, contraction: float
+) -> NoisyProcess:
     steps = event.num_steps
     variances = 2 * event.step_size * event.noise_variances().ravel()
     period = event.batches_per_epoch
     return NoisyProcess(
         contraction=np.broadcast_to(contraction, steps),
-        sensitivity=np.broadcast_to(_sensitivity(event), steps),
+        sensitivity=np.broadcast_to(_sensitivity(event, relation), steps),
         noise_std=np.sqrt(variances),
         drift_contraction=np.ones(steps),
         drift=np.full(steps, np.inf),  # no bound on the gradients themselves
@@ -209,10 +209,7 @@ def _common_assumptions(
     event: BlockCoordinateDpEvent, relation: NeighboringRelation
 ) -> tuple[Assumption, ...]:
     return (
-        Assumption.declared(
-            f"under {relation.name} the sum of the per-record gradients of a block moves by at "
-            f"most {event.gradient_sensitivity:g}, at equal released values"
-        ),
+        Assumption.declared(_sensitivity_text(event, relation)),
         Assumption.declared("one record per person"),
         Assumption.declared(
             f"the step size {event.step_size:g} is a constant, and sums are divided by the "
@@ -222,6 +219,19 @@ def _common_assumptions(
         Assumption.declared("only the released blocks are seen"),
         Assumption.public("partition into batches and their order, hyper-parameters"),
     )
+
+
+def _sensitivity_text(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> str:
+    sensitivity = f"{event.sensitivity(relation):g}"
+    if event.clip_norm is None:
+        return (
+            f"under {relation.name} the sum of the per-record gradients of a block moves by at "
+            f"most {sensitivity}, at equal released values"
+        )
+    text = f"the gradient of every record for a block is clipped to {event.clip_norm:g}"
+    if not event.clipping_may_act:
+        text += f" and no longer than {event.sensitivity(NeighboringRelation.REPLACE_SPECIAL):g}"
+    return f"{text}: under {relation.name} one record moves their sum by at most {sensitivity}"
 
 
 def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption, ...]:
@@ -253,7 +263,7 @@ def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption,
 
 def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
     """S_g does not tell the clip norm: one that is too large would hide that clipping acts."""
-    if loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity:
+    if event.clipping_may_act:
         return "the gradient of each record is clipped on its own and as one vector, if at all"
     return (
         f"no gradient is ever clipped: each record's, of norm at most {loss.lipschitz:g}, lies "
@@ -269,7 +279,7 @@ def _published(
     rates = published_rates(
         event.step_size,
         event.noise_variances(),
-        event.gradient_sensitivity,
+        event.sensitivity(relation),
         event.batch_size,
         lipschitz,
         _published_prox_lipschitz(event),

@@ -24,6 +24,7 @@ from hidden_state_adapters.tf_privacy.mechanisms.block_log import BlockLog
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.statement import statement
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
@@ -314,6 +315,17 @@ class BlockCoordinateKerasOptimizer(
     def checked(self, units: Units) -> list[str]:
         """What every update checks."""
         return [self._checked]
+
+    def statement(
+        self,
+        event: DpEvent,
+        guarantee: Guarantee,
+        assumptions: Sequence[Assumption],
+        delta: float,
+        units: Units,
+    ) -> str:
+        """In the shape of TensorFlow Privacy's."""
+        return statement(event, guarantee, tuple(assumptions), delta)
 
     # What is said about a run that nobody recorded
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import Assumption, BatchOrder, DiceSgdDpEvent, Guarantee, validate
+from hidden_state_accountants import Assumption, BatchOrder, DiceSgdAccountant, DiceSgdDpEvent, Guarantee, validate
 from hidden_state_accountants.events.batch_order import parse_batch_order
-from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun, text_report
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
@@ -218,6 +218,18 @@ class DiceOptimizer(CheckedOptimizer):
             "noise, both clip norms and the divisor, constant; every noisy update applied once; "
             "the error in no file"
         ]
+
+    def statement(
+        self,
+        event: DpEvent,
+        guarantee: Guarantee,
+        assumptions: Sequence[Assumption],
+        delta: float,
+        units: Units,
+    ) -> str:
+        """The report of the optimizer, and everything that was checked and declared."""
+        text = self.report_of(event, guarantee.neighboring_relation, delta)
+        return "\n".join([text, "all assumptions:", *(f"- {a}" for a in assumptions)])
 
     # What is said about a run that nobody recorded
 
