@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 from hidden_state_adapters.tf_privacy import requirements
 
 if TYPE_CHECKING:
-    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate import BlockCoordinateKerasOptimizer
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
+    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate import (
+        BlockCoordinateKerasOptimizer,
+    )
     from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.variants import (
         DiceKerasAdamOptimizer,
         DiceKerasSGDOptimizer,
     )
-    from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.mechanisms.last_iterate import CyclicDPKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {

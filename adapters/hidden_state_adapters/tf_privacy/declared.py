@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 
@@ -16,25 +17,26 @@ _OF = {
 }
 
 
-def _geometry(instance: object, attribute: attrs.Attribute, value: object) -> None:
+def _bound(value: Any) -> float:
+    return validate.real("gradient_bound", value, above=0, allow_inf=True)
+
+
+def _check_geometry(instance: object, attribute: Any, value: object) -> None:
     if value is not None and not isinstance(value, LossGeometry):
         raise TypeError(f"Expected {attribute.name} to be a LossGeometry or None, got {value!r}.")
 
 
 @attrs.frozen(kw_only=True)
 class Declared:
-    """What holds for ALL examples that could have been in the data; every run is checked against it.
+    """What holds for ALL examples that could have been in the data; the run is checked against it.
 
     Attributes:
         gradient_bound: Of the norm of every per-example gradient before clipping; inf if unknown.
         block_loss: The per-example loss as a function of the one block; None if unknown.
     """
 
-    gradient_bound: float = attrs.field(
-        default=math.inf,
-        converter=lambda bound: validate.real("gradient_bound", bound, above=0, allow_inf=True),
-    )
-    block_loss: LossGeometry | None = attrs.field(default=None, validator=_geometry)
+    gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
+    block_loss: LossGeometry | None = attrs.field(default=None, validator=_check_geometry)
 
     def refuse_all_but(self, known: str, optimizer: str) -> None:
         """Refuses what says nothing about the runs of an optimizer.

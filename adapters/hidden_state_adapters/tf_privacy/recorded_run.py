@@ -273,7 +273,7 @@ class RecordedRun:
         own = [Assumption.checked(text) for text in _CHECKED]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
         own += [Assumption.declared(text) for text in (*_DECLARED, *declared)]
-        return merge_assumptions([own, self.guarantee().assumptions])
+        return merge_assumptions([tuple(own), self.guarantee().assumptions])
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""

@@ -20,6 +20,7 @@ _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _INTEGERS = {tf.float32: tf.int32, tf.float64: tf.int64}
 _REMEMBERED = 1 << 14  # fingerprints of noise
 
+
 class Problem(enum.IntFlag):
     """Why a step was not taken."""
 

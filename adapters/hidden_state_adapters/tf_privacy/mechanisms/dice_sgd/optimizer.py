@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import Assumption, BatchOrder, DiceSgdAccountant, DiceSgdDpEvent, Guarantee, validate
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    DiceSgdAccountant,
+    DiceSgdDpEvent,
+    Guarantee,
+    validate,
+)
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun, text_report
 from hidden_state_adapters.tf_privacy.declared import Declared
