@@ -12,7 +12,6 @@ from hidden_state_accountants.bounds.base import Citation, divisor_assumption
 from hidden_state_accountants.curves.base import Curve, CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent, has_zero_noise
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import cap_delta
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
@@ -26,7 +25,7 @@ class Composition:
     Formal guarantees: holds for any curvature, domain and decay, even if all iterates are released;
     the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
     Exact (mu-GDP) for FULL and for epoch-wise orders; random batches through dp-accounting. A cap
-    on POISSON batches adds `cap_delta`.
+    on POISSON batches adds `event.cap_delta`.
     """
 
     name: str = "composition"
@@ -59,7 +58,7 @@ class Composition:
         """
         composed = attrs.evolve(event, max_batch_size=None).as_composition(relation)
         curve = _curve(composed, event.batch_order)
-        extra = cap_delta(event, relation)
+        extra = event.cap_delta(relation)
         return Guarantee(
             curve=CurveWithDelta(curve, extra) if extra else curve,
             neighboring_relation=relation,

@@ -33,7 +33,6 @@ from hidden_state_accountants.curves.base import BestOfCurves, Curve, CurveWithD
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
-from hidden_state_accountants.events.as_composition import overfull_delta
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
@@ -143,11 +142,11 @@ def _most_terms(event: LastIterateDpEvent, relation: NeighboringRelation) -> tup
         range(event.dataset_size + 1),
         True,
         lo=1,
-        key=lambda k: overfull_delta(event, relation, k) <= _OVERFULL,
+        key=lambda k: event.overfull_delta(relation, k) <= _OVERFULL,
     )
     if event.max_batch_size is not None:
         terms = min(terms, event.max_batch_size)
-    return terms, overfull_delta(event, relation, terms)
+    return terms, event.overfull_delta(relation, terms)
 
 
 def _released_curve(event: LastIterateDpEvent, process: NoisyProcess) -> Curve:

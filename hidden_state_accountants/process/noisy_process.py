@@ -14,8 +14,12 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import indivisible_batches
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
+from hidden_state_accountants.events.batch_order import (
+    EPOCH_ORDERS,
+    BatchOrder,
+    unequal_batches,
+    unmet_relation,
+)
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.process import geometry
@@ -95,14 +99,10 @@ def unmet_conditions(
     reason = unmet_relation(order, relation)
     if reason:
         unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
-        unmet.append(
-            UnmetCondition(
-                "equal batches",
-                indivisible_batches(event),
-                f"a remainder of {event.dataset_size % event.batch_size}",
-            )
-        )
+    reason = unequal_batches(order, event.batch_size, event.dataset_size)
+    if reason:
+        rest = event.dataset_size % event.batch_size
+        unmet.append(UnmetCondition("equal batches", reason, f"a remainder of {rest}"))
     if event.loss is None:
         unmet.append(
             UnmetCondition("loss geometry", "a declared LossGeometry (loss=)", "loss=None")

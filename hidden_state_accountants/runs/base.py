@@ -19,6 +19,7 @@ from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.runs.descriptions.base import Description
 
 SLACK = 1e-6
 """Rounding in float32, relative, of a norm that is exactly at its bound."""
@@ -58,9 +59,11 @@ class Run(abc.ABC):
 
     Attributes:
         event_type: The kind of event that the run becomes.
+        releases_every_iterate: Whether its guarantee covers every iterate, whatever is released.
     """
 
     event_type: ClassVar[type[DpEvent]]
+    releases_every_iterate: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -137,6 +140,25 @@ class Run(abc.ABC):
         Whoever reads such rows takes them for DP-SGD. A run that shows more than that has noise 0
         there, which no accountant takes for private.
         """
+
+    @classmethod
+    @abc.abstractmethod
+    def describe(
+        cls, event: Any, relation: NeighboringRelation, delta: float, notes: Mapping[str, Any]
+    ) -> Description:
+        """What a `Statement` says of an event of this kind.
+
+        Args:
+            event: The run.
+            relation: Of the guarantee.
+            delta: Where epsilons are read.
+            notes: What the event does not say; a subclass names what it reads.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def every_iterate(cls, event: Any, relation: NeighboringRelation) -> Guarantee | None:
+        """The guarantee of the same run with every iterate released; None if none is known."""
 
     def _check_has_steps(self) -> None:
         if not self._num_steps:

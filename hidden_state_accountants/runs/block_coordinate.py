@@ -10,13 +10,18 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.schedule import Schedule
+from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.descriptions.block_coordinate import description
 from hidden_state_accountants.runs.run_lengths import RunLengths
+from hidden_state_accountants.runs.statement import statement_of
 
 _RELATIONS = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
 _NOISE = "noise_variance"  # of the event, but of every step in a run
@@ -226,6 +231,29 @@ class BlockCoordinateRun(Run):
         rate = self._template.batch_size / self._template.dataset_size
         return [(0.0, rate, self._num_steps)] if self._num_steps else []
 
+    @classmethod
+    def describe(
+        cls,
+        event: BlockCoordinateDpEvent,
+        relation: NeighboringRelation,
+        delta: float,
+        notes: Mapping[str, Any],
+    ) -> Description:
+        """As `Run.describe`; it reads none of the notes."""
+        return description(event, relation)
+
+    @classmethod
+    def every_iterate(
+        cls, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    ) -> Guarantee | None:
+        """Composition of all updates, which asks for nothing about the loss."""
+        bound = BlockCoordinate()
+        if bound.check(event, relation):
+            return None
+        return bound.guarantee(
+            attrs.evolve(event, block_loss=None, update_lipschitz=None), relation
+        )
+
     # How it goes on elsewhere
 
     def _declared(self) -> dict[str, Any]:
@@ -269,50 +297,6 @@ class BlockCoordinateRun(Run):
             )
         for value in self._noise.values:
             validate.magnitude("noise_multiplier", value)
-
-    def report(
-        self,
-        delta: float,
-        *,
-        neighboring_relation: NeighboringRelation,
-        dataset_size: int | None = None,
-        block_loss: LossGeometry | None = None,
-        checked: str,
-    ) -> str:
-        """About a dozen lines to paste.
-
-        Args:
-            delta: In [0, 1].
-            neighboring_relation: The relation of the guarantee.
-            dataset_size: As for `event`, like the next one.
-            block_loss: What is declared.
-            checked: What the optimizer checked at every step.
-
-        Raises:
-            TypeError, ValueError, UnsupportedRunError: As `event`.
-        """
-        validate.target_delta(delta)
-        event = self.event(dataset_size=dataset_size, block_loss=block_loss)
-        self.check_relation(neighboring_relation)
-        guarantee = BlockCoordinate().guarantee(event, neighboring_relation)
-        gradients = "clipped to" if event.clipping_may_act else "never clipped,"
-        bound = event.sensitivity(NeighboringRelation.REPLACE_SPECIAL)
-        return "\n".join(
-            [
-                "Privacy of the released blocks (last iterate only)",
-                f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
-                f"neighboring relation: {neighboring_relation.name}",
-                f"theorem: {guarantee.theorem} (docs/theory/block_coordinate.md)",
-                f"run: {event.num_epochs} epochs x {event.batches_per_epoch} fixed batches of "
-                f"{event.batch_size} records x {event.num_blocks} blocks, step size "
-                f"{event.step_size:g}",
-                f"noise multiplier: {_range(self._noise.values)} on sums of gradients "
-                f"{gradients} {bound:g}",
-                f"prox: {event.prox_strong_convexity:g}-strongly convex",
-                f"checked at every step: {checked}",
-                "declared (your word): " + "; ".join(a.text for a in guarantee.assumptions),
-            ]
-        )
 
 
 class BlockCoordinateAccount:
@@ -369,15 +353,9 @@ class BlockCoordinateAccount:
         Raises:
             TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
         """
-        return self._run(block_loss).report(
-            delta,
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-            checked=self._checked,
-        )
-
-
-def _range(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.6g}" if math.isclose(low, high) else f"{low:.6g} to {high:.6g}"
+        run = self._run(block_loss)
+        event = run.event(dataset_size=dataset_size, block_loss=block_loss)
+        run.check_relation(neighboring_relation)
+        guarantee = best_guarantee(event, neighboring_relation)
+        assumptions = (Assumption.checked(self._checked), *guarantee.assumptions)
+        return statement_of([event], guarantee, assumptions, delta).lines()

@@ -10,12 +10,15 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
+from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.descriptions.dice_sgd import description
+from hidden_state_accountants.runs.statement import statement_of
 
 _TOTALS = ("fewest_rows", "most_rows", "largest_norm")
 
@@ -45,6 +48,7 @@ class DiceSgdRun(Run):
     """
 
     event_type = DiceSgdDpEvent
+    releases_every_iterate = True
 
     def __init__(
         self,
@@ -243,6 +247,22 @@ class DiceSgdRun(Run):
         size = self._told("dataset_size", None)
         return [(0.0, self._template.batch_size / size, self._num_steps)] if self._num_steps else []
 
+    @classmethod
+    def describe(
+        cls,
+        event: DiceSgdDpEvent,
+        relation: NeighboringRelation,
+        delta: float,
+        notes: Mapping[str, Any],
+    ) -> Description:
+        """As `Run.describe`; of the notes it reads `update_rule`, an optimizer's name."""
+        return description(event, relation, delta, notes.get("update_rule", "any"))
+
+    @classmethod
+    def every_iterate(cls, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """That of the run: every iterate is released anyway."""
+        return best_guarantee(event, relation)
+
     # How it goes on elsewhere
 
     def _declared(self) -> dict[str, Any]:
@@ -297,50 +317,8 @@ def _noise_std(noise_multiplier: float, clip_norm: float, batch_size: int) -> fl
 
 
 def text_report(
-    event: DiceSgdDpEvent,
-    guarantee: Guarantee,
-    delta: float,
-    *,
-    update_rule: str,
-    checked: str,
+    event: DiceSgdDpEvent, guarantee: Guarantee, delta: float, *, update_rule: str, checked: str
 ) -> str:
-    """About a dozen lines to paste.
-
-    Args:
-        event: The run.
-        guarantee: Of `DiceSgdAccountant` for it.
-        delta: In [0, 1].
-        update_rule: Name of the optimizer that the noisy updates go through.
-        checked: What the adapter checks at every step.
-    """
-    relation = guarantee.neighboring_relation
-    bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
-    clip = "normalised to" if event.automatic else "clip norm"
-    return "\n".join(
-        [
-            "Privacy of all iterates (the error of the feedback stays hidden)",
-            f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
-            f"neighboring relation: {relation.name}",
-            f"theorem: {guarantee.theorem} (docs/theory/dice_sgd.md)",
-            f"published: {_published(event, relation, delta)}",
-            f"run: {event.num_steps} steps x {event.batch_size} of {event.dataset_size} records, "
-            f"{event.batch_order.value}; update rule {update_rule}",
-            f"noise on the mean update: standard deviation {event.noise_std:.6g}",
-            f"gradients: {clip} {event.clip_norm:g}; bound before clipping: {bound}",
-            f"error: {clip} {event.error_clip_norm:g}",
-            f"checked at every step: {checked}",
-            "declared (your word): " + "; ".join(a.text for a in guarantee.assumptions),
-        ]
-    )
-
-
-def _published(event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float) -> str:
-    bound = DiceSgd(analysis="published")
-    unmet = bound.check(event, relation)
-    if unmet:
-        return f"{bound.citation} does not apply: " + "; ".join(map(str, unmet))
-    claim = bound.guarantee(event, relation)
-    return (
-        f"{bound.citation} would claim epsilon = {claim.epsilon(delta):.4f}; do not use it: "
-        f"{claim.caveat}"
-    )
+    """The lines of a statement, until the adapters call `statement_of`."""
+    assumptions = (Assumption.checked(checked), *guarantee.assumptions)
+    return statement_of([event], guarantee, assumptions, delta, update_rule=update_rule).lines()

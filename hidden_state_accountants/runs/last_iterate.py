@@ -10,12 +10,15 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.descriptions.last_iterate import description
 from hidden_state_accountants.runs.run_lengths import RunLengths
 from hidden_state_accountants.runs.running import RunningGuarantee
 
@@ -240,6 +243,25 @@ class LastIterateRun(Run):
         return [
             (value, rate, steps) for value, steps in zip(noise.values, noise.lengths, strict=True)
         ]
+
+    @classmethod
+    def describe(
+        cls,
+        event: LastIterateDpEvent,
+        relation: NeighboringRelation,
+        delta: float,
+        notes: Mapping[str, Any],
+    ) -> Description:
+        """As `Run.describe`; of the notes it reads `microbatch`, the examples of a record."""
+        return description(event, relation, notes.get("microbatch", 1))
+
+    @classmethod
+    def every_iterate(
+        cls, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> Guarantee | None:
+        """Ordinary composition of the steps, if it covers the order of the batches."""
+        bound = Composition()
+        return None if bound.check(event, relation) else bound.guarantee(event, relation)
 
     def _declared(self) -> dict[str, Any]:
         declared = self._template.to_dict()

@@ -149,17 +149,3 @@ def test_a_relation_that_changes_the_number_of_records():
     for ask in (whole.check_relation, whole.guarantee):
         with pytest.raises(hsa.UnsupportedRunError, match="same number"):
             ask(NeighboringRelation.ADD_OR_REMOVE_ONE)
-
-
-def test_the_report():
-    loss = hsa.LossGeometry.convex(1.0, lipschitz=0.6)
-    text = run().report(
-        1e-5, dataset_size=12, neighboring_relation=ONE, block_loss=loss, checked="this"
-    )
-    event = run().event(dataset_size=12, block_loss=loss)
-    epsilon = hsa.BlockCoordinateAccountant(ONE).compose(event).get_epsilon(1e-5)
-    assert f"epsilon = {epsilon:.4f} at delta = 1e-05" in text
-    for part in ("REPLACE_ONE", "Theorem A", "never clipped, 0.6", "checked at every step: this"):
-        assert part in text
-    with pytest.raises(ValueError, match="delta"):
-        run().report(2.0, dataset_size=12, neighboring_relation=ONE, checked="this")

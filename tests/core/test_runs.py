@@ -286,6 +286,14 @@ def test_state_through_json(kind):
         run.load_state_dict(state)
 
 
+def change_steps(state, **changes):
+    """Changes what a state says of the steps, wherever its kind keeps it."""
+    of_clip = (state.get("runs") or {}).get("clip_norm")
+    for part in (state, state.get("totals"), of_clip):
+        part = {} if part is None else part
+        part.update({name: value for name, value in changes.items() if name in part})
+
+
 @KINDS
 @pytest.mark.parametrize(
     "damage",
@@ -297,14 +305,13 @@ def test_state_through_json(kind):
         lambda s: s.update(num_steps=-1),
         lambda s: s.update(release_steps=[5, 3]),
         lambda s: s.update(release_steps=[9]),
-        lambda s: [s.pop(k) for k in ("runs", "largest_norm") if k in s] or s.update(totals={}),
-        lambda s: [s[k].pop("largest_norm", None) for k in ("totals",) if k in s] or s.update(
-            runs={}, noise_multiplier={}),
-        lambda s: [s[k].update(most_rows=6) for k in ("totals",) if k in s] or s.update(num_steps=9),
-        lambda s: [s[k].update(largest_norm=9) for k in ("totals",) if k in s] or s.update(
-            largest_norm=9, runs=None),
+        lambda s: change_steps(s, runs=None, totals={}, noise_multiplier=None),
+        lambda s: change_steps(s, runs={}, totals=None, largest_norm="1"),
+        lambda s: change_steps(s, lengths=[9], most_rows=6, largest_norm=9.0),
+        lambda s: change_steps(s, values=[0.0], fewest_rows=4, largest_norm=math.nan),
+        lambda s: change_steps(s, values=[0.0], largest_norm=-1.0),
     ],
-)  # fmt: skip
+)
 def test_damage_is_noticed(kind, damage):
     state = json.loads(json.dumps(trained(kind).state_dict()))
     damage(state)
@@ -395,7 +402,7 @@ def test_old_states():
 
 
 def test_no_kind_of_run():
-    with pytest.raises(TypeError, match="DiceSgdDpEvent.* got GaussianDpEvent"):
+    with pytest.raises(TypeError, match=r"DiceSgdDpEvent.* got GaussianDpEvent"):
         kind_of(GaussianDpEvent(1.0))
     for state in ({}, {"declared": None}, {"declared": {"type": "other"}}):
         with pytest.raises(ValueError, match="Expected the state of a run of"):

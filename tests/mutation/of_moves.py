@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 EVENTS = "events/last_iterate.py"
+ORDERS = "events/batch_order.py"
 PROCESS = "process/noisy_process.py"
 SHIFTS = "bounds/shifted_interpolation.py"
 _SENSITIVITY = (
@@ -147,9 +148,9 @@ MUTATIONS = (
     ),
     Mutation(
         "unequal_batches_are_accepted",
-        PROCESS,
-        " and event.dataset_size % event.batch_size:",
-        " and event.dataset_size < event.batch_size:",
+        ORDERS,
+        "rest = dataset_size % batch_size",
+        "rest = 0 * dataset_size % batch_size",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -175,7 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "runs/last_iterate.py",
+        "runs/run_lengths.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,

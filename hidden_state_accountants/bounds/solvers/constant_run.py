@@ -10,11 +10,10 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import indivisible_batches
 from hidden_state_accountants.events.batch_order import (
-    EPOCH_ORDERS,
     BatchOrder,
     sensitivity_in_clip_norms,
+    unequal_batches,
     unmet_relation,
 )
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -92,14 +91,10 @@ def unmet_for_constant_run(
                 "neighboring relation", "data sets of one size (REPLACE_ONE)", relation.name
             )
         )
-    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
-        unmet.append(
-            UnmetCondition(
-                "equal batches",
-                indivisible_batches(event),
-                f"a remainder of {event.dataset_size % event.batch_size}",
-            )
-        )
+    reason = unequal_batches(order, event.batch_size, event.dataset_size)
+    if reason:
+        rest = event.dataset_size % event.batch_size
+        unmet.append(UnmetCondition("equal batches", reason, f"a remainder of {rest}"))
     if event.loss is None:
         unmet.append(
             UnmetCondition("loss geometry", "a declared LossGeometry (loss=)", "loss=None")
