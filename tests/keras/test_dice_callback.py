@@ -92,8 +92,9 @@ def test_report(make_dice, relation):
         f"neighboring relation: {relation.name}",
         "bound before clipping: 1.4143",
         "published: ",
-        "- checked: batches of equal size in the fixed order",
-        "- declared: losses and metrics of the training data",
+        "checked at every step: batches of equal size in the fixed order",
+        "declared (your word): every entry of the loss depends on one example",
+        "losses and metrics of the training data",
     ):
         assert part in text
 

@@ -15,6 +15,7 @@ from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import Assumption, Guarantee
 from hidden_state_accountants.runs.base import Run, Step
+from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss, check_variables
@@ -171,8 +172,9 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         delta: float,
         units: Units,
     ) -> str:
-        """The privacy statement of a recorded run."""
-        raise NotImplementedError
+        """The privacy statement of a recorded run, in the shape of TensorFlow Privacy's."""
+        notes = {"microbatch": units.microbatch}
+        return statement_of([event], guarantee, assumptions, delta, **notes).paragraphs()
 
     # What was done
 

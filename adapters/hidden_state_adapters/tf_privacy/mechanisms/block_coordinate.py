@@ -8,10 +8,9 @@ from typing import Any
 
 import attrs
 import tensorflow as tf
-from dp_accounting import DpEvent
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
-from hidden_state_accountants import Assumption, Guarantee, LossGeometry, validate
+from hidden_state_accountants import LossGeometry, validate
 from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
@@ -24,7 +23,6 @@ from hidden_state_adapters.tf_privacy.mechanisms.block_log import BlockLog
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.statement import statement
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
@@ -315,17 +313,6 @@ class BlockCoordinateKerasOptimizer(
     def checked(self, units: Units) -> list[str]:
         """What every update checks."""
         return [self._checked]
-
-    def statement(
-        self,
-        event: DpEvent,
-        guarantee: Guarantee,
-        assumptions: Sequence[Assumption],
-        delta: float,
-        units: Units,
-    ) -> str:
-        """In the shape of TensorFlow Privacy's."""
-        return statement(event, guarantee, tuple(assumptions), delta)
 
     # What is said about a run that nobody recorded
 

@@ -9,13 +9,11 @@ from typing import Any
 import attrs
 import numpy as np
 import tensorflow as tf
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import NeighboringRelation
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
 from hidden_state_accountants import (
-    Assumption,
     BatchOrder,
-    Guarantee,
     LossGeometry,
     RunRecorder,
     validate,
@@ -32,7 +30,6 @@ from hidden_state_adapters.tf_privacy.guards.step import (
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD, Gradients
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.statement import statement
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
@@ -263,17 +260,6 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         if radius is not None:
             checked.append(f"all variables together within {radius:g} of 0")
         return checked
-
-    def statement(
-        self,
-        event: DpEvent,
-        guarantee: Guarantee,
-        assumptions: Sequence[Assumption],
-        delta: float,
-        units: Units,
-    ) -> str:
-        """In the shape of TensorFlow Privacy's."""
-        return statement(event, guarantee, tuple(assumptions), delta, units.microbatch)
 
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""

@@ -18,7 +18,8 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
-from hidden_state_accountants.runs.dice_sgd import DiceSgdRun, text_report
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
@@ -220,11 +221,8 @@ class DiceOptimizer(CheckedOptimizer):
             )
 
     def checked(self, units: Units) -> list[str]:
-        """The constants of the run."""
-        return [
-            "noise, both clip norms and the divisor, constant; every noisy update applied once; "
-            "the error in no file"
-        ]
+        """What every step checks."""
+        return [_CHECKED, "the error of the feedback is in no file"]
 
     def statement(
         self,
@@ -234,9 +232,8 @@ class DiceOptimizer(CheckedOptimizer):
         delta: float,
         units: Units,
     ) -> str:
-        """The report of the optimizer, and everything that was checked and declared."""
-        text = self.report_of(event, guarantee.neighboring_relation, delta)
-        return "\n".join([text, "all assumptions:", *(f"- {a}" for a in assumptions)])
+        """The lines to paste, with what the paper would have claimed."""
+        return self._lines(event, guarantee, assumptions, delta)
 
     # What is said about a run that nobody recorded
 
@@ -326,19 +323,19 @@ class DiceOptimizer(CheckedOptimizer):
                 "divided by the number of rows, which is another one with an example less. Declare "
                 "the divisor, or use REPLACE_SPECIAL."
             )
-        return self.report_of(event, neighboring_relation, delta)
+        guarantee = DiceSgdAccountant(neighboring_relation).compose(event).guarantee
+        assumptions = (Assumption.checked(_CHECKED), *guarantee.assumptions)
+        return self._lines(event, guarantee, assumptions, delta)
 
-    def report_of(
-        self, event: DiceSgdDpEvent, neighboring_relation: NeighboringRelation, delta: float
+    def _lines(
+        self,
+        event: DpEvent,
+        guarantee: Guarantee,
+        assumptions: Sequence[Assumption],
+        delta: float,
     ) -> str:
-        """As `report`, for an event of `privacy_event`."""
-        text = text_report(
-            event,
-            DiceSgdAccountant(neighboring_relation).compose(event).guarantee,
-            delta,
-            update_rule=self._update_rule,
-            checked=_CHECKED,
-        )
+        rule = self._update_rule
+        text = statement_of([event], guarantee, assumptions, delta, update_rule=rule).lines()
         before = self._error.read_run().first_iteration
         if not before:
             return text
