@@ -184,7 +184,7 @@ def add_or_remove_one(make_dice):
 
 
 CASES = {
-    bound_that_the_run_does_not_have: "gradient_bound >= .* the largest gradient of step 1, got 0.1",
+    bound_that_the_run_does_not_have: r"gradient_bound >= .* gradient of step 1, got 0.1",
     bound_for_another_optimizer: "gradient_bound for a Dice optimizer",
     other_divisor: "expected_batch_size = None or 4",
     weights_changed_between_fits: "were changed outside",
