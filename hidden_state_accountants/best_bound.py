@@ -15,7 +15,7 @@ from hidden_state_accountants.curves.base import BestOfCurves
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 """The kinds of runs that some bound is about."""
@@ -81,6 +81,18 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
     return candidate.epsilon(1e-6) < best.epsilon(1e-6)
+
+
+def check_covered(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
+    unmet = {
+        bound.name: bound.check(event, relation)
+        for bound in BOUNDS
+        if bound.sound and isinstance(event, bound.event_type)
+    }
+    if all(unmet.values()):
+        reasons = why_none_applies(event, unmet)
+        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
 
 
 def why_none_applies(

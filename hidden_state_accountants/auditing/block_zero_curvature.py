@@ -27,7 +27,7 @@ from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _PER_STD = 16  # grid points per smallest standard deviation: trapezoids are then exact
 _MOST_TERMS = 4_000_000  # grid points times components

@@ -62,8 +62,8 @@ def unequal_batches(order: BatchOrder, batch_size: int, dataset_size: int) -> st
         return None
     return (
         f"{order.name} batches need a batch_size that divides dataset_size: got {batch_size} and "
-        f"{dataset_size}, which leaves {rest} records over. Drop them "
-        f"(dataset_size={dataset_size - rest})."
+        f"{dataset_size}, which leaves {rest} records over. To drop {rest} records declare "
+        f"dataset_size={dataset_size - rest}."
     )
 
 

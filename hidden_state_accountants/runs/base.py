@@ -14,8 +14,7 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
-from hidden_state_accountants.bounds import BOUNDS
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.guarantee import Guarantee
@@ -55,7 +54,9 @@ class Step:
 class Run(abc.ABC):
     """Records a run step by step, and refuses a step that is not one of the declared run.
 
-    A subclass is about one kind of event, for which it registers itself.
+    A subclass is about one kind of event, for which it registers itself. What is the same in all
+    steps it holds as such an event (`_template`) of one step. An optimizer that does not see its
+    data leaves some of it open (`_later`), and `event` is told.
 
     Attributes:
         event_type: The kind of event that the run becomes.
@@ -70,7 +71,9 @@ class Run(abc.ABC):
         if "event_type" in vars(cls):
             _KINDS[cls.event_type] = cls
 
-    def __init__(self) -> None:
+    def __init__(self, template: DpEvent, **declared: Any):
+        self._template: Any = template
+        self._later = {name for name, value in declared.items() if value is None}
         self._num_steps = 0
         self._release_steps: list[int] = []
         self._proved: dict[NeighboringRelation, tuple[int, Guarantee]] = {}
@@ -90,6 +93,16 @@ class Run(abc.ABC):
     @abc.abstractmethod
     def _take(self, step: Step) -> None:
         """Checks a step first, and then takes its values into the account."""
+
+    def _check_turn(self, batch: int | None, batches_per_epoch: int) -> None:
+        """Refuses a batch that does not follow in an epoch of fixed batches."""
+        expected = self._num_steps % batches_per_epoch
+        if batch != expected:
+            raise UnsupportedRunError(
+                f"step {self._num_steps + 1} used batch {batch}, expected batch {expected}: a "
+                f"cyclic run visits batches 0 to {batches_per_epoch - 1} in order, each exactly "
+                "once per epoch. Iterate the private loader to its end and step once per batch."
+            )
 
     def release(self) -> None:
         """Marks the current iterate as released (again changes nothing)."""
@@ -159,6 +172,39 @@ class Run(abc.ABC):
     @abc.abstractmethod
     def every_iterate(cls, event: Any, relation: NeighboringRelation) -> Guarantee | None:
         """The guarantee of the same run with every iterate released; None if none is known."""
+
+    @classmethod
+    def line_before(cls, event: Any, relation: NeighboringRelation) -> str:
+        """What should be known before training, on one line; empty if nothing.
+
+        Args:
+            event: One step of the run with its first hyper-parameters.
+            relation: Of the guarantee.
+        """
+        return ""
+
+    def _told(self, name: str, value: Any, nothing: Any = None) -> Any:
+        """What was declared of a field, before the steps or now.
+
+        Args:
+            name: Of the field of the event.
+            value: What `event` is told; None for nothing.
+            nothing: What the field is where nothing was declared.
+
+        Raises:
+            TypeError: It was not declared at all.
+            UnsupportedRunError: Something else was declared before.
+        """
+        before = getattr(self._template, name)
+        if value is None and name in self._later:
+            raise TypeError(f"Expected {name}, which was not declared before, got None.")
+        if value is None:
+            return before
+        if name not in self._later and before != nothing and value != before:
+            raise UnsupportedRunError(
+                f"Expected {name} = {before}, which was recorded, got {value}."
+            )
+        return value
 
     def _check_has_steps(self) -> None:
         if not self._num_steps:
@@ -281,18 +327,6 @@ def run_of(state: Mapping[str, Any]) -> Run:
 
 def _known() -> str:
     return " or ".join(event_type.__name__ for event_type in _KINDS)
-
-
-def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
-    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
-    unmet = {
-        bound.name: bound.check(event, relation)
-        for bound in BOUNDS
-        if bound.sound and isinstance(event, bound.event_type)
-    }
-    if all(unmet.values()):
-        reasons = why_none_applies(event, unmet)
-        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
 
 
 def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:

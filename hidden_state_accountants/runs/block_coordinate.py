@@ -65,9 +65,8 @@ class BlockCoordinateRun(Run):
         dataset_size: int | None = None,
         block_loss: LossGeometry | None = None,
     ):
-        super().__init__()
         # The constructor of the event is the one place that knows what is valid.
-        self._template = BlockCoordinateDpEvent(
+        template = BlockCoordinateDpEvent(
             step_size=step_size,
             noise_variance=0.0,
             clip_norm=clip_norm,
@@ -78,7 +77,7 @@ class BlockCoordinateRun(Run):
             prox_strong_convexity=prox_strong_convexity,
             num_blocks=num_blocks,
         )
-        self._is_sized = dataset_size is not None
+        super().__init__(template, dataset_size=dataset_size)
         self._noise = RunLengths()
         self._largest_norm = 0.0
 
@@ -129,21 +128,15 @@ class BlockCoordinateRun(Run):
                     f"step {number} used {name} = {value}, expected {declared:g}: the bound on "
                     "DP-MBCD is about equal batches and constant values."
                 )
-        batch = self._num_steps % own.batches_per_epoch
-        if self._is_sized and step.batch not in (None, batch):
-            raise UnsupportedRunError(
-                f"step {number} used batch {step.batch}, expected batch {batch}: the batches are "
-                "visited in order, each exactly once per epoch."
-            )
+        if not self._later and step.batch is not None:
+            self._check_turn(step.batch, own.batches_per_epoch)
         noise = validate.magnitude("noise_multiplier", step.noise_multiplier)
         norm = validate.real("largest_norm", step.largest_norm, minimum=0, allow_inf=True)
-        check_in_bound("block_loss.lipschitz", self._lipschitz(), norm, f"of step {number}")
+        check_in_bound(
+            "block_loss.lipschitz", _lipschitz(self._template), norm, f"of step {number}"
+        )
         self._noise.append(noise)
         self._largest_norm = max(self._largest_norm, norm)
-
-    def _lipschitz(self) -> float:
-        loss = self._template.block_loss
-        return math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
 
     # What is said about it
 
@@ -165,29 +158,15 @@ class BlockCoordinateRun(Run):
                 `block_loss.lipschitz`, or something else was declared before.
         """
         self._check_has_steps()
-        own = self._template
-        if dataset_size is None and not self._is_sized:
-            raise TypeError("Expected dataset_size, which was not declared before, got None.")
-        size = own.dataset_size if dataset_size is None else dataset_size
-        loss = own.block_loss if block_loss is None else block_loss
-        declared = {
-            "dataset_size": (size, own.dataset_size if self._is_sized else size),
-            "block_loss": (loss, own.block_loss or loss),
-        }
-        for name, (value, before) in declared.items():
-            if value != before:
-                raise UnsupportedRunError(
-                    f"Expected {name} = {before}, which was recorded, got {value}."
-                )
+        size, loss = self._told("dataset_size", dataset_size), self._told("block_loss", block_loss)
         event: BlockCoordinateDpEvent = attrs.evolve(
-            own,
-            dataset_size=validate.integer("dataset_size", size, minimum=1),
+            self._template,
+            dataset_size=size,
             num_epochs=self._epochs(size),
             noise_variance=self._noise_variance(),
             block_loss=loss,
         )
-        bound = math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
-        check_in_bound("block_loss.lipschitz", bound, self._largest_norm, "of this run")
+        check_in_bound("block_loss.lipschitz", _lipschitz(event), self._largest_norm, "of this run")
         if any(step < self._num_steps for step in self._release_steps):
             # Nothing is hidden between the steps then. Without a block_loss the run has no known
             # contraction, and its guarantee is composition, which counts every block as released
@@ -220,7 +199,6 @@ class BlockCoordinateRun(Run):
 
     def _variance(self, noise_multiplier: float) -> float:
         own = self._template
-        assert own.clip_norm is not None  # set in the constructor
         # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
         return own.step_size * (noise_multiplier * own.clip_norm / own.batch_size) ** 2 / 2
 
@@ -234,9 +212,7 @@ class BlockCoordinateRun(Run):
 
     def sampled_rows(self) -> list[tuple[float, float, int]]:
         """One row with noise 0, which no accountant takes for private: blocks are not DP-SGD."""
-        if not self._is_sized:
-            raise TypeError("Expected dataset_size, which was not declared before, got None.")
-        rate = self._template.batch_size / self._template.dataset_size
+        rate = self._template.batch_size / self._told("dataset_size", None)
         return [(0.0, rate, self._num_steps)] if self._num_steps else []
 
     @classmethod
@@ -268,7 +244,7 @@ class BlockCoordinateRun(Run):
         declared = self._template.to_dict()
         for name in (_NOISE, "num_epochs"):
             declared.pop(name)
-        return declared if self._is_sized else declared | {"dataset_size": None}
+        return declared | dict.fromkeys(sorted(self._later))
 
     @classmethod
     def _of_declared(cls, declared: Mapping[str, Any]) -> BlockCoordinateRun:
@@ -295,7 +271,9 @@ class BlockCoordinateRun(Run):
             "largest_norm", state.get("largest_norm"), minimum=0, allow_inf=True
         )
         self._check_noise()
-        check_in_bound("block_loss.lipschitz", self._lipschitz(), self._largest_norm, "of this run")
+        check_in_bound(
+            "block_loss.lipschitz", _lipschitz(self._template), self._largest_norm, "of this run"
+        )
 
     def _check_noise(self) -> None:
         covered = sum(self._noise.lengths)
@@ -367,3 +345,9 @@ class BlockCoordinateAccount:
         guarantee = best_guarantee(event, neighboring_relation)
         assumptions = (Assumption.checked(self._checked), *guarantee.assumptions)
         return statement_of([event], guarantee, assumptions, delta).lines()
+
+
+def _lipschitz(event: BlockCoordinateDpEvent) -> float:
+    """The declared bound on all gradients; inf if there is none."""
+    loss = event.block_loss
+    return math.inf if loss is None or loss.lipschitz is None else loss.lipschitz

@@ -10,12 +10,12 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.best_bound import best_guarantee, check_covered
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
+from hidden_state_accountants.runs.base import Run, Step, check_in_bound
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.dice_sgd import description
 from hidden_state_accountants.runs.statement import statement_of
@@ -62,9 +62,8 @@ class DiceSgdRun(Run):
         batch_order: BatchOrder | str | None = None,
         gradient_bound: float = math.inf,
     ):
-        super().__init__()
         # The constructor of the event is the one place that knows what is valid.
-        self._template = DiceSgdDpEvent(
+        template = DiceSgdDpEvent(
             noise_std=_noise_std(noise_multiplier, clip_norm, batch_size),
             clip_norm=clip_norm,
             error_clip_norm=error_clip_norm,
@@ -77,11 +76,7 @@ class DiceSgdRun(Run):
             gradient_bound=gradient_bound,
             automatic=automatic,
         )
-        self._later = {
-            name
-            for name, value in (("dataset_size", dataset_size), ("batch_order", batch_order))
-            if value is None
-        }
+        super().__init__(template, dataset_size=dataset_size, batch_order=batch_order)
         self._fewest_rows = self._most_rows = 0
         self._largest_norm = 0.0
 
@@ -158,12 +153,8 @@ class DiceSgdRun(Run):
             raise UnsupportedRunError(
                 f"step {number} used {step.rows} rows, more than dataset_size = {own.dataset_size}."
             )
-        expected = self._num_steps % own.batches_per_epoch
-        if own.batch_order is BatchOrder.CYCLIC and step.batch not in (None, expected):
-            raise UnsupportedRunError(
-                f"step {number} used batch {step.batch}, expected batch {expected}: a cyclic run "
-                "visits its batches in order, each exactly once per epoch."
-            )
+        if own.batch_order is BatchOrder.CYCLIC and step.batch is not None:
+            self._check_turn(step.batch, own.batches_per_epoch)
 
     # What is said about it
 
@@ -203,25 +194,11 @@ class DiceSgdRun(Run):
             num_steps=self._num_steps,
             dataset_size=self._told("dataset_size", dataset_size),
             batch_order=self._told("batch_order", order),
-            gradient_bound=self._told("gradient_bound", gradient_bound),
+            gradient_bound=self._told("gradient_bound", gradient_bound, math.inf),
         )
         self._check_rows(event)
         check_in_bound("gradient_bound", event.gradient_bound, self._largest_norm, "of this run")
         return event
-
-    def _told(self, name: str, value: Any) -> Any:
-        """What was declared of a field: before, or now."""
-        declared = getattr(self._template, name)
-        is_open = name in self._later or declared == math.inf
-        if value is None and name in self._later:
-            raise TypeError(f"Expected {name}, which was not declared before, got None.")
-        if value is None or is_open:
-            return declared if value is None else value
-        if value != declared:
-            raise UnsupportedRunError(
-                f"Expected {name} = {declared}, which was recorded, got {value}."
-            )
-        return declared
 
     def _check_rows(self, event: DiceSgdDpEvent) -> None:
         if event.batch_order is BatchOrder.POISSON:

@@ -21,6 +21,7 @@ from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.last_iterate import description
 from hidden_state_accountants.runs.run_lengths import RunLengths
 from hidden_state_accountants.runs.running import RunningGuarantee
+from hidden_state_accountants.runs.statement import no_contraction_line
 
 _DECLARED = (
     "batch_order",
@@ -63,7 +64,6 @@ class LastIterateRun(Run):
         domain_diameter: float = math.inf,
         max_batch_size: int | None = None,
     ):
-        super().__init__()
         # The constructor of the event is the one place that knows what is valid.
         template = LastIterateDpEvent(
             noise_multiplier=1.0,
@@ -77,7 +77,7 @@ class LastIterateRun(Run):
             domain_diameter=domain_diameter,
             max_batch_size=max_batch_size,
         )
-        self._template = template
+        super().__init__(template)
         self._period = (
             template.batches_per_epoch if template.batch_order is BatchOrder.CYCLIC else 1
         )
@@ -173,13 +173,8 @@ class LastIterateRun(Run):
 
     def _check_batch(self, batch_index: int | None, batch_rows: int | None) -> None:
         order, step = self._template.batch_order, self._num_steps + 1
-        if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:
-            raise UnsupportedRunError(
-                f"step {step} used batch {batch_index}, expected batch "
-                f"{self.expected_batch_index}: a cyclic run visits batches 0 to "
-                f"{self._period - 1} in order, each exactly once per epoch. Iterate the private "
-                "loader to its end and step once per batch."
-            )
+        if order is BatchOrder.CYCLIC:
+            self._check_turn(batch_index, self._period)
         size, largest = self._template.batch_size, self._template.max_batch_size
         if order is BatchOrder.POISSON:
             if largest is None:
@@ -254,6 +249,11 @@ class LastIterateRun(Run):
     ) -> Description:
         """As `Run.describe`; of the notes it reads `microbatch`, the examples of a record."""
         return description(event, relation, notes.get("microbatch", 1))
+
+    @classmethod
+    def line_before(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+        """As `no_contraction_line`."""
+        return no_contraction_line(event, relation)
 
     @classmethod
     def every_iterate(

@@ -214,6 +214,20 @@ def _item(text: str) -> str:
 
 # Before training
 
+
+def line_before_training(event: DpEvent, relation: NeighboringRelation) -> str:
+    """What should be known of a run before it starts, on one line; empty if nothing.
+
+    Args:
+        event: One step of the run with its first hyper-parameters.
+        relation: The neighbouring relation.
+
+    Raises:
+        TypeError: The event is not that of a run.
+    """
+    return kind_of(event).line_before(event, relation)
+
+
 _STEPS_LOOKED_AHEAD, _DELTA = 50_000, 1e-5
 _EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
 

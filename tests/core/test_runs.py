@@ -3,6 +3,7 @@
 import json
 import math
 
+import attrs
 import pytest
 from dp_accounting import GaussianDpEvent, NeighboringRelation
 
@@ -54,6 +55,8 @@ EVENTS = {
         **SETTINGS[BlockCoordinateRun],
     ),
 }  # fmt: skip
+# With a release after step 3, which the event of DP-MBCD does not know: no loss can hide a block.
+RELEASED = EVENTS | {BlockCoordinateRun: attrs.evolve(EVENTS[BlockCoordinateRun], block_loss=None)}
 KINDS = pytest.mark.parametrize("kind", list(SETTINGS), ids=lambda kind: kind.__name__)
 
 
@@ -87,7 +90,7 @@ def trained(kind, steps=8, **changes):
 def test_becomes_its_event(kind):
     run = trained(kind)
     assert (run.num_steps, run.release_steps) == (8, (3,))
-    assert run.event() == EVENTS[kind]
+    assert run.event() == RELEASED[kind]
     assert kind_of(run.event()) is kind
     with pytest.raises(ValueError, match="at least one"):
         empty(kind).event()
@@ -279,7 +282,7 @@ def test_state_through_json(kind):
             copy.load_state_dict(state)
         assert type(copy) is kind
         assert copy.state_dict() == run.state_dict()
-        assert copy.event() == EVENTS[kind]
+        assert copy.event() == RELEASED[kind]
         step(copy)
         assert copy.num_steps == 9
     with pytest.raises(ValueError, match="without steps, got one with 8"):

@@ -15,7 +15,7 @@ SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_
 PLAIN = hsa.LastIterateDpEvent(
     noise_multiplier=2.0, learning_rate=[0.5] * 10 + [0.25] * 10, clip_norm=1.0, batch_size=500,
     dataset_size=5000, num_steps=20, batch_order="cyclic", weight_decay=0.1,
-    loss=hsa.LossGeometry.convex(smoothness=0.5), domain_diameter=4.0, release_steps=(3,),
+    loss=hsa.LossGeometry.convex(0.5, lipschitz=1.0), domain_diameter=4.0, release_steps=(3,),
 )  # fmt: skip
 DICE = hsa.DiceSgdDpEvent(
     noise_std=0.4, clip_norm=1.0, error_clip_norm=1.0, batch_size=100, dataset_size=2500,

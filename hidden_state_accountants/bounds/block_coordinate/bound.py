@@ -10,32 +10,36 @@ import functools
 import math
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds.base import Citation
+from hidden_state_accountants.bounds import assumptions
+from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
 from hidden_state_accountants.bounds.block_coordinate.recursion import (
     published_rates,
     secret_position_rdp,
 )
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.guarantee import Assumption, Topic
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    equal_batches,
+    neighboring_relation,
+    unless,
+)
 from hidden_state_accountants.process.geometry import update_lipschitz
-from hidden_state_accountants.process.noisy_process import NoisyProcess, UnmetCondition
+from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 _SHIFTS = Citation("Bok, Su, Altschuler 2024", "shifted interpolation", "2403.00278")
 _COMPOSITION = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
 
 
 @attrs.frozen
-class BlockCoordinate:
+class BlockCoordinate(Bound):
     r"""DP-MBCD: the sound account of the algorithm, or the published one.
 
     `analysis="sound"`, with :math:`s = \eta S_g/b` and :math:`\sigma_{k,j} = \sqrt{2\eta\,o(k,j)}`:
@@ -59,83 +63,63 @@ class BlockCoordinate:
         block loss where clipping never acts, or from what is declared.
     """
 
-    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
-    event_type: type[dp_accounting.DpEvent] = BlockCoordinateDpEvent
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = Citation("Chen & Liu 2025", "Theorem 4.6", "2407.08233")
+    key = "block_coordinate"
+    event_type = BlockCoordinateDpEvent
+    analyses = (SOUND, PUBLISHED)
+    paper = Citation("Chen & Liu 2025", "Theorem 4.6", "2407.08233")
 
-    @property
-    def name(self) -> str:
-        """Short, stable identifier."""
-        return "block_coordinate" if self.sound else "block_coordinate_published"
-
-    @property
-    def sound(self) -> bool:
-        """Whether the figures are proved."""
-        return self.analysis == SOUND
-
-    def check(
-        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
-        unmet = []
+    def conditions(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Neighbours that fixed batches admit, and equal batches; the paper's needs L_F."""
         order = BatchOrder.FULL if event.batches_per_epoch == 1 else BatchOrder.CYCLIC
-        reason = unmet_relation(order, relation)
-        if reason:
-            unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-        rest = event.dataset_size % event.batch_size
-        if rest:
-            unmet.append(
-                UnmetCondition(
-                    "equal batches",
-                    f"dataset_size divisible by batch_size (drop {rest} records)",
-                    f"{event.dataset_size} and {event.batch_size}",
-                )
+        return [
+            *neighboring_relation(order, relation),
+            *equal_batches(order, event.batch_size, event.dataset_size),
+            *unless(
+                self.sound or _published_update_lipschitz(event) is not None,
+                "Lipschitz constant of the update",
+                'update_lipschitz, or a block_loss with a Lipschitz gradient (or analysis="sound")',
+                "neither",
+            ),
+        ]
+
+    def prove(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Proof:
+        """Theorem A or composition, or what the paper claims."""
+        if not self.sound:
+            return _published(event, relation, f"{self.citation}, as published")
+        contraction = block_contraction(event) if event.num_blocks == 1 else None
+        if contraction is None:
+            return Proof(
+                curve=GaussianCurve(math.sqrt(_composed_mu_squared(event, relation))),
+                theorem="composition of the sub-steps that hold the record (every block may be "
+                "released after each)",
+                assumptions=(_HIDDEN_WHEN_RELEASED,),
+                citations=(_COMPOSITION,),
             )
-        if not self.sound and _published_update_lipschitz(event) is None:
-            unmet.append(
-                UnmetCondition(
-                    "Lipschitz constant of the update",
-                    "update_lipschitz, or a block_loss with a Lipschitz gradient "
-                    '(or analysis="sound")',
-                    "neither",
-                )
-            )
-        return tuple(unmet)
-
-    def guarantee(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee of the run.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        if unmet:
-            raise UnsupportedRunError("; ".join(map(str, unmet)))
-        return (_sound if self.sound else _published)(self, event, relation)
-
-
-def _sound(
-    bound: BlockCoordinate, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-) -> Guarantee:
-    contraction = block_contraction(event) if event.num_blocks == 1 else None
-    common = _common_assumptions(event, relation)
-    if contraction is None:
-        return Guarantee(
-            curve=GaussianCurve(math.sqrt(_composed_mu_squared(event, relation))),
-            neighboring_relation=relation,
-            theorem="composition of the sub-steps that hold the record (every block may be "
-            "released after each)",
-            assumptions=(*common, _HIDDEN_WHEN_RELEASED),
-            citations=(bound.citation, _COMPOSITION),
+        process = _process(event, relation, contraction)
+        return Proof(
+            curve=GaussianCurve(math.sqrt(worst_mu_squared(process))),
+            theorem=f"{_SHIFTS.of('Theorem A')}, optimal shifts, one block",
+            assumptions=(*_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
+            citations=(_SHIFTS,),
         )
-    return Guarantee(
-        curve=GaussianCurve(math.sqrt(worst_mu_squared(_process(event, relation, contraction)))),
-        neighboring_relation=relation,
-        theorem=f"Theorem A ({_SHIFTS.authors}, arXiv {_SHIFTS.arxiv}), optimal shifts, one block",
-        assumptions=(*common, *_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
-        citations=(bound.citation, _SHIFTS),
-    )
+
+    def event_assumptions(
+        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """Sensitivity, steps and divisor, schedules, releases, the public partition."""
+        return (
+            Assumption.declared("one record per person", Topic.UNIT),
+            Assumption.declared(_sensitivity_text(event, relation), Topic.SENSITIVITY),
+            Assumption.declared(
+                f"the step size {event.step_size:g} is a constant, and sums are divided by the "
+                f"constant {event.batch_size}",
+                Topic.DIVISOR,
+            ),
+            assumptions.fixed_in_advance("number of epochs and noise variances"),
+            Assumption.declared("only the released blocks are seen", Topic.RELEASES),
+            Assumption.public("partition into batches and their order", Topic.ORDER),
+            Assumption.public("hyper-parameters", Topic.HYPER_PARAMETERS),
+        )
 
 
 def _sensitivity(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
@@ -196,29 +180,15 @@ def _process(
 _HIDDEN_WHEN_RELEASED = Assumption.declared(
     "hidden variables: each is a function of one record and of the released blocks, its effect "
     "within the clipped gradient of that record (fitted on a whole batch: only if the gradient of "
-    "the whole batch is clipped); never released"
+    "the whole batch is clipped); never released",
+    Topic.HIDDEN_STATE,
 )
 _HIDDEN_FROM_THE_DATA = Assumption.declared(
     "everything but the trained block is public or fixed; hidden variables, if any, are a function "
     "of one record and of the block, recomputed at every step, and the declared geometry is that "
-    "of the composite update; never released"
+    "of the composite update; never released",
+    Topic.HIDDEN_STATE,
 )
-
-
-def _common_assumptions(
-    event: BlockCoordinateDpEvent, relation: NeighboringRelation
-) -> tuple[Assumption, ...]:
-    return (
-        Assumption.declared(_sensitivity_text(event, relation)),
-        Assumption.declared("one record per person"),
-        Assumption.declared(
-            f"the step size {event.step_size:g} is a constant, and sums are divided by the "
-            f"constant {event.batch_size}"
-        ),
-        Assumption.declared("number of epochs and noise variances fixed in advance"),
-        Assumption.declared("only the released blocks are seen"),
-        Assumption.public("partition into batches and their order, hyper-parameters"),
-    )
 
 
 def _sensitivity_text(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> str:
@@ -235,30 +205,26 @@ def _sensitivity_text(event: BlockCoordinateDpEvent, relation: NeighboringRelati
 
 
 def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption, ...]:
-    assumptions = []
+    assumed = []
     if event.update_lipschitz is not None:
-        assumptions.append(
+        assumed.append(
             Assumption.declared(
                 "the update of the block is Lipschitz with constant "
-                f"{event.update_lipschitz:g} on every data set"
+                f"{event.update_lipschitz:g} on every data set",
+                Topic.LOSS,
             )
         )
     if event.block_loss is not None:
-        assumptions.append(Assumption.declared(f"per-record block loss: {event.block_loss!r}"))
-        assumptions.append(Assumption.declared(_clipping(event.block_loss, event)))
+        text = f"per-record block loss: {event.block_loss!r}"
+        assumed.append(Assumption.declared(text, Topic.LOSS))
+        assumed.append(Assumption.declared(_clipping(event.block_loss, event), Topic.GRADIENT_NORM))
     if event.prox_strong_convexity:
-        assumptions.append(
-            Assumption.declared(f"{event.prox_strong_convexity:g}-strongly convex regulariser")
-        )
+        text = f"{event.prox_strong_convexity:g}-strongly convex regulariser"
+        assumed.append(Assumption.declared(text, Topic.REGULARISER))
+    text = "the regulariser, if any, is convex: its prox does not expand"
     if event.prox_lipschitz < 1:
-        assumptions.append(
-            Assumption.declared(f"the prox is Lipschitz with constant {event.prox_lipschitz:g}")
-        )
-    else:
-        assumptions.append(
-            Assumption.declared("the regulariser, if any, is convex: its prox does not expand")
-        )
-    return tuple(assumptions)
+        text = f"the prox is Lipschitz with constant {event.prox_lipschitz:g}"
+    return (*assumed, Assumption.declared(text, Topic.REGULARISER))
 
 
 def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
@@ -271,9 +237,7 @@ def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
     )
 
 
-def _published(
-    bound: BlockCoordinate, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-) -> Guarantee:
+def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation, theorem: str) -> Proof:
     lipschitz = _published_update_lipschitz(event)
     assert lipschitz is not None  # checked
     rates = published_rates(
@@ -284,18 +248,16 @@ def _published(
         lipschitz,
         _published_prox_lipschitz(event),
     )
-    return Guarantee(
+    return Proof(
         curve=RdpCurve(functools.partial(secret_position_rdp, rates, event.num_blocks)),
-        neighboring_relation=relation,
-        theorem=f"{bound.citation}, as published",
+        theorem=theorem,
         assumptions=(
-            *_common_assumptions(event, relation)[:-1],
             *_contraction_assumptions(event),
-            Assumption.declared("the batch that holds the record is secret and uniform"),
-            Assumption.public("hyper-parameters"),
+            Assumption.declared(
+                "the batch that holds the record is secret and uniform", Topic.ORDER
+            ),
         ),
         caveat=_caveat(event, lipschitz),
-        citations=(bound.citation,),
     )
 
 
