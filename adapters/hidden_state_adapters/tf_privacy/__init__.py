@@ -21,7 +21,7 @@ from hidden_state_adapters.tf_privacy import requirements
 if TYPE_CHECKING:
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
-    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate import (
+    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.optimizer import (
         BlockCoordinateKerasOptimizer,
     )
     from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.variants import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
-    "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate",
+    "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate.optimizer",
     "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
     "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
     "DiceKerasSGDOptimizer": "mechanisms.dice_sgd.variants",

@@ -68,6 +68,7 @@ class RecordedRun:
                 " Pass the callback to every call of fit, or compile with a fresh optimizer and "
                 "account both runs."
             )
+        optimizer.check_run()
         self.optimizer: CheckedOptimizer = optimizer
         self.units = Units.of(optimizer, batch_size, examples)
         optimizer.check_start(self.units, model.trainable_variables, declared)
@@ -75,6 +76,8 @@ class RecordedRun:
         self.model = model
         self._relation = relation
         self._declared = declared
+        self._period = self.units.batches
+        self._grouping = _grouping(optimizer)
         self._fixed = FixedVariables(model)
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
@@ -99,7 +102,7 @@ class RecordedRun:
     @property
     def next_batch(self) -> int:
         """The index within the epoch of the batch that the next step must use."""
-        return self.num_batches % self.units.batches
+        return self.num_batches % self._period
 
     @property
     def has_all_steps(self) -> bool:
@@ -115,7 +118,7 @@ class RecordedRun:
         """
         try:
             self._add(self.optimizer.last_step, batch)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             self.invalidate(str(error))
 
     def _add(self, entry: StepEntry, batch: int) -> None:
@@ -129,7 +132,7 @@ class RecordedRun:
             return
         if self._run is None:
             self._run = self.optimizer.new_run(self.units, self._declared)
-        self._run.add(self.units.step_of(self._parts, self._run.num_steps % self.units.steps))
+        self._run.add(self.units.step_of(self._parts, batch // self.units.accumulated))
         self._parts.clear()
 
     def _check_entry(self, entry: StepEntry, batch: int) -> None:
@@ -156,14 +159,14 @@ class RecordedRun:
 
     def _check_accumulation(self) -> None:
         """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
-        units = self.units
-        if Units.of(self.optimizer, units.batch_size, units.examples) != units:
+        if _grouping(self.optimizer) != self._grouping:
             raise refusal("microbatches or accumulation were changed during the run.")
-        if (int(self.optimizer.iterations) - self.num_batches) % units.accumulated:
+        iterations = int(self.optimizer.iterations)
+        if (iterations - self.num_batches) % self.units.accumulated:
             raise refusal(
-                f"optimizer.iterations is {int(self.optimizer.iterations)} after "
-                f"{self.num_batches} batches, so gradients are applied in other steps than every "
-                f"{units.accumulated}th. Start with a fresh optimizer."
+                f"optimizer.iterations is {iterations} after {self.num_batches} batches, so "
+                f"gradients are applied in other steps than every {self.units.accumulated}th. "
+                "Start with a fresh optimizer."
             )
 
     def release(self) -> None:
@@ -281,6 +284,11 @@ class RecordedRun:
         return self.optimizer.statement(
             self.event(), self.guarantee(), assumptions, delta, self.units
         )
+
+
+def _grouping(optimizer: Any) -> tuple[Any, Any]:
+    """What `Units` is made from, beside the batches."""
+    return optimizer._num_microbatches, optimizer.gradient_accumulation_steps
 
 
 def check_optimizer(optimizer: Any) -> None:

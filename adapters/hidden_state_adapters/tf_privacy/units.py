@@ -66,11 +66,6 @@ class Units:
         return self.examples // self.batch_size
 
     @property
-    def steps(self) -> int:
-        """Steps of an epoch."""
-        return self.batches // self.accumulated
-
-    @property
     def records(self) -> int:
         """The event's dataset_size."""
         return self.examples // self.microbatch

@@ -19,7 +19,7 @@ from hidden_state_accountants.runs.block_coordinate import (
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
-from hidden_state_adapters.tf_privacy.mechanisms.block_log import BlockLog
+from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.log import BlockLog
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
