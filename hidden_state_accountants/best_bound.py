@@ -83,18 +83,6 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
     return candidate.epsilon(1e-6) < best.epsilon(1e-6)
 
 
-def check_covered(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> None:
-    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
-    unmet = {
-        bound.name: bound.check(event, relation)
-        for bound in BOUNDS
-        if bound.sound and isinstance(event, bound.event_type)
-    }
-    if all(unmet.values()):
-        reasons = why_none_applies(event, unmet)
-        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
-
-
 def why_none_applies(
     event: dp_accounting.DpEvent, unmet: Mapping[str, tuple[UnmetCondition, ...]]
 ) -> str:

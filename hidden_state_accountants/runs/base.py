@@ -14,7 +14,8 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
+from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.guarantee import Guarantee
@@ -175,10 +176,10 @@ class Run(abc.ABC):
 
     @classmethod
     def line_before(cls, event: Any, relation: NeighboringRelation) -> str:
-        """What should be known before training, on one line; empty if nothing.
+        """One line that should be known before training; empty if there is nothing to say.
 
         Args:
-            event: One step of the run with its first hyper-parameters.
+            event: One step of the run, with its first hyper-parameters.
             relation: Of the guarantee.
         """
         return ""
@@ -327,6 +328,18 @@ def run_of(state: Mapping[str, Any]) -> Run:
 
 def _known() -> str:
     return " or ".join(event_type.__name__ for event_type in _KINDS)
+
+
+def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
+    unmet = {
+        bound.name: bound.check(event, relation)
+        for bound in BOUNDS
+        if bound.sound and isinstance(event, bound.event_type)
+    }
+    if all(unmet.values()):
+        reasons = why_none_applies(event, unmet)
+        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
 
 
 def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:

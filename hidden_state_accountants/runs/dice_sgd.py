@@ -10,12 +10,12 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee, check_covered
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.dice_sgd import description
 from hidden_state_accountants.runs.statement import statement_of

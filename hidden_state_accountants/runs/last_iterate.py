@@ -17,11 +17,11 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.last_iterate import description
 from hidden_state_accountants.runs.run_lengths import RunLengths
 from hidden_state_accountants.runs.running import RunningGuarantee
-from hidden_state_accountants.runs.statement import no_contraction_line
 
 _DECLARED = (
     "batch_order",
@@ -251,17 +251,17 @@ class LastIterateRun(Run):
         return description(event, relation, notes.get("microbatch", 1))
 
     @classmethod
-    def line_before(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
-        """As `no_contraction_line`."""
-        return no_contraction_line(event, relation)
-
-    @classmethod
     def every_iterate(
         cls, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> Guarantee | None:
         """Ordinary composition of the steps, if it covers the order of the batches."""
         bound = Composition()
         return None if bound.check(event, relation) else bound.guarantee(event, relation)
+
+    @classmethod
+    def line_before(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+        """Whether the update contracts."""
+        return no_contraction_line(event, relation)
 
     def _declared(self) -> dict[str, Any]:
         declared = self._template.to_dict()

@@ -8,6 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.runs.base import kind_of
 from hidden_state_accountants.runs.statement import composition_epsilon, statement_of
 
 DELTA = 1e-5
@@ -193,3 +194,15 @@ def test_refused(events, delta, kind):
     guarantee = accounted(PLAIN)
     with pytest.raises(kind):
         statement_of(events, guarantee, guarantee.assumptions, delta)
+
+
+@EVENTS
+def test_the_line_before_training_is_the_kind_s_own(event):
+    """Of DiceSGD and DP-MBCD nothing needs to be known; of plain SGD whether it contracts."""
+    flat = event
+    if event is PLAIN:
+        assert not kind_of(event).line_before(event, SPECIAL)  # it is projected
+        flat = attrs.evolve(event, loss=None, learning_rate=0.5, domain_diameter=math.inf)
+    line = kind_of(event).line_before(flat, SPECIAL)
+    assert line.startswith("no contraction") is (event is PLAIN)
+    assert bool(line) is (event is PLAIN)

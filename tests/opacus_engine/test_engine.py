@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
-from hidden_state_accountants.runs.statement import no_contraction_line
+from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.optimizer_checks import project_on_ball
 

@@ -19,7 +19,7 @@ from hidden_state_accountants import (
     LastIterateDpEvent,
     LossGeometry,
 )
-from hidden_state_accountants.runs.statement import no_contraction_line
+from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accounted_engine import RunOptimizer
 from hidden_state_adapters.opacus.branches import note_branch

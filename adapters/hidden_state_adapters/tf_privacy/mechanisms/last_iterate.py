@@ -19,7 +19,6 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.runs.base import SLACK, Step
-from hidden_state_accountants.runs.statement import no_contraction_line
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import (
@@ -228,7 +227,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             )
 
     def line_before(self, units: Units, relation: NeighboringRelation) -> str:
-        """What `no_contraction_line` says, assuming the hyper-parameters of the next step."""
+        """Whether the update contracts, assuming the hyper-parameters of the next step."""
         run = self.new_run(units, Declared())
         part = Step(
             noise_multiplier=self.noise_multiplier,
@@ -237,7 +236,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             weight_decay=self._weight_decay,
         )
         run.add(units.step_of([part] * units.accumulated, 0))
-        return no_contraction_line(run.event(), relation)
+        return run.line_before(run.event(), relation)
 
     def checked(self, units: Units) -> list[str]:
         """The values of the steps, and what holds for the variables."""
