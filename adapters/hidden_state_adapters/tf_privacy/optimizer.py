@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import attrs
 import tensorflow as tf
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, Guarantee
 from hidden_state_accountants.runs.base import Run, Step
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss, check_variables
@@ -123,8 +122,8 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
 
     # What kind of run its steps are; to be said by the subclass
 
-    # What a user may declare of its runs: a name of `Declared`.
-    _declarable = ""
+    update_rule = "SGD"  # that the noisy mean goes through
+    _declarable = ""  # what a user may declare of its runs: a name of `Declared`
 
     def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
         """Refuses to begin a run over such batches, with these variables and declarations.
@@ -164,17 +163,9 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         """What is checked of its runs, beside what is checked of every run."""
         raise NotImplementedError
 
-    def statement(
-        self,
-        event: DpEvent,
-        guarantee: Guarantee,
-        assumptions: Sequence[Assumption],
-        delta: float,
-        units: Units,
-    ) -> str:
-        """The privacy statement of a recorded run, in the shape of TensorFlow Privacy's."""
-        notes = {"microbatch": units.microbatch}
-        return statement_of([event], guarantee, assumptions, delta, **notes).paragraphs()
+    def told(self, statement: Statement) -> str:
+        """The statement of a recorded run, in the shape of TensorFlow Privacy's."""
+        return statement.paragraphs()
 
     # What was done
 

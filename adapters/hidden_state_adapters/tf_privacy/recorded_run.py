@@ -11,6 +11,7 @@ from dp_accounting import DpEvent, NeighboringRelation
 from hidden_state_accountants import Assumption, BatchOrder, Guarantee, RunRecorder, validate
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run, Step
+from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
@@ -280,10 +281,15 @@ class RecordedRun:
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""
-        assumptions = self.assumptions(declared)
-        return self.optimizer.statement(
-            self.event(), self.guarantee(), assumptions, delta, self.units
+        statement = statement_of(
+            [self.event()],
+            self.guarantee(),
+            self.assumptions(declared),
+            delta,
+            microbatch=self.units.microbatch,
+            update_rule=self.optimizer.update_rule,
         )
+        return self.optimizer.told(statement)
 
 
 def _grouping(optimizer: Any) -> tuple[Any, Any]:

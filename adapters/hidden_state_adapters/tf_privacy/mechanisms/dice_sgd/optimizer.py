@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
     Assumption,
     BatchOrder,
     DiceSgdAccountant,
     DiceSgdDpEvent,
-    Guarantee,
     validate,
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement, statement_of
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
@@ -42,7 +41,6 @@ class DiceOptimizer(CheckedOptimizer):
 
     _neutral_options: ClassVar = settings.NEUTRAL_AFTER_RELEASE
     _declarable = "gradient_bound"
-    _update_rule = ""
 
     def __init__(
         self,
@@ -224,16 +222,15 @@ class DiceOptimizer(CheckedOptimizer):
         """What every step checks."""
         return [_CHECKED, "the error of the feedback is in no file"]
 
-    def statement(
-        self,
-        event: DpEvent,
-        guarantee: Guarantee,
-        assumptions: Sequence[Assumption],
-        delta: float,
-        units: Units,
-    ) -> str:
+    def told(self, statement: Statement) -> str:
         """The lines to paste, with what the paper would have claimed."""
-        return self._lines(event, guarantee, assumptions, delta)
+        before = self._error.read_run().first_iteration
+        if not before:
+            return statement.lines()
+        return (
+            f"{statement.lines()}\nNOT in these figures: {before} steps before this optimizer was "
+            "loaded. They are another run; compose both events in one accountant."
+        )
 
     # What is said about a run that nobody recorded
 
@@ -325,23 +322,8 @@ class DiceOptimizer(CheckedOptimizer):
             )
         guarantee = DiceSgdAccountant(neighboring_relation).compose(event).guarantee
         assumptions = (Assumption.checked(_CHECKED), *guarantee.assumptions)
-        return self._lines(event, guarantee, assumptions, delta)
-
-    def _lines(
-        self,
-        event: DpEvent,
-        guarantee: Guarantee,
-        assumptions: Sequence[Assumption],
-        delta: float,
-    ) -> str:
-        rule = self._update_rule
-        text = statement_of([event], guarantee, assumptions, delta, update_rule=rule).lines()
-        before = self._error.read_run().first_iteration
-        if not before:
-            return text
-        return (
-            f"{text}\nNOT in these figures: {before} steps before this optimizer was loaded. They "
-            "are another run; compose both events in one accountant."
+        return self.told(
+            statement_of([event], guarantee, assumptions, delta, update_rule=self.update_rule)
         )
 
     def __repr__(self) -> str:

@@ -76,8 +76,6 @@ class DiceKerasSGDOptimizer(DiceOptimizer, GenericDPSGDOptimizer):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
 
-    _update_rule = "SGD"
-
     def __init__(
         self,
         l2_norm_clip: float,
@@ -152,7 +150,7 @@ class DiceKerasAdamOptimizer(DiceOptimizer, GenericDPAdamOptimizer):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
     """
 
-    _update_rule = "Adam"
+    update_rule = "Adam"
 
     def __init__(
         self,
