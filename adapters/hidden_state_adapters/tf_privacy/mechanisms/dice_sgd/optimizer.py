@@ -327,8 +327,8 @@ class DiceOptimizer(CheckedOptimizer):
         )
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
-        return f"{type(self).__name__}({settings})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+        return f"{type(self).__name__}({arguments})"
 
 
 def _at_least_one_row(loss: tf.Tensor) -> tf.Tensor:
