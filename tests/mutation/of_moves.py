@@ -16,6 +16,9 @@ _PROCESS_TESTS = "core/test_process.py"
 _DETAILS = "core/test_engine_details.py"
 _RECORDER_TESTS = "core/test_recorder.py"
 _EVENT_TESTS = "core/test_events.py"
+BLOCKS = "events/block_coordinate.py"
+_RUN_TESTS = "core/test_runs.py"
+_BLOCK_TESTS = "bounds/test_block_coordinate.py"
 
 MUTATIONS = (
     # What one record moves.
@@ -103,6 +106,20 @@ MUTATIONS = (
         "loss.kind is not LossKind.HOELDER or loss.exponent <= 1:",
         _PROCESS_TESTS,
     ),
+    Mutation(
+        "replaced_block_record_moves_one_clip_norm",
+        BLOCKS,
+        "return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound",
+        "return bound",
+        _BLOCK_TESTS,
+    ),
+    Mutation(
+        "block_clip_that_acts_is_taken_for_idle",
+        BLOCKS,
+        "return self.block_loss.lipschitz > self.clip_norm",
+        "return self.block_loss.lipschitz > 2 * self.clip_norm",
+        _BLOCK_TESTS,
+    ),
     # Which steps it moves.
     Mutation(
         "position_off_by_one",
@@ -159,6 +176,48 @@ MUTATIONS = (
         "is_constant=not event.has_schedules",
         "is_constant=True",
         _PROCESS_TESTS,
+    ),
+    Mutation(
+        "gradients_beyond_their_declared_bound_are_accepted",
+        "runs/base.py",
+        "if not largest_norm <= bound * (1 + SLACK):",
+        "if largest_norm > 2 * bound:",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "guarantee_of_the_first_steps_is_that_of_all",
+        "runs/base.py",
+        "if self._proved.get(relation, (0,))[0] != self._num_steps:",
+        "if relation not in self._proved:",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dice_forgets_short_batches",
+        "runs/dice_sgd.py",
+        "elif not self._fewest_rows == self._most_rows == event.batch_size:",
+        "elif self._most_rows != event.batch_size:",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dice_looks_like_dp_sgd_in_a_history",
+        "runs/dice_sgd.py",
+        "[(0.0, self",
+        "[(1.0, self",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dp_mbcd_may_change_its_step_size",
+        "runs/block_coordinate.py",
+        '"learning_rate": (step.learning_rate, own.step_size),',
+        "",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dp_mbcd_may_end_within_an_epoch",
+        "runs/block_coordinate.py",
+        "if self._num_steps % batches:",
+        "if self._num_steps < batches:",
+        _RUN_TESTS,
     ),
     Mutation(
         "recorder_accepts_short_batches",

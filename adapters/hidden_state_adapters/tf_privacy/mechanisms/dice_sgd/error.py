@@ -9,13 +9,12 @@ import attrs
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.tf_privacy.noise_memory import NoiseMemory
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import Problem, as_bits
+from hidden_state_adapters.tf_privacy.step_log import NoiseMemory, Problem, as_bits
 
 
 @attrs.frozen
-class DiceRun:
+class ErrorLog:
     """The state of a run, read by the host, without the error.
 
     Attributes:
@@ -139,7 +138,7 @@ class HiddenError:
         for variable, error in zip(self._errors, errors, strict=True):
             variable.assign(tf.where(is_fine, error, variable.read_value()))
 
-    def read_run(self) -> DiceRun:
+    def read_run(self) -> ErrorLog:
         """The run on the host, without the error."""
         drawn, fewest, most, first = self._counts.numpy().tolist()
-        return DiceRun(drawn, fewest, most, first, float(self._largest.numpy()))
+        return ErrorLog(drawn, fewest, most, first, float(self._largest.numpy()))

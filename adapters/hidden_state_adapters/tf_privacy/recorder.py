@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, Guarantee
-from hidden_state_adapters.tf_privacy import fit_checks
-from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
+from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
+from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.guards.model import build
+from hidden_state_adapters.tf_privacy.recorded_run import (
+    RecordedRun,
+    check_optimizer,
+    checked_relation,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
-class HiddenStateRecorder:
+class HiddenStateRecorder(Figures):
     """Gives the privacy of a model that an own loop trained, as HiddenStateCallback does for fit.
 
         record = HiddenStateRecorder(model, optimizer, cyclic_dataset(x, y, batch_size=100))
@@ -46,6 +52,7 @@ class HiddenStateRecorder:
         data: From `cyclic_dataset`.
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
         gradient_bound: See `HiddenStateCallback`; for the Dice optimizers.
+        block_loss: See `HiddenStateCallback`; for BlockCoordinateKerasOptimizer.
 
     Raises:
         UnsupportedRunError: At construction, from `batches` and from every figure, when the run is
@@ -60,6 +67,7 @@ class HiddenStateRecorder:
         *,
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
         gradient_bound: float = math.inf,
+        block_loss: LossGeometry | None = None,
     ):
         batches = cyclic_batches(data)
         if batches is None:
@@ -69,18 +77,17 @@ class HiddenStateRecorder:
             )
         if not isinstance(model, tf.keras.layers.Layer):
             raise TypeError(f"Expected a Keras model or layer, got {type(model).__name__}.")
-        fit_checks.check_optimizer(optimizer)
-        fit_checks.build(model, {"x": data})
-        fit_checks.check_layers(model, optimizer)
-        self._optimizer, self._data = optimizer, data
-        self._record = _LoopRecord(
-            dataset_size=batches.used,
+        check_optimizer(optimizer)
+        build(model, data)
+        self._data = data
+        self._record: RecordedRun = RecordedRun(
+            model,
+            optimizer,
             batch_size=batches.batch_size,
-            neighboring_relation=neighboring_relation,
-            gradient_bound=gradient_bound,
+            examples=batches.used,
+            relation=checked_relation(neighboring_relation),
+            declared=Declared(gradient_bound=gradient_bound, block_loss=block_loss),
         )
-        self._record.set_model(model)
-        self._record.start(optimizer, batches.used, data)
         optimizer.watch()
         self._given: int | None = None  # the batch that was handed out, without a recorded step
         self._pass = 0
@@ -116,95 +123,14 @@ class HiddenStateRecorder:
         if not is_over and self._record.has_all_steps:
             return
         given, self._given = self._given, None
-        self._record.on_train_batch_end(given)
-        if self._record.num_batches == 1:
-            self._record.check_variables()
+        self._record.add(given)
 
-    # What was spent
-
-    @property
-    def privacy_event(self) -> Any:
-        """The event that happened.
-
-        Raises:
-            ValueError: No step was taken.
-            UnsupportedRunError: Steps were taken that are not recorded, or the model is not the
-                iterate that was accounted.
-        """
-        return self._settled().privacy_event
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """The guarantee of what is released, with the current model as the last iterate."""
-        return self._settled().guarantee
-
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """Everything that has to be true, each checked, declared or public."""
-        return self._settled().assumptions
-
-    def get_epsilon(self, delta: float) -> float:
-        """The epsilon of what is released at `delta`, if the model is the last iterate."""
-        return self._settled().get_epsilon(delta)
-
-    def release(self) -> None:
-        """Marks the current model as released; call it for every model that anybody sees.
-
-        The last one always counts.
-        """
-        self._settled().release()
-
-    def report(self, delta: float) -> str:
-        """The privacy statement of the run with everything that was checked and declared."""
-        return self._settled().report(delta)
-
-    def __getstate__(self) -> Any:
-        return self._record.__getstate__()
-
-    def _settled(self) -> _LoopRecord:
+    def _catch_up(self) -> None:
         self._settle(is_over=False)
         self._record.check_iterate()
-        return self._record
 
-
-class _LoopRecord(HiddenStateCallback):
-    """The record, started and fed by hand."""
-
-    def start(self, optimizer: Any, used: int, data: Any) -> None:
-        """In place of `on_train_begin`."""
-        self._start(optimizer, used, (data, None))
-
-    @property
-    def num_batches(self) -> int:
-        assert self._record is not None
-        return self._record.num_batches
-
-    @property
-    def next_batch(self) -> int:
-        assert self._record is not None
-        return self._record.next_batch
-
-    @property
-    def has_all_steps(self) -> bool:
-        assert self._record is not None
-        entry = self._record.optimizer.last_step
-        return entry.steps == self.num_batches and not entry.problem
-
-    def check_iterate(self) -> None:
-        """Raises UnsupportedRunError if the model is not the iterate that was accounted."""
-        self._check_iterate()
-
-    def check_variables(self) -> None:
-        """Likewise, also while gradients are accumulated."""
-        self._check_variables()
-
-    def invalidate(self, text: str) -> NoReturn:
-        """Ends the record."""
-        self._invalidate(text)
-
-    def _own_assumptions(self) -> tuple[Assumption, ...]:
-        text = (
+    def _declared_texts(self) -> Iterable[str]:
+        yield (
             "the loss of every step was computed from the batch that batches() gave last, its rows "
             "in order"
         )
-        return (*super()._own_assumptions(), Assumption.declared(text))

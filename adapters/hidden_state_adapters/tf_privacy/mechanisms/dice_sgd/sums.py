@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy.dice_state import HiddenError
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 
 # An automatic clip takes a vector for 0 below this part of its length, so that the factor stays

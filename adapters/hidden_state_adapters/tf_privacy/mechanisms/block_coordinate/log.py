@@ -8,8 +8,13 @@ from typing import Any
 import attrs
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy.noise_memory import NoiseMemory
-from hidden_state_adapters.tf_privacy.step_log import Problem, StepLog, as_bits
+from hidden_state_adapters.tf_privacy.step_log import (
+    NoiseMemory,
+    Problem,
+    StepLog,
+    as_bits,
+    as_double,
+)
 
 
 @attrs.frozen
@@ -103,7 +108,7 @@ class BlockLog(StepLog):
         super().write(
             rows=rows, problem=problem, variables=self.variables, noise=noise, values=values
         )
-        rate, clip, multiplier, _, norm = (_double(value) for value in values)
+        rate, clip, multiplier, _, norm = (as_double(value) for value in values)
         old = self._run.read_value()
         # Changed since `problem_of_update`: an update that counts as not finished, for good.
         same = is_first | tf.reduce_all(tf.equal(old[:3], tf.stack([rate, clip, multiplier])))
@@ -116,10 +121,3 @@ class BlockLog(StepLog):
         """The run on the host."""
         rate, _, _, norm = self._run.numpy().tolist()
         return BlockEntry(int(self._begun.numpy()), int(self._counts.numpy()[0]), rate, norm)
-
-
-def _double(value: Any) -> tf.Tensor:
-    """Without a detour of Python floats through float32."""
-    return (
-        tf.constant(value, tf.float64) if isinstance(value, float) else tf.cast(value, tf.float64)
-    )

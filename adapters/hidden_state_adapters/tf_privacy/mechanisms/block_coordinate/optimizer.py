@@ -6,22 +6,25 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import tensorflow as tf
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
 from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
     BlockCoordinateRun,
 )
-from hidden_state_adapters.tf_privacy import optimizer_checks as checks
-from hidden_state_adapters.tf_privacy.block_log import BlockLog
-from hidden_state_adapters.tf_privacy.checked_optimizer import (
-    CheckedOptimizer,
-    CheckedSGD,
-)
+from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.guards import settings
+from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
+from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.log import BlockLog
+from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.units import Units
 
 
 class _ProxSGD(CheckedSGD):
@@ -101,7 +104,7 @@ class BlockCoordinateKerasOptimizer(
         gradients clipped (not the step size, which would depend on the examples).
     """
 
-    _neutral_options = MappingProxyType({**checks.NEUTRAL, "gradient_accumulation_steps": 1})
+    _neutral_options = MappingProxyType({**settings.NEUTRAL, "gradient_accumulation_steps": 1})
     _log: BlockLog
 
     _checked = (
@@ -124,8 +127,8 @@ class BlockCoordinateKerasOptimizer(
         name: str = "BlockCoordinateKerasOptimizer",
         **kwargs: Any,
     ):
-        checks.refuse_options(type(self).__name__, kwargs, self._neutral_options)
-        clip, noise = checks.clip_and_noise(l2_norm_clip, noise_multiplier)
+        settings.refuse_options(type(self).__name__, kwargs, self._neutral_options)
+        clip, noise = settings.clip_and_noise(l2_norm_clip, noise_multiplier)
         if isinstance(learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
             raise refusal(
                 f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
@@ -134,12 +137,12 @@ class BlockCoordinateKerasOptimizer(
         rate = validate.magnitude("learning_rate", learning_rate)
         weights = {"l1": validate.magnitude("l1", l1), "l2": validate.magnitude("l2", l2)}
         for weight, value in weights.items():
-            checks.check_scale(weight, value)
+            settings.check_scale(weight, value)
         if not isinstance(nonnegative, bool):
             raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
         super().__init__(
             WatchedGaussianSumQuery(clip, noise),
-            checks.microbatches(num_microbatches),
+            settings.microbatches(num_microbatches),
             learning_rate=rate,
             name=name,
         )
@@ -200,7 +203,7 @@ class BlockCoordinateKerasOptimizer(
                     "Expected blocks that have variables, each variable in one block, got "
                     f"{[[variable.name for variable in block] for block in blocks]}."
                 )
-            checks.check_variables([variable for block in blocks for variable in block])
+            check_variables([variable for block in blocks for variable in block])
             self._log.blocks = blocks
         elif [[v.ref() for v in block] for block in self._log.blocks] != [
             [v.ref() for v in block] for block in blocks
@@ -241,33 +244,94 @@ class BlockCoordinateKerasOptimizer(
             ],
         )
 
-    # What is said about the run.
+    # What kind of run its steps are
 
-    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
+    _declarable = "block_loss"
+
+    def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
+        """As every mechanism's; a declared curvature needs full float32."""
+        super().check_start(units, variables, declared)
+        if declared.block_loss is not None:
+            refuse_tensor_float_32()
+
+    @property
+    def last_step(self) -> StepEntry:
+        """What the last update of a block did, and how many steps were finished."""
+        entry = super().last_step
+        return attrs.evolve(entry, steps=entry.steps // max(self.num_blocks, 1))
+
+    def is_iterate(self, variables: Sequence[Any]) -> bool:
+        """Whether the variables are all of the blocks, as the last update left them.
+
+        Raises:
+            UnsupportedRunError: They are not those of the blocks.
+        """
+        blocks = self._log.variables
+        given, own = ({variable.ref() for variable in part} for part in (variables, blocks))
+        if given != own:
+            outside = [variable.deref().name for variable in given ^ own]
+            raise refusal(
+                "Expected blocks that are together the trainable variables of the model, got "
+                f"{sorted(outside)} in one and not in the other. Set layer.trainable = False for "
+                "what is not trained."
+            )
+        return super().is_iterate(blocks)
+
+    def new_run(self, units: Units, declared: Declared) -> BlockCoordinateRun:
+        """Of which the last blocks are released."""
+        return BlockCoordinateRun(
+            batch_size=units.batch_size,
+            dataset_size=units.examples,
+            block_loss=declared.block_loss,
+            **self._constants(),
+        )
+
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "step_size": self._log.read_run().learning_rate,
+            "clip_norm": self.l2_norm_clip,
+            "num_blocks": self.num_blocks,
+            "prox_strong_convexity": self._l2,
+        }
+
+    def step_of(self, entry: StepEntry) -> Step:
+        """As every mechanism's, with the longest gradient of all blocks so far."""
+        longest = self._log.read_run().largest_norm
+        return attrs.evolve(super().step_of(entry), largest_norm=longest)
+
+    def check_run(self) -> None:
+        """Every update that was begun was finished, and every step updated all blocks."""
         run = self._log.read_run()
-        if not run.begun:
-            raise ValueError("Expected at least one step, got none yet.")
-        if run.begun != run.taken or run.taken % self.num_blocks:
+        if run.begun != run.taken or run.taken % max(self.num_blocks, 1):
             raise refusal(
                 f"Of {run.begun} updates of {self.num_blocks} blocks {run.taken} were finished, "
                 "the others refused, interrupted or not applied. What ended the run may depend on "
                 "the examples, and the bound is about a number of steps that does not. Start again "
                 "with another optimizer."
             )
+
+    def checked(self, units: Units) -> list[str]:
+        """What every update checks."""
+        return [self._checked]
+
+    # What is said about a run that nobody recorded
+
+    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
+        run = self._log.read_run()
+        if not run.begun:
+            raise ValueError("Expected at least one step, got none yet.")
+        self.check_run()
         if not self._log.has_written(self._log.variables):
             raise refusal(
                 "The variables were changed after the last step, so they are not the iterate that "
                 "is accounted. Leave them alone, or go back to what the last step left."
             )
         return BlockCoordinateRun.of_totals(
-            step_size=run.learning_rate,
-            clip_norm=self.l2_norm_clip,
-            noise_multiplier=self.noise_multiplier,
-            batch_size=self.last_step.rows,
             num_steps=self.num_steps,
-            num_blocks=self.num_blocks,
-            prox_strong_convexity=self._l2,
+            noise_multiplier=self.noise_multiplier,
             largest_norm=run.largest_norm,
+            batch_size=self.last_step.rows,
+            **self._constants(),
         )
 
     def get_config(self) -> dict[str, Any]:
