@@ -109,18 +109,4 @@ MUTATIONS = (
         "if position is None and position:",
         _EVENT_TESTS,
     ),
-    Mutation(
-        "replaced_block_record_moves_one_clip_norm",
-        BLOCKS,
-        "return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound",
-        "return bound",
-        _BLOCK_TESTS,
-    ),
-    Mutation(
-        "block_clip_that_acts_is_taken_for_idle",
-        BLOCKS,
-        "return self.block_loss.lipschitz > self.clip_norm",
-        "return self.block_loss.lipschitz > 2 * self.clip_norm",
-        _BLOCK_TESTS,
-    ),
 )
