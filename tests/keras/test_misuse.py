@@ -1,0 +1,399 @@
+"""Every Keras optimizer through every misuse of the shared table, with callback and recorder.
+
+The table is tests/reference/misuse.py.
+"""
+
+import contextlib
+import copy
+import functools
+import pickle
+
+import attrs
+import misuse
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+from misuse import BATCH, RECORDS
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateKerasOptimizer,
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasAdamOptimizer,
+    DiceKerasSGDOptimizer,
+    HiddenStateCallback,
+    HiddenStateRecorder,
+    cyclic_dataset,
+)
+
+FEATURES = 3
+LOGISTIC = hsa.LossGeometry.logistic(1.0, bias=True)
+layers = tf.keras.layers
+
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(FEATURES,), initializer="zeros", trainable=False)
+
+    def call(self, features, training=None):
+        if training:
+            self.seen.assign_add(tf.reduce_sum(features, axis=0))
+        return features
+
+
+class Shift(layers.Layer):
+    def __init__(self, size, trainable):
+        super().__init__(trainable=trainable)
+        self.shift = self.add_weight(shape=(size,), initializer="zeros")
+
+    def call(self, features):
+        return features + self.shift
+
+
+LAYERS = {
+    "": lambda: layers.Activation("linear"),
+    "batch_norm": layers.BatchNormalization,
+    "counts": Counts,
+}
+
+
+class Model(tf.keras.Sequential):
+    """In Model.fit a step is `act`."""
+
+    act = None
+
+    def train_step(self, data):
+        self.act(*data)
+        return {}
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return cyclic_dataset(x, (x[:, :1] > 0).astype("float32"), batch_size=BATCH)
+
+
+# Settings by the names of the table.
+IN_QUERY = {
+    "clip_norm": "l2_norm_clip",
+    "noise_multiplier": "noise_multiplier",
+    "error_clip_norm": "error_l2_norm_clip",
+}
+ATTRIBUTES = {"accumulation": "gradient_accumulation_steps", "momentum": "_momentum"}
+
+
+@attrs.define(slots=False)
+class KerasTrial(misuse.Trial):
+    """A run of an own loop; see FitTrial.
+
+    Attributes:
+        layer: Before the head.
+        kind: The optimizer.
+        start, records, has_bound: See `Trial`.
+        options: More options of the optimizer.
+        declared: What callback or recorder are told.
+        by_blocks: Whether the optimizer asks for the loss of every block.
+    """
+
+    layer: str
+    kind: type
+    start: dict
+    options: dict
+    declared: dict
+    records: frozenset = frozenset()
+    has_bound: bool = True
+    by_blocks: bool = False
+
+    def __attrs_post_init__(self):
+        self.optimizer = self.kind(
+            self.start["clip_norm"],
+            self.start["noise_multiplier"],
+            learning_rate=self.start["learning_rate"],
+            **self.options,
+        )
+        self.data = data()
+        self.backbone = layers.Dense(
+            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
+        )
+        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
+        head = layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        self.model = Model([LAYERS[self.layer](), self.backbone, self.buffer, head, self.bias])
+        self.model.build((None, FEATURES))
+        self.model.act = self.act
+        self.before = self.after = self.extra = None
+        self.scale, self.factor, self.pairs = 1.0, 1.0, None
+        self.account = self.account_of(self.optimizer)
+
+    def account_of(self, optimizer):
+        return HiddenStateRecorder(self.model, optimizer, self.data, **self.declared)
+
+    # The loop
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        for index, batch in enumerate(self.batches()):
+            if index != at:
+                self.act(*batch)
+                continue
+            if between is not None:
+                between()
+            self.before, self.after, self.scale = before, after, scale
+            self.act(*batch)
+
+    def act(self, x, y):
+        """One step, with what was asked for."""
+        (before, after, scale), self.before, self.after, self.scale = (
+            (self.before, self.after, self.scale), None, None, 1.0,
+        )  # fmt: skip
+
+        def losses():
+            if before is not None:
+                before()
+            values = tf.nn.sigmoid_cross_entropy_with_logits(y, self.model(x, training=True))
+            values = scale * values[:, 0]
+            if self.extra is not None:
+                values += 0.0 * self.extra
+            if after is not None:
+                after()
+            return values
+
+        self.update(losses)
+
+    def update(self, losses):
+        if self.by_blocks:
+            self.optimizer.minimize(losses, [[v] for v in self.variables])
+            return
+        with tf.GradientTape() as tape:
+            values = losses()
+        pairs = self.optimizer._compute_gradients(values, self.variables, tape=tape)
+        self.pairs = [(self.factor * g, v) for g, v in pairs] if self.factor != 1.0 else pairs
+        self.factor = 1.0
+        self.optimizer.apply_gradients(self.pairs)
+
+    @property
+    def variables(self):
+        extra = [] if self.extra is None else [self.extra]
+        return [*self.model.trainable_variables, *extra]
+
+    def batches(self):
+        return self.account.batches()
+
+    def other_batches(self):
+        return iter(self.data)
+
+    def step(self, batch):
+        self.act(*batch)
+
+    def rows(self, batch, index):
+        return [tf.gather(part, tf.constant(list(index), tf.int32)) for part in batch]
+
+    def evaluate(self):
+        self.model(next(iter(self.data))[0])
+
+    # The model
+
+    def weights(self):
+        return [v.numpy() for v in self.model.trainable_variables]
+
+    def set_weights(self, weights):
+        for variable, value in zip(self.model.trainable_variables, weights, strict=True):
+            variable.assign(value)
+
+    def frozen(self):
+        return self.backbone.kernel.numpy()
+
+    def write_frozen(self, value):
+        self.backbone.kernel.assign(value)
+
+    def write_buffer(self):
+        self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
+
+    def freeze(self):
+        self.bias.trainable = False
+
+    def unfreeze(self):
+        self.backbone.trainable = True
+
+    # The optimizer
+
+    def set(self, name, value):
+        if name in IN_QUERY:
+            setattr(self.optimizer._dp_sum_query, IN_QUERY[name], value)
+        else:
+            setattr(self.optimizer, ATTRIBUTES.get(name, name), value)
+
+    def get(self, name):
+        if name in IN_QUERY:
+            if not hasattr(self.optimizer._dp_sum_query, IN_QUERY[name]):
+                raise NotImplementedError(f"no {name}")
+            return getattr(self.optimizer._dp_sum_query, IN_QUERY[name])
+        return getattr(self.optimizer, ATTRIBUTES.get(name, name), None)
+
+    def reseed(self):
+        self.optimizer._dp_sum_query._generator.reset_from_seed(0)
+
+    def copy(self):
+        self.go_on_with(copy.deepcopy(self.optimizer))
+
+    def pickle(self):
+        self.go_on_with(pickle.loads(pickle.dumps(self.optimizer)))
+
+    def go_on_with(self, optimizer):
+        own, self.optimizer = self.optimizer, optimizer
+        self.act(*next(iter(self.data)))
+        self.optimizer = own
+
+    def unused_gradients(self):
+        if self.by_blocks:
+            raise NotImplementedError("every block's gradient is used at once")
+        x, y = next(iter(self.data))
+        self.optimizer._compute_gradients(
+            lambda: tf.nn.sigmoid_cross_entropy_with_logits(y, self.model(x))[:, 0], self.variables
+        )
+
+    def change_update(self):
+        if self.by_blocks:
+            raise NotImplementedError("the update is made inside the step")
+        self.factor = 2.0
+
+    def apply_again(self):
+        if self.by_blocks:
+            raise NotImplementedError("the update is made inside the step")
+        self.optimizer.apply_gradients(self.pairs)
+
+    def hook_on_the_update(self):
+        self.optimizer.gradient_transformers.append(lambda pairs: pairs)
+
+    def add_a_parameter(self):
+        self.extra = tf.Variable(1.0)
+
+    def train_without_noise(self):
+        x, y = next(iter(self.data))
+        tf.keras.optimizers.legacy.SGD(0.1).minimize(
+            lambda: tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, self.model(x))),
+            self.variables,
+        )
+
+    @contextlib.contextmanager
+    def interrupted_update(self):
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        self.optimizer.apply_gradients = interrupt
+        yield
+        del self.optimizer.apply_gradients
+
+    def account_again(self):
+        self.account_of(self.optimizer)
+
+    # The account
+
+    def get_epsilon(self):
+        return self.account.get_epsilon(1e-5)
+
+    def event(self):
+        return self.account.privacy_event
+
+    def release(self):
+        self.account.release()
+
+
+class FitTrial(KerasTrial):
+    """The same in Model.fit, which has no loop of one's own."""
+
+    def account_of(self, optimizer):
+        self.model.compile(
+            optimizer,
+            tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none"),
+            run_eagerly=True,
+        )
+        return HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **self.declared)
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        def begin(index, logs):
+            if index == at:
+                if between is not None:
+                    between()
+                self.before, self.after, self.scale = before, after, scale
+
+        act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
+        self.model.fit(self.data, callbacks=[self.account, act], verbose=0)
+
+    def batches(self):
+        raise NotImplementedError("fit has the loop")
+
+    other_batches = batches
+
+    def go_on_with(self, optimizer):
+        self.optimizer = optimizer
+        self.model.compile(optimizer, self.model.loss, run_eagerly=True)
+        self.epoch()
+
+    def account_again(self):
+        self.account = self.account_of(self.optimizer)
+        self.epoch()
+
+
+DICE = {"learning_rate": 0.5, "noise_multiplier": 40.0, "clip_norm": 0.25}
+OPTIMIZERS = {
+    "cyclic": {
+        "kind": CyclicDPKerasSGDOptimizer,
+        "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
+        "options": {"weight_decay": 0.1, "loss_geometry": LOGISTIC},
+        "declared": {},
+        "records": {"learning_rate", "noise_multiplier", "clip_norm"},
+    },
+    "dice_sgd": {
+        "kind": DiceKerasSGDOptimizer,
+        "start": DICE,
+        "options": {"error_l2_norm_clip": 0.125},
+        "declared": {"gradient_bound": 1.4143},
+        "records": {"learning_rate", "momentum"},
+    },
+    "dice_adam": {
+        "kind": DiceKerasAdamOptimizer,
+        "start": DICE,
+        "options": {"error_l2_norm_clip": 0.125},
+        "declared": {"gradient_bound": 1.4143},
+        "records": {"learning_rate", "momentum"},
+    },
+    "block_coordinate": {
+        "kind": BlockCoordinateKerasOptimizer,
+        "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
+        "options": {},
+        "declared": {},
+        "has_bound": False,
+        "by_blocks": True,
+    },
+}
+ACCOUNTS = {"recorder": KerasTrial, "callback": FitTrial}
+
+
+@pytest.fixture(autouse=True)
+def _row_by_row(monkeypatch):
+    """Per-example gradients without pfor, which traces a graph in every eager step."""
+    init = tf.GradientTape.__init__
+
+    def jacobian(tape, target, sources, unconnected_gradients=tf.UnconnectedGradients.NONE, **_):
+        rows = [
+            tape.gradient(target, sources, tf.one_hot(i, len(target), dtype=target.dtype),
+                          unconnected_gradients)
+            for i in range(len(target))
+        ]  # fmt: skip
+        return [tf.stack(parts) for parts in zip(*rows, strict=True)]
+
+    def persistent_init(tape, persistent=False, **kwargs):
+        init(tape, persistent=True, **kwargs)
+
+    monkeypatch.setattr(tf.GradientTape, "__init__", persistent_init)
+    monkeypatch.setattr(tf.GradientTape, "jacobian", jacobian)
+
+
+@pytest.mark.parametrize("account", ACCOUNTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", misuse.cases("keras"))
+def test_misuse(case, optimizer, account):
+    make_trial = functools.partial(ACCOUNTS[account], **OPTIMIZERS[optimizer])
+    misuse.check("keras", case, make_trial, honest_epochs=0)

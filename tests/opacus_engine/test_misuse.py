@@ -1,0 +1,341 @@
+"""Every Opacus optimizer through every misuse of the shared table.
+
+The table is tests/reference/misuse.py.
+"""
+
+import contextlib
+import copy
+import functools
+import pickle
+import warnings
+
+import attrs
+import misuse
+import pytest
+import torch
+from misuse import BATCH, RECORDS
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hidden_state_adapters.opacus import (
+    BlockCoordinateOptimizer,
+    DiceAdamOptimizer,
+    DiceSGDOptimizer,
+    HiddenStatePrivacyEngine,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+FEATURES, CLASSES, SEED = 3, 2, 4
+# Softmax cross-entropy on features of norm 1 with a bias: sqrt(2) * sqrt(2).
+BOUND = 2.0001
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(FEATURES))
+
+    def forward(self, features):
+        if self.training:
+            self.seen += features.detach().sum(dim=0)
+        return features
+
+
+LAYERS = {
+    "": nn.Identity,
+    "batch_norm": lambda: nn.BatchNorm1d(FEATURES, affine=False),
+    "counts": Counts,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = LAYERS[layer]()
+        self.backbone = nn.Linear(FEATURES, FEATURES, bias=False).requires_grad_(False)
+        nn.init.eye_(self.backbone.weight)
+        self.register_buffer("shift", torch.zeros(FEATURES))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features):
+        return self.head(self.backbone(self.layer(features)) + self.shift)
+
+
+def data():
+    features = torch.randn(RECORDS, FEATURES, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(nn.functional.normalize(features), torch.arange(RECORDS) % CLASSES)
+
+
+# Settings by the names of the table.
+ATTRIBUTES = {
+    "clip_norm": "max_grad_norm",
+    "divisor": "expected_batch_size",
+    "error_clip_norm": "error_max_grad_norm",
+}
+IN_GROUPS = {
+    "learning_rate": "lr",
+    "momentum": "momentum",
+    "weight_decay": "weight_decay",
+    "maximize": "maximize",
+}
+
+
+@attrs.define(slots=False)
+class OpacusTrial(misuse.Trial):
+    """A run on the engine.
+
+    Attributes:
+        layer: Before the head.
+        base: Makes the inner optimizer from the head and the learning rate.
+        start, records, has_bound: See `Trial`.
+        arguments: Further arguments of make_private.
+        takes_closure: Whether a step asks for the gradients of every block.
+    """
+
+    layer: str
+    base: object
+    start: dict
+    arguments: dict
+    records: frozenset = frozenset()
+    has_bound: bool = True
+    takes_closure: bool = False
+
+    def __attrs_post_init__(self):
+        torch.manual_seed(0)
+        self.model, self.criterion = Model(self.layer), nn.CrossEntropyLoss()
+        self.engine = HiddenStatePrivacyEngine()
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.private, self.optimizer, self.loader = self.made_private(self.engine)
+
+    def made_private(self, engine, module=None):
+        optimizer = self.base(self.model.head, self.start["learning_rate"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Opacus: secure mode is off
+            return engine.make_private(
+                module=module or self.model,
+                optimizer=optimizer,
+                data_loader=DataLoader(data(), batch_size=BATCH),
+                noise_multiplier=self.start["noise_multiplier"],
+                max_grad_norm=self.start["clip_norm"],
+                criterion=self.criterion,
+                noise_generator=self.generator,
+                **self.arguments,
+            )
+
+    # The loop
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        for index, batch in enumerate(self.loader):
+            if index != at:
+                self.step(batch)
+                continue
+            if between is not None:
+                between()
+            self.step(batch, before, after, scale)
+
+    def batches(self):
+        return iter(self.loader)
+
+    def other_batches(self):
+        return iter(DataLoader(self.loader.dataset, batch_size=BATCH))
+
+    def step(self, batch, before=None, after=None, scale=1.0):
+        features, labels = batch
+        features = features.to(self.model.head.weight.dtype)
+
+        def backward():
+            self.optimizer.zero_grad()
+            if before is not None:
+                before()
+            (scale * self.criterion(self.private(features), labels)).backward()
+            if after is not None:
+                after()
+
+        if self.takes_closure:
+            self.optimizer.step(backward)
+        else:
+            backward()
+            self.optimizer.step()
+
+    def rows(self, batch, index):
+        return [part[list(index)] for part in batch]
+
+    def evaluate(self):
+        with torch.no_grad():
+            self.private(self.loader.dataset.tensors[0])
+
+    # The state
+
+    def weights(self):
+        return [p.detach().clone() for p in self.model.head.parameters()]
+
+    def set_weights(self, weights):
+        for p, value in zip(self.model.head.parameters(), weights, strict=True):
+            p.data.copy_(value)
+
+    def frozen(self):
+        return self.model.backbone.weight.detach().clone()
+
+    def write_frozen(self, value):
+        with torch.no_grad():
+            self.model.backbone.weight.copy_(value)
+
+    def write_frozen_unseen(self, value):
+        self.model.backbone.weight.data.copy_(value)
+
+    def write_buffer(self):
+        self.model.shift += 0.1
+
+    def freeze(self):
+        self.model.head.bias.requires_grad_(False)
+
+    def unfreeze(self):
+        self.model.backbone.weight.requires_grad_(True)
+
+    def halve_the_precision(self):
+        self.model.to(torch.bfloat16)
+
+    def coarse_arithmetic(self):
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    # The optimizer
+
+    def set(self, name, value):
+        if name in IN_GROUPS:
+            for group in self.optimizer.param_groups:
+                group[IN_GROUPS[name]] = value
+        else:
+            setattr(self.optimizer, ATTRIBUTES.get(name, name), value)
+
+    def get(self, name):
+        group = self.optimizer.param_groups[0]
+        own = getattr(self.optimizer, ATTRIBUTES.get(name, name), None)
+        value = group.get(IN_GROUPS[name]) if name in IN_GROUPS else own
+        is_absent = value is None and name not in ("step_hook", "grad_scale")
+        if is_absent or (name == "weight_decay" and not value):
+            raise NotImplementedError(f"has no {name}")
+        return value
+
+    def reseed(self):
+        self.generator.manual_seed(SEED)
+
+    def copy(self):
+        copy.deepcopy(self.optimizer)
+
+    def pickle(self):
+        pickle.dumps(self.optimizer)
+
+    def unused_gradients(self):
+        features, labels = (part[:BATCH] for part in self.loader.dataset.tensors)
+        self.criterion(self.private(features), labels).backward()
+
+    def change_update(self):
+        if self.takes_closure:
+            raise NotImplementedError("the sum is made after the closure")
+        for p in self.optimizer.params:
+            p.summed_grad = torch.full_like(p, 100.0)
+
+    def apply_again(self):
+        if self.takes_closure:
+            raise NotImplementedError("no gradient is left")
+        self.optimizer.original_optimizer.step()
+
+    def hook_on_the_update(self):
+        self.optimizer.original_optimizer.register_step_pre_hook(lambda *_: None)
+
+    def add_a_parameter(self):
+        self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    def replace_inner_optimizer(self):
+        inner = self.base(self.model.head, self.start["learning_rate"])
+        self.optimizer.original_optimizer = inner
+
+    def train_without_noise(self):
+        features, labels = self.loader.dataset.tensors
+        params = list(self.model.head.parameters())
+        output = nn.functional.linear(features, *params)  # past the hooks of the model
+        grads = torch.autograd.grad(nn.functional.cross_entropy(output, labels), params)
+        self.set_weights([w - 0.1 * g for w, g in zip(self.weights(), grads, strict=True)])
+
+    @contextlib.contextmanager
+    def interrupted_update(self):
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        self.optimizer.original_optimizer.step = interrupt
+        yield
+        del self.optimizer.original_optimizer.step
+
+    def account_again(self):
+        self.made_private(HiddenStatePrivacyEngine())
+
+    def start_another_run(self):
+        self.generator = torch.Generator().manual_seed(SEED + 1)
+        self.made_private(self.engine, self.private)
+
+    # The account
+
+    def get_epsilon(self):
+        return self.engine.get_epsilon(1e-5)
+
+    def event(self):
+        return self.engine.privacy_event
+
+    def release(self):
+        self.engine.release()
+
+    def is_asked_after(self, honest_epochs):
+        return honest_epochs > 0  # an engine without steps has epsilon 0
+
+
+def one_group(kind, **options):
+    return lambda head, rate: kind(head.parameters(), lr=rate, **options)
+
+
+def a_group_for_each(head, rate):
+    return torch.optim.SGD([{"params": [p]} for p in head.parameters()], lr=rate)
+
+
+def dice(kind, base):
+    return functools.partial(
+        OpacusTrial,
+        base=one_group(base),
+        start={"learning_rate": 0.3, "noise_multiplier": 20.0, "clip_norm": 0.1},
+        arguments={"optimizer_class": kind, "error_max_grad_norm": 0.02, "gradient_bound": BOUND},
+        records={"learning_rate", "momentum", "maximize", "weight_decay"},
+    )
+
+
+OPTIMIZERS = {
+    "sgd": functools.partial(
+        OpacusTrial,
+        base=one_group(torch.optim.SGD, weight_decay=0.1),
+        start={
+            "learning_rate": 0.5,
+            "noise_multiplier": 2.0,
+            "clip_norm": 2.1,
+            "weight_decay": 0.1,
+        },
+        arguments={"loss_geometry": "auto", "feature_norm": 1.0},
+        records={"learning_rate", "noise_multiplier", "clip_norm", "weight_decay"},
+    ),
+    "dice_sgd": dice(DiceSGDOptimizer, torch.optim.SGD),
+    "dice_adam": dice(DiceAdamOptimizer, torch.optim.Adam),
+    "block_coordinate": functools.partial(
+        OpacusTrial,
+        base=a_group_for_each,
+        start={"learning_rate": 0.2, "noise_multiplier": 2.0, "clip_norm": 0.7},
+        arguments={"optimizer_class": BlockCoordinateOptimizer},
+        records={"noise_multiplier"},
+        has_bound=False,
+        takes_closure=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("honest_epochs", [0, 1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", misuse.cases("opacus"))
+def test_misuse(case, optimizer, honest_epochs):
+    misuse.check("opacus", case, OPTIMIZERS[optimizer], honest_epochs)

@@ -1,0 +1,732 @@
+"""Misuses of a training run, one table for every optimizer of every framework.
+
+A case commits its misuse on a `Trial`, which tests/opacus_engine/test_misuse.py and
+tests/keras/test_misuse.py make for their optimizers. Either the package refuses, with a text, and
+answers no question about the run any more; or the run is accounted as it happened. A case has the
+number of its row in docs/guards.md.
+
+A new optimizer gets all cases by one line in the table of its framework's test; a new case reaches
+all optimizers by one line in `MISUSES`.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+
+import attrs
+import pytest
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants.events.schedule import per_step
+
+RECORDS, BATCH, STEPS = 12, 4, 3  # three steps are an epoch
+
+
+class Trial:
+    """One accounted run: a frozen identity, a buffer and a trained linear head, tiny.
+
+    What cannot be done in a framework or with an optimizer raises NotImplementedError, as here, and
+    the case is left out.
+
+    Attributes:
+        start: Settings by name, as they are at the start.
+        records: The settings that may change during the run, and are recorded as they were used.
+        has_bound: Whether a bound on the gradients is declared, which scaled losses exceed.
+    """
+
+    start: dict
+    records: frozenset[str] = frozenset()
+    has_bound = True
+
+    # The loop
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        """Honest steps on all batches but for the step with the index `at`.
+
+        Args:
+            at: Within the epoch.
+            between: Called before that step.
+            before: Called before the forward pass of that step.
+            after: Called after its forward (and backward) pass, before the update.
+            scale: A factor of the loss of that step.
+        """
+        raise NotImplementedError
+
+    def batches(self):
+        """The batches of a pass, as the framework hands them out."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def other_batches(self):
+        """The same records from a loader that nobody knows."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def step(self, batch):
+        raise NotImplementedError("has no loop of one's own")
+
+    def rows(self, batch, index):
+        """The rows of a batch with these indices."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def evaluate(self):
+        """A forward pass that trains nothing."""
+        raise NotImplementedError
+
+    # The model
+
+    def weights(self):
+        """Copies of what is trained."""
+        raise NotImplementedError
+
+    def set_weights(self, weights):
+        raise NotImplementedError
+
+    def move(self, amount=1e-3):
+        self.set_weights([w + amount for w in self.weights()])
+
+    def frozen(self):
+        """A copy of the frozen matrix."""
+        raise NotImplementedError
+
+    def write_frozen(self, value):
+        raise NotImplementedError
+
+    def write_frozen_unseen(self, value):
+        """Past what counts the writes to a tensor."""
+        raise NotImplementedError("nothing counts writes")
+
+    def write_buffer(self):
+        raise NotImplementedError
+
+    def freeze(self):
+        """Trains the bias no more."""
+        raise NotImplementedError
+
+    def unfreeze(self):
+        """Trains the frozen matrix as well."""
+        raise NotImplementedError
+
+    def halve_the_precision(self):
+        """Of the parameters."""
+        raise NotImplementedError("parameters keep their precision")
+
+    def coarse_arithmetic(self):
+        """A context in which products are rounded."""
+        raise NotImplementedError("the precision is set at construction")
+
+    # The optimizer
+
+    def set(self, name, value):
+        """Sets a setting."""
+        raise NotImplementedError
+
+    def get(self, name):
+        raise NotImplementedError
+
+    def reseed(self):
+        """The noise generator, always with the same seed."""
+        raise NotImplementedError
+
+    def copy(self):
+        """Copies the optimizer and trains with the copy."""
+        raise NotImplementedError
+
+    def pickle(self):
+        """Pickles the optimizer and trains with the copy."""
+        raise NotImplementedError
+
+    def unused_gradients(self):
+        """Computes gradients of a batch, and does not use them."""
+        raise NotImplementedError
+
+    def change_update(self):
+        """For `after`: the noisy update becomes another one."""
+        raise NotImplementedError("the update is made inside the step")
+
+    def apply_again(self):
+        """Applies the last update once more."""
+        raise NotImplementedError
+
+    def hook_on_the_update(self):
+        raise NotImplementedError
+
+    def add_a_parameter(self):
+        """Trains something besides the model."""
+        raise NotImplementedError
+
+    def replace_inner_optimizer(self):
+        raise NotImplementedError("has no inner optimizer")
+
+    def train_without_noise(self):
+        """One step of another optimizer."""
+        raise NotImplementedError
+
+    def interrupted_update(self):
+        """A context in which an update is interrupted by the user."""
+        raise NotImplementedError("an update cannot be interrupted")
+
+    def account_again(self):
+        """Another engine, callback or recorder on the model and its optimizer."""
+        raise NotImplementedError
+
+    def start_another_run(self):
+        """On the same model and engine; the old optimizer and loader are kept."""
+        raise NotImplementedError("has no engine")
+
+    # The account
+
+    def get_epsilon(self):
+        raise NotImplementedError
+
+    def event(self):
+        raise NotImplementedError
+
+    def release(self):
+        raise NotImplementedError
+
+    def recorded(self, setting):
+        """The values of a setting in the event, one for each step; None if it is not in there."""
+        event = self.event()
+        value = getattr(event, setting, None)
+        return None if value is None else list(per_step(value, event.num_steps))
+
+    def is_asked_after(self, honest_epochs):
+        """Whether there is anything to ask about after so many epochs and a refusal."""
+        return True
+
+
+ACCOUNTED = "accounted"
+
+
+@attrs.frozen
+class Misuse:
+    """One misuse.
+
+    Attributes:
+        row: Of docs/guards.md; 0 for what is right.
+        commit: Commits it; returns what is expected to be recorded where that is not a refusal: the
+            number of steps, and settings.
+        opacus: The text of the refusal; ACCOUNTED; or None if it cannot be committed there.
+        keras: The same.
+        setting: What it changes: accounted by optimizers that record it.
+        goes_on: Frameworks in which the refusal does not end the run: no step was asked for, or it
+            is about the model as it is.
+        needs_bound: Whether only a declared bound on the gradients notices it.
+        layer: Name of the layer that is put before the head.
+        missed: By framework, why it is neither refused nor accounted yet.
+    """
+
+    row: int
+    commit: Callable[[Trial], object]
+    opacus: str | None
+    keras: str | None
+    setting: str = attrs.field(default="", kw_only=True)
+    goes_on: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    needs_bound: bool = attrs.field(default=False, kw_only=True)
+    layer: str = attrs.field(default="", kw_only=True)
+    missed: dict[str, str] = attrs.field(factory=dict, kw_only=True)
+
+    @property
+    def name(self):
+        layer = f"-{self.layer}" if self.layer else ""
+        return f"row{self.row}-{self.commit.__name__}{layer}"
+
+
+def cases(framework):
+    """The table as parameters of a test."""
+    rows = []
+    for case in MISUSES:
+        if getattr(case, framework) is not None:
+            reason = case.missed.get(framework)
+            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+            rows.append(pytest.param(case, id=case.name, marks=marks))
+    return rows
+
+
+def check(framework, misuse, make_trial, honest_epochs):
+    """Commits the misuse and holds the package to what the table says.
+
+    Args:
+        framework: Which outcome of the table.
+        misuse: A row of the table.
+        make_trial: Makes the trial, with the name of a layer.
+        honest_epochs: Before it.
+    """
+    try:
+        _check(framework, misuse, make_trial, honest_epochs)
+    except NotImplementedError as error:
+        pytest.skip(f"cannot be done here: {error}")
+
+
+def _check(framework, misuse, make_trial, honest_epochs):
+    outcome = getattr(misuse, framework)
+    if misuse.layer:
+        with pytest.raises(UnsupportedRunError, match=outcome):
+            misuse.commit(make_trial(misuse.layer))
+        return
+    trial = make_trial("")
+    if misuse.needs_bound and not trial.has_bound:
+        raise NotImplementedError("no bound is declared")
+    for _ in range(honest_epochs):
+        trial.epoch()
+    if outcome == ACCOUNTED or misuse.setting in trial.records:
+        _check_accounted(trial, misuse.commit(trial), honest_epochs * STEPS)
+        return
+
+    def commit_and_ask():
+        misuse.commit(trial)
+        trial.get_epsilon()
+
+    with pytest.raises(UnsupportedRunError, match=outcome):
+        commit_and_ask()
+    if framework not in misuse.goes_on and trial.is_asked_after(honest_epochs):
+        for ask in (trial.get_epsilon, trial.event, trial.release, trial.epoch):
+            with pytest.raises(UnsupportedRunError):
+                ask()
+
+
+def _check_accounted(trial, changes, before):
+    changes = dict(changes)
+    steps = before + changes.pop("num_steps")
+    assert trial.event().num_steps == steps
+    assert 0 < trial.get_epsilon() < math.inf
+    for setting, values in changes.items():
+        recorded = trial.recorded(setting)
+        if recorded is not None:
+            own = trial.start[setting]
+            expected = [own] * before + [own if v is None else v for v in values]
+            assert recorded == pytest.approx(expected), setting
+
+
+# --- rows 1 and 37: the batches -------------------------------------------------------------------
+
+
+def batch_skipped(trial):
+    for index, batch in enumerate(trial.batches()):
+        if index != 1:
+            trial.step(batch)
+
+
+def last_batch_skipped(trial):
+    for _ in range(2):
+        for index, batch in enumerate(trial.batches()):
+            if index != STEPS - 1:
+                trial.step(batch)
+
+
+def pass_left_and_begun_again(trial):
+    for batch in itertools.islice(trial.batches(), 1):
+        trial.step(batch)
+    trial.epoch()
+    return {"num_steps": STEPS}  # where a new pass goes on with the next batch
+
+
+def batch_used_twice(trial):
+    for batch in trial.batches():
+        trial.step(batch)
+        trial.step(batch)
+
+
+def batch_used_after_the_pass(trial):
+    for batch in trial.batches():
+        last = batch
+        trial.step(batch)
+    trial.step(last)
+
+
+def other_loader(trial):
+    for batch in trial.other_batches():
+        trial.step(batch)
+    trial.epoch()
+
+
+def batches_fetched_in_advance(trial):
+    for batch in list(trial.batches()):
+        trial.step(batch)
+
+
+def two_passes_at_once(trial):
+    for batch, _ in zip(trial.batches(), trial.batches(), strict=True):
+        trial.step(batch)
+
+
+def older_pass_goes_on(trial):
+    older, newer = trial.batches(), trial.batches()
+    trial.step(next(older))
+    trial.step(next(newer))
+    trial.step(next(older))
+
+
+def fewer_rows(trial):
+    for index, batch in enumerate(trial.batches()):
+        trial.step(trial.rows(batch, range(BATCH - 1)) if index == 1 else batch)
+
+
+def more_rows(trial):
+    for index, batch in enumerate(trial.batches()):
+        trial.step(trial.rows(batch, [*range(BATCH), 0]) if index == 1 else batch)
+
+
+def batch_doubled(trial):
+    for batch in trial.batches():
+        trial.step(trial.rows(batch, [*range(BATCH), *range(BATCH)]))
+
+
+def no_rows(trial):
+    for batch in trial.batches():
+        trial.step(trial.rows(batch, []))
+
+
+def a_second_pass(trial):
+    """Row i of the gradient then belongs to two records."""
+    trial.epoch(before=trial.unused_gradients)
+
+
+# --- rows 4 and 20: the loss ----------------------------------------------------------------------
+
+
+def loss_scaled(trial):
+    trial.epoch(scale=1000.0)
+
+
+def loss_not_a_number(trial):
+    trial.epoch(scale=math.nan)
+
+
+def loss_infinite(trial):
+    trial.epoch(scale=math.inf)
+
+
+# --- rows 3 and 14: settings ----------------------------------------------------------------------
+
+
+def changes(name, factor):
+    """Changes a setting before the second step of an epoch."""
+
+    def commit(trial):
+        value = trial.get(name) * factor
+        trial.epoch(between=lambda: trial.set(name, value))
+        return {"num_steps": STEPS, name: [None, value, value]}
+
+    commit.__name__ = f"{name}_changed"
+    return commit
+
+
+def becomes(name, value):
+    def commit(trial):
+        trial.get(name)  # where there is no such setting the case is left out
+        trial.epoch(between=lambda: trial.set(name, value))
+        return {"num_steps": STEPS}
+
+    commit.__name__ = f"{name}_set"
+    return commit
+
+
+def update_changed(trial):
+    trial.epoch(after=trial.change_update)
+
+
+def gradients_not_used(trial):
+    trial.epoch()
+    trial.unused_gradients()
+    trial.epoch()
+
+
+def interrupted_and_gone_on(trial):
+    trial.epoch()
+    with trial.interrupted_update(), contextlib.suppress(KeyboardInterrupt):
+        trial.epoch()
+    trial.epoch()
+
+
+def interrupted_and_reported(trial):
+    trial.epoch()
+    with trial.interrupted_update(), contextlib.suppress(KeyboardInterrupt):
+        trial.epoch()
+
+
+def refusal_ignored(trial):
+    with contextlib.suppress(UnsupportedRunError):
+        trial.epoch(scale=math.nan)
+    trial.epoch()
+
+
+def optimizer_copied(trial):
+    trial.epoch()
+    trial.copy()
+
+
+def optimizer_pickled(trial):
+    trial.epoch()
+    trial.pickle()
+
+
+# --- rows 11 and 13: the weights ------------------------------------------------------------------
+
+
+def weights_moved_between_steps(trial):
+    trial.epoch(between=trial.move)
+
+
+def weights_moved_a_little(trial):
+    trial.epoch(between=lambda: trial.move(1e-6))
+
+
+def weights_moved_at_the_end(trial):
+    trial.epoch()
+    trial.move()
+
+
+def weights_moved_in_the_pass(trial):
+    trial.epoch(after=trial.move)
+
+
+def weights_moved_for_the_pass(trial):
+    """The gradient at other weights, which are restored bit by bit before the update."""
+    kept = []
+
+    def perturb():
+        kept[:] = trial.weights()
+        trial.move(0.1)
+
+    trial.epoch(before=perturb, after=lambda: trial.set_weights(kept))
+
+
+def older_weights_loaded(trial):
+    older = trial.weights()
+    trial.epoch()
+    trial.set_weights(older)
+    trial.epoch()
+
+
+def averaged_weights_released(trial):
+    older = trial.weights()
+    trial.epoch()
+    trial.set_weights([(a + b) / 2 for a, b in zip(older, trial.weights(), strict=True)])
+    trial.release()
+
+
+def weights_averaged_on_the_side(trial):
+    """Looked at and put back, bit by bit."""
+    trial.epoch()
+    kept = trial.weights()
+    trial.move()
+    trial.evaluate()
+    trial.set_weights(kept)
+    trial.epoch()
+    return {"num_steps": 2 * STEPS}
+
+
+def parameter_frozen(trial):
+    trial.epoch(between=trial.freeze)
+
+
+def frozen_parameter_trained(trial):
+    trial.epoch(between=trial.unfreeze)
+
+
+def frozen_parameter_written(trial):
+    trial.epoch(between=lambda: trial.write_frozen(0.5 * trial.frozen()))
+
+
+def frozen_parameter_written_at_the_end(trial):
+    trial.epoch()
+    trial.write_frozen(0.5 * trial.frozen())
+
+
+def frozen_parameter_written_unseen(trial):
+    trial.epoch(between=lambda: trial.write_frozen_unseen(0.5 * trial.frozen()))
+
+
+def frozen_parameter_permuted(trial):
+    """The same numbers in another order."""
+    trial.epoch(between=lambda: trial.write_frozen(trial.frozen()[[1, 2, 0]]))
+
+
+def buffer_written(trial):
+    trial.epoch(between=trial.write_buffer)
+
+
+def buffer_written_in_the_pass(trial):
+    trial.epoch(before=trial.write_buffer)
+
+
+def buffer_written_at_the_end(trial):
+    trial.epoch()
+    trial.write_buffer()
+
+
+def trained_without_noise(trial):
+    trial.epoch(between=trial.train_without_noise)
+
+
+def update_applied_again(trial):
+    trial.epoch()
+    trial.apply_again()
+
+
+def precision_halved(trial):
+    trial.epoch()
+    trial.halve_the_precision()
+    trial.epoch()
+
+
+def coarse_products(trial):
+    with trial.coarse_arithmetic():
+        trial.epoch()
+
+
+# --- rows 22, 23, 26: noise, several runs ---------------------------------------------------------
+
+
+def noise_seeded_again(trial):
+    for _ in range(2):
+        trial.epoch(between=trial.reseed)
+
+
+def noise_seeded_for_every_step(trial):
+    trial.epoch(at=1, between=trial.reseed)
+    trial.epoch(at=2, between=trial.reseed)
+
+
+def accounted_again(trial):
+    trial.epoch()
+    trial.account_again()
+
+
+def older_run_goes_on(trial):
+    trial.start_another_run()
+    trial.epoch()
+
+
+def inner_optimizer_replaced(trial):
+    trial.epoch(between=trial.replace_inner_optimizer)
+
+
+def update_hooked(trial):
+    trial.epoch(between=trial.hook_on_the_update)
+
+
+def parameter_added(trial):
+    trial.epoch(between=trial.add_a_parameter)
+
+
+def one_epoch(trial):
+    trial.epoch()
+    return {"num_steps": STEPS}
+
+
+def evaluated_between_steps(trial):
+    trial.epoch(between=trial.evaluate)
+    return {"num_steps": STEPS}
+
+
+def released_between_steps(trial):
+    trial.epoch(between=trial.release)
+    return {"num_steps": STEPS}
+
+
+OPACUS, KERAS, BOTH = ("opacus",), ("keras",), ("opacus", "keras")
+ONE_STEP_EACH = r"has taken \d steps, expected \d"
+MOVED = "changed outside"
+NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
+FIXED = "not trained was changed|gradient_bound"
+OTHER_VARIABLES = "changed outside|error belongs to them|blocks of the first step"
+REPEATED = "noise of an earlier step|noise was used in an earlier step|Earlier noisy gradients"
+CONSTANT = "as at construction|about constant values|Earlier noisy gradients"
+AT_OTHER_WEIGHTS = "TensorFlow's tapes do not say at which weights a loss was computed"
+
+MISUSES = (
+    # What is right: the table can fail.
+    Misuse(0, one_epoch, ACCOUNTED, ACCOUNTED),
+    Misuse(0, evaluated_between_steps, ACCOUNTED, ACCOUNTED),
+    Misuse(0, released_between_steps, ACCOUNTED, ACCOUNTED),
+    Misuse(0, weights_averaged_on_the_side, ACCOUNTED, ACCOUNTED),
+    # Other batches.
+    Misuse(1, batch_skipped, "used batch 2, expected batch 1", ONE_STEP_EACH),
+    Misuse(1, last_batch_skipped, "used batch 0, expected batch 2", ONE_STEP_EACH),
+    Misuse(1, pass_left_and_begun_again, "used batch 0, expected batch 1", ACCOUNTED),
+    Misuse(1, batch_used_twice, "used no new batch, expected batch 1", ONE_STEP_EACH),
+    Misuse(1, batch_used_after_the_pass, "no new batch, expected batch 0", r"took \d steps, but"),
+    Misuse(1, other_loader, "used no new batch, expected batch 0", ONE_STEP_EACH),
+    Misuse(1, batches_fetched_in_advance, "no new batch, expected batch 0", ONE_STEP_EACH),
+    Misuse(1, two_passes_at_once, "second iterator", "begun before the last", goes_on=OPACUS),
+    Misuse(1, older_pass_goes_on, "second iterator", "begun before the last", goes_on=OPACUS),
+    Misuse(1, fewer_rows, "used 3 rows, expected batch_size = 4", "another number of rows"),
+    Misuse(1, more_rows, "used 5 rows, expected batch_size = 4", "another number of rows"),
+    Misuse(1, batch_doubled, "used 8 rows, expected batch_size = 4", "used 8 rows of batch 0"),
+    Misuse(1, no_rows, "used 0 rows, expected batch_size = 4", "one example", goes_on=KERAS),
+    Misuse(1, a_second_pass, "gradients of 2 batches", NOT_APPLIED),
+    # Other update rules.
+    Misuse(3, becomes("momentum", 0.9), "momentum = 0", "momentum", setting="momentum",
+           goes_on=KERAS),
+    Misuse(3, becomes("maximize", True), "maximize = False", None, setting="maximize"),
+    Misuse(3, becomes("clipnorm", 1.0), None, "clipnorm = None", goes_on=KERAS),
+    Misuse(3, becomes("accumulation", 2), None, "gradient_accumulation_steps", goes_on=KERAS),
+    Misuse(3, inner_optimizer_replaced, "another original_optimizer", None),
+    Misuse(3, update_hooked, "without step hooks", "no gradient_transformers", goes_on=KERAS),
+    Misuse(3, update_changed, "sum of clipped gradients that does not come", "not the noisy mean"),
+    # Other losses.
+    Misuse(4, loss_scaled, "per-example gradient of norm|gradient_bound >=",
+           "longer than|gradient_bound >=", needs_bound=True),
+    Misuse(20, loss_not_a_number, "norm nan|norm is not finite", "not finite"),
+    Misuse(20, loss_infinite, "norm nan|norm inf|norm is not finite", "not finite"),
+    # Precision.
+    Misuse(10, precision_halved, "float32 or float64", None),
+    Misuse(21, coarse_products, "Expected no autocast", None, goes_on=OPACUS),
+    # Other weights.
+    Misuse(11, weights_moved_between_steps, MOVED, MOVED),
+    Misuse(11, weights_moved_a_little, MOVED, MOVED),
+    Misuse(11, weights_moved_in_the_pass, MOVED, MOVED),
+    Misuse(11, weights_moved_for_the_pass, "gradients at other parameters", "gradients at other",
+           missed={"keras": AT_OTHER_WEIGHTS}),
+    Misuse(11, weights_moved_at_the_end, MOVED, MOVED, goes_on=BOTH),
+    Misuse(11, older_weights_loaded, MOVED, MOVED, goes_on=KERAS),
+    Misuse(11, averaged_weights_released, MOVED, MOVED, goes_on=BOTH),
+    Misuse(11, trained_without_noise, MOVED, MOVED),
+    Misuse(11, update_applied_again, MOVED, "not the noisy mean", goes_on=BOTH),
+    Misuse(11, parameter_frozen, r"trains \[|of the construction", OTHER_VARIABLES, goes_on=KERAS),
+    Misuse(11, frozen_parameter_trained, r"trains \[|of the construction", OTHER_VARIABLES,
+           goes_on=KERAS),
+    Misuse(11, parameter_added, "optimizes 3 parameters", OTHER_VARIABLES, goes_on=KERAS),
+    Misuse(11, frozen_parameter_written, "value of the frozen parameter", FIXED),
+    Misuse(11, frozen_parameter_written_at_the_end, "the frozen parameter", FIXED, goes_on=BOTH,
+           missed={"opacus": "frozen parameters are compared before a step, not for an epsilon"}),
+    Misuse(11, frozen_parameter_written_unseen, "value of the frozen parameter", None,
+           missed={"opacus": "only the count of writes is read, which .data does not raise"}),
+    Misuse(11, frozen_parameter_permuted, "value of the frozen parameter", FIXED,
+           missed={"opacus": "only a sum of the bytes is compared"}),
+    Misuse(33, buffer_written, "A buffer of the module was changed", FIXED),
+    Misuse(33, buffer_written_in_the_pass, "A buffer of the module was changed", FIXED),
+    Misuse(33, buffer_written_at_the_end, "A buffer of the module was changed", FIXED,
+           goes_on=BOTH),
+    Misuse(33, one_epoch, r"A buffer of the module was changed|in eval\(\) mode",
+           "not trained was changed", layer="counts"),
+    Misuse(33, one_epoch, "BatchNorm1d|batch statistics", "no trainable batch normalisation",
+           layer="batch_norm"),
+    # Settings and noise.
+    Misuse(14, changes("learning_rate", 0.5), "uses lr = ", CONSTANT, setting="learning_rate"),
+    Misuse(14, changes("noise_multiplier", 0.5), "uses noise_multiplier", CONSTANT,
+           setting="noise_multiplier"),
+    Misuse(14, changes("clip_norm", 1.01), "uses max_grad_norm", CONSTANT, setting="clip_norm"),
+    Misuse(14, changes("weight_decay", 0.5), "weight_decay", None, setting="weight_decay"),
+    Misuse(14, changes("error_clip_norm", 2.0), "uses error_max_grad_norm", CONSTANT),
+    Misuse(14, becomes("automatic", True), "uses automatic = True", None),
+    Misuse(14, changes("divisor", 2), "expected_batch_size", None),
+    Misuse(14, becomes("step_hook", print), "step_hook", None),
+    Misuse(14, becomes("grad_scale", 1.0), "GradScaler", None, goes_on=OPACUS),
+    Misuse(23, becomes("generator", None), "generator", None),
+    Misuse(23, noise_seeded_again, "noise generator is in a state", REPEATED),
+    Misuse(23, noise_seeded_for_every_step, "noise generator is in a state", REPEATED),
+    # Several runs, and runs that ended.
+    Misuse(26, accounted_again, "no other engine has trained|took no step", "without steps, got",
+           goes_on=BOTH),
+    Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,
+           goes_on=OPACUS),
+    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED),
+    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED),
+    Misuse(30, refusal_ignored, "An earlier step of this run was", NOT_APPLIED + "|cannot go on"),
+    Misuse(31, gradients_not_used, "follows 2 training passes", NOT_APPLIED),
+    Misuse(36, optimizer_copied, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
+    Misuse(36, optimizer_pickled, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
+)  # fmt: skip
