@@ -13,6 +13,11 @@ from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, diffe
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.precision import check_precision
 
+# Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = 0xBF58476D1CE4E5B9 - 2**64
+_CHUNK = 2**22  # numbers at a time
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -53,7 +58,8 @@ class ParameterGuard(Guard):
     parameters that are restored before the step (Nesterov by hand, sharpness-aware training) is not
     the gradient of the theorems. Values that are changed and restored with neither in between
     (evaluation with averaged weights) do no harm. Buffers and frozen parameters must not change at
-    all during a run; of the latter only a sum is kept.
+    all during a run; of the latter a fingerprint is kept, which is compared before a step if
+    something counted a write, and for every epsilon.
 
     It cannot see a model that was copied out, trained elsewhere and released, nor values that were
     changed through `.data` between forward and backward pass and restored.
@@ -93,14 +99,18 @@ class ParameterGuard(Guard):
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if one was."""
-        self.judge_iterate(piece.step - 1, values)
+        self._judge(piece.step - 1, values)
 
     def iterate_figures(self) -> Mapping[str, Figure]:
         """Whether a parameter or a buffer was written."""
         return {"changed": self.changed(), "buffers": self._buffers_changed()}
 
     def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
-        """Raises UnsupportedRunError if one was."""
+        """Raises UnsupportedRunError if one was, or a frozen parameter."""
+        self._judge(steps, values)
+        self._check_frozen(f"The model after step {steps} has", is_thorough=True)
+
+    def _judge(self, steps: int, values: Mapping[str, float]) -> None:
         if values["changed"]:
             raise UnsupportedRunError(
                 f"The parameters were changed outside the private optimizer after step {steps}, so "
@@ -130,7 +140,7 @@ class ParameterGuard(Guard):
     def _remember_fixed(self) -> None:
         """Takes the current buffers and frozen parameters of the module for those of the run."""
         self._frozen = {
-            name: (p, p._version, _bytes_sum(p))
+            name: (p, p._version, _fingerprint(p))
             for name, p in self._module.named_parameters()
             if not p.requires_grad
         }
@@ -167,7 +177,7 @@ class ParameterGuard(Guard):
                 f"{[name for name, _ in self._names]} as at the start: the set of trainable "
                 "parameters is fixed for a run. Start another run for another set."
             )
-        self._check_frozen(step)
+        self._check_frozen(f"step {step} starts with")
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         if {id(p) for p in params} != self._managed:
             raise UnsupportedRunError(
@@ -176,17 +186,24 @@ class ParameterGuard(Guard):
             )
         _refuse_moving_frozen(step, params)
 
-    def _check_frozen(self, step: int) -> None:
-        for name, (frozen, version, total) in self._frozen.items():
-            if frozen._version == version:
+    def _check_frozen(self, when: str, *, is_thorough: bool = False) -> None:
+        """Raises UnsupportedRunError if the frozen part of the model is another one.
+
+        Args:
+            when: Where that was found.
+            is_thorough: Reads all values, and not only those whose count of writes has changed;
+                `.data` is written without being counted.
+        """
+        for name, (frozen, version, known) in self._frozen.items():
+            if frozen._version == version and not is_thorough:
                 continue
-            if _bytes_sum(frozen) != total:
+            if _fingerprint(frozen) != known:
                 raise UnsupportedRunError(
-                    f"step {step} starts with another value of the frozen parameter {name} than at "
-                    "the start: the frozen part of the model is public and stays as it is. "
-                    "Start another run for another one."
+                    f"{when} another value of the frozen parameter {name} than at the start: the "
+                    "frozen part of the model is public and stays as it is. Start another run for "
+                    "another one."
                 )
-            self._frozen[name] = frozen, frozen._version, total  # swapped and restored
+            self._frozen[name] = frozen, frozen._version, known  # swapped and restored
 
     def changed(self) -> Figure:
         """Whether a value differs from what the last step left."""
@@ -216,8 +233,18 @@ def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
     return differ(value, copy)
 
 
-def _bytes_sum(value: torch.Tensor) -> int:
-    return int(value.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
+def _fingerprint(value: torch.Tensor) -> int:
+    """A number that changes with any bit, and with the places of the numbers."""
+    kind = _BY_SIZE.get(value.element_size(), torch.uint8)
+    flat = value.detach().contiguous().flatten().view(kind)
+    total = 0
+    for start in range(0, len(flat), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=flat.device)
+        mixed = (part + places * _GOLDEN) * _MIX  # integers wrap
+        mixed = (mixed ^ (mixed >> 29)) * _GOLDEN
+        total += int((mixed ^ (mixed >> 32)).sum())
+    return total
 
 
 class ParameterSetGuard(Guard):
