@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.base import Run
-from hidden_state_adapters.opacus.gradients.sums import gradient_norms
+from hidden_state_adapters.opacus.gradients.sums import gradient_norms, is_ghost
 from hidden_state_adapters.opacus.guards.base import Guards, Piece
 from hidden_state_adapters.opacus.guards.batch import RowsGuard
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
@@ -223,13 +223,14 @@ class PrivateOptimizer(DPOptimizer):
 
     @property
     def grad_samples(self) -> list[Any]:
-        """What the parameters hold in `grad_sample`, stored or not."""
-        return [p.grad_sample for p in self.params]
+        """As in DPOptimizer; with ghost clipping what the parameters hold in `grad_sample`."""
+        params: list[Any] = self.params
+        return [p.grad_sample for p in params] if is_ghost(params) else list(super().grad_samples)
 
     @property
     def accumulated_iterations(self) -> int:
-        """1: several backward passes without a step are refused."""
-        return 1
+        """As in DPOptimizer; 1 with ghost clipping. A step on several batches is refused."""
+        return 1 if is_ghost(self.params) else int(super().accumulated_iterations)
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped gradients of the piece to summed_grad."""
