@@ -119,9 +119,9 @@ class BlockCoordinate(Mechanism):
         """What records the declared run.
 
         Raises:
-            UnsupportedRunError: The batches are not fixed.
+            UnsupportedRunError: The batches are not fixed, or no whole epochs are declared.
         """
-        _check_order(declared)
+        _check_batches(declared)
         return BlockCoordinateRun(**_settings(declared))
 
     @classmethod
@@ -129,7 +129,7 @@ class BlockCoordinate(Mechanism):
         cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
     ) -> BlockCoordinateDpEvent:
         """The declared run, with the number of steps rounded up to whole epochs."""
-        _check_order(declared)
+        _check_batches(declared)
         batches = declared.plan.num_batches
         run = BlockCoordinateRun.of_totals(
             num_steps=-(-num_steps // batches) * batches,
@@ -239,13 +239,20 @@ def _settings(declared: DeclaredRun) -> dict[str, Any]:
     }
 
 
-def _check_order(declared: DeclaredRun) -> None:
-    order = declared.plan.order
+def _check_batches(declared: DeclaredRun) -> None:
+    order, batches = declared.plan.order, declared.plan.num_batches
     if order not in _ORDERS:
         raise UnsupportedRunError(
             f'Expected batch_order = "cyclic" or "full" with BlockCoordinateOptimizer, got '
             f'"{order.value}": the bound on DP-MBCD is about the same batches in the same order in '
             "every epoch."
+        )
+    total = declared.schedule.num_steps
+    if total is not None and total % batches:
+        raise UnsupportedRunError(
+            f"Expected num_steps in whole epochs of {batches} steps, got {total}: the bound on "
+            "DP-MBCD is about whole epochs, and the run would end without an epsilon. Declare "
+            f"{-(-total // batches) * batches}."
         )
 
 
