@@ -126,7 +126,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             optimizer: A plain torch.optim.SGD over all trainable parameters. Its weight_decay acts
                 outside the clip, so it is decoupled decay. Learning rate and decay may change
                 between steps, equally in all groups, on a schedule that is fixed in advance. (Of a
-                DiceSGD run: any SGD, or for DiceAdamOptimizer Adam or AdamW, without a state.)
+                DiceSGD run: any SGD, or for DiceAdamOptimizer Adam or AdamW, without a state. Of
+                DP-MBCD: without weight_decay, and with a constant learning rate.)
             data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
                 its order, which must not be shuffled and is public. For "cyclic", "shuffled_once"
                 and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
@@ -171,8 +172,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 number per logical step (not per epoch) or a hidden_state_accountants.Schedule. A
                 step with another learning rate is refused. None: that a schedule does not depend on
                 the records is your word.
-            num_steps: The logical steps that the loop is going to take; more are refused. None:
-                that their number does not depend on the records is your word.
+            num_steps: The logical steps that the loop is going to take; more are refused. (Of
+                DP-MBCD: whole epochs.) None: that their number does not depend on the records is
+                your word.
             **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
                 wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping
                 ("flat").
@@ -185,7 +187,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         Raises:
             UnsupportedRunError: No theorem covers the run, or it could not be checked; or the model
                 of the run before is not the iterate that was accounted (start again from another
-                module object, not from one that was changed by hand).
+                module object, not from one that was changed by hand), or that run has no event.
             TypeError, ValueError: An argument has an impossible value.
         """
         arguments = RunArguments.of(
@@ -332,6 +334,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             return False
         if self._optimizer.num_steps:
             self._optimizer.check_iterate()
+            self._optimizer.run.event()  # a run that ends within an epoch may have none, for good
         return self._optimizer.was_refused
 
     def _replace_optimizer(self, optimizer: PrivateOptimizer) -> None:
@@ -410,19 +413,21 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """The epsilon of all runs at `delta`, if the current iterate is the last one.
 
         Raises:
-            UnsupportedRunError: The model is not the iterate that was accounted, or something was
-                looked at that no theorem covers.
+            UnsupportedRunError: The model is not the iterate that was accounted, something was
+                looked at that no theorem covers, or a run of DP-MBCD is within an epoch.
         """
         return self.accountant.get_epsilon(delta)
 
     @property
     def privacy_event(self) -> dp_accounting.DpEvent:
-        """The event that happened: a LastIterateDpEvent or DiceSgdDpEvent; several compose.
+        """The event that happened; those of several runs compose.
+
+        A LastIterateDpEvent, DiceSgdDpEvent or BlockCoordinateDpEvent.
 
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: Something was looked at that no theorem covers, or a step of the
-                current run was refused.
+            UnsupportedRunError: Something was looked at that no theorem covers, a step of the
+                current run was refused, or a run of DP-MBCD is within an epoch.
         """
         events = [recorder.event() for recorder in self._recorded()]
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
@@ -491,7 +496,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def release(self) -> None:
         """Marks the current iterate as released; call it for every model that anybody sees.
 
-        Every iterate of a DiceSGD run is covered anyway: there it costs nothing.
+        Every iterate of a DiceSGD run is covered anyway: there it costs nothing. A run of DP-MBCD
+        that goes on after a release costs composition.
         A number that is computed from the iterate and PUBLIC data (accuracy on a public test set)
         is covered by the release of the iterate.
 

@@ -19,9 +19,11 @@ from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 # Schedulers multiply step by step, some in float32.
 _ROUNDING = 1e-6
-_SCHEDULED = {
+_SCHEDULED = {  # fields of the events of all kinds
     "learning_rate": "learning rate",
+    "step_size": "step size",
     "noise_multiplier": "noise",
+    "noise_variance": "noise",
     "clip_norm": "clip norm",
     "weight_decay": "decay",
 }
@@ -88,7 +90,7 @@ class DeclaredSchedule:
                 "reason that does not depend on the records"
             )
         # An event that has no such field is about constant values, which SettingsGuard compares.
-        values = {name: getattr(event, field, None) for field, name in _SCHEDULED.items()}
+        values = {n: getattr(event, f) for f, n in _SCHEDULED.items() if hasattr(event, f)}
         if self.learning_rates is not None:
             del values["learning rate"]
             yield checked("learning rate of every step as declared in advance")

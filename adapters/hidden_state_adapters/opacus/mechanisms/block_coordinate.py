@@ -119,9 +119,9 @@ class BlockCoordinate(Mechanism):
         """What records the declared run.
 
         Raises:
-            UnsupportedRunError: The batches are not fixed.
+            UnsupportedRunError: The batches are not fixed, or no whole epochs are declared.
         """
-        _check_order(declared)
+        _check_batches(declared)
         return BlockCoordinateRun(**_settings(declared))
 
     @classmethod
@@ -129,7 +129,7 @@ class BlockCoordinate(Mechanism):
         cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
     ) -> BlockCoordinateDpEvent:
         """The declared run, with the number of steps rounded up to whole epochs."""
-        _check_order(declared)
+        _check_batches(declared)
         batches = declared.plan.num_batches
         run = BlockCoordinateRun.of_totals(
             num_steps=-(-num_steps // batches) * batches,
@@ -239,13 +239,20 @@ def _settings(declared: DeclaredRun) -> dict[str, Any]:
     }
 
 
-def _check_order(declared: DeclaredRun) -> None:
-    order = declared.plan.order
+def _check_batches(declared: DeclaredRun) -> None:
+    order, batches = declared.plan.order, declared.plan.num_batches
     if order not in _ORDERS:
         raise UnsupportedRunError(
             f'Expected batch_order = "cyclic" or "full" with BlockCoordinateOptimizer, got '
             f'"{order.value}": the bound on DP-MBCD is about the same batches in the same order in '
             "every epoch."
+        )
+    total = declared.schedule.num_steps
+    if total is not None and total % batches:
+        raise UnsupportedRunError(
+            f"Expected num_steps in whole epochs of {batches} steps, got {total}: the bound on "
+            "DP-MBCD is about whole epochs, and the run would end without an epsilon. Declare "
+            f"{-(-total // batches) * batches}."
         )
 
 
@@ -337,39 +344,51 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
     and r restricted to :math:`\theta \ge 0` if `nonnegative`. As with L-BFGS the gradients come
     from a closure; it is called once per block::
 
-        model = GradSampleModule(model)
+        engine = HiddenStatePrivacyEngine()
         groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
-        optimizer = BlockCoordinateOptimizer(
-            torch.optim.SGD(groups, lr=0.1), module=model, noise_multiplier=2.0,
-            max_grad_norm=1.0, expected_batch_size=100, l1=0.001)
-        for features, targets in loader:          # fixed batches: shuffle=False, drop_last=True
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(groups, lr=0.1),
+            data_loader=DataLoader(data, batch_size=100), noise_multiplier=2.0,
+            max_grad_norm=1.0, optimizer_class=BlockCoordinateOptimizer, l1=0.001)
+        for features, targets in loader:
             def closure():
                 optimizer.zero_grad()
                 criterion(model(features), targets).backward()
             optimizer.step(closure)
-        print(optimizer.report(1e-5, dataset_size=5000))
+        print(engine.report(1e-5))
 
     One block needs no closure: backward() and step() as always.
 
+    By hand, over a loader with shuffle=False and drop_last=True::
+
+        model = GradSampleModule(model)
+        optimizer = BlockCoordinateOptimizer(
+            torch.optim.SGD(groups, lr=0.1), module=model, noise_multiplier=2.0,
+            max_grad_norm=1.0, expected_batch_size=100, l1=0.001)
+        ...
+        print(optimizer.report(1e-5, dataset_size=5000))
+
     Formal guarantees:
-      - Those of `privacy_event(...)` under `hidden_state_accountants.BlockCoordinateAccountant`:
-        the blocks after the last step are released, nothing else. One block with a `block_loss`
-        or a contracting prox may profit from hidden states; several blocks cost the composition
-        of all their updates (docs/block_coordinate.md).
+      - Those of the `BlockCoordinateDpEvent` of the run (`engine.privacy_event`, by hand
+        `privacy_event(...)`) under `hidden_state_accountants.BlockCoordinateAccountant`: the
+        blocks after the last step are released, nothing else (the engine takes a release before
+        that into account). One block with a known loss or a contracting prox may profit from
+        hidden states; several blocks cost the composition of all their updates
+        (docs/block_coordinate.md).
       - Checked at every update: constant step size, clip norm and regulariser; a public wrapped
         module whose trainable parameters are exactly the blocks, in float32 or float64, that
         nobody else changes; frozen parameters and buffers that stay as they are; finite
         gradients of b rows, from one training pass, on the same inputs for all blocks of a step;
         noise that was not used before. A step that is refused ends the run without an epsilon.
-      - Your word: one row is one record, the batches are the same ones in every epoch, targets
-        and closure belong to them, and the numbers of steps and the noise do not depend on the
-        records. Not covered: rounding of floating-point numbers.
+      - Your word: one row is one record, targets and closure belong to the batch, and the numbers
+        of steps and the noise do not depend on the records; by hand also that the batches are the
+        same ones in every epoch. Not covered: rounding of floating-point numbers.
 
     Args:
         optimizer: A plain torch.optim.SGD with equal options in all groups: no momentum, no decay.
             Its learning rate is eta, constant (with loss_reduction="sum" eta = lr * b).
-        module: Opacus' GradSampleModule around the model. All its trainable parameters have to be
-            in the groups.
+        module: Opacus' GradSampleModule around the model; of the engine the model. All its
+            trainable parameters have to be in the groups.
         noise_multiplier: Standard deviation of the noise on the sum of a block's clipped gradients
             over max_grad_norm. It may be set to another value between steps.
         max_grad_norm: C > 0, for each block.

@@ -1,0 +1,237 @@
+"""DP-MBCD through the engine: what is refused, and that no epsilon is left after it."""
+
+import copy
+import math
+import pickle
+
+import pytest
+from dp_accounting import NeighboringRelation
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus_block_coordinate import BATCHES, DELTA, RATE, Session, X
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import BlockCoordinateOptimizer, DiceSGDOptimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_no_figures_before_the_end_of_an_epoch(num_blocks):
+    run = Session(num_blocks).train()
+    epsilon = run.engine.get_epsilon(DELTA)
+    batches = iter(run.loader)
+    for _ in range(2):
+        run.step(next(batches))
+        for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
+            with pytest.raises(hsa.UnsupportedRunError, match="Finish the epoch"):
+                ask(DELTA)
+        with pytest.raises(hsa.UnsupportedRunError, match="Finish the epoch"):
+            _ = run.event
+    run.step(next(batches))
+    assert run.engine.get_epsilon(DELTA) > epsilon
+    with pytest.raises(ValueError, match="at least one step"):
+        _ = Session(num_blocks).event
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"projection_radius": 5.0}, "projection_radius = None.*no projection"),
+        ({"learning_rate_schedule": RATE}, "learning_rate_schedule = None.*constant step size"),
+        ({"max_batch_size": 3}, "max_batch_size = None.*all batches of DP-MBCD are equal"),
+        ({"error_max_grad_norm": 1.0}, "error_max_grad_norm = None.*another optimizer_class"),
+        ({"automatic": True}, "automatic = False.*another optimizer_class"),
+        ({"gradient_bound": 1.0}, "gradient_bound = inf.*another optimizer_class"),
+        ({"sgd": {"weight_decay": 0.1}}, "weight_decay = 0.*Use l2"),
+        ({"sgd": {"momentum": 0.9}}, "momentum = 0"),
+        ({"batch_order": "poisson"}, 'batch_order = "cyclic" or "full".*"poisson"'),
+        ({"batch_order": "reshuffled"}, 'batch_order = "cyclic" or "full".*"reshuffled"'),
+        ({"batch_order": "shuffled_once"}, 'batch_order = "cyclic" or "full".*"shuffled_once"'),
+        ({"batch_order": "without_replacement"}, 'batch_order = "cyclic" or "full".*"without'),
+        ({"relation": NeighboringRelation.ADD_OR_REMOVE_ONE}, "got ADD_OR_REMOVE_ONE"),
+        ({"loader": {"shuffle": True}}, "shuffle=True"),
+        ({"max_grad_norm": [0.7, 0.7]}, "max_grad_norm"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm > 0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"l1": -0.1}, "l1 >= 0"),
+        ({"l2": math.nan}, "l2"),
+        ({"nonnegative": 1}, "nonnegative to be True or False"),
+        ({"loss_reduction": "none"}, "loss_reduction"),
+        ({"clipping": "per_layer"}, "flat"),
+        ({"optimizer_class": None, "l1": 0.1}, r"l1 = 0\.0 with plain SGD"),
+        ({"optimizer_class": None, "l2": 0.1}, r"l2 = 0\.0 with plain SGD"),
+        ({"optimizer_class": None, "nonnegative": True}, "nonnegative = False with plain SGD"),
+        ({"optimizer_class": DiceSGDOptimizer, "l1": 0.1}, r"l1 = 0\.0 with .*DiceSGDOptimizer"),
+        ({"optimizer_class": DiceSGDOptimizer, "nonnegative": True}, "nonnegative = False with"),
+        ({"optimizer_class": type("Own", (BlockCoordinateOptimizer,), {})}, "of these only"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(options, text):
+    with pytest.raises((hsa.UnsupportedRunError, ValueError, TypeError), match=text):
+        Session(**options)
+
+
+def test_batch_statistics():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    with pytest.raises(hsa.UnsupportedRunError, match="no batch statistics"):
+        Session(1, model=model)
+
+
+def no_closure(run):
+    run.backward(next(iter(run.loader)))
+    run.optimizer.step()
+
+
+def in_the_second_block(change):
+    """A step whose second pass does something else."""
+
+    def misuse(run):
+        batch, calls = next(iter(run.loader)), []
+
+        def closure():
+            calls.append(1)
+            return run.backward(batch) if len(calls) == 1 else change(run, batch)
+
+        run.optimizer.step(closure)
+
+    return misuse
+
+
+def two_forwards(run, batch):
+    run.model(batch[0])
+    run.backward(batch)
+
+
+def moves_the_first_block(run, batch):
+    run.backward(batch)
+    next(run.inner.parameters()).data.add_(0.1)
+
+
+def moved_before(run, batch):
+    next(run.inner.parameters()).data.add_(0.1)
+    run.backward(batch)
+
+
+def twice(run):
+    batch = next(iter(run.loader))
+    run.step(batch)
+    run.step(batch)
+
+
+def skipped(run):
+    batches = iter(run.loader)
+    next(batches)
+    run.step(next(batches))
+
+
+def rate(run):
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.1
+    run.step(next(iter(run.loader)))
+
+
+def setting(name, value):
+    def misuse(run):
+        setattr(run.optimizer, name, value)
+        run.step(next(iter(run.loader)))
+
+    return misuse
+
+
+def draws(run):
+    """Every pass has a batch of its own."""
+    drawn = iter(run.loader)
+    run.optimizer.step(lambda: run.backward(next(drawn)))
+
+
+NO_GRADIENTS = "got no per-example gradients"
+MISUSE = {
+    "no closure": (no_closure, "got no closure"),
+    "other inputs": (in_the_second_block(lambda r, b: r.backward(BATCHES[1])), "different inputs"),
+    "another batch": (draws, "different inputs"),
+    "two forwards": (
+        in_the_second_block(two_forwards),
+        "follows 2 training passes|no per-example gradients",
+    ),
+    "no forward": (
+        in_the_second_block(lambda r, b: None),
+        "follows 0 training passes|no per-example gradients",
+    ),
+    "step": (in_the_second_block(lambda r, b: r.step(b)), "step was not finished"),
+    "epsilon": (in_the_second_block(lambda r, b: r.engine.get_epsilon(DELTA)), "not finished"),
+    "release": (in_the_second_block(lambda r, b: r.engine.release()), "not finished"),
+    "moves": (in_the_second_block(moves_the_first_block), "changed outside|other parameters"),
+    "moved": (in_the_second_block(moved_before), "changed outside|other parameters"),
+    "twice": (twice, "used no new batch|used batch 0, expected batch 1"),
+    "skipped": (skipped, "used batch 1, expected batch 0"),
+    "own loader": (lambda r: r.step(BATCHES[0]), "used no new batch"),
+    "rows": (lambda r: r.step([p[:3] for p in next(iter(r.loader))]), "used 3 rows, expected"),
+    "rate": (rate, "uses lr = 0.1, expected 0.2"),
+    "clip": (setting("max_grad_norm", 0.1), "uses max_grad_norm = 0.1, expected 0.7"),
+    "l1": (setting("l1", 1.0), "uses l1 = 1.0, expected 0.0"),
+    "not finite": (lambda r: r.step([math.nan * p for p in next(iter(r.loader))]), "not finite"),
+}
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("name", MISUSE)
+def test_what_the_loop_does_otherwise(name, epochs):
+    """Refused, and then there is no epsilon and no event."""
+    misuse, text = MISUSE[name]
+    run = Session().train(epochs)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        misuse(run)
+    if name == "no closure":
+        return  # nothing has happened yet
+    for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
+        with pytest.raises((hsa.UnsupportedRunError, ValueError)):
+            ask(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="earlier step"):
+        run.train()
+    with pytest.raises((hsa.UnsupportedRunError, ValueError)):
+        _ = run.event
+
+
+def test_batches_in_pieces():
+    run = Session(1)
+    with (
+        pytest.raises(hsa.UnsupportedRunError, match="whole batches"),
+        BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as pieces,
+    ):
+        run.train(loader=pieces)
+
+
+def test_nothing_is_copied():
+    run = Session().train()
+    for copier in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(hsa.UnsupportedRunError, match="copied or pickled"):
+            copier(run.optimizer)
+    with pytest.raises(hsa.UnsupportedRunError, match="pre_step"):
+        run.optimizer.pre_step()
+    with pytest.raises(hsa.UnsupportedRunError, match="single slot"):
+        run.optimizer.attach_step_hook(print)
+
+
+def test_a_look_at_private_records():
+    run = Session().train()
+    with run.engine.evaluate_on_private_data():
+        run.model(X)
+    with pytest.raises(hsa.UnsupportedRunError, match="private records"):
+        run.engine.get_epsilon(DELTA)
+
+
+def test_a_run_ends_at_the_end_of_an_epoch():
+    """A later one would leave the engine without an epsilon for good."""
+    run = Session()
+    drawn = iter(run.loader)
+    run.step(next(drawn))
+    again = {"engine": run.engine, "model": run.inner, "module": run.model}
+    for options in ({}, {"target_epsilon": 9.0, "target_delta": DELTA, "epochs": 1}):
+        with pytest.raises(hsa.UnsupportedRunError, match="Finish the epoch"):
+            Session(**again, **options)
+    run.train(loader=drawn)
+    Session(**again).train()
+    assert [e.num_epochs for e in run.event.events] == [1, 1]
