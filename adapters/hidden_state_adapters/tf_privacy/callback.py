@@ -16,7 +16,11 @@ from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments
 from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled
-from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun, checked_relation
+from hidden_state_adapters.tf_privacy.recorded_run import (
+    RecordedRun,
+    check_optimizer,
+    checked_relation,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _EPSILON = "epsilon_if_released_now"
@@ -111,6 +115,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             type(c).__name__ for c in others if c is not self and not is_of_keras(c)
         }
         build(self.model, fit["x"])
+        check_optimizer(self.model.optimizer)
         check_compiled(self.model)
         source = fit["x"], fit["y"]
         if self._record is None:

@@ -160,8 +160,12 @@ class RecordedRun:
 
     def _check_accumulation(self) -> None:
         """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
-        if _grouping(self.optimizer) != self._grouping:
-            raise refusal("microbatches or accumulation were changed during the run.")
+        now = _grouping(self.optimizer)
+        if now != self._grouping:
+            raise refusal(
+                "microbatches or accumulation were changed during the run: expected "
+                f"(num_microbatches, gradient_accumulation_steps) = {self._grouping}, got {now}."
+            )
         iterations = int(self.optimizer.iterations)
         if (iterations - self.num_batches) % self.units.accumulated:
             raise refusal(
