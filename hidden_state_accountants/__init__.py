@@ -37,6 +37,8 @@ from hidden_state_accountants.paper_accountants import (
     ShiftedInterpolationAccountant,
 )
 from hidden_state_accountants.process.geometry import clipped_update_lipschitz
+from hidden_state_accountants.runs import block_coordinate as _block_coordinate  # noqa: F401
+from hidden_state_accountants.runs import dice_sgd as _dice_sgd  # noqa: F401  registers its run
 from hidden_state_accountants.runs.last_iterate import RunRecorder
 from hidden_state_accountants.runs.running import RunningGuarantee
 

@@ -15,7 +15,7 @@ from hidden_state_accountants.curves.base import BestOfCurves
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 """The kinds of runs that some bound is about."""
@@ -25,13 +25,11 @@ RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 def bound_guarantee(
     bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    """What one bound says about one run, with its citation and the changes that would help."""
+    """What one bound says about one run, with the changes that would help."""
     guarantee = bound.guarantee(event, relation)
-    citations = dict.fromkeys((bound.citation, *guarantee.citations))
-    changes = None
-    if isinstance(event, LastIterateDpEvent):
-        changes = functools.partial(_changes, event, relation)
-    return attrs.evolve(guarantee, citations=tuple(citations), changes=changes)
+    if not isinstance(event, LastIterateDpEvent):
+        return guarantee
+    return attrs.evolve(guarantee, changes=functools.partial(_changes, event, relation))
 
 
 def _changes(

@@ -26,27 +26,58 @@ class Status(enum.Enum):
     PUBLIC = "public"  # a value that an adversary may know
 
 
+class Topic(enum.Enum):
+    """What an assumption is about: one that says more replaces those of its topic.
+
+    See `replace_assumptions`. Neither the text of an assumption nor its place in a list ever
+    decides anything.
+    """
+
+    UNIT = "unit"  # who a record belongs to and how it is clipped
+    METRICS = "metrics"  # what else is computed from the private records
+    RELEASES = "releases"  # what is seen of the training
+    LOSS = "loss"
+    GRADIENT_NORM = "gradient norm"
+    SENSITIVITY = "sensitivity"
+    DIVISOR = "divisor"
+    FIXED_IN_ADVANCE = "fixed in advance"
+    DOMAIN = "domain"  # the set that the iterates are projected on
+    ORDER = "order"  # how the records are dealt to the batches, and whether that is secret
+    HYPER_PARAMETERS = "hyper-parameters"
+    START = "start"
+    HIDDEN_STATE = "hidden state"  # private state besides the iterates
+    REGULARISER = "regulariser"
+    OTHER = "other"  # of no topic: never replaced
+
+
 @attrs.frozen
 class Assumption:
-    """One thing that has to be true for the guarantee to hold."""
+    """One thing that has to be true for the guarantee to hold.
+
+    Attributes:
+        text: What has to be true.
+        status: Who vouches for it.
+        topic: What it is about; assumptions of equal text and status are equal, whatever it is.
+    """
 
     text: str
     status: Status
+    topic: Topic = attrs.field(default=Topic.OTHER, eq=False, repr=False)
 
     @classmethod
-    def checked(cls, text: str) -> Assumption:
+    def checked(cls, text: str, topic: Topic = Topic.OTHER) -> Assumption:
         """Verified by the software."""
-        return cls(text, Status.CHECKED)
+        return cls(text, Status.CHECKED, topic)
 
     @classmethod
-    def declared(cls, text: str) -> Assumption:
+    def declared(cls, text: str, topic: Topic = Topic.OTHER) -> Assumption:
         """Taken on the user's word."""
-        return cls(text, Status.DECLARED)
+        return cls(text, Status.DECLARED, topic)
 
     @classmethod
-    def public(cls, text: str) -> Assumption:
+    def public(cls, text: str, topic: Topic = Topic.OTHER) -> Assumption:
         """Not secret."""
-        return cls(text, Status.PUBLIC)
+        return cls(text, Status.PUBLIC, topic)
 
     def __str__(self) -> str:
         return f"{self.status.value}: {self.text}"
@@ -138,3 +169,15 @@ class Guarantee:
 def merge_assumptions(groups: Sequence[tuple[Assumption, ...]]) -> tuple[Assumption, ...]:
     """All assumptions once, in order of appearance."""
     return tuple(dict.fromkeys(assumption for group in groups for assumption in group))
+
+
+def replace_assumptions(
+    assumptions: Sequence[Assumption], *new: Assumption
+) -> tuple[Assumption, ...]:
+    """Drops the assumptions whose topic one of `new` has, and appends `new`.
+
+    Assumptions of `Topic.OTHER` replace nothing and are never replaced.
+    """
+    topics = {assumption.topic for assumption in new} - {Topic.OTHER}
+    kept = tuple(assumption for assumption in assumptions if assumption.topic not in topics)
+    return merge_assumptions([kept, new])

@@ -85,8 +85,8 @@ class BlockCoordinateAccountant(_PaperAccountant):
     """Runs of `BlockCoordinateDpEvent` alone (`bounds.BlockCoordinate`).
 
     Args:
-        neighboring_relation: See `LastIterateAccountant`; the event's gradient_sensitivity is read
-            as that of this relation.
+        neighboring_relation: See `LastIterateAccountant`. It decides how far one clipped record
+            moves a sum; a declared gradient_sensitivity is read as that of this relation.
         analysis: "sound", or "published" for Chen & Liu 2025 (arXiv 2407.08233), Theorem 4.6, which
             is false in general and warns.
     """

@@ -27,7 +27,7 @@ from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _PER_STD = 16  # grid points per smallest standard deviation: trapezoids are then exact
 _MOST_TERMS = 4_000_000  # grid points times components
@@ -109,6 +109,12 @@ class BlockZeroCurvature:
                     f"{h:g} and {loss!r}",
                 )
             )  # fmt: skip
+        if event.clip_norm is not None:  # the clip would bend the gradients that the attack needs
+            unmet.append(
+                UnmetCondition(
+                    "record_curvature", "0 where gradients are clipped (clip_norm)", f"{h:g}"
+                )
+            )
         if h * event.step_size > 2 * event.batch_size:
             unmet.append(
                 UnmetCondition("record_curvature", "h * step_size <= 2 * batch_size", f"{h:g}")
@@ -119,7 +125,7 @@ class BlockZeroCurvature:
         self, event: BlockCoordinateDpEvent, relation: NeighboringRelation, progress: Progress
     ) -> Evidence:
         """The bounds of this run."""
-        weights, means, variances = self._laws(event)
+        weights, means, variances = self._laws(event, relation)
         there = -means  # the gradient turned round
         if relation is not NeighboringRelation.REPLACE_ONE:
             # S_g against 0 is the same shift as S_g/2 against -S_g/2
@@ -136,13 +142,15 @@ class BlockZeroCurvature:
             renyi=laws.renyi,
         )
 
-    def _laws(self, event: BlockCoordinateDpEvent) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _laws(
+        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Probability, mean (for the slope -S_g/2) and variance per batch of the record."""
         b, length = event.batch_size, event.batches_per_epoch
         eta = event.step_size
         prox = min(1 / (1 + eta * event.prox_strong_convexity), event.prox_lipschitz, 1.0)
         own = 1 - eta * self.record_curvature / b
-        push = eta * event.gradient_sensitivity / (2 * b)
+        push = eta * event.sensitivity(relation) / (2 * b)
         position = np.arange(length)
         # Per epoch: own applies once, at the record's step; prox at the end of each step.
         left = prox ** (length - position).astype(np.float64)
@@ -161,8 +169,8 @@ class BlockZeroCurvature:
 def _gradient(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
     """The norm of the gradients of the linear losses that differ by S_g."""
     if relation is NeighboringRelation.REPLACE_ONE:
-        return event.gradient_sensitivity / 2
-    return event.gradient_sensitivity
+        return event.sensitivity(relation) / 2
+    return event.sensitivity(relation)
 
 
 class _Mixtures:

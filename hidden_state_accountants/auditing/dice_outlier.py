@@ -25,7 +25,7 @@ from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import first_inclusion, inclusions
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _LEVELS = 1024  # shifts are rounded down to so many
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99)  # of the first participation: where to start summing

@@ -14,7 +14,7 @@ from scipy import optimize
 from hidden_state_accountants.events.batch_order import unmet_relation
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _LARGEST_EPSILON = 700.0  # exp of it is a double
 

@@ -30,7 +30,7 @@ from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _DETERMINISTIC = (BatchOrder.FULL, BatchOrder.CYCLIC)
 

@@ -29,7 +29,7 @@ from hidden_state_accountants.auditing.grid import GridOracle
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _REACH = 9.0  # standard deviations; 1e-19 of the mass lies beyond
 _SEARCH_CELLS = 8

@@ -18,7 +18,7 @@ from hidden_state_accountants.auditing.evidence import (
 from hidden_state_accountants.auditing.gaussian import GaussianOracle
 from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 _MOST_STEPS = 1000
 _NEGLIGIBLE = 1e-290  # probability of a number of participations; smaller ones lose digits

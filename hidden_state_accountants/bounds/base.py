@@ -1,79 +1,153 @@
-"""What every bound offers: the protocol that accountants, compare and docs iterate over."""
+"""What every bound is: a theorem that says where it holds and what it proves there."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import abc
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
+import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
+from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.citation import Citation
+from hidden_state_accountants.curves.base import Curve
+from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.guarantee import Assumption, Guarantee, replace_assumptions
+from hidden_state_accountants.process.conditions import UnmetCondition
 
-__all__ = ["Bound", "Citation", "declared_assumptions", "divisor_assumption"]
+__all__ = ["PUBLISHED", "SOUND", "Bound", "Citation", "HiddenStateBound", "Proof"]
+
+SOUND, PUBLISHED = "sound", "published"
+"""The two ways to read a paper: what is proved, and what is printed."""
 
 
-@runtime_checkable
-class Bound(Protocol):
-    """One theorem. A new one is a file that defines a class like this and a line in BOUNDS."""
+@attrs.frozen
+class Proof:
+    """What a bound proves about one run; `Bound.guarantee` adds what all its proofs share.
 
-    def __hash__(self) -> int:
-        """Bounds are values: frozen and hashable."""
+    Attributes:
+        curve: The numbers.
+        theorem: What proves them.
+        assumptions: Those beside `assumptions.COMMON` and `Bound.event_assumptions`, which they
+            replace where they are about the same topic.
+        caveat: Why the claim is not proven; see `Guarantee`.
+        citations: Papers beside that of the bound.
+    """
+
+    curve: Curve
+    theorem: str
+    assumptions: tuple[Assumption, ...] = ()
+    caveat: str = ""
+    citations: tuple[Citation, ...] = ()
+
+
+@attrs.frozen
+class Bound(abc.ABC):
+    """One theorem. A new one is a file with a subclass, and a line in `BOUNDS`.
+
+    A subclass says which conditions a run does not meet (`conditions`) and what is true of one that
+    meets them all (`prove`); this class refuses, cites, and lists what is assumed. Bounds are
+    values: frozen and hashable.
+
+    Attributes:
+        analysis: "sound", or "published" for the formulas as a paper prints them.
+        key: The name of the sound analysis.
+        event_type: The kind of run that the bound is about.
+        analyses: The ones there are.
+        dominated_by: Names of bounds that are never larger where both apply.
+        paper: Paper, theorem, arXiv version.
+        published_theorem: The theorem that the published analysis reads, if it is another one.
+    """
+
+    analysis: str = attrs.field(default=SOUND)
+
+    key: ClassVar[str]
+    event_type: ClassVar[type[dp_accounting.DpEvent]]
+    analyses: ClassVar[tuple[str, ...]] = (SOUND,)
+    dominated_by: ClassVar[tuple[str, ...]] = ()
+    paper: ClassVar[Citation]
+    published_theorem: ClassVar[str] = ""
+
+    @analysis.validator
+    def _check_analysis(self, attribute: Any, value: Any) -> None:
+        if value not in self.analyses:
+            known = " or ".join(f'"{analysis}"' for analysis in self.analyses)
+            raise ValueError(f"Expected analysis to be {known}, got {value!r}.")
 
     @property
     def name(self) -> str:
         """Short, stable identifier."""
+        return self.key if self.sound else f"{self.key}_{self.analysis}"
 
     @property
-    def event_type(self) -> type[dp_accounting.DpEvent]:
-        """The kind of run that the bound is about."""
+    def sound(self) -> bool:
+        """False for published formulas: the default accountant never uses them."""
+        return self.analysis == SOUND
 
     @property
     def citation(self) -> Citation:
         """Paper, theorem, arXiv version."""
+        if self.sound or not self.published_theorem:
+            return self.paper
+        return attrs.evolve(self.paper, theorem=self.published_theorem)
 
-    @property
-    def sound(self) -> bool:
-        """False for published formulas that are known to under-report."""
+    @abc.abstractmethod
+    def conditions(self, event: Any, relation: NeighboringRelation) -> Iterable[UnmetCondition]:
+        """The conditions that the event, of `event_type`, does not meet."""
 
-    @property
-    def dominated_by(self) -> tuple[str, ...]:
-        """Names of bounds that are never larger where both apply."""
+    @abc.abstractmethod
+    def prove(self, event: Any, relation: NeighboringRelation) -> Proof:
+        """What is true of an event that meets all `conditions`."""
+
+    @abc.abstractmethod
+    def event_assumptions(
+        self, event: Any, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """What every proof of the bound takes for granted, beside what all bounds do."""
 
     def check(self, event: Any, relation: NeighboringRelation) -> tuple[UnmetCondition, ...]:
-        """Conditions that the event, of `event_type`, does not meet; empty if the bound applies."""
+        """The conditions that the event does not meet; empty if the bound applies."""
+        return tuple(self.conditions(event, relation))
 
     def guarantee(self, event: Any, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee; raises UnsupportedRunError if a condition is not met."""
+        """What is proved about the run.
 
+        Raises:
+            UnsupportedRunError: A condition of `check` is not met.
+        """
+        unmet = self.check(event, relation)
+        if unmet:
+            raise UnsupportedRunError(self.refusal(event, unmet))
+        return self.guarantee_of(event, relation, self.prove(event, relation))
 
-def divisor_assumption(event: LastIterateDpEvent) -> Assumption:
-    """The divisor is public; under add-or-remove it must not be the number of records itself."""
-    return Assumption.declared(
-        f"sums of gradients are divided by the constant {event.batch_size}, which stays the same "
-        "when the data set changes"
-    )
-
-
-def declared_assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
-    """What a hidden-state bound takes on the word of whoever wrote the event."""
-    assumptions = [
-        Assumption.declared(f"per-example loss: {event.loss!r}"),
-        Assumption.declared("one record per person, clipped as one unit"),
-        Assumption.declared(
-            "only the released iterates are seen: no averages of iterates, optimizer state or "
-            "metrics on the private data"
-        ),
-        Assumption.declared("number of steps, schedules and released steps fixed in advance"),
-        divisor_assumption(event),
-    ]
-    if event.domain_diameter < float("inf"):
-        assumptions.append(
-            Assumption.declared(
-                "every iterate is projected on a convex set of diameter "
-                f"{event.domain_diameter:g} that contains the initial model"
-            )
+    def guarantee_of(self, event: Any, relation: NeighboringRelation, proof: Proof) -> Guarantee:
+        """The guarantee that a proof about the event is."""
+        common = replace_assumptions(assumptions.COMMON, *self.event_assumptions(event, relation))
+        return Guarantee(
+            curve=proof.curve,
+            neighboring_relation=relation,
+            theorem=proof.theorem,
+            assumptions=replace_assumptions(common, *proof.assumptions),
+            caveat=proof.caveat,
+            citations=tuple(dict.fromkeys((self.citation, *proof.citations))),
         )
-    return (*assumptions, Assumption.public("order of the batches, batch size, hyper-parameters"))
+
+    def refusal(self, event: Any, unmet: tuple[UnmetCondition, ...]) -> str:
+        """The text of the error for an event that does not meet all conditions."""
+        return f"{self.citation}: " + "; ".join(map(str, unmet))
+
+
+@attrs.frozen
+class HiddenStateBound(Bound):
+    """A bound on `LastIterateDpEvent` that relies on what is not released."""
+
+    event_type = LastIterateDpEvent
+
+    def event_assumptions(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """Loss, releases, schedules, divisor, domain and order of the batches."""
+        return assumptions.of_hidden_iterates(event)

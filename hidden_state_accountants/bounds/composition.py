@@ -8,82 +8,82 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.base import Citation, divisor_assumption
+from hidden_state_accountants.bounds import assumptions
+from hidden_state_accountants.bounds.base import Bound, Citation, Proof
 from hidden_state_accountants.curves.base import Curve, CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent, has_zero_noise
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import cap_delta
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.guarantee import Assumption
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    UnmetCondition,
+    equal_batches,
+    neighboring_relation,
+)
 
 
 @attrs.frozen
-class Composition:
+class Composition(Bound):
     """`LastIterateDpEvent.as_composition` as a bound.
 
     Formal guarantees: holds for any curvature, domain and decay, even if all iterates are released;
     the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
     Exact (mu-GDP) for FULL and for epoch-wise orders; random batches through dp-accounting. A cap
-    on POISSON batches adds `cap_delta`.
+    on POISSON batches adds `event.cap_delta`.
     """
 
-    name: str = "composition"
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    sound: bool = True
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
+    key = "composition"
+    event_type = LastIterateDpEvent
+    paper = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
 
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """A standard event expresses the run."""
+        order = event.batch_order
+        unmet = [
+            *neighboring_relation(order, relation),
+            *equal_batches(order, event.batch_size, event.dataset_size),
+        ]
+        if unmet:
+            return unmet
         try:
-            attrs.evolve(event, max_batch_size=None).as_composition(relation)
+            _composed(event, relation)
         except UnsupportedRunError as error:
-            return (
-                UnmetCondition(
-                    "neighboring relation",
-                    str(error),
-                    f"{event.batch_order.name} under {relation.name}",
-                ),
-            )
-        return ()
+            actual = f"{order.name} under {relation.name}"
+            return [UnmetCondition("neighboring relation", str(error), actual)]
+        return []
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee of the composed steps.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        composed = attrs.evolve(event, max_batch_size=None).as_composition(relation)
-        curve = _curve(composed, event.batch_order)
-        extra = cap_delta(event, relation)
-        return Guarantee(
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The composed steps."""
+        curve = _curve(_composed(event, relation), event.batch_order)
+        extra = event.cap_delta(relation)
+        return Proof(
             curve=CurveWithDelta(curve, extra) if extra else curve,
-            neighboring_relation=relation,
             theorem="composition (every iterate may be released)",
-            assumptions=_assumptions(event),
         )
 
+    def event_assumptions(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """Schedules, batches, divisor; a gradient bound where it lies below the clip norm."""
+        is_amplified = event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
+        assumed = [
+            assumptions.fixed_in_advance("number of steps and schedules"),
+            assumptions.batches(event, are_secret=is_amplified),
+            assumptions.divisor(event.batch_size),
+        ]
+        lipschitz = None if event.loss is None else event.loss.lipschitz
+        if lipschitz is not None and (
+            event.clip_norm is None or (lipschitz < event.per_step("clip_norm")).any()
+        ):
+            assumed.append(assumptions.gradient_norm(lipschitz))
+        return tuple(assumed)
 
-def _assumptions(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
-    assumptions = [
-        Assumption.declared("one record per person, clipped as one unit"),
-        Assumption.declared("number of steps and schedules fixed in advance"),
-        Assumption.declared(
-            f"{event.batch_order.name} batches of "
-            f"{event.batch_size} of {event.dataset_size} records, chosen independently of the data"
-        ),
-        divisor_assumption(event),
-    ]
-    lipschitz = None if event.loss is None else event.loss.lipschitz
-    if event.clip_norm is None or (
-        lipschitz is not None and (lipschitz < event.per_step("clip_norm")).any()
-    ):
-        assumptions.append(Assumption.declared(f"per-example gradient norms at most {lipschitz:g}"))
-    return tuple(assumptions)
+
+def _composed(event: LastIterateDpEvent, relation: NeighboringRelation) -> dp_accounting.DpEvent:
+    """Without the cap, whose delta is added."""
+    return attrs.evolve(event, max_batch_size=None).as_composition(relation)
 
 
 def _curve(event: dp_accounting.DpEvent, order: BatchOrder) -> Curve:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import itertools
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.shifted_interpolation import (
     distance_anywhere,
     mu_squared_by_position,
@@ -31,10 +30,9 @@ from hidden_state_accountants.curves.base import BestOfCurves, Curve, GaussianMi
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process.conditions import UnmetCondition
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
-    UnmetCondition,
     noisy_process,
     unmet_conditions,
 )
@@ -45,7 +43,7 @@ _CITATION = Citation(
 
 
 @attrs.frozen
-class ShuffledOnce:
+class ShuffledOnce(HiddenStateBound):
     """One uniform secret order for all epochs (SHUFFLED_ONCE): the mean over the positions.
 
     Formal guarantees:
@@ -55,31 +53,26 @@ class ShuffledOnce:
       - Assumptions: Theorem A's, and that neither the order nor its seed is ever published.
     """
 
-    name: str = "shuffled_once"
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    sound: bool = True
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = _CITATION
+    key = "shuffled_once"
+    paper = _CITATION
 
-    def check(
+    def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+        """A contractive process for every order of the batches."""
         return unmet_conditions(event, relation, [BatchOrder.SHUFFLED_ONCE])
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The mixture of Gaussian guarantees of the positions.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The mixture of Gaussian guarantees of the positions."""
         process = noisy_process(event, relation)
-        curve = _mean_over_positions(mu_squared_by_position(process), process.period)
-        return _guarantee(event, relation, curve, "Theorem A averaged over the secret order")
+        return Proof(
+            curve=_mean_over_positions(mu_squared_by_position(process), process.period),
+            theorem=self.citation.of("Theorem A averaged over the secret order"),
+        )
 
 
 @attrs.frozen
-class Reshuffled:
+class Reshuffled(HiddenStateBound):
     """A fresh uniform secret order in every epoch (RESHUFFLED).
 
     Formal guarantees:
@@ -92,30 +85,24 @@ class Reshuffled:
       - Assumptions: Theorem A's, and that neither the orders nor their seed are ever published.
     """
 
-    name: str = "reshuffled"
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    sound: bool = True
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = _CITATION
+    key = "reshuffled"
+    paper = _CITATION
 
-    def check(
+    def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+        """A contractive process for every order of the batches."""
         return unmet_conditions(event, relation, [BatchOrder.RESHUFFLED])
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The smaller of the two bounds.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The smaller of the two bounds."""
         process = noisy_process(event, relation)
         curve = _epoch_by_epoch(process)
         if process.is_constant and not process.release_steps and process.contraction[0] <= 1:
             curve = BestOfCurves((curve, _late_participations(process)))
-        return _guarantee(
-            event, relation, curve, "Theorem A averaged over the secret order of each epoch"
+        return Proof(
+            curve=curve,
+            theorem=self.citation.of("Theorem A averaged over the secret order of each epoch"),
         )
 
 
@@ -173,20 +160,3 @@ def _late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
         known_shift=distance_anywhere(process, 0, steps),
     )
     return _mean_over_positions(np.minimum(mu_squared, last), period)
-
-
-def _guarantee(
-    event: LastIterateDpEvent, relation: NeighboringRelation, curve: Curve, theorem: str
-) -> Guarantee:
-    secret = Assumption.declared(
-        f"{event.batch_order.name}: the order is uniform, does not depend on the data, and neither "
-        "the order nor its seed is ever published"
-    )
-    public = Assumption.public("batch size, hyper-parameters")
-    return Guarantee(
-        curve=curve,
-        neighboring_relation=relation,
-        theorem=f"{theorem} ({_CITATION.authors}, arXiv {_CITATION.arxiv})",
-        assumptions=(*declared_assumptions(event)[:-1], secret, public),
-        citations=(_CITATION,),
-    )

@@ -14,22 +14,18 @@ import math
 from collections.abc import Iterator
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, GaussianMixtureCurve
-from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process.conditions import Unmet, UnmetCondition
 from hidden_state_accountants.process.noisy_process import (
-    LINEAR_MODULUS,
     NoisyProcess,
-    UnmetCondition,
     noisy_process,
     unmet_conditions,
 )
@@ -41,7 +37,7 @@ _ORDERS = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
 
 
 @attrs.frozen
-class Hoelder:
+class Hoelder(HiddenStateBound):
     """Theorem A for FULL, CYCLIC and SHUFFLED_ONCE runs of a loss with a Hölder gradient.
 
     Formal guarantees:
@@ -60,23 +56,14 @@ class Hoelder:
     Theorem 3.7) treat Hölder gradients with a_t >= s_t.
     """
 
-    name: str = "hoelder"
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    sound: bool = True
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = Citation(
+    key = "hoelder"
+    paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation, with a Hölder modulus", "2403.00278"
     )
 
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
-        unmet = [
-            condition
-            for condition in unmet_conditions(event, relation, _ORDERS)
-            if condition.condition != LINEAR_MODULUS
-        ]
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """A Hölder gradient, and a run that is short enough to optimise over."""
+        unmet = list(unmet_conditions(event, relation, _ORDERS, is_linear=False))
         if event.loss is not None and event.loss.kind is not LossKind.HOELDER:
             kind = event.loss.kind.value
             unmet.append(UnmetCondition("loss", "LossGeometry.hoelder", f"a {kind} loss"))
@@ -86,41 +73,18 @@ class Hoelder:
             if steps > MOST_STEPS:
                 required = f"at most {MOST_STEPS} over all positions and releases"
                 unmet.append(UnmetCondition("steps to optimise", required, f"{steps} or more"))
-        return tuple(unmet)
+        return unmet
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee of the run.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        if unmet:
-            raise UnsupportedRunError("; ".join(map(str, unmet)))
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The worst position of a public order, the mean over the positions of a secret one."""
         process = noisy_process(event, relation, is_linear=False)
         mus = mu_by_position(event, process, relation)
-        assumptions = declared_assumptions(event)
         curve: Curve = GaussianCurve(float(mus.max()))
         if event.batch_order is BatchOrder.SHUFFLED_ONCE:
             every = np.zeros(process.period)
             every[: len(mus)] = mus
             curve = GaussianMixtureCurve(np.full(len(every), 1 / len(every)), every)
-            assumptions = (
-                *assumptions[:-1],
-                Assumption.declared(
-                    "SHUFFLED_ONCE: the order is uniform, does not depend on the data, and neither "
-                    "the order nor its seed is ever published"
-                ),
-                Assumption.public("batch size, hyper-parameters"),
-            )
-        return Guarantee(
-            curve=curve,
-            neighboring_relation=relation,
-            theorem=f"Theorem A ({self.citation.authors}, arXiv {self.citation.arxiv}), "
-            "Hölder gradient",
-            assumptions=assumptions,
-            citations=(self.citation,),
-        )
+        return Proof(curve=curve, theorem=f"{self.citation.of('Theorem A')}, Hölder gradient")
 
 
 def mu_by_position(

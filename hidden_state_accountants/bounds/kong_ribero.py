@@ -14,26 +14,32 @@ import functools
 import math
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import (
+    PUBLISHED,
+    SOUND,
+    Citation,
+    HiddenStateBound,
+    Proof,
+)
 from hidden_state_accountants.bounds.solvers.constant_run import (
     ConstantRun,
     constant_run,
-    refusal,
     unmet_for_constant_run,
 )
-from hidden_state_accountants.curves.base import Curve, GaussianCurve, RdpCurve
+from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    UnmetCondition,
+    linear_modulus,
+    refusal_in_words,
+)
 
-_CITATION = Citation("Kong & Ribero 2025", "Theorems 2.2 and 2.3", "2407.05237")
 _UNSOUND = (
     "the statement has L_lambda where the proof for clipped gradients gives sqrt(2)*L_lambda: a "
     'clipped step of a convex loss can expand. Use analysis="sound", or declare a loss.lipschitz '
@@ -128,7 +134,7 @@ def sharpened_theorem_2_2(run: ConstantRun) -> float:
 
 
 @attrs.frozen
-class KongRibero:
+class KongRibero(HiddenStateBound):
     """The smallest applicable bound of Kong & Ribero 2025 for FULL and CYCLIC runs.
 
     Formal guarantees:
@@ -145,70 +151,40 @@ class KongRibero:
     Source: Kong, Ribero 2025 (arXiv 2407.05237).
     """
 
-    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+    key = "kong_ribero"
+    analyses = (SOUND, PUBLISHED)
     # (16) is a window of one step, which may use the drift; (17) and (19) are feasible shifts.
-    dominated_by: tuple[str, ...] = ("shifted_interpolation",)
-    citation: Citation = _CITATION
+    dominated_by = ("shifted_interpolation",)
+    paper = Citation("Kong & Ribero 2025", "Theorems 2.2 and 2.3", "2407.05237")
 
-    @property
-    def name(self) -> str:
-        """Short, stable identifier."""
-        return "kong_ribero" if self.sound else "kong_ribero_published"
-
-    @property
-    def sound(self) -> bool:
-        """Whether the default accountant may use it."""
-        return self.analysis == SOUND
-
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """A constant run of a loss with a linear modulus, and a small learning rate."""
         orders = (BatchOrder.FULL, BatchOrder.CYCLIC)
-        unmet = unmet_for_constant_run(event, relation, orders, published=not self.sound)
-        loss = event.loss
-        if loss is not None and loss.kind is LossKind.HOELDER and loss.exponent != 1:
-            unmet.append(
-                UnmetCondition(
-                    "smooth loss", "a Lipschitz gradient", f"Hölder exponent {loss.exponent:g}"
-                )
-            )
-        if not unmet:
-            unmet += _unmet_learning_rate(constant_run(event, relation))
-        return tuple(unmet)
+        unmet = [
+            *unmet_for_constant_run(event, relation, orders, published=not self.sound),
+            *linear_modulus(event.loss),
+        ]
+        return unmet or _unmet_learning_rate(constant_run(event, relation))
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The smallest bound with the theorem that gives it.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        if unmet:
-            raise refusal(
-                f"Theorem 2.3 ({self.citation.authors})",
-                unmet,
-                "Lower it, or use LastIterateAccountant."
-                if unmet[0].condition == "learning rate"
-                else "Use LastIterateAccountant.",
-            )
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The smallest bound with the theorem that gives it."""
         run = constant_run(event, relation)
-        twice, theorem = (_sound if self.sound else _published)(run)
-        curve: Curve = GaussianCurve(math.sqrt(twice))
-        if not self.sound:
-            curve = RdpCurve(functools.partial(np.multiply, twice / 2))
-        return Guarantee(
-            curve=curve,
-            neighboring_relation=relation,
-            theorem=f"{theorem} ({self.citation.authors}, arXiv {self.citation.arxiv})"
-            + (", sharpened" if self.sound else ", as published"),
-            assumptions=declared_assumptions(event),
-            citations=(self.citation,),
-            caveat=_UNSOUND
-            if not self.sound and theorem == "Theorem 2.2" and run.clip_is_active
-            else "",
+        if self.sound:
+            mu_squared, theorem = _sound(run)
+            return Proof(
+                curve=GaussianCurve(math.sqrt(mu_squared)),
+                theorem=f"{self.citation.of(theorem)}, sharpened",
+            )
+        twice, theorem = _published(run)
+        return Proof(
+            curve=RdpCurve(functools.partial(np.multiply, twice / 2)),
+            theorem=f"{self.citation.of(theorem)}, as published",
+            caveat=_UNSOUND if theorem == "Theorem 2.2" and run.clip_is_active else "",
         )
+
+    def refusal(self, event: LastIterateDpEvent, unmet: tuple[UnmetCondition, ...]) -> str:
+        """In the words of the paper."""
+        return refusal_in_words(f"Theorem 2.3 ({self.citation.authors})", unmet)
 
 
 def _curvatures(loss: LossGeometry) -> tuple[float, float]:
@@ -217,12 +193,17 @@ def _curvatures(loss: LossGeometry) -> tuple[float, float]:
     return loss.smoothness, lower
 
 
-def _unmet_learning_rate(run: ConstantRun) -> list[UnmetCondition]:
+def _unmet_learning_rate(run: ConstantRun) -> Unmet:
     total = sum(_curvatures(run.loss)) * (2 if run.clip_is_active else 1)
     if run.learning_rate * total <= 1:
         return []
     return [
-        UnmetCondition("learning rate", f"learning_rate <= {1 / total:g}", f"{run.learning_rate:g}")
+        UnmetCondition(
+            "learning rate",
+            f"learning_rate <= {1 / total:g}",
+            f"{run.learning_rate:g}",
+            "Lower it, or use LastIterateAccountant.",
+        )
     ]
 
 

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 
 import attrs
-import dp_accounting
 import numpy as np
 import numpy.typing as npt
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.solvers.taut_string import (
     CyclicTautString,
     least_mu_squared,
@@ -26,9 +25,9 @@ from hidden_state_accountants.bounds.solvers.taut_string import (
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.process.conditions import UnmetCondition
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
-    UnmetCondition,
     noisy_process,
     unmet_conditions,
 )
@@ -84,7 +83,7 @@ def shifted_gdp_mu(
 
 
 @attrs.frozen
-class ShiftedInterpolation:
+class ShiftedInterpolation(HiddenStateBound):
     """Theorem A for FULL and CYCLIC runs of a loss with a linear modulus.
 
     Formal guarantees:
@@ -97,41 +96,32 @@ class ShiftedInterpolation:
         (convex) domain, which contains x_0.
     """
 
-    name: str = "shifted_interpolation"
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    sound: bool = True
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = Citation(
+    key = "shifted_interpolation"
+    paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation, with optimal shifts", "2403.00278"
     )
 
-    def check(
+    def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+        """A contractive process."""
         return unmet_conditions(event, relation)
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The mu-GDP guarantee of the run.
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """mu-GDP of the worst position."""
+        return self._proof(worst_mu_squared(noisy_process(event, relation)))
 
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        process = noisy_process(event, relation)
-        return self.from_mu_squared(event, relation, worst_mu_squared(process))
+    def _proof(self, mu_squared: float) -> Proof:
+        return Proof(
+            curve=GaussianCurve(math.sqrt(mu_squared)),
+            theorem=f"{self.citation.of('Theorem A')}, optimal shifts",
+        )
 
     def from_mu_squared(
         self, event: LastIterateDpEvent, relation: NeighboringRelation, mu_squared: float
     ) -> Guarantee:
-        """Wraps the mu**2 of the worst position."""
-        return Guarantee(
-            curve=GaussianCurve(math.sqrt(mu_squared)),
-            neighboring_relation=relation,
-            theorem=f"Theorem A ({self.citation.authors}, arXiv {self.citation.arxiv}), "
-            "optimal shifts",
-            assumptions=declared_assumptions(event),
-            citations=(self.citation,),
-        )
+        """Wraps the mu**2 of the worst position, which somebody else computed."""
+        return self.guarantee_of(event, relation, self._proof(mu_squared))
 
 
 def worst_mu_squared(process: NoisyProcess) -> float:

@@ -22,7 +22,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
 from hidden_state_accountants.bounds.solvers.sampled_windows import (
     SampledSteps,
@@ -33,23 +33,22 @@ from hidden_state_accountants.curves.base import BestOfCurves, Curve, CurveWithD
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
-from hidden_state_accountants.events.as_composition import overfull_delta
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.process import conditions
+from hidden_state_accountants.process.conditions import Unmet
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
-    UnmetCondition,
     sampled_process,
-    unmet_conditions,
 )
 
 _OVERFULL = 1e-12  # the probability that a batch exceeds the number of terms we plan for
 _MOST_NOISE_LEVELS = 8
+_OF_POISSON = (NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 @attrs.frozen
-class Subsampling:
+class Subsampling(HiddenStateBound):
     """Theorem B for POISSON and WITHOUT_REPLACEMENT runs of a loss with a linear modulus.
 
     Formal guarantees:
@@ -63,61 +62,35 @@ class Subsampling:
       - Assumptions: Theorem A's; batches independent of the data and never published.
     """
 
-    name: str = "subsampling"
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    sound: bool = True
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = Citation(
+    key = "subsampling"
+    paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation with sampled batches", "2403.00278"
     )
 
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
-        orders = [BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT]
-        unmet = list(unmet_conditions(event, relation, orders))
-        if event.batch_order is BatchOrder.POISSON and relation is NeighboringRelation.REPLACE_ONE:
-            unmet.append(
-                UnmetCondition(
-                    "neighboring relation", "REPLACE_SPECIAL or ADD_OR_REMOVE_ONE", relation.name
-                )
-            )
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Random batches of a loss with a linear modulus, and few noise levels."""
+        orders = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
+        is_poisson = event.batch_order is BatchOrder.POISSON
+        relations = _OF_POISSON if is_poisson else tuple(NeighboringRelation)
         levels = len(np.unique(_step_mu(event)))
-        if levels > _MOST_NOISE_LEVELS:
-            unmet.append(
-                UnmetCondition(
-                    "noise multiplier", f"at most {_MOST_NOISE_LEVELS} values", f"{levels} values"
-                )
-            )
-        return tuple(unmet)
+        few = f"at most {_MOST_NOISE_LEVELS} values"
+        return [
+            *conditions.batches(event, relation, orders, relations),
+            *conditions.declared_loss(event),
+            *conditions.linear_modulus(event.loss),
+            *conditions.unless(
+                levels <= _MOST_NOISE_LEVELS, "noise multiplier", few, f"{levels} values"
+            ),
+        ]
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The best window found, segment by segment.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The best window found, segment by segment."""
         terms, extra = _most_terms(event, relation)
         process = sampled_process(event, relation, terms)
         curve = _released_curve(event, process)
-        if extra:
-            curve = CurveWithDelta(curve, extra)
-        batches = Assumption.declared(
-            f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} "
-            "records, drawn independently of the data, and never published"
-        )
-        return Guarantee(
-            curve=curve,
-            neighboring_relation=relation,
-            theorem=f"Theorem B ({self.citation.authors}, arXiv {self.citation.arxiv}), "
-            "sampled batches",
-            assumptions=(
-                *declared_assumptions(event)[:-1],
-                batches,
-                Assumption.public("batch size, hyper-parameters"),
-            ),
-            citations=(self.citation,),
+        return Proof(
+            curve=CurveWithDelta(curve, extra) if extra else curve,
+            theorem=f"{self.citation.of('Theorem B')}, sampled batches",
         )
 
 
@@ -143,11 +116,11 @@ def _most_terms(event: LastIterateDpEvent, relation: NeighboringRelation) -> tup
         range(event.dataset_size + 1),
         True,
         lo=1,
-        key=lambda k: overfull_delta(event, relation, k) <= _OVERFULL,
+        key=lambda k: event.overfull_delta(relation, k) <= _OVERFULL,
     )
     if event.max_batch_size is not None:
         terms = min(terms, event.max_batch_size)
-    return terms, overfull_delta(event, relation, terms)
+    return terms, event.overfull_delta(relation, terms)
 
 
 def _released_curve(event: LastIterateDpEvent, process: NoisyProcess) -> Curve:

@@ -16,7 +16,6 @@ from scipy import optimize
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.curves.gaussian import delta_from_mu
-from hidden_state_accountants.events.as_composition import cap_delta
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
@@ -192,7 +191,7 @@ def unreachable(target: Target, value: float) -> str:
     )
     guarantee = getattr(target.accountant, "guarantee", None)
     if isinstance(target.event, LastIterateDpEvent):
-        extra = cap_delta(target.event, target.accountant.neighboring_relation)
+        extra = target.event.cap_delta(target.accountant.neighboring_relation)
         if extra >= target.delta:
             return text + (
                 f"The cap on the batches costs a delta of {extra:.3g} by itself, whatever the "

@@ -14,7 +14,6 @@ from dp_accounting import NeighboringRelation, pld, rdp
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.bounds import BOUNDS, Bound
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import cap_delta
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
@@ -115,7 +114,7 @@ def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.
         raise UnsupportedRunError(f"no standard event expresses a {type(event).__name__}")
     extra = 0.0
     if isinstance(event, LastIterateDpEvent):
-        extra = cap_delta(event, relation)
+        extra = event.cap_delta(relation)
         event = attrs.evolve(event, max_batch_size=None)
     composed = event.as_composition(relation)
     if isinstance(composed, dp_accounting.ComposedDpEvent):

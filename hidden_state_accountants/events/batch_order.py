@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from dp_accounting import NeighboringRelation
+from scipy import stats
 
 
 class BatchOrder(enum.Enum):
@@ -52,6 +53,34 @@ def unmet_relation(order: BatchOrder, relation: NeighboringRelation) -> str | No
             "whose gradient is zero) or REPLACE_ONE."
         )
     return None
+
+
+def unequal_batches(order: BatchOrder, batch_size: int, dataset_size: int) -> str | None:
+    """The reason why no theorem covers an order that cannot deal equal batches, or None."""
+    rest = dataset_size % batch_size
+    if not rest or order not in EPOCH_ORDERS:
+        return None
+    return (
+        f"{order.name} batches need a batch_size that divides dataset_size: got {batch_size} and "
+        f"{dataset_size}, which leaves {rest} records over. To drop {rest} records declare "
+        f"dataset_size={dataset_size - rest}."
+    )
+
+
+def overfull_delta(
+    relation: NeighboringRelation,
+    batch_size: int,
+    dataset_size: int,
+    num_steps: int,
+    most_terms: int,
+) -> float:
+    """Bound on the probability that a POISSON batch with the record ever exceeds `most_terms`.
+
+    T * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set.
+    """
+    others = dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
+    tail = stats.binom.sf(most_terms - 1, others, batch_size / dataset_size)
+    return min(1.0, num_steps * float(tail))
 
 
 def parse_batch_order(value: Any) -> BatchOrder:

@@ -2,7 +2,7 @@
 
 >>> import hidden_state_accountants as hsa
 >>> event = hsa.BlockCoordinateDpEvent(
-...     step_size=0.05, noise_variance=1.0, gradient_sensitivity=1.0, batch_size=100,
+...     step_size=0.05, noise_variance=1.0, clip_norm=1.0, batch_size=100,
 ...     dataset_size=2500, num_epochs=20, prox_strong_convexity=0.5)
 >>> event.batches_per_epoch, event.num_steps
 (25, 500)
@@ -16,8 +16,10 @@ from typing import Any
 import attrs
 import dp_accounting
 import numpy as np
+from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.plain_types import (
     arguments_of,
@@ -39,7 +41,8 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
             - \frac{\eta}{b} \sum_{i \in B_j} g_i(\theta) + \mathcal{N}(0, 2\eta\,o(k, j)\, I)\Big)
 
     where :math:`g_i` is the (per-record clipped) gradient of record i's block objective, hidden
-    variables recomputed.
+    variables recomputed. How far one record can move their sum follows from the clip
+    (`clip_norm`), or is declared (`gradient_sensitivity`): exactly one of the two is given.
 
     Formal guarantees of the mechanism that the event stands for:
       - Released: the blocks after the last step. Hidden variables are never released.
@@ -53,12 +56,14 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         noise_variance: o >= 0; the noise on the block has variance 2 * eta * o. A number, o[k, j]
             of shape (num_epochs, batches_per_epoch) as nested sequences or an array, or a
             `Schedule` of the num_epochs * batches_per_epoch steps.
+        clip_norm: C > 0, if the gradient of every record for a block is clipped, on its own and as
+            one vector, to C. The sensitivity is then that of the relation of the accountant, and
+            clipping never acts exactly if block_loss.lipschitz <= C; see `sensitivity`.
         gradient_sensitivity: S_g >= 0, the largest distance of the SUMS of the per-record gradients
-            of a block on neighbouring data sets, at equal parameters. Per-record clipping at C
-            gives 2 * C where a record is replaced by any other (the paper's neighbours; this also
-            covers REPLACE_SPECIAL) and C where it is replaced by one with zero gradient. Beside a
-            `block_loss.lipschitz` declare no more than that: 2 * lipschitz <= S_g is read as
-            "clipping never acts". Where the mean of a batch is clipped as one vector leave
+            of a block on neighbouring data sets, at equal parameters, under the relation of the
+            accountant. For sums that are bounded otherwise than by `clip_norm`. Beside a
+            `block_loss.lipschitz` declare no more than what is needed: 2 * lipschitz <= S_g is read
+            as "clipping never acts". Where the mean of a batch is clipped as one vector leave
             `block_loss` at None.
         batch_size: b, the public constant that the sum is divided by.
         dataset_size: n.
@@ -81,7 +86,8 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
 
     step_size: float = attrs.field()
     noise_variance: float | Schedule = attrs.field()
-    gradient_sensitivity: float = attrs.field()
+    clip_norm: float | None = None
+    gradient_sensitivity: float | None = None
     batch_size: int = attrs.field()
     dataset_size: int = attrs.field()
     num_epochs: int = attrs.field()
@@ -95,8 +101,9 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("step_size", "gradient_sensitivity", "prox_strong_convexity"):
+        for name in ("step_size", "prox_strong_convexity", "prox_lipschitz"):
             put(name, validate.magnitude(name, getattr(self, name)))
+        self._check_sensitivity()
         put("dataset_size", validate.integer("dataset_size", self.dataset_size, minimum=1))
         batch_size = validate.integer(
             "batch_size",
@@ -114,8 +121,23 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
             )
         if self.update_lipschitz is not None:
             put("update_lipschitz", validate.magnitude("update_lipschitz", self.update_lipschitz))
-        put("prox_lipschitz", validate.magnitude("prox_lipschitz", self.prox_lipschitz))
         put("noise_variance", self._noise())
+
+    def _check_sensitivity(self) -> None:
+        given = [
+            name
+            for name in ("clip_norm", "gradient_sensitivity")
+            if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            found = " and ".join(given) or "neither"
+            raise ValueError(
+                "Expected either clip_norm (the gradient of every record is clipped) or "
+                f"gradient_sensitivity (a bound of another kind), got {found}."
+            )
+        (name,) = given
+        value = validate.magnitude(name, getattr(self, name), positive=name == "clip_norm")
+        object.__setattr__(self, name, value)
 
     def _noise(self) -> float | Schedule:
         value = self.noise_variance
@@ -155,6 +177,36 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
     def num_steps(self) -> int:
         """K * n/b, the number of updates of each block."""
         return self.num_epochs * self.batches_per_epoch
+
+    def sensitivity(self, relation: NeighboringRelation) -> float:
+        r"""S_g: how far one record moves the sum of the gradients of a block, at equal parameters.
+
+        With `clip_norm` the gradient of a record is no longer than
+        :math:`G = \min(C, \mathtt{block\_loss.lipschitz})`. A record that is replaced by one with
+        zero gradient, added or removed moves the sum by G; one that is replaced by any other moves
+        it by 2 G (REPLACE_ONE, the neighbours of the paper).
+
+        Args:
+            relation: The neighbouring relation of the guarantee. A declared `gradient_sensitivity`
+                is read as that of this relation.
+        """
+        if self.clip_norm is None:
+            assert self.gradient_sensitivity is not None  # checked at construction
+            return self.gradient_sensitivity
+        lipschitz = None if self.block_loss is None else self.block_loss.lipschitz
+        bound = self.clip_norm if lipschitz is None else min(self.clip_norm, lipschitz)
+        return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound
+
+    @property
+    def clipping_may_act(self) -> bool:
+        """False only if `block_loss` says that no gradient is longer than the clip norm."""
+        if self.block_loss is None or self.block_loss.lipschitz is None:
+            return True
+        if self.clip_norm is not None:
+            return self.block_loss.lipschitz > self.clip_norm
+        assert self.gradient_sensitivity is not None  # checked at construction
+        # A clip at C gives S_g = C or 2 C: the larger factor leaves the smaller clip norm.
+        return 2 * self.block_loss.lipschitz > self.gradient_sensitivity
 
     def noise_variances(self) -> np.ndarray:
         """o[k, j]: float64 of shape (num_epochs, batches_per_epoch)."""

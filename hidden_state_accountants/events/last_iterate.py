@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,8 +22,16 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.events.as_composition import composed_event
-from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.as_composition import fixed_batches, random_batches
+from hidden_state_accountants.events.batch_order import (
+    BatchOrder,
+    overfull_delta,
+    parse_batch_order,
+    sensitivity_in_clip_norms,
+    unequal_batches,
+    unmet_relation,
+)
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.plain_types import (
     arguments_of,
@@ -260,7 +269,70 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             UnsupportedRunError: No standard event is proven to dominate the run (among them POISSON
                 batches with a cap: `LastIterateAccountant` adds its delta).
         """
-        return composed_event(self, validate.neighboring_relation(neighboring_relation))
+        order, relation = self.batch_order, validate.neighboring_relation(neighboring_relation)
+        unmet = unmet_relation(order, relation) or unequal_batches(
+            order, self.batch_size, self.dataset_size
+        )
+        if unmet:
+            raise UnsupportedRunError(unmet)
+        noise = self._noise_over_sensitivity(relation)
+        if order is BatchOrder.WITHOUT_REPLACEMENT:
+            return random_batches(
+                noise,
+                functools.partial(
+                    dp_accounting.SampledWithoutReplacementDpEvent,
+                    self.dataset_size,
+                    self.batch_size,
+                ),
+            )
+        if order is BatchOrder.POISSON:
+            self._check_poisson_composition(relation)
+            rate = self.batch_size / self.dataset_size
+            return random_batches(
+                noise, functools.partial(dp_accounting.PoissonSampledDpEvent, rate)
+            )
+        return fixed_batches(
+            noise,
+            period=self.batches_per_epoch,
+            position=self.record_position,
+            is_reshuffled=order is BatchOrder.RESHUFFLED,
+            is_constant=not self.has_schedules,
+        )
+
+    def _noise_over_sensitivity(self, relation: NeighboringRelation) -> np.ndarray:
+        """Infinite where nothing is released: no learning rate, or a gradient bound of 0."""
+        sensitivity = sensitivity_in_clip_norms(self.batch_order, relation) * self.gradient_bound()
+        acts = (sensitivity > 0) & (self.per_step("learning_rate") > 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(acts, self.noise_std_on_sum() / sensitivity, np.inf)
+
+    def _check_poisson_composition(self, relation: NeighboringRelation) -> None:
+        if self.cap_delta(relation) > 0:
+            raise UnsupportedRunError(
+                f"No standard event covers batches that are cut at max_batch_size = "
+                f"{self.max_batch_size}: there a record can displace another one."
+            )
+        if relation is NeighboringRelation.REPLACE_ONE:
+            raise UnsupportedRunError(
+                "No standard event that every dp-accounting version evaluates is proven to "
+                "dominate POISSON batches under REPLACE_ONE: use "
+                "NeighboringRelation.REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
+            )
+
+    def cap_delta(self, relation: NeighboringRelation) -> float:
+        """The delta that `max_batch_size` costs; 0 without a cap.
+
+        It bounds the probability that the cap ever acts; until then the run is one without a cap.
+        """
+        if self.max_batch_size is None:
+            return 0.0
+        return self.overfull_delta(relation, self.max_batch_size)
+
+    def overfull_delta(self, relation: NeighboringRelation, most_terms: int) -> float:
+        """Bounds the probability that a POISSON batch with the record exceeds `most_terms`."""
+        return overfull_delta(
+            relation, self.batch_size, self.dataset_size, self.num_steps, most_terms
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML types with a schema number; defaults are left out."""

@@ -14,28 +14,10 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import indivisible_batches
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process import geometry
-
-LINEAR_MODULUS = "linear modulus"
-"""The unmet condition of a loss whose gradient is not Lipschitz."""
-
-
-@attrs.frozen
-class UnmetCondition:
-    """One condition of a theorem that an event does not meet."""
-
-    condition: str
-    required: str
-    actual: str
-
-    def __str__(self) -> str:
-        if self.required.endswith("."):  # says it all
-            return f"{self.condition}: {self.required}"
-        return f"{self.condition}: needs {self.required}, got {self.actual}"
+from hidden_state_accountants.process import conditions, geometry
+from hidden_state_accountants.process.conditions import UnmetCondition
 
 
 @attrs.frozen(eq=False)
@@ -85,37 +67,22 @@ def unmet_conditions(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
     orders: Sequence[BatchOrder] = (BatchOrder.FULL, BatchOrder.CYCLIC),
+    *,
+    is_linear: bool = True,
 ) -> tuple[UnmetCondition, ...]:
-    """What keeps `event` from being a contractive noisy process in one of the batch orders."""
-    unmet = []
-    order = event.batch_order
-    if order not in orders:
-        names = " or ".join(known.name for known in orders)
-        unmet.append(UnmetCondition("batch order", names, order.name))
-    reason = unmet_relation(order, relation)
-    if reason:
-        unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
-        unmet.append(
-            UnmetCondition(
-                "equal batches",
-                indivisible_batches(event),
-                f"a remainder of {event.dataset_size % event.batch_size}",
-            )
-        )
-    if event.loss is None:
-        unmet.append(
-            UnmetCondition("loss geometry", "a declared LossGeometry (loss=)", "loss=None")
-        )
-    elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:
-        unmet.append(
-            UnmetCondition(
-                LINEAR_MODULUS,
-                "a Lipschitz gradient (exponent 1)",
-                f"exponent {event.loss.exponent:g}",
-            )
-        )
-    return tuple(unmet)
+    """What keeps `event` from being a contractive noisy process in one of the batch orders.
+
+    Args:
+        event: The run.
+        relation: The neighbouring relation.
+        orders: The orders of the batches that are covered.
+        is_linear: False for a caller with a modulus of its own, who needs no Lipschitz gradient.
+    """
+    return (
+        *conditions.batches(event, relation, orders),
+        *conditions.declared_loss(event),
+        *(conditions.linear_modulus(event.loss) if is_linear else ()),
+    )
 
 
 def noisy_process(
@@ -128,17 +95,13 @@ def noisy_process(
     Args:
         event: The run.
         relation: The neighbouring relation.
-        is_linear: False for a caller with a modulus of its own, who does not need `LINEAR_MODULUS`:
-            the contraction of a Hölder gradient is then infinite.
+        is_linear: As for `unmet_conditions`. The contraction of a Hölder gradient is infinite.
 
     Raises:
         UnsupportedRunError: A condition of `unmet_conditions` is not met.
     """
-    unmet = [
-        condition
-        for condition in unmet_conditions(event, relation, (BatchOrder.FULL, *EPOCH_ORDERS))
-        if is_linear or condition.condition != LINEAR_MODULUS
-    ]
+    orders = (BatchOrder.FULL, *EPOCH_ORDERS)
+    unmet = unmet_conditions(event, relation, orders, is_linear=is_linear)
     if unmet:
         raise UnsupportedRunError("; ".join(map(str, unmet)))
     period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch

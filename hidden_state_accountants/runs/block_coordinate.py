@@ -1,28 +1,33 @@
-"""What an optimizer for DP-MBCD did, as an event and in words; for the adapters."""
+"""A run of DP-MBCD, step by step; every step updates every block once."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
-import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.schedule import Schedule
-from hidden_state_accountants.process.geometry import update_lipschitz
+from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.descriptions.block_coordinate import description
+from hidden_state_accountants.runs.run_lengths import RunLengths
+from hidden_state_accountants.runs.statement import statement_of
 
 _RELATIONS = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
-# Rounding in float32 of a norm that is exactly at its bound.
-_SLACK = 1e-6
+_NOISE = "noise_variance"  # of the event, but of every step in a run
 
 
-@attrs.frozen(kw_only=True)
-class BlockCoordinateRun:
+class BlockCoordinateRun(Run):
     r"""Steps in which each of p blocks in turn made
 
     .. math::
@@ -30,167 +35,260 @@ class BlockCoordinateRun:
             \sum_{i \in B} \mathrm{clip}_C(g_i) + \mathcal{N}(0, (z C)^2 I)\Big)\Big)
 
     with the gradient of every record for the block, as one vector, multiplied by exactly
-    :math:`\min(1, C/|g_i|)`, and every step with b records.
+    :math:`\min(1, C/|g_i|)`, and every step with b records. The noise multiplier z may differ from
+    step to step.
 
-    Attributes:
-        step_size: eta.
+    Args:
+        step_size: eta, the `learning_rate` of every step.
         clip_norm: C > 0.
-        noise_multiplier: z, a number or one for every step.
         batch_size: b.
-        num_steps: The number of updates of each block.
         num_blocks: p.
         prox_strong_convexity: Of r.
-        largest_norm: The largest norm of a record's gradient for a block, before the clip.
+        dataset_size: n, the records of an epoch; None if it is declared later.
+        block_loss: As for the event; its `lipschitz` is compared with the gradients of every step.
+            None if nothing is known, or if it is declared later.
+
+    Raises:
+        TypeError, ValueError: As `BlockCoordinateDpEvent`.
     """
 
-    step_size: float
-    clip_norm: float
-    noise_multiplier: float | Schedule
-    batch_size: int
-    num_steps: int
-    num_blocks: int
-    prox_strong_convexity: float
-    largest_norm: float
+    event_type = BlockCoordinateDpEvent
 
-    def event(
+    def __init__(
         self,
         *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation,
+        step_size: float,
+        clip_norm: float,
+        batch_size: int,
+        num_blocks: int,
+        prox_strong_convexity: float = 0.0,
+        dataset_size: int | None = None,
         block_loss: LossGeometry | None = None,
-    ) -> BlockCoordinateDpEvent:
-        """The event under the relation, which has to be that of the accountant.
+    ):
+        # The constructor of the event is the one place that knows what is valid.
+        template = BlockCoordinateDpEvent(
+            step_size=step_size,
+            noise_variance=0.0,
+            clip_norm=clip_norm,
+            batch_size=batch_size,
+            dataset_size=batch_size if dataset_size is None else dataset_size,
+            num_epochs=1,
+            block_loss=block_loss,
+            prox_strong_convexity=prox_strong_convexity,
+            num_blocks=num_blocks,
+        )
+        super().__init__(template, dataset_size=dataset_size)
+        self._noise = RunLengths()
+        self._largest_norm = 0.0
+
+    @classmethod
+    def of_totals(
+        cls,
+        *,
+        num_steps: int,
+        noise_multiplier: float | Schedule,
+        largest_norm: float,
+        **settings: Any,
+    ) -> BlockCoordinateRun:
+        """A run whose steps were counted elsewhere, on the device.
 
         Args:
-            dataset_size: n, the records of an epoch.
-            neighboring_relation: REPLACE_SPECIAL (a record may move the sum by C), or REPLACE_ONE
-                (by 2 C).
-            block_loss: As for the event; its `lipschitz` is checked against the run.
+            num_steps: Steps taken, each an update of every block.
+            noise_multiplier: z, a number or one for every step.
+            largest_norm: The largest norm of a record's gradient for a block, before the clip.
+            **settings: As for the constructor.
 
         Raises:
-            TypeError, ValueError: An argument has an impossible value.
-            UnsupportedRunError: Unequal batches, an epoch that is not finished, another relation,
-                or gradients beyond `block_loss.lipschitz`.
+            TypeError, ValueError: No run can have these values.
         """
-        epochs = self._epochs(dataset_size)
-        if validate.neighboring_relation(neighboring_relation) not in _RELATIONS:
-            raise UnsupportedRunError(
-                "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
-                f"{neighboring_relation.name}: every batch has the same number of records."
-            )
-        if block_loss is not None and not isinstance(block_loss, LossGeometry):
-            raise TypeError(f"Expected block_loss to be a LossGeometry or None, got {block_loss!r}")
-        bound = self._gradient_bound(block_loss)
-        is_replaced = neighboring_relation is NeighboringRelation.REPLACE_ONE
-        return BlockCoordinateDpEvent(
-            step_size=self.step_size,
-            noise_variance=self._noise_variance(),
-            gradient_sensitivity=bound * (2 if is_replaced else 1),
-            batch_size=self.batch_size,
-            dataset_size=dataset_size,
-            num_epochs=epochs,
-            block_loss=block_loss,
-            prox_strong_convexity=self.prox_strong_convexity,
-            update_lipschitz=self._unclipped_modulus(block_loss),
-            num_blocks=self.num_blocks,
+        run = cls(**settings)
+        run._num_steps = validate.integer("num_steps", num_steps, minimum=0)
+        if isinstance(noise_multiplier, Schedule):
+            run._noise.values.extend(noise_multiplier.values)
+            run._noise.lengths.extend(noise_multiplier.lengths)
+        elif num_steps:
+            run._noise.values, run._noise.lengths = [float(noise_multiplier)], [num_steps]
+        run._largest_norm = float(largest_norm)
+        run._check_noise()
+        return run
+
+    # What happens
+
+    def _take(self, step: Step) -> None:
+        own, number = self._template, self._num_steps + 1
+        expected = {
+            "clip_norm": (step.clip_norm, own.clip_norm),
+            "learning_rate": (step.learning_rate, own.step_size),
+            "weight_decay": (step.weight_decay, 0.0),
+            "rows": (step.rows, own.batch_size),
+        }
+        for name, (value, declared) in expected.items():
+            if value != declared:
+                raise UnsupportedRunError(
+                    f"step {number} used {name} = {value}, expected {declared:g}: the bound on "
+                    "DP-MBCD is about equal batches and constant values."
+                )
+        if not self._later and step.batch is not None:
+            self._check_turn(step.batch, own.batches_per_epoch)
+        noise = validate.magnitude("noise_multiplier", step.noise_multiplier)
+        norm = validate.real("largest_norm", step.largest_norm, minimum=0, allow_inf=True)
+        check_in_bound(
+            "block_loss.lipschitz", _lipschitz(self._template), norm, f"of step {number}"
         )
+        self._noise.append(noise)
+        self._largest_norm = max(self._largest_norm, norm)
+
+    # What is said about it
+
+    def event(
+        self, *, dataset_size: int | None = None, block_loss: LossGeometry | None = None
+    ) -> BlockCoordinateDpEvent:
+        """The event that happened, for `BlockCoordinateAccountant`.
+
+        It has no releases within the run. If there were any, nothing is declared of the blocks'
+        loss, so that the guarantee is one by composition, which covers them.
+
+        Args:
+            dataset_size: n, if it was not declared before: a multiple of the batch size.
+            block_loss: If it was not declared before; its `lipschitz` is checked against the run.
+
+        Raises:
+            TypeError, ValueError: No step was taken, or no run can have these values.
+            UnsupportedRunError: Unequal batches, an epoch that is not finished, gradients beyond
+                `block_loss.lipschitz`, or something else was declared before.
+        """
+        self._check_has_steps()
+        size, loss = self._told("dataset_size", dataset_size), self._told("block_loss", block_loss)
+        event: BlockCoordinateDpEvent = attrs.evolve(
+            self._template,
+            dataset_size=size,
+            num_epochs=self._epochs(size),
+            noise_variance=self._noise_variance(),
+            block_loss=loss,
+        )
+        check_in_bound("block_loss.lipschitz", _lipschitz(event), self._largest_norm, "of this run")
+        if any(step < self._num_steps for step in self._release_steps):
+            # Nothing is hidden between the steps then. Without a block_loss the run has no known
+            # contraction, and its guarantee is composition, which counts every block as released
+            # after each of its updates (docs/theory/block_coordinate.md).
+            event = attrs.evolve(event, block_loss=None)
+        return event
 
     def _epochs(self, dataset_size: int) -> int:
         size = validate.integer("dataset_size", dataset_size, minimum=1)
-        if not self.num_steps:
-            raise ValueError("Expected at least one step, got none yet.")
-        if size % self.batch_size:
+        batch_size = self._template.batch_size
+        if size % batch_size:
             raise UnsupportedRunError(
-                f"Expected dataset_size to be a multiple of the {self.batch_size} records of every "
-                f"batch, got {size}: the bound needs equal batches. Leave {size % self.batch_size} "
+                f"Expected dataset_size to be a multiple of the {batch_size} records of every "
+                f"batch, got {size}: the bound needs equal batches. Leave {size % batch_size} "
                 "records out for good (drop_last=True without shuffling), and count only the rest."
             )
-        batches = size // self.batch_size
-        if self.num_steps % batches:
+        batches = size // batch_size
+        if self._num_steps % batches:
             raise UnsupportedRunError(
-                f"Expected whole epochs of {batches} steps, got {self.num_steps} steps. Finish the "
-                "epoch; a number of steps that depends on the records has no guarantee."
+                f"Expected whole epochs of {batches} steps, got {self._num_steps} steps. Finish "
+                "the epoch; a number of steps that depends on the records has no guarantee."
             )
-        return self.num_steps // batches
+        return self._num_steps // batches
 
     def _noise_variance(self) -> float | Schedule:
-        def variance(multiplier: float) -> float:
-            # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
-            return self.step_size * (multiplier * self.clip_norm / self.batch_size) ** 2 / 2
-
-        noise = self.noise_multiplier
+        noise = self._noise.since(0, self._num_steps)
         if isinstance(noise, Schedule):
-            return Schedule([variance(value) for value in noise.values], noise.lengths)
-        return variance(noise)
+            return Schedule([self._variance(value) for value in noise.values], noise.lengths)
+        return self._variance(noise)
 
-    def _is_never_clipped(self, loss: LossGeometry | None) -> bool:
-        return loss is not None and loss.lipschitz is not None and loss.lipschitz <= self.clip_norm
+    def _variance(self, noise_multiplier: float) -> float:
+        own = self._template
+        # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
+        return own.step_size * (noise_multiplier * own.clip_norm / own.batch_size) ** 2 / 2
 
-    def _gradient_bound(self, loss: LossGeometry | None) -> float:
-        if loss is None or loss.lipschitz is None:
-            return self.clip_norm
-        if not self.largest_norm <= loss.lipschitz * (1 + _SLACK):
+    def check_relation(self, relation: NeighboringRelation) -> None:
+        """Raises UnsupportedRunError for a relation that changes the number of records."""
+        if validate.neighboring_relation(relation) not in _RELATIONS:
             raise UnsupportedRunError(
-                f"Expected block_loss.lipschitz >= {self.largest_norm:.8g}, the largest gradient "
-                f"of this run, got {loss.lipschitz:.8g}. A bound has to be proven from the loss "
-                "and the norm of the features, not read off a run. Correct it, or leave it out."
+                "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
+                f"{relation.name}: every batch has the same number of records."
             )
-        return min(self.clip_norm, loss.lipschitz)
 
-    def _unclipped_modulus(self, loss: LossGeometry | None) -> float | None:
-        """The modulus where no clip acts, which the event cannot always tell from S_g."""
-        if loss is None or not self._is_never_clipped(loss) or self.num_blocks > 1:
-            return None
-        if loss.kind is LossKind.HOELDER and loss.exponent != 1:
-            return None
-        eta, zero, active = np.array([self.step_size]), np.zeros(1), np.array([False])
-        return float(update_lipschitz(loss, eta, zero, active)[0])
+    def sampled_rows(self) -> list[tuple[float, float, int]]:
+        """One row with noise 0, which no accountant takes for private: blocks are not DP-SGD."""
+        rate = self._template.batch_size / self._told("dataset_size", None)
+        return [(0.0, rate, self._num_steps)] if self._num_steps else []
 
-    def report(
-        self,
+    @classmethod
+    def describe(
+        cls,
+        event: BlockCoordinateDpEvent,
+        relation: NeighboringRelation,
         delta: float,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation,
-        block_loss: LossGeometry | None = None,
-        checked: str,
-    ) -> str:
-        """About a dozen lines to paste.
+        notes: Mapping[str, Any],
+    ) -> Description:
+        """As `Run.describe`; it reads none of the notes."""
+        return description(event, relation)
 
-        Args:
-            delta: In [0, 1].
-            dataset_size: As for `event`, like the next two.
-            neighboring_relation: The relation of the guarantee.
-            block_loss: What is declared.
-            checked: What the optimizer checked at every step.
+    @classmethod
+    def every_iterate(
+        cls, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    ) -> Guarantee | None:
+        """Composition of all updates, which asks for nothing about the loss."""
+        bound = BlockCoordinate()
+        if bound.check(event, relation):
+            return None
+        return bound.guarantee(
+            attrs.evolve(event, block_loss=None, update_lipschitz=None), relation
+        )
 
-        Raises:
-            TypeError, ValueError, UnsupportedRunError: As `event`.
-        """
-        validate.target_delta(delta)
-        event = self.event(
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
+    # How it goes on elsewhere
+
+    def _declared(self) -> dict[str, Any]:
+        declared = self._template.to_dict()
+        for name in (_NOISE, "num_epochs"):
+            declared.pop(name)
+        return declared | dict.fromkeys(sorted(self._later))
+
+    @classmethod
+    def _of_declared(cls, declared: Mapping[str, Any]) -> BlockCoordinateRun:
+        size = declared.get("dataset_size")
+        known = {name: value for name, value in declared.items() if value is not None}
+        whole = {"dataset_size": known.get("batch_size"), **known, _NOISE: 0.0, "num_epochs": 1}
+        event = BlockCoordinateDpEvent.from_dict(whole)
+        return cls(
+            step_size=event.step_size,
+            clip_norm=event.clip_norm,  # type: ignore[arg-type]
+            batch_size=event.batch_size,
+            num_blocks=event.num_blocks,
+            prox_strong_convexity=event.prox_strong_convexity,
+            dataset_size=None if size is None else event.dataset_size,
+            block_loss=event.block_loss,
         )
-        guarantee = BlockCoordinate().guarantee(event, neighboring_relation)
-        gradients = "clipped to" if not self._is_never_clipped(block_loss) else "never clipped,"
-        return "\n".join(
-            [
-                "Privacy of the released blocks (last iterate only)",
-                f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
-                f"neighboring relation: {neighboring_relation.name}",
-                f"theorem: {guarantee.theorem} (docs/theory/block_coordinate.md)",
-                f"run: {event.num_epochs} epochs x {event.batches_per_epoch} fixed batches of "
-                f"{event.batch_size} records x {event.num_blocks} blocks, step size "
-                f"{event.step_size:g}",
-                f"noise multiplier: {_range(self.noise_multiplier)} on sums of gradients "
-                f"{gradients} {self._gradient_bound(block_loss):g}",
-                f"prox: {event.prox_strong_convexity:g}-strongly convex",
-                f"checked at every step: {checked}",
-                "declared (your word): " + "; ".join(a.text for a in guarantee.assumptions),
-            ]
+
+    def _steps_state(self) -> dict[str, Any]:
+        return {"noise_multiplier": self._noise.state_dict()}
+
+    def private_state(self) -> dict[str, Any]:
+        """The longest gradient."""
+        return {"largest_norm": self._largest_norm}
+
+    def _load_steps(self, state: Mapping[str, Any]) -> None:
+        self._noise = RunLengths.of_state("noise_multiplier", state.get("noise_multiplier"))
+        # A declared bound was compared step by step; nothing is known for one that comes later.
+        unknown = math.inf if _lipschitz(self._template) == math.inf else 0.0
+        self._largest_norm = validate.real(
+            "largest_norm", state.get("largest_norm", unknown), minimum=0, allow_inf=True
         )
+        self._check_noise()
+        check_in_bound(
+            "block_loss.lipschitz", _lipschitz(self._template), self._largest_norm, "of this run"
+        )
+
+    def _check_noise(self) -> None:
+        covered = sum(self._noise.lengths)
+        if covered != self._num_steps:
+            raise ValueError(
+                f"Expected noise_multiplier to cover {self._num_steps} steps, got {covered}."
+            )
+        for value in self._noise.values:
+            validate.magnitude("noise_multiplier", value)
 
 
 class BlockCoordinateAccount:
@@ -206,16 +304,15 @@ class BlockCoordinateAccount:
         self,
         *,
         dataset_size: int,
-        neighboring_relation: NeighboringRelation,
+        neighboring_relation: NeighboringRelation | None = None,
         block_loss: LossGeometry | None = None,
     ) -> BlockCoordinateDpEvent:
         """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
 
         Args:
             dataset_size: n, the number of records of an epoch: a multiple of the batch size.
-            neighboring_relation: That of the accountant: REPLACE_SPECIAL or REPLACE_ONE, under
-                which one record moves a sum of clipped gradients by C or 2 C. There is no default,
-                because an event of one relation says too little about the other.
+            neighboring_relation: That of the accountant, which decides how far one record moves a
+                sum of clipped gradients. It is only checked: REPLACE_SPECIAL or REPLACE_ONE.
             block_loss: The curvature of every per-record objective as a function of its block,
                 before clipping, for ALL records that could have been in the data. The gradients of
                 this run are checked against its `lipschitz`. Of use for one block only.
@@ -224,11 +321,10 @@ class BlockCoordinateAccount:
             TypeError, ValueError: No step was taken, or no run can have these values.
             UnsupportedRunError: The run was another one.
         """
-        return self._run(block_loss).event(
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-        )
+        run = self._run(block_loss)
+        if neighboring_relation is not None:
+            run.check_relation(neighboring_relation)
+        return run.event(dataset_size=dataset_size, block_loss=block_loss)
 
     def report(
         self,
@@ -249,16 +345,15 @@ class BlockCoordinateAccount:
         Raises:
             TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
         """
-        return self._run(block_loss).report(
-            delta,
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-            checked=self._checked,
-        )
+        run = self._run(block_loss)
+        event = run.event(dataset_size=dataset_size, block_loss=block_loss)
+        run.check_relation(neighboring_relation)
+        guarantee = best_guarantee(event, neighboring_relation)
+        assumptions = (Assumption.checked(self._checked), *guarantee.assumptions)
+        return statement_of([event], guarantee, assumptions, delta).lines()
 
 
-def _range(value: float | Schedule) -> str:
-    values = value.values if isinstance(value, Schedule) else (value,)
-    low, high = min(values), max(values)
-    return f"{low:.6g}" if math.isclose(low, high) else f"{low:.6g} to {high:.6g}"
+def _lipschitz(event: BlockCoordinateDpEvent) -> float:
+    """The declared bound on all gradients; inf if there is none."""
+    loss = event.block_loss
+    return math.inf if loss is None or loss.lipschitz is None else loss.lipschitz

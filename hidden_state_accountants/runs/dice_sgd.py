@@ -1,160 +1,298 @@
-"""What an optimizer for DiceSGD did, as an event and in words; for the adapters."""
+"""A run of DiceSGD, step by step: every iterate is covered, the error stays hidden."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
+from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
+from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.descriptions.dice_sgd import description
 
-# Rounding in float32 of a norm that is exactly at its bound.
-_SLACK = 1e-6
+_TOTALS = ("fewest_rows", "most_rows", "largest_norm")
 
 
-@attrs.frozen(kw_only=True)
-class DiceSgdRun:
-    """Steps of DiceSGD with constant settings, as an adapter saw them.
+class DiceSgdRun(Run):
+    """Counts the steps of a run of DiceSGD, whose settings are constant.
 
-    Attributes:
+    Every iterate is covered, so a release changes no figure. It is remembered all the same, because
+    a run may not go back to before it.
+
+    What is declared here is compared with every step. An optimizer that does not see its loader
+    leaves out `dataset_size` and `batch_order`, and `event` is told them: it compares them with the
+    fewest and most rows of all steps, and a gradient bound with the longest gradient.
+
+    Args:
         noise_multiplier: Standard deviation of the noise on the sum of gradients over clip_norm.
-        clip_norm: C_1.
+        clip_norm: C_1, of each gradient.
         error_clip_norm: C_2, in units of the mean update.
-        batch_size: B, the divisor.
+        batch_size: B, the divisor and, unless POISSON, the number of rows of every batch.
         automatic: Whether both clips normalise.
-        num_steps: Steps taken.
-        fewest_rows: Of their batches.
-        most_rows: Likewise.
-        largest_gradient_norm: Of all gradients before clipping.
+        dataset_size: N; None if it is declared later.
+        batch_order: A `BatchOrder` or its value; None if it is declared later.
+        gradient_bound: G, of all gradients before clipping; inf if none is declared.
+
+    Raises:
+        TypeError, ValueError: As `DiceSgdDpEvent`.
     """
 
-    noise_multiplier: float
-    clip_norm: float
-    error_clip_norm: float
-    batch_size: int
-    automatic: bool
-    num_steps: int
-    fewest_rows: int
-    most_rows: int
-    largest_gradient_norm: float
+    event_type = DiceSgdDpEvent
+    releases_every_iterate = True
+
+    def __init__(
+        self,
+        *,
+        noise_multiplier: float,
+        clip_norm: float,
+        error_clip_norm: float,
+        batch_size: int,
+        automatic: bool = False,
+        dataset_size: int | None = None,
+        batch_order: BatchOrder | str | None = None,
+        gradient_bound: float = math.inf,
+    ):
+        # The constructor of the event is the one place that knows what is valid.
+        template = DiceSgdDpEvent(
+            noise_std=_noise_std(noise_multiplier, clip_norm, batch_size),
+            clip_norm=clip_norm,
+            error_clip_norm=error_clip_norm,
+            batch_size=batch_size,
+            dataset_size=batch_size if dataset_size is None else dataset_size,
+            num_steps=1,
+            batch_order=parse_batch_order(
+                BatchOrder.POISSON if batch_order is None else batch_order
+            ),
+            gradient_bound=gradient_bound,
+            automatic=automatic,
+        )
+        super().__init__(template, dataset_size=dataset_size, batch_order=batch_order)
+        self._fewest_rows = self._most_rows = 0
+        self._largest_norm = 0.0
+
+    @classmethod
+    def of_totals(
+        cls,
+        *,
+        num_steps: int,
+        fewest_rows: int,
+        most_rows: int,
+        largest_norm: float,
+        **settings: Any,
+    ) -> DiceSgdRun:
+        """A run whose steps were counted elsewhere, on the device.
+
+        Args:
+            num_steps: Steps taken, with the same settings.
+            fewest_rows: Of their batches.
+            most_rows: Likewise.
+            largest_norm: Of all gradients before clipping.
+            **settings: As for the constructor.
+
+        Raises:
+            TypeError, ValueError: No run can have these values.
+            UnsupportedRunError: The steps are not those of the declared run.
+        """
+        run = cls(**settings)
+        run._num_steps = validate.integer("num_steps", num_steps, minimum=0)
+        run._fewest_rows = validate.integer("fewest_rows", fewest_rows, minimum=0)
+        run._most_rows = validate.integer("most_rows", most_rows, minimum=fewest_rows)
+        run._largest_norm = float(largest_norm)
+        if not run._later and run._num_steps:
+            run.event()  # checks the totals
+        return run
+
+    # What happens
+
+    def _take(self, step: Step) -> None:
+        self._check_settings(step)
+        self._check_batch(step)
+        where = f"of step {self._num_steps + 1}"
+        check_in_bound("gradient_bound", self._template.gradient_bound, step.largest_norm, where)
+        rows = validate.integer("rows", step.rows, minimum=0)
+        self._fewest_rows = min(self._fewest_rows, rows) if self._num_steps else rows
+        self._most_rows = max(self._most_rows, rows)
+        self._largest_norm = max(self._largest_norm, float(step.largest_norm))
+
+    def _check_settings(self, step: Step) -> None:
+        own, number = self._template, self._num_steps + 1
+        if step.clip_norm != own.clip_norm:
+            raise UnsupportedRunError(
+                f"step {number} used clip_norm = {step.clip_norm}, expected {own.clip_norm:g}: the "
+                "bound on DiceSGD is about constant values."
+            )
+        noise_std = _noise_std(step.noise_multiplier, own.clip_norm, own.batch_size)
+        if noise_std != own.noise_std:
+            raise UnsupportedRunError(
+                f"step {number} used noise of standard deviation {noise_std:.8g} on the mean "
+                f"update, expected {own.noise_std:.8g}: the bound on DiceSGD is about constant "
+                "values."
+            )
+
+    def _check_batch(self, step: Step) -> None:
+        own, number = self._template, self._num_steps + 1
+        if "batch_order" in self._later:
+            return
+        if own.batch_order is not BatchOrder.POISSON and step.rows != own.batch_size:
+            raise UnsupportedRunError(
+                f"step {number} used {step.rows} rows, expected batch_size = {own.batch_size}."
+            )
+        if "dataset_size" in self._later:
+            return
+        if step.rows is not None and step.rows > own.dataset_size:
+            raise UnsupportedRunError(
+                f"step {number} used {step.rows} rows, more than dataset_size = {own.dataset_size}."
+            )
+        if own.batch_order is BatchOrder.CYCLIC and step.batch is not None:
+            self._check_turn(step.batch, own.batches_per_epoch)
+
+    # What is said about it
 
     def event(
         self,
         *,
-        dataset_size: int,
-        batch_order: BatchOrder | str,
+        dataset_size: int | None = None,
+        batch_order: BatchOrder | str | None = None,
         num_steps: int | None = None,
-        gradient_bound: float = math.inf,
+        gradient_bound: float | None = None,
     ) -> DiceSgdDpEvent:
-        """The event of these steps, for `DiceSgdAccountant`.
+        """The event that happened, for `DiceSgdAccountant`.
 
         Args:
-            dataset_size: N.
-            batch_order: How the records were dealt into the batches: declared. Only the number of
-                rows is checked.
+            dataset_size: N, if it was not declared before.
+            batch_order: How the records were dealt into the batches, if it was not declared before.
+                Only the number of rows is checked.
             num_steps: The number that was fixed in advance; None for that of the steps taken.
-            gradient_bound: G, declared, and checked against the gradients of these steps.
+            gradient_bound: G, if it was not declared before; checked against the gradients of these
+                steps.
 
         Raises:
-            ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: The steps are not those of such a run.
+            TypeError, ValueError: No step was taken, or no run can have these values.
+            UnsupportedRunError: The steps are not those of such a run, or something else was
+                declared before.
         """
-        if not self.num_steps:
-            raise ValueError("Expected at least one step, got none yet.")
+        self._check_has_steps()
         if num_steps is not None:
             planned = validate.integer("num_steps", num_steps, minimum=1)
-            if planned != self.num_steps:
+            if planned != self._num_steps:
                 raise UnsupportedRunError(
-                    f"Expected num_steps = {self.num_steps}, the steps taken, got {planned}."
+                    f"Expected num_steps = {self._num_steps}, the steps taken, got {planned}."
                 )
-        event = DiceSgdDpEvent(
-            # ZBWH24, Algorithm 2, arXiv 2311.14632: the noise is on the mean update
-            noise_std=self.noise_multiplier * self.clip_norm / self.batch_size,
-            clip_norm=self.clip_norm,
-            error_clip_norm=self.error_clip_norm,
-            batch_size=self.batch_size,
-            dataset_size=dataset_size,
-            num_steps=self.num_steps,
-            batch_order=parse_batch_order(batch_order),
-            gradient_bound=gradient_bound,
-            automatic=self.automatic,
+        order = None if batch_order is None else parse_batch_order(batch_order)
+        event = attrs.evolve(
+            self._template,
+            num_steps=self._num_steps,
+            dataset_size=self._told("dataset_size", dataset_size),
+            batch_order=self._told("batch_order", order),
+            gradient_bound=self._told("gradient_bound", gradient_bound, math.inf),
         )
         self._check_rows(event)
-        largest = self.largest_gradient_norm
-        if not largest <= event.gradient_bound * (1 + _SLACK):
-            raise UnsupportedRunError(
-                f"Expected gradient_bound >= {largest:.8g}, the largest gradient of this run, got "
-                f"{event.gradient_bound:.8g}. A bound has to be proven from the loss and the norm "
-                "of the features, not read off a run. Correct it, or leave it out."
-            )
+        check_in_bound("gradient_bound", event.gradient_bound, self._largest_norm, "of this run")
         return event
 
     def _check_rows(self, event: DiceSgdDpEvent) -> None:
         if event.batch_order is BatchOrder.POISSON:
-            if self.most_rows > event.dataset_size:
+            if self._most_rows > event.dataset_size:
                 raise UnsupportedRunError(
                     f"Expected at most dataset_size = {event.dataset_size} rows in a batch, got "
-                    f"{self.most_rows}."
+                    f"{self._most_rows}."
                 )
-        elif not self.fewest_rows == self.most_rows == event.batch_size:
+        elif not self._fewest_rows == self._most_rows == event.batch_size:
             raise UnsupportedRunError(
                 f"Expected {event.batch_size} rows in every {event.batch_order.value} batch, got "
-                f"{self.fewest_rows} to {self.most_rows}. Drop the rest of the data set, or say "
+                f"{self._fewest_rows} to {self._most_rows}. Drop the rest of the data set, or say "
                 "batch_order='poisson' if every record was drawn for every batch by itself."
             )
 
+    def check_relation(self, relation: NeighboringRelation) -> None:
+        """As `Run.check_relation`; of a run that is declared later nothing is known yet."""
+        if not self._later:
+            check_covered(self._template, relation)
 
-def text_report(
-    event: DiceSgdDpEvent,
-    guarantee: Guarantee,
-    delta: float,
-    *,
-    update_rule: str,
-    checked: str,
-) -> str:
-    """About a dozen lines to paste.
+    def sampled_rows(self) -> list[tuple[float, float, int]]:
+        """One row with noise 0, which no accountant takes for private: DP-SGD shows less."""
+        size = self._told("dataset_size", None)
+        return [(0.0, self._template.batch_size / size, self._num_steps)] if self._num_steps else []
 
-    Args:
-        event: The run.
-        guarantee: Of `DiceSgdAccountant` for it.
-        delta: In [0, 1].
-        update_rule: Name of the optimizer that the noisy updates go through.
-        checked: What the adapter checks at every step.
-    """
-    relation = guarantee.neighboring_relation
-    bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
-    clip = "normalised to" if event.automatic else "clip norm"
-    return "\n".join(
-        [
-            "Privacy of all iterates (the error of the feedback stays hidden)",
-            f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
-            f"neighboring relation: {relation.name}",
-            f"theorem: {guarantee.theorem} (docs/theory/dice_sgd.md)",
-            f"published: {_published(event, relation, delta)}",
-            f"run: {event.num_steps} steps x {event.batch_size} of {event.dataset_size} records, "
-            f"{event.batch_order.value}; update rule {update_rule}",
-            f"noise on the mean update: standard deviation {event.noise_std:.6g}",
-            f"gradients: {clip} {event.clip_norm:g}; bound before clipping: {bound}",
-            f"error: {clip} {event.error_clip_norm:g}",
-            f"checked at every step: {checked}",
-            "declared (your word): " + "; ".join(a.text for a in guarantee.assumptions),
-        ]
-    )
+    @classmethod
+    def describe(
+        cls,
+        event: DiceSgdDpEvent,
+        relation: NeighboringRelation,
+        delta: float,
+        notes: Mapping[str, Any],
+    ) -> Description:
+        """As `Run.describe`; of the notes it reads `update_rule`, an optimizer's name."""
+        return description(event, relation, delta, notes.get("update_rule", "any"))
+
+    @classmethod
+    def every_iterate(cls, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Guarantee:
+        """That of the run: every iterate is released anyway."""
+        return best_guarantee(event, relation)
+
+    # How it goes on elsewhere
+
+    def _declared(self) -> dict[str, Any]:
+        return self._template.to_dict() | dict.fromkeys(sorted(self._later))
+
+    @classmethod
+    def _of_declared(cls, declared: Mapping[str, Any]) -> DiceSgdRun:
+        known = {name: value for name, value in declared.items() if value is not None}
+        event = DiceSgdDpEvent.from_dict({"dataset_size": known.get("batch_size"), **known})
+        later = {name for name, value in declared.items() if value is None}
+        run = cls(
+            noise_multiplier=0.0,
+            clip_norm=event.clip_norm,
+            error_clip_norm=event.error_clip_norm,
+            batch_size=event.batch_size,
+            automatic=event.automatic,
+            dataset_size=None if "dataset_size" in later else event.dataset_size,
+            batch_order=None if "batch_order" in later else event.batch_order,
+            gradient_bound=event.gradient_bound,
+        )
+        run._template = attrs.evolve(run._template, noise_std=event.noise_std)  # to the last bit
+        return run
+
+    def _steps_state(self) -> dict[str, Any]:
+        return {}
+
+    def private_state(self) -> dict[str, Any]:
+        """The rows of the batches and the longest gradient."""
+        return {"totals": {name: getattr(self, f"_{name}") for name in _TOTALS}}
+
+    def _load_steps(self, state: Mapping[str, Any]) -> None:
+        # A run that was declared in full was compared step by step; nothing is known for a bound
+        # that comes later.
+        rows = self._template.batch_size
+        unknown = math.inf if self._template.gradient_bound == math.inf else 0.0
+        stored = {"fewest_rows": rows, "most_rows": rows, "largest_norm": unknown}
+        if self._later or "totals" in state:
+            stored = dict(state.get("totals") or {})
+        if set(stored) != set(_TOTALS):
+            raise ValueError(f"The state is damaged: expected totals {_TOTALS}, got {stored!r}.")
+        self._fewest_rows = validate.integer("fewest_rows", stored["fewest_rows"], minimum=0)
+        self._most_rows = validate.integer(
+            "most_rows", stored["most_rows"], minimum=self._fewest_rows
+        )
+        self._largest_norm = validate.real(
+            "largest_norm", stored["largest_norm"], minimum=0, allow_inf=True
+        )
+        if not self._later and self._num_steps:
+            self.event()  # the totals of another run raise
 
 
-def _published(event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float) -> str:
-    bound = DiceSgd(analysis="published")
-    unmet = bound.check(event, relation)
-    if unmet:
-        return f"{bound.citation} does not apply: " + "; ".join(map(str, unmet))
-    claim = bound.guarantee(event, relation)
-    return (
-        f"{bound.citation} would claim epsilon = {claim.epsilon(delta):.4f}; do not use it: "
-        f"{claim.caveat}"
-    )
+def _noise_std(noise_multiplier: float, clip_norm: float, batch_size: int) -> float:
+    validate.magnitude("noise_multiplier", noise_multiplier)
+    validate.magnitude("clip_norm", clip_norm, positive=True)
+    validate.integer("batch_size", batch_size, minimum=1)
+    # ZBWH24, Algorithm 2, arXiv 2311.14632: the noise is on the mean update
+    return noise_multiplier * clip_norm / batch_size

@@ -1,4 +1,4 @@
-"""What an adapter feeds at every step, and the event that really happened."""
+"""A run of noisy SGD of which the last iterate is released, step by step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
-from hidden_state_accountants.events.plain_types import SCHEMA
-from hidden_state_accountants.events.schedule import Schedule
+from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.contraction import no_contraction_line
+from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.descriptions.last_iterate import description
+from hidden_state_accountants.runs.run_lengths import RunLengths
+from hidden_state_accountants.runs.running import RunningGuarantee
 
 _DECLARED = (
     "batch_order",
@@ -28,39 +34,11 @@ _DECLARED = (
 _FIELDS = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
 
 
-class _Runs:
-    """A run-length encoded list of numbers."""
-
-    __slots__ = ("lengths", "values")
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self.lengths: list[int] = []
-
-    def append(self, value: float) -> None:
-        if self.values and self.values[-1] == value:
-            self.lengths[-1] += 1
-        else:
-            self.values.append(value)
-            self.lengths.append(1)
-
-    def since(self, start: int, num_steps: int) -> float | Schedule:
-        """The values of the steps start + 1 to num_steps, the last one."""
-        index, needed = len(self.values), num_steps - start
-        while needed > 0:
-            index -= 1
-            needed -= self.lengths[index]
-        if index == len(self.values) - 1:
-            return self.values[-1]
-        lengths = self.lengths[index:]
-        lengths[0] += needed  # needed <= 0: what the first run holds too much
-        return Schedule(self.values[index:], lengths)
-
-
-class RunRecorder:
+class LastIterateRun(Run):
     """Records a run step by step and checks the batches against the declared order.
 
     A step costs O(1) time; constant hyper-parameters cost O(1) memory however long the run is.
+    It is public as `hidden_state_accountants.RunRecorder`.
 
     Args:
         batch_order: A `BatchOrder` or its value.
@@ -73,6 +51,8 @@ class RunRecorder:
     Raises:
         TypeError, ValueError: As `LastIterateDpEvent`.
     """
+
+    event_type = LastIterateDpEvent
 
     def __init__(
         self,
@@ -97,20 +77,14 @@ class RunRecorder:
             domain_diameter=domain_diameter,
             max_batch_size=max_batch_size,
         )
-        self._template = template
+        super().__init__(template)
         self._period = (
             template.batches_per_epoch if template.batch_order is BatchOrder.CYCLIC else 1
         )
-        self._runs = {name: _Runs() for name in _FIELDS}
+        self._runs = {name: RunLengths() for name in _FIELDS}
         self._clips: bool | None = None
         self._last: tuple[float, float, float | None, float] | None = None
-        self._num_steps = 0
-        self._release_steps: list[int] = []
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps recorded so far."""
-        return self._num_steps
+        self._running: dict[NeighboringRelation, RunningGuarantee] = {}
 
     @property
     def expected_batch_index(self) -> int:
@@ -127,7 +101,7 @@ class RunRecorder:
         batch_index: int | None = None,
         batch_rows: int | None = None,
     ) -> None:
-        """Records one logical step, with the values that the step really used.
+        """Records one logical step, with the values that the step really used; see `add`.
 
         Args:
             noise_multiplier: Noise std on the sum over clip_norm.
@@ -141,15 +115,30 @@ class RunRecorder:
             UnsupportedRunError: The batch is not the declared one; nothing is recorded.
             TypeError, ValueError: A hyper-parameter has an impossible value.
         """
-        self._check_batch(batch_index, batch_rows)
-        arguments = (noise_multiplier, learning_rate, clip_norm, weight_decay)
+        self.add(
+            Step(
+                noise_multiplier=noise_multiplier,
+                learning_rate=learning_rate,
+                clip_norm=clip_norm,
+                weight_decay=weight_decay,
+                batch=batch_index,
+                rows=batch_rows,
+            )
+        )
+
+    def _take(self, step: Step) -> None:
+        self._check_batch(step.batch, step.rows)
+        loss = self._template.loss
+        bound = math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
+        where = f"of step {self._num_steps + 1}"
+        check_in_bound("loss.lipschitz", bound, step.largest_norm, where)
+        arguments = (step.noise_multiplier, step.learning_rate, step.clip_norm, step.weight_decay)
         if arguments != self._last:
             self._check_values(*arguments)
             self._last = arguments
         for runs, value in zip(self._runs.values(), arguments, strict=True):
             if value is not None:
                 runs.append(float(value))
-        self._num_steps += 1
 
     def _check_values(
         self,
@@ -184,13 +173,8 @@ class RunRecorder:
 
     def _check_batch(self, batch_index: int | None, batch_rows: int | None) -> None:
         order, step = self._template.batch_order, self._num_steps + 1
-        if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:
-            raise UnsupportedRunError(
-                f"step {step} used batch {batch_index}, expected batch "
-                f"{self.expected_batch_index}: a cyclic run visits batches 0 to "
-                f"{self._period - 1} in order, each exactly once per epoch. Iterate the private "
-                "loader to its end and step once per batch."
-            )
+        if order is BatchOrder.CYCLIC:
+            self._check_turn(batch_index, self._period)
         size, largest = self._template.batch_size, self._template.max_batch_size
         if order is BatchOrder.POISSON:
             if largest is None:
@@ -209,20 +193,10 @@ class RunRecorder:
                 f"step {step} used {batch_rows} rows, expected batch_size = {size}."
             )
 
-    def release(self) -> None:
-        """Marks the current iterate as released (again changes nothing)."""
-        if self._num_steps and self._num_steps not in self._release_steps[-1:]:
-            self._release_steps.append(self._num_steps)
-
     @property
     def is_constant(self) -> bool:
         """Whether no hyper-parameter has changed so far."""
         return all(len(runs.values) <= 1 for runs in self._runs.values())
-
-    @property
-    def release_steps(self) -> tuple[int, ...]:
-        """The steps after which `release` was called."""
-        return tuple(self._release_steps)
 
     def event(self, since: int = 0) -> LastIterateDpEvent:
         """The event that happened.
@@ -247,89 +221,78 @@ class RunRecorder:
             **hyper_parameters,
         )
 
+    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+        """As `Run.guarantee`; a call costs the steps since the last one: `RunningGuarantee`."""
+        if relation not in self._running:
+            self._running[relation] = RunningGuarantee(self, relation)
+        return self._running[relation].guarantee()
+
     def check_relation(self, relation: NeighboringRelation) -> None:
         """Raises UnsupportedRunError if no theorem covers the declared order under `relation`."""
         self._template.as_composition(relation)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types (numbers, strings, lists, dictionaries) that restore the recorder."""
-        declared = self._template.to_dict()
-        for name in _FIELDS:
-            declared.pop(name, None)
-        return {
-            "schema": SCHEMA,
-            "declared": declared,
-            "num_steps": self._num_steps,
-            "release_steps": list(self._release_steps),
-            "runs": {
-                name: {"values": list(runs.values), "lengths": list(runs.lengths)}
-                for name, runs in self._runs.items()
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, into an empty recorder of the same run.
-
-        Raises:
-            ValueError: The declared runs differ (the text names the field), the state is damaged,
-                or steps are recorded here already: spent budget is never forgotten.
-        """
-        if self._num_steps:
-            raise ValueError(
-                f"Expected a recorder without steps, got one with {self._num_steps}: they were "
-                "taken on the data and stay accounted. Restore into a fresh recorder."
-            )
-        missing = {"schema", "declared", "num_steps", "release_steps", "runs"} - set(state)
-        if missing or state["schema"] != SCHEMA:
-            raise ValueError(
-                f"Expected the state of a RunRecorder with schema {SCHEMA}, "
-                f"got schema {state.get('schema')!r}, missing keys {sorted(missing)}."
-            )
-        own, other = self.state_dict()["declared"], dict(state["declared"])
-        for name in sorted(set(own) | set(other)):
-            if own.get(name) != other.get(name):
-                raise ValueError(
-                    f"The state is of another run: expected {name} = {own.get(name)!r}, "
-                    f"got {other.get(name)!r}."
-                )
-        steps = validate.integer("num_steps", state["num_steps"], minimum=0)
-        runs = {name: _restored_runs(name, state["runs"].get(name), steps) for name in _FIELDS}
-        releases = [
-            validate.integer("release_steps", r, minimum=1, maximum=steps)
-            for r in state["release_steps"]
+    def sampled_rows(self) -> list[tuple[float, float, int]]:
+        """The run as rows of Opacus' histories: noise multiplier, sample rate, steps."""
+        rate = self._template.batch_size / self._template.dataset_size
+        noise = self._runs["noise_multiplier"]
+        return [
+            (value, rate, steps) for value, steps in zip(noise.values, noise.lengths, strict=True)
         ]
-        if releases != sorted(set(releases)):
-            raise ValueError("The state is damaged: release_steps do not ascend.")
-        before = self.__dict__.copy()
-        self._runs, self._num_steps, self._release_steps = runs, steps, releases
-        self._clips = bool(runs["clip_norm"].lengths) if steps else None
-        try:
-            if steps:
-                self.event()  # an impossible value raises
-        except (TypeError, ValueError):
-            self.__dict__.update(before)
-            raise
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> RunRecorder:
-        """A recorder of the run that a state declares, with its steps."""
-        declared = LastIterateDpEvent.from_dict(
-            {**state["declared"], "noise_multiplier": 1.0, "learning_rate": 0.0, "clip_norm": 1.0}
+    def describe(
+        cls,
+        event: LastIterateDpEvent,
+        relation: NeighboringRelation,
+        delta: float,
+        notes: Mapping[str, Any],
+    ) -> Description:
+        """As `Run.describe`; of the notes it reads `microbatch`, the examples of a record."""
+        return description(event, relation, notes.get("microbatch", 1))
+
+    @classmethod
+    def every_iterate(
+        cls, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> Guarantee | None:
+        """Ordinary composition of the steps, if it covers the order of the batches."""
+        bound = Composition()
+        return None if bound.check(event, relation) else bound.guarantee(event, relation)
+
+    @classmethod
+    def line_before(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+        """Whether the update contracts."""
+        return no_contraction_line(event, relation)
+
+    def _declared(self) -> dict[str, Any]:
+        declared = self._template.to_dict()
+        return {name: value for name, value in declared.items() if name not in _FIELDS}
+
+    @classmethod
+    def _of_declared(cls, declared: Mapping[str, Any]) -> LastIterateRun:
+        event = LastIterateDpEvent.from_dict(
+            {**declared, "noise_multiplier": 1.0, "learning_rate": 0.0, "clip_norm": 1.0}
         )
-        recorder = cls(**{name: getattr(declared, name) for name in _DECLARED})
-        recorder.load_state_dict(state)
-        return recorder
+        return cls(**{name: getattr(event, name) for name in _DECLARED})
+
+    def _steps_state(self) -> dict[str, Any]:
+        return {"runs": {name: runs.state_dict() for name, runs in self._runs.items()}}
+
+    def _load_steps(self, state: Mapping[str, Any]) -> None:
+        stored = state.get("runs")
+        if not isinstance(stored, Mapping):
+            raise ValueError(f"The state is damaged: expected runs of values, got {stored!r}.")
+        runs = {name: RunLengths.of_state(name, stored.get(name)) for name in _FIELDS}
+        for name, values in runs.items():
+            covered = sum(values.lengths)
+            if covered != self._num_steps and not (name == "clip_norm" and covered == 0):
+                raise ValueError(
+                    f"The state is damaged: {name} covers {covered} of {self._num_steps} steps."
+                )
+        self._runs = runs
+        self._clips = bool(runs["clip_norm"].lengths) if self._num_steps else None
+        if self._num_steps:
+            self.event()  # an impossible value raises
 
 
-def _restored_runs(name: str, state: Any, steps: int) -> _Runs:
-    runs = _Runs()
-    try:
-        if state["values"] or state["lengths"]:
-            schedule = Schedule(state["values"], state["lengths"])
-            runs.values, runs.lengths = list(schedule.values), list(schedule.lengths)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"The state is damaged: {name}: {error}") from error
-    covered = sum(runs.lengths)
-    if covered != steps and not (name == "clip_norm" and covered == 0):
-        raise ValueError(f"The state is damaged: {name} covers {covered} of {steps} steps.")
-    return runs
+RunRecorder = LastIterateRun
+"""The public name."""

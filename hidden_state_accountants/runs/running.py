@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from dp_accounting import NeighboringRelation
 
@@ -13,9 +15,28 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
     taut_string,
 )
 from hidden_state_accountants.bounds.solvers.taut_string import CyclicTautString
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process.noisy_process import noisy_process, unmet_conditions
-from hidden_state_accountants.runs.last_iterate import RunRecorder
+
+
+class Recorded(Protocol):
+    """What is read of a `LastIterateRun`."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps recorded so far."""
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """The steps after which the iterate was released."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no hyper-parameter has changed so far."""
+
+    def event(self, since: int = 0) -> LastIterateDpEvent:
+        """The event that happened, without the first `since` steps."""
 
 
 class RunningGuarantee:
@@ -25,11 +46,11 @@ class RunningGuarantee:
     recorded event is evaluated as a whole.
 
     Args:
-        recorder: Recorded into by the training loop.
+        recorder: A `RunRecorder` that the training loop records into.
         neighboring_relation: The relation of the guarantee.
     """
 
-    def __init__(self, recorder: RunRecorder, neighboring_relation: NeighboringRelation):
+    def __init__(self, recorder: Recorded, neighboring_relation: NeighboringRelation):
         self._recorder = recorder
         self._relation = validate.neighboring_relation(neighboring_relation)
         self._cached: tuple[tuple[int, int], Guarantee] | None = None

@@ -1,152 +1,209 @@
-"""What a person reads about a run: the report, and the line before training."""
+"""What a person reads about a run: the statement, in two layouts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
-import numpy as np
-from dp_accounting import NeighboringRelation
+from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
-from hidden_state_accountants.best_bound import best_guarantee
-from hidden_state_accountants.bounds.composition import Composition
-from hidden_state_accountants.events.batch_order import BatchOrder
-from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants import validate
+from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status
-from hidden_state_accountants.process.noisy_process import (
-    NoisyProcess,
-    noisy_process,
-    sampled_process,
-    unmet_conditions,
+from hidden_state_accountants.runs.base import kind_of
+from hidden_state_accountants.runs.descriptions.base import Description
+
+_MEANING = {
+    NeighboringRelation.ADD_OR_REMOVE_ONE: "one example is added or removed",
+    NeighboringRelation.REPLACE_ONE: "one example is replaced by another",
+    NeighboringRelation.REPLACE_SPECIAL: (
+        "one example is replaced by one with zero gradient, which is add-or-remove-one with the "
+        "number of examples fixed and public"
+    ),
+}
+_LABELS = {
+    Status.CHECKED: "checked at every step",
+    Status.DECLARED: "declared (your word)",
+    Status.PUBLIC: "public",
+}
+_HEADINGS = {
+    Status.CHECKED: "Checked",
+    Status.DECLARED: "Declared (your word)",
+    Status.PUBLIC: "Public",
+}
+_ABOUT_SEVERAL = (
+    "epsilon and theorem are those of all together, the other lines are about the last one"
+)
+_NO_USERS = (
+    "No user-level privacy guarantee is possible without a bound on the number of examples per "
+    "user."
 )
 
-_STEPS_LOOKED_AHEAD, _DELTA = 50_000, 1e-5
+
+@attrs.frozen(kw_only=True)
+class Statement:
+    """What was run, what is proved of it, and what has to be true for that.
+
+    Of several runs the epsilons and the theorem are those of all together, the rest is about the
+    last one.
+
+    Attributes:
+        events: The runs, in order; at least one.
+        guarantee: Of all of them together.
+        assumptions: What has to be true, each checked, declared or public.
+        delta: Where epsilon is read.
+        notes: What the events do not say, for the `Run.describe` of the last one.
+    """
+
+    events: tuple[DpEvent, ...]
+    guarantee: Guarantee
+    assumptions: tuple[Assumption, ...]
+    delta: float
+    notes: Mapping[str, Any]
+
+    def lines(self) -> str:
+        """About a dozen lines "label: text" to paste."""
+        guarantee, described = self.guarantee, self._description()
+        several = f" ({len(self.events)} runs)" if len(self.events) > 1 else ""
+        theory = f" ({described.theory})" if described.theory else ""
+        rows = [
+            ("neighboring relation", guarantee.neighboring_relation.name),
+            ("theorem", f"{guarantee.theorem}{theory}"),
+        ]
+        if guarantee.caveat:
+            rows.append(("NOT PROVEN", guarantee.caveat))
+        if self._hides_iterates:
+            every = _number(self._epsilon_of_every_iterate(), ".4f")
+            rows.append(("epsilon if every iterate were released", every))
+        rows += described.facts
+        for status, label in _LABELS.items():
+            texts = self._texts(status)
+            if texts:
+                rows.append((label, "; ".join(texts)))
+        if several:
+            rows.append(("runs", f"{len(self.events)}; {_ABOUT_SEVERAL}"))
+        return "\n".join(
+            [
+                f"{described.title}{several}",
+                f"epsilon = {guarantee.epsilon(self.delta):.4f} at delta = {self.delta:g}",
+                *(f"{label}: {text}" for label, text in rows),
+            ]
+        )
+
+    def paragraphs(self) -> str:
+        """The shape of TensorFlow Privacy's compute_dp_sgd_privacy_statement."""
+        guarantee, described = self.guarantee, self._description()
+        relation = guarantee.neighboring_relation
+        figures = [_figure(described.released, guarantee.epsilon(self.delta))]
+        if self._hides_iterates:
+            every = self._epsilon_of_every_iterate()
+            figures.append(_figure("Epsilon if all checkpoints are released:", every))
+        for other in described.others:
+            epsilon = None
+            if other.event is not None:
+                epsilon = _composed_epsilon([other.event], other.relation, self.delta)
+            figures.append(_figure(other.label, epsilon))
+        heading = (
+            f"Example-level DP with {relation.name} adjacency ({_MEANING[relation]}) at delta = "
+            f"{self.delta}, computed by {guarantee.theorem}:"
+        )
+        parts = [_wrapped(described.run), _wrapped(described.protects)]
+        if len(self.events) > 1:
+            parts.append(_wrapped(f"{len(self.events)} runs: {_ABOUT_SEVERAL}."))
+        parts.append("\n".join([_wrapped(heading), *figures]))
+        if guarantee.caveat:
+            parts.append(_wrapped(f"NOT PROVEN: {guarantee.caveat}"))
+        for status, title in _HEADINGS.items():
+            texts = self._texts(status)
+            if texts:
+                parts.append("\n".join([f"{title}:", *map(_item, texts)]))
+        parts.append(_wrapped(_NO_USERS))
+        if described.footnote:
+            parts.append(_wrapped(described.footnote))
+        return "\n\n".join(parts) + "\n"
+
+    def _description(self) -> Description:
+        last, relation = self.events[-1], self.guarantee.neighboring_relation
+        return kind_of(last).describe(last, relation, self.delta, self.notes)
+
+    @property
+    def _hides_iterates(self) -> bool:
+        return not all(kind_of(event).releases_every_iterate for event in self.events)
+
+    def _epsilon_of_every_iterate(self) -> float | None:
+        return _composed_epsilon(self.events, self.guarantee.neighboring_relation, self.delta)
+
+    def _texts(self, status: Status) -> list[str]:
+        return [a.text for a in self.assumptions if a.status is status]
 
 
-_EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
+def statement_of(
+    events: Sequence[DpEvent],
+    guarantee: Guarantee,
+    assumptions: Sequence[Assumption],
+    delta: float,
+    **notes: Any,
+) -> Statement:
+    """The statement of one or several runs.
+
+    Args:
+        events: The runs, in order.
+        guarantee: Of all of them together.
+        assumptions: What has to be true; those of the guarantee, with what an adapter adds.
+        delta: Where epsilon is read, in [0, 1].
+        **notes: What the events do not say: `microbatch`, the examples of a record of a
+            `LastIterateRun`; `update_rule`, the name of the optimizer behind a `DiceSgdRun`. Those
+            that the last run has no use for are left out.
+
+    Raises:
+        TypeError: One of the events is not that of a run, or `delta` is no number.
+        ValueError: `delta` is not in [0, 1], or there is no event.
+    """
+    if not events:
+        raise ValueError("Expected the event of at least one run, got none.")
+    for event in events:
+        kind_of(event)
+    return Statement(
+        events=tuple(events),
+        guarantee=guarantee,
+        assumptions=tuple(assumptions),
+        delta=validate.target_delta(delta),
+        notes=notes,
+    )
 
 
 def composition_epsilon(
-    events: Sequence[LastIterateDpEvent | DiceSgdDpEvent],
-    relation: NeighboringRelation,
-    delta: float,
+    events: Sequence[DpEvent], relation: NeighboringRelation, delta: float
 ) -> float:
     """The epsilon with every iterate of every run released; inf if no such bound is known."""
-    guarantees: list[Guarantee] = []
-    for event in events:
-        if isinstance(event, DiceSgdDpEvent):  # every iterate is released anyway
-            guarantees.append(best_guarantee(event, relation))
-        elif Composition().check(event, relation):
-            return math.inf
-        else:
-            guarantees.append(Composition().guarantee(event, relation))
-    return compose_guarantees(guarantees, relation).epsilon(delta)
+    epsilon = _composed_epsilon(events, relation, delta)
+    return math.inf if epsilon is None else epsilon
 
 
-def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess | None:
-    """The contractive process of a run; of random batches that with batches of b records."""
-    if unmet_conditions(event, relation, tuple(BatchOrder)):
+def _composed_epsilon(
+    events: Sequence[DpEvent], relation: NeighboringRelation, delta: float
+) -> float | None:
+    guarantees = [kind_of(event).every_iterate(event, relation) for event in events]
+    known = [guarantee for guarantee in guarantees if guarantee is not None]
+    if len(known) < len(guarantees):
         return None
-    if event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
-        return sampled_process(event, relation, event.batch_size)
-    return noisy_process(event, relation)
+    return compose_guarantees(known, relation).epsilon(delta)
 
 
-def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
-    """One line on a run whose update does not contract; empty if it does or is projected.
-
-    The run is looked at for ten epochs, or fewer if that is more than 50,000 steps.
-
-    Args:
-        event: One step of the run with its first hyper-parameters.
-        relation: The neighbouring relation.
-    """
-    process = process_of(event, relation)
-    if process is None:
-        return f"{_EQUALS_COMPOSITION}; no loss geometry is declared"
-    c = float(process.contraction[0])
-    if c < 1 or event.domain_diameter < float("inf"):
-        return ""
-    reason = (
-        f"one step stretches distances by up to c = {c:.6g}"
-        if c > 1
-        else "the update does not shrink distances (c = 1)"
-    )
-    if event.batch_order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
-        return (
-            f"no contraction: {reason}; what the secret order gains is in get_epsilon (assuming "
-            "the first step's hyper-parameters)"
-        )
-    epochs = min(10, _STEPS_LOOKED_AHEAD // event.batches_per_epoch)
-    if epochs < 2:  # within one epoch the last batch always costs as much as under composition
-        return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
-    ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
-    last = LastIterateAccountant(relation).compose(ahead).get_epsilon(_DELTA)
-    every = composition_epsilon([ahead], relation, _DELTA)
-    gain = last / every if 0 < every < float("inf") else 1.0
-    assuming = f"assuming delta = {_DELTA:g} and the first step's hyper-parameters"
-    if gain > 0.999:
-        return f"{_EQUALS_COMPOSITION}; {reason} ({assuming})"
-    return (
-        f"no contraction: {reason}; after {epochs} epochs epsilon is {gain:.3g} times that of "
-        f"composition, thanks to the noise of the other batches only ({assuming})"
-    )
+def _number(epsilon: float | None, form: str) -> str:
+    return "not computed" if epsilon is None else format(epsilon, form)
 
 
-def text_report(
-    events: Sequence[LastIterateDpEvent | DiceSgdDpEvent],
-    guarantee: Guarantee,
-    assumptions: tuple[Assumption, ...],
-    delta: float,
-    projection_radius: float | None,
-) -> str:
-    """About a dozen lines to paste; the run described is the last one, a LastIterateDpEvent."""
-    event, num_runs = events[-1], len(events)
-    assert isinstance(event, LastIterateDpEvent)
-    relation = guarantee.neighboring_relation
-    epsilon_released = composition_epsilon(events, relation, delta)
-    contraction, ratio = "unknown (no loss geometry declared)", "-"
-    process = process_of(event, relation)
-    if process is not None:
-        contraction = f"c = {_range(process.contraction)}"
-        acts = process.sensitivity > 0
-        if acts.any():
-            ratio = _range(process.noise_std[acts] / process.sensitivity[acts])
-    released = ", ".join(map(str, event.release_steps[:6]))
-    if len(event.release_steps) > 6:
-        released += f", ... ({len(event.release_steps)} in all)"
-    radius = "no projection" if projection_radius is None else f"radius {projection_radius:g}"
-    noise, clip = _range(event.per_step("noise_multiplier")), _clip(event)
-    rate, decay = _range(event.per_step("learning_rate")), _range(event.per_step("weight_decay"))
-    by_status = {
-        status: "; ".join(a.text for a in assumptions if a.status is status) for status in Status
-    }
-    return "\n".join(
-        [
-            f"Privacy of the released model{f' ({num_runs} runs)' if num_runs > 1 else ''}",
-            f"epsilon = {guarantee.epsilon(delta):.4f} at delta = {delta:g}",
-            f"neighboring relation: {relation.name}",
-            f"theorem: {guarantee.theorem}",
-            f"epsilon if every iterate were released: {epsilon_released:.4f}",
-            f"released: the last iterate{f', and after steps {released}' if released else ''}",
-            f"run: {event.num_steps} steps x {event.batch_size} of {event.dataset_size} records, "
-            f"{event.batch_order.value} ({event.num_steps / event.batches_per_epoch:g} epochs)",
-            f"update: {contraction}; learning rate {rate}, weight decay {decay}, {radius}",
-            f"noise: multiplier {noise}, clip norm {clip}, noise/sensitivity {ratio}",
-            f"checked at every step: {by_status[Status.CHECKED]}",
-            f"declared (your word): {by_status[Status.DECLARED]}",
-            f"public: {by_status[Status.PUBLIC] or '-'}",
-        ]
-    )
+def _figure(label: str, epsilon: float | None) -> str:
+    return f"    {label:<50} {_number(epsilon, '.3f'):>14}"
 
 
-def _clip(event: LastIterateDpEvent) -> str:
-    return "none" if event.clip_norm is None else _range(event.per_step("clip_norm"))
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, width=80)
 
 
-def _range(values: np.ndarray) -> str:
-    low, high = float(np.min(values)), float(np.max(values))
-    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+def _item(text: str) -> str:
+    return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ")

@@ -52,6 +52,7 @@ VARIANTS = [
     {"block_loss": None, "update_lipschitz": 0.98, "prox_lipschitz": 2.0},
     {"prox_strong_convexity": 0.3, "block_loss": hsa.LossGeometry.convex(1.0, lipschitz=1.0)},
     {"noise_variance": 0.0, "step_size": 0.0},
+    {"gradient_sensitivity": None, "clip_norm": 1.0},
 ]
 
 
@@ -96,6 +97,10 @@ class TestEvent:
             ({"noise_variance": np.full((6, 5), np.nan)}, ValueError, "noise_variance"),
             ({"noise_variance": hsa.Schedule([1.0], [29])}, ValueError, "30 steps, got 29"),
             ({"gradient_sensitivity": -1.0}, ValueError, "gradient_sensitivity >= 0"),
+            ({"clip_norm": 1.0}, ValueError, "got clip_norm and gradient_sensitivity"),
+            ({"gradient_sensitivity": None}, ValueError, "got neither"),
+            ({"gradient_sensitivity": None, "clip_norm": 0.0}, ValueError, "clip_norm > 0"),
+            ({"gradient_sensitivity": None, "clip_norm": [1.0] * 30}, TypeError, "clip_norm"),
             ({"batch_size": 0}, ValueError, "batch_size >= 1"),
             ({"batch_size": 21}, ValueError, "batch_size <= 20"),
             ({"batch_size": 4.0}, TypeError, "batch_size to be an integer"),
@@ -123,6 +128,98 @@ class TestEvent:
         ):
             with pytest.raises(ValueError, match=r"schema|type|Unknown key|Missing key"):
                 hsa.BlockCoordinateDpEvent.from_dict(broken)
+
+
+def clipped_run(clip_norm=1.0, **changes):
+    return block_run(gradient_sensitivity=None, clip_norm=clip_norm, **changes)
+
+
+LOSSES = [
+    None,
+    hsa.LossGeometry.generalized_linear(1.0),
+    hsa.LossGeometry.convex(1.0),
+    hsa.LossGeometry.convex(1.0, lipschitz=1.5),
+    hsa.LossGeometry.strongly_convex(1.0, 0.3, lipschitz=1.0),
+    hsa.LossGeometry.strongly_convex(1.0, 0.3, lipschitz=0.6),
+    hsa.LossGeometry.convex(1.0, lipschitz=0.25),
+]
+
+
+class TestClipNorm:
+    """An event that tells the clip leaves the factor to the relation of the accountant."""
+
+    @pytest.mark.parametrize("loss", LOSSES)
+    @pytest.mark.parametrize("num_blocks", [1, 3])
+    @pytest.mark.parametrize("analysis", ["sound", "published"])
+    @pytest.mark.parametrize(("relation", "factor"), [(REPLACE_ONE, 2), (REPLACE_SPECIAL, 1)])
+    def test_it_is_the_declared_sensitivity_of_the_relation(
+        self, loss, num_blocks, analysis, relation, factor
+    ):
+        changes = {"num_blocks": num_blocks, "block_loss": loss, "prox_strong_convexity": 0.2}
+        event = clipped_run(**changes)
+        lipschitz = None if loss is None else loss.lipschitz
+        norm = min(1.0, lipschitz or math.inf)
+        assert event.sensitivity(relation) == factor * norm
+        # 2 * lipschitz <= S_g would not see under REPLACE_SPECIAL that lipschitz <= C
+        modulus = {}
+        if loss is not None and loss.lipschitz is not None and loss.lipschitz <= 1:
+            modulus = {"update_lipschitz": 1.0 - 0.1 * loss.strong_convexity}
+        declared = block_run(gradient_sensitivity=factor * norm, **changes, **modulus)
+        if analysis == "published":  # its L_F is another one
+            if loss is None:
+                return
+            declared = attrs.evolve(declared, update_lipschitz=None)
+        for order in (2.0, 10.0):
+            ours, theirs = (guarantee(e, analysis, relation).rdp([order])[0]
+                            for e in (event, declared))  # fmt: skip
+            assert ours == pytest.approx(theirs, rel=1e-12)
+
+    @pytest.mark.parametrize("num_blocks", [1, 2])
+    def test_replacing_a_record_by_any_other_costs_twice(self, num_blocks):
+        event = clipped_run(num_blocks=num_blocks)
+        special = guarantee(event, relation=REPLACE_SPECIAL)
+        assert guarantee(event, relation=REPLACE_ONE).mu == pytest.approx(2 * special.mu)
+        full = attrs.evolve(event, batch_size=20)
+        add = guarantee(full, relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+        assert add.mu == guarantee(full, relation=REPLACE_SPECIAL).mu
+
+    def test_the_accountant_decides(self):
+        event = clipped_run()
+        epsilons = [
+            hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-5)
+            for relation in (REPLACE_SPECIAL, REPLACE_ONE)
+        ]
+        assert epsilons[1] > 1.9 * epsilons[0]
+
+    @pytest.mark.parametrize("relation", [REPLACE_ONE, REPLACE_SPECIAL])
+    @pytest.mark.parametrize("clip", [0.3, 0.1 + 0.2])
+    def test_clipping_never_acts_exactly_up_to_the_clip_norm(self, relation, clip):
+        def at(lipschitz):
+            return clipped_run(clip, block_loss=hsa.LossGeometry.convex(1.0, lipschitz=lipschitz))
+
+        reached, beyond = at(clip), at(math.nextafter(clip, 1))
+        assert not reached.clipping_may_act
+        assert block_contraction(reached) == 1.0
+        assert "no gradient is ever clipped" in str(guarantee(reached, relation=relation))
+        assert beyond.clipping_may_act
+        assert block_contraction(beyond) == pytest.approx(2 / math.sqrt(3.9))
+        assert beyond.sensitivity(relation) == reached.sensitivity(relation)
+
+    def test_what_bounds_the_sum_is_listed(self):
+        event = clipped_run(num_blocks=2, block_loss=hsa.LossGeometry.convex(1.0, lipschitz=0.5))
+        text = " ".join(map(str, guarantee(event).assumptions))
+        assert "clipped to 1 and no longer than 0.5: under REPLACE_ONE" in text
+        assert "by at most 1" in text
+
+    def test_old_dictionaries_still_load(self):
+        old = {
+            "schema": 1, "type": "BlockCoordinateDpEvent", "step_size": 0.1,
+            "noise_variance": 1.0, "gradient_sensitivity": 2.0, "batch_size": 4,
+            "dataset_size": 20, "num_epochs": 6,
+        }  # fmt: skip
+        event = hsa.BlockCoordinateDpEvent.from_dict(old)
+        assert event == block_run(block_loss=None)
+        assert event.sensitivity(REPLACE_ONE) == event.sensitivity(REPLACE_SPECIAL) == 2.0
 
 
 def lsi_constant(o, eta, big_f, big_t, k, j):

@@ -348,7 +348,7 @@ def test_theorem_2_2_needs_the_smaller_learning_rate():
         ({"batch_order": "shuffled_once"}, "batch order"),
         ({"batch_order": "without_replacement"}, "batch order"),
         ({"loss": None}, "loss geometry"),
-        ({"loss": hsa.LossGeometry.hoelder(1.0, 0.5)}, "smooth loss"),
+        ({"loss": hsa.LossGeometry.hoelder(1.0, 0.5)}, "linear modulus"),
         ({"learning_rate": [0.1] * 23 + [0.2]}, "schedules"),
         ({"clip_norm": [1.0] * 23 + [2.0]}, "schedules"),
         ({"release_steps": [3]}, "releases"),

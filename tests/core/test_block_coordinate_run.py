@@ -1,6 +1,5 @@
 """The reference of DP-MBCD is what it says, and a run of an optimizer becomes the right event."""
 
-import attrs
 import block_coordinate as reference
 import numpy as np
 import pytest
@@ -8,13 +7,18 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.block_coordinate.bound import block_contraction
+from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
-RUN = BlockCoordinateRun(
-    step_size=0.5, clip_norm=1.0, noise_multiplier=3.0, batch_size=4, num_steps=6, num_blocks=1,
-    prox_strong_convexity=0.0, largest_norm=0.4,
-)  # fmt: skip
+TOTALS = {
+    "step_size": 0.5, "clip_norm": 1.0, "noise_multiplier": 3.0, "batch_size": 4, "num_steps": 6,
+    "num_blocks": 1, "prox_strong_convexity": 0.0, "largest_norm": 0.4,
+}  # fmt: skip
+
+
+def run(**changes):
+    return BlockCoordinateRun.of_totals(**(TOTALS | changes))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +79,8 @@ def test_a_step_of_the_reference():
 
 @pytest.mark.parametrize(("relation", "factor"), [(ONE, 2), (SPECIAL, 1)])
 def test_sensitivity_and_noise(relation, factor):
-    event = RUN.event(dataset_size=12, neighboring_relation=relation)
-    assert event.gradient_sensitivity == factor
+    event = run().event(dataset_size=12)
+    assert event.sensitivity(relation) == factor
     assert (event.num_epochs, event.batch_size, event.block_loss) == (2, 4, None)
     # The noise on the block is eta / b times that on the sum.
     assert np.sqrt(2 * event.step_size * event.noise_variance) == pytest.approx(0.5 / 4 * 3.0)
@@ -86,9 +90,7 @@ def test_sensitivity_and_noise(relation, factor):
 
 def test_noise_per_step():
     noise = hsa.Schedule([3.0, 1.0], [3, 3])
-    event = attrs.evolve(RUN, noise_multiplier=noise).event(
-        dataset_size=12, neighboring_relation=SPECIAL
-    )
+    event = run(noise_multiplier=noise).event(dataset_size=12)
     mu = hsa.BlockCoordinateAccountant(SPECIAL).compose(event).guarantee.mu
     assert mu == pytest.approx(np.sqrt(1 / 9 + 1))
 
@@ -110,18 +112,17 @@ def test_noise_per_step():
 )
 def test_the_contraction_of_one_block(loss, expected, relation):
     """Whether a clip acts is decided by lipschitz <= C, under either relation."""
-    event = RUN.event(dataset_size=12, neighboring_relation=relation, block_loss=loss)
+    event = run().event(dataset_size=12, block_loss=loss)
     assert block_contraction(event) == (None if expected is None else pytest.approx(expected))
-    assert event.gradient_sensitivity == (2 if relation is ONE else 1) * min(
+    assert event.sensitivity(relation) == (2 if relation is ONE else 1) * min(
         1.0, np.inf if loss.lipschitz is None else loss.lipschitz
     )
 
 
 def test_several_blocks_do_not_contract():
     loss = hsa.LossGeometry.strongly_convex(1.0, 0.5, lipschitz=0.6)
-    event = attrs.evolve(RUN, num_blocks=3, prox_strong_convexity=5.0).event(
-        dataset_size=12, neighboring_relation=SPECIAL, block_loss=loss
-    )
+    several = run(num_blocks=3, prox_strong_convexity=5.0)
+    event = several.event(dataset_size=12, block_loss=loss)
     guarantee = hsa.BlockCoordinateAccountant(SPECIAL).compose(event).guarantee
     assert guarantee.mu == pytest.approx(np.sqrt(3 * 2) * 0.6 / 3.0)
     assert "composition" in guarantee.theorem
@@ -133,7 +134,6 @@ def test_several_blocks_do_not_contract():
         ({}, {"dataset_size": 13}, "multiple of the 4 records"),
         ({}, {"dataset_size": 16}, "whole epochs of 4 steps, got 6"),
         ({"num_steps": 0}, {}, "at least one step"),
-        ({}, {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE}, "same number"),
         ({}, {"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=0.39)}, "read off a run"),
         ({"largest_norm": np.nan}, {"block_loss": hsa.LossGeometry.linear(1.0)}, "read off a run"),
         ({"step_size": 1e-60, "noise_multiplier": 1e-20}, {}, "noise_variance"),
@@ -141,20 +141,35 @@ def test_several_blocks_do_not_contract():
     ],
 )
 def test_runs_without_an_event(changes, arguments, text):
-    run = attrs.evolve(RUN, **changes)
     with pytest.raises((ValueError, TypeError), match=text):
-        run.event(**({"dataset_size": 12, "neighboring_relation": SPECIAL} | arguments))
+        run(**changes).event(**({"dataset_size": 12} | arguments))
 
 
-def test_the_report():
-    loss = hsa.LossGeometry.convex(1.0, lipschitz=0.6)
-    text = RUN.report(
-        1e-5, dataset_size=12, neighboring_relation=ONE, block_loss=loss, checked="this"
-    )
-    event = RUN.event(dataset_size=12, neighboring_relation=ONE, block_loss=loss)
-    epsilon = hsa.BlockCoordinateAccountant(ONE).compose(event).get_epsilon(1e-5)
-    assert f"epsilon = {epsilon:.4f} at delta = 1e-05" in text
-    for part in ("REPLACE_ONE", "Theorem A", "never clipped, 0.6", "checked at every step: this"):
-        assert part in text
-    with pytest.raises(ValueError, match="delta"):
-        RUN.report(2.0, dataset_size=12, neighboring_relation=ONE, checked="this")
+def test_a_relation_that_changes_the_number_of_records():
+    whole = run(dataset_size=12)
+    for ask in (whole.check_relation, whole.guarantee):
+        with pytest.raises(hsa.UnsupportedRunError, match="same number"):
+            ask(NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+
+def test_a_block_that_is_released_within_the_run_is_not_hidden():
+    """Composition of the steps, whatever is known of the loss; the last release is free."""
+    loss = hsa.LossGeometry.convex(0.5, lipschitz=1.0)
+    settings = {"step_size": 0.5, "clip_norm": 1.0, "batch_size": 4, "num_blocks": 1}
+    recorded = BlockCoordinateRun(**settings, dataset_size=12, block_loss=loss)
+    step = Step(noise_multiplier=3.0, clip_norm=1.0, learning_rate=0.5, rows=4)
+    for _ in range(6):
+        recorded.add(step)
+    hidden = recorded.guarantee(SPECIAL)
+    recorded.release()
+    assert recorded.guarantee(SPECIAL) == hidden
+    for index in range(3):
+        recorded.add(
+            Step(noise_multiplier=3.0, clip_norm=1.0, learning_rate=0.5, batch=index, rows=4)
+        )
+    assert recorded.event().block_loss is None
+    every = BlockCoordinateRun.every_iterate(recorded.event(), SPECIAL)
+    assert recorded.guarantee(SPECIAL).mu == every.mu == pytest.approx(3**0.5 / 3.0)
+    again = BlockCoordinateRun.from_state_dict(recorded.state_dict())
+    assert again.guarantee(SPECIAL).mu == every.mu
+    assert hidden.mu < 2**0.5 / 3.0

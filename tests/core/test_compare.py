@@ -8,7 +8,6 @@ from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.compare.methods import round_up
-from hidden_state_accountants.events.as_composition import cap_delta
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -120,7 +119,7 @@ def test_a_published_formula_is_marked_and_is_never_the_best(monkeypatch):
 
 def test_the_cap_on_poisson_batches_is_paid_for():
     event = cyclic_run(batch_order="poisson", max_batch_size=16, num_steps=3)
-    extra = cap_delta(event, NeighboringRelation.REPLACE_SPECIAL)
+    extra = event.cap_delta(NeighboringRelation.REPLACE_SPECIAL)
     assert 1e-7 < extra < 1e-5
     comparison = hsa.compare(event, delta=[1e-5, extra / 2])
     step = dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(2.0))

@@ -234,12 +234,13 @@ def test_the_event_is_the_run():
     event = optimizer.privacy_event(dataset_size=RECORDS, neighboring_relation=ONE)
     assert event == hsa.BlockCoordinateDpEvent(
         step_size=RATE, noise_variance=RATE * (2.0 * CLIP / SIZE) ** 2 / 2,
-        gradient_sensitivity=2 * CLIP, batch_size=SIZE, dataset_size=RECORDS, num_epochs=2,
+        clip_norm=CLIP, batch_size=SIZE, dataset_size=RECORDS, num_epochs=2,
         prox_strong_convexity=0.5, num_blocks=2,
     )  # fmt: skip
-    special = optimizer.privacy_event(dataset_size=RECORDS, neighboring_relation=SPECIAL)
-    assert special.gradient_sensitivity == CLIP
-    epsilon = hsa.BlockCoordinateAccountant(SPECIAL).compose(special).get_epsilon(1e-5)
+    assert event.sensitivity(ONE) == 2 * CLIP
+    assert event.sensitivity(SPECIAL) == CLIP
+    assert optimizer.privacy_event(dataset_size=RECORDS, neighboring_relation=SPECIAL) == event
+    epsilon = hsa.BlockCoordinateAccountant(SPECIAL).compose(event).get_epsilon(1e-5)
     text = optimizer.report(1e-5, dataset_size=RECORDS)
     assert f"epsilon = {epsilon:.4f} at delta = 1e-05" in text
     assert "composition" in text

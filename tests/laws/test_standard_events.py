@@ -11,7 +11,6 @@ from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import GaussianCurve
-from hidden_state_accountants.events.as_composition import cap_delta
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -143,7 +142,7 @@ class TestCappedPoissonBatches:
         for relation, others in ((ADD_OR_REMOVE, 20), (REPLACE_SPECIAL, 19)):
             # n of the larger data set, minus the record; P(at least 12 others)
             tail = 24 * stats.binom.sf(11, others, 0.25)
-            assert cap_delta(event, relation) == pytest.approx(tail)
+            assert event.cap_delta(relation) == pytest.approx(tail)
             free = hsa.LastIterateAccountant(relation).compose(cyclic_run(batch_order="poisson"))
             capped = hsa.LastIterateAccountant(relation).compose(event)
             assert capped.get_delta(1.0) == pytest.approx(free.get_delta(1.0) + tail)
@@ -183,7 +182,7 @@ class TestCappedPoissonBatches:
         assert event.as_composition(ADD_OR_REMOVE) == cyclic_run(
             batch_order="poisson"
         ).as_composition(ADD_OR_REMOVE)
-        assert cap_delta(event, ADD_OR_REMOVE) == 0.0
+        assert event.cap_delta(ADD_OR_REMOVE) == 0.0
 
     def test_no_standard_event_covers_a_cap_that_can_act(self):
         event = cyclic_run(batch_order="poisson", max_batch_size=12)

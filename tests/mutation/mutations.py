@@ -10,6 +10,7 @@ import of_composition
 import of_curves
 import of_moves
 import of_oracles
+import of_runs
 import of_shifts
 import of_stretching
 
@@ -20,4 +21,5 @@ MUTATIONS = (
     *of_curves.MUTATIONS,
     *of_composition.MUTATIONS,
     *of_oracles.MUTATIONS,
+    *of_runs.MUTATIONS,
 )

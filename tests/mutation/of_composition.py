@@ -5,9 +5,15 @@ from __future__ import annotations
 from mutation import Mutation
 
 COMPOSED = "events/as_composition.py"
+EVENTS = "events/last_iterate.py"
+ORDERS = "events/batch_order.py"
+BLOCKS = "events/block_coordinate.py"
 CURVES = "curves/base.py"
 CURVES_TOGETHER = "curves/composed.py"
+EVENTS = "events/last_iterate.py"
+ORDERS = "events/batch_order.py"
 _DETAILS = "core/test_engine_details.py"
+_BLOCK_TESTS = "bounds/test_block_coordinate.py"
 _EVENT_TESTS = "core/test_events.py"
 
 MUTATIONS = (
@@ -15,20 +21,20 @@ MUTATIONS = (
     Mutation(
         "cap_costs_no_delta",
         "bounds/composition.py",
-        "extra = cap_delta(event, relation)",
-        "extra = 0 * cap_delta(event, relation)",
+        "extra = event.cap_delta(relation)",
+        "extra = 0 * event.cap_delta(relation)",
         _DETAILS,
     ),
     Mutation(
         "cap_delta_of_one_step",
-        COMPOSED,
-        "min(1.0, event.num_steps * float(tail))",
+        ORDERS,
+        "min(1.0, num_steps * float(tail))",
         "min(1.0, float(tail))",
         _DETAILS,
     ),
     Mutation(
         "cap_delta_off_by_one",
-        COMPOSED,
+        ORDERS,
         "stats.binom.sf(most_terms - 1,",
         "stats.binom.sf(most_terms,",
         _DETAILS,
@@ -50,22 +56,22 @@ MUTATIONS = (
     Mutation(
         "partial_epoch_is_not_counted",
         COMPOSED,
-        "participations = -(-(event.num_steps - event.record_position) // period)",
-        "participations = max(1, (event.num_steps - event.record_position) // period)",
+        "participations = -(-(num_steps - position) // period)",
+        "participations = max(1, (num_steps - position) // period)",
         _EVENT_TESTS,
     ),
     Mutation(
         "steps_without_learning_rate_cost_in_composition",
-        COMPOSED,
-        'cost = np.where(event.per_step("learning_rate") > 0, noise**-2.0, 0.0)',
-        "cost = noise**-2.0",
+        EVENTS,
+        '& (self.per_step("learning_rate") > 0)',
+        '& ((self.per_step("learning_rate") > 0) | (self.batch_order is not BatchOrder.POISSON))',
         _EVENT_TESTS,
     ),
     Mutation(
         "sampled_steps_without_learning_rate_cost_in_composition",
-        COMPOSED,
-        'noise = _effective_noise(event, relation)[event.per_step("learning_rate") > 0]',
-        "noise = _effective_noise(event, relation)",
+        EVENTS,
+        '& (self.per_step("learning_rate") > 0)',
+        '& ((self.per_step("learning_rate") > 0) | (self.batch_order is BatchOrder.POISSON))',
         _DETAILS,
     ),
     Mutation(
@@ -78,8 +84,8 @@ MUTATIONS = (
     Mutation(
         "sampled_steps_of_equal_noise_count_once",
         COMPOSED,
-        "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count))",
-        "dp_accounting.SelfComposedDpEvent(sampled(float(value)), int(count > 0))",
+        "sampled(dp_accounting.GaussianDpEvent(float(value))), int(count)",
+        "sampled(dp_accounting.GaussianDpEvent(float(value))), int(count > 0)",
         _DETAILS,
     ),
     Mutation(
@@ -93,14 +99,14 @@ MUTATIONS = (
         "partial_epoch_is_not_composed",
         COMPOSED,
         "participations = len(epochs)",
-        "participations = max(1, event.num_steps // period)",
+        "participations = max(1, num_steps // period)",
         _EVENT_TESTS,
     ),
     Mutation(
         "composition_forgets_a_declared_position",
         COMPOSED,
-        "if event.record_position is not None:",
-        "if event.record_position is None and event.record_position:",
+        "if position is not None:",
+        "if position is None and position:",
         _EVENT_TESTS,
     ),
 )

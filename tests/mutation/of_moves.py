@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 EVENTS = "events/last_iterate.py"
+ORDERS = "events/batch_order.py"
 PROCESS = "process/noisy_process.py"
 SHIFTS = "bounds/shifted_interpolation.py"
 _SENSITIVITY = (
@@ -15,6 +16,8 @@ _PROCESS_TESTS = "core/test_process.py"
 _DETAILS = "core/test_engine_details.py"
 _RECORDER_TESTS = "core/test_recorder.py"
 _EVENT_TESTS = "core/test_events.py"
+BLOCKS = "events/block_coordinate.py"
+_BLOCK_TESTS = "bounds/test_block_coordinate.py"
 
 MUTATIONS = (
     # What one record moves.
@@ -97,10 +100,24 @@ MUTATIONS = (
     ),
     Mutation(
         "cyclic_run_of_a_loss_without_linear_modulus",
-        PROCESS,
-        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent != 1:",
-        "elif event.loss.kind is LossKind.HOELDER and event.loss.exponent > 1:",
+        "process/conditions.py",
+        "loss.kind is not LossKind.HOELDER or loss.exponent == 1:",
+        "loss.kind is not LossKind.HOELDER or loss.exponent <= 1:",
         _PROCESS_TESTS,
+    ),
+    Mutation(
+        "replaced_block_record_moves_one_clip_norm",
+        BLOCKS,
+        "return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound",
+        "return bound",
+        _BLOCK_TESTS,
+    ),
+    Mutation(
+        "block_clip_that_acts_is_taken_for_idle",
+        BLOCKS,
+        "return self.block_loss.lipschitz > self.clip_norm",
+        "return self.block_loss.lipschitz > 2 * self.clip_norm",
+        _BLOCK_TESTS,
     ),
     # Which steps it moves.
     Mutation(
@@ -147,9 +164,9 @@ MUTATIONS = (
     ),
     Mutation(
         "unequal_batches_are_accepted",
-        PROCESS,
-        " and event.dataset_size % event.batch_size:",
-        " and event.dataset_size < event.batch_size:",
+        ORDERS,
+        "rest = dataset_size % batch_size",
+        "rest = 0 * dataset_size % batch_size",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -168,14 +185,14 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_accepts_batches_in_any_order",
-        "runs/last_iterate.py",
-        "if order is BatchOrder.CYCLIC and batch_index != self.expected_batch_index:",
-        "if order is BatchOrder.CYCLIC and batch_index is None:",
+        "runs/base.py",
+        "if batch != expected:",
+        "if batch is None:",
         _RECORDER_TESTS,
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "runs/last_iterate.py",
+        "runs/run_lengths.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,

@@ -58,7 +58,7 @@ MUTATIONS = (
     Mutation(
         "overfull_batches_cost_nothing",
         SUBSAMPLING,
-        "return terms, overfull_delta(event, relation, terms)",
+        "return terms, event.overfull_delta(relation, terms)",
         "return terms, 0.0",
         _SAMPLED_TESTS,
     ),

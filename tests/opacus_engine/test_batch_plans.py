@@ -10,7 +10,7 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.opacus.batch_plans import (
+from hidden_state_adapters.opacus.data.plans import (
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,

@@ -26,8 +26,8 @@ from opacus_block_coordinate import (
 from torch import nn
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import block_coordinate_mechanism
-from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.mechanisms import block_coordinate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -183,11 +183,12 @@ def test_the_event_is_the_run():
     event = optimizer.privacy_event(dataset_size=12, neighboring_relation=ONE)
     assert event == hsa.BlockCoordinateDpEvent(
         step_size=RATE, noise_variance=RATE * (2.0 * CLIP / SIZE) ** 2 / 2,
-        gradient_sensitivity=2 * CLIP, batch_size=SIZE, dataset_size=12, num_epochs=2,
+        clip_norm=CLIP, batch_size=SIZE, dataset_size=12, num_epochs=2,
         prox_strong_convexity=0.5, num_blocks=2,
     )  # fmt: skip
-    special = optimizer.privacy_event(dataset_size=12, neighboring_relation=SPECIAL)
-    assert special.gradient_sensitivity == CLIP
+    assert (event.sensitivity(ONE), event.sensitivity(SPECIAL)) == (2 * CLIP, CLIP)
+    special = optimizer.privacy_event(dataset_size=12)  # the accountant knows the relation
+    assert special == event
     # Two blocks, two epochs, no contraction: mu^2 = 4 (S / (z C))^2.
     guarantee = hsa.BlockCoordinateAccountant(SPECIAL).compose(special).guarantee
     assert guarantee.mu == pytest.approx(2 / 2.0)
@@ -217,9 +218,9 @@ def test_a_bound_on_the_gradients(lipschitz, relation):
     loss = hsa.LossGeometry.convex(2.0, lipschitz=lipschitz)
     event = optimizer.privacy_event(dataset_size=12, neighboring_relation=relation, block_loss=loss)
     factor = 2 if relation is ONE else 1
-    assert event.gradient_sensitivity == factor * min(CLIP, lipschitz or math.inf)
+    assert event.sensitivity(relation) == factor * min(CLIP, lipschitz or math.inf)
     is_clipped = lipschitz is None or lipschitz > CLIP
-    assert event.update_lipschitz == (None if is_clipped else 1.0)
+    assert event.clipping_may_act == is_clipped
     guarantee = hsa.BlockCoordinateAccountant(relation).compose(event).guarantee
     composed = factor * math.sqrt(2) / 2.0  # two epochs
     if is_clipped:
@@ -242,7 +243,7 @@ def test_coarse_convolutions_are_not_those_of_a_declared_loss(monkeypatch, is_co
     def refuse(params):
         raise hsa.UnsupportedRunError("coarse")
 
-    monkeypatch.setattr(block_coordinate_mechanism, "check_convolutions", refuse)
+    monkeypatch.setattr(block_coordinate, "check_convolutions", refuse)
     layer = nn.Conv1d(3, 3, 1) if is_convolution else nn.Linear(1, 1)
     model = GradSampleModule(layer.double())
     _, optimizer = make(model, num_blocks=1, noise_multiplier=1.0)

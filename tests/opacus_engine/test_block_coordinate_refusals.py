@@ -14,6 +14,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_block_coordinate import (
     ONE,
     SIZE,
+    SPECIAL,
     batches,
     closure_of,
     factors,
@@ -139,7 +140,7 @@ def extra_pass(model, optimizer):
         (change("l2", 1.0), "step 2 uses l2"),
         (change("nonnegative", True), "step 2 uses nonnegative"),
         (change("secure_mode", True), "step 2 uses secure_mode"),
-        (change("generator", None), "step 2 uses generator"),
+        (change("generator", None), "step 2 uses another noise generator"),
         (change("noise_multiplier", -1.0), "noise_multiplier >= 0"),
         (change("step_hook", print), "step_hook"),
         (change("original_optimizer", torch.optim.SGD([torch.zeros(1)], 1.0)), "original_optim"),
@@ -149,7 +150,7 @@ def extra_pass(model, optimizer):
         (add_momentum, "momentum = 0"),
         (add_group, "step 2 optimizes 3 parameters, expected the 2"),
         (freeze, "step 2 trains"),
-        (move, "parameters or buffers that the optimizer did not leave so"),
+        (move, "changed outside the private optimizer"),
         (reseed, "step 2: the noise generator is in a state"),
         (extra_pass, "step 2 follows 2 training passes"),
     ],
@@ -230,10 +231,10 @@ def closures(kind, model, optimizer):
         ("in place", "on different inputs"),
         ("nothing", "follows 0 training passes"),
         ("two passes", "follows 2 training passes"),
-        ("fewer rows", "different inputs"),
+        ("fewer rows", "3 rows, expected expected_batch_size = 4"),
         ("no gradients", "follows 0 training passes"),
-        ("not at the iterate", "or in the training pass"),
-        ("it moves the first block", "did not leave so"),
+        ("not at the iterate", "at other parameters"),
+        ("it moves the first block", "changed outside the private optimizer"),
         ("not finite", "not finite"),
         ("a step inside", "An earlier step"),
         ("a report inside", "refused or interrupted"),
@@ -306,9 +307,9 @@ def test_a_buffer_that_counts():
     _, optimizer = make(model)
     train(model, optimizer, batches(1))
     model._module.seen += 4
-    with pytest.raises(hsa.UnsupportedRunError, match="changed after the last step"):
+    with pytest.raises(hsa.UnsupportedRunError, match="buffer of the module was changed"):
         optimizer.report(1e-5, dataset_size=SIZE)
-    with pytest.raises(hsa.UnsupportedRunError, match="parameters or buffers"):
+    with pytest.raises(hsa.UnsupportedRunError, match="buffer of the module was changed"):
         train(model, optimizer, batches(1))
 
 
@@ -330,10 +331,14 @@ def test_events_that_are_refused(arguments, text):
         optimizer.privacy_event(**({"dataset_size": 12, "neighboring_relation": ONE} | arguments))
 
 
-def test_the_relation_has_no_default():
+def test_the_relation_is_that_of_the_accountant():
     _, optimizer = trained()
-    with pytest.raises(TypeError, match="neighboring_relation"):
-        optimizer.privacy_event(dataset_size=12)
+    event = optimizer.privacy_event(dataset_size=12)
+    by_relation = {
+        relation: hsa.BlockCoordinateAccountant(relation).compose(event).guarantee.mu
+        for relation in (ONE, SPECIAL)
+    }
+    assert by_relation[ONE] == pytest.approx(2 * by_relation[SPECIAL])
 
 
 def test_no_step_no_event():
@@ -344,14 +349,14 @@ def test_no_step_no_event():
 def test_the_model_after_the_run():
     model, optimizer = trained()
     move(model, optimizer)
-    with pytest.raises(hsa.UnsupportedRunError, match="changed after the last step"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"changed outside .* after step"):
         optimizer.report(1e-5, dataset_size=12)
 
 
 def test_ways_of_opacus_that_are_closed():
     _, optimizer = trained()
     hook = PrivacyEngine(accountant="rdp").accountant.get_optimizer_hook_fn(sample_rate=0.1)
-    with pytest.raises(hsa.UnsupportedRunError, match="not one for every block"):
+    with pytest.raises(hsa.UnsupportedRunError, match="sees too little"):
         optimizer.attach_step_hook(hook)
     with pytest.raises(hsa.UnsupportedRunError, match="pre_step"):
         optimizer.pre_step()

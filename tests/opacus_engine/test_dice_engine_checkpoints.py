@@ -164,7 +164,7 @@ def test_the_error_is_nowhere_by_default(tmp_path):
 
 def test_nothing_that_holds_the_error_can_be_copied():
     engine, model, optimizer, _ = marked()
-    for value in (engine, optimizer, vars(optimizer)["_hidden"]):
+    for value in (engine, optimizer, optimizer.mechanism.hidden):
         for copier in (pickle.dumps, copy.deepcopy, saved):
             with pytest.raises((hsa.UnsupportedRunError, TypeError, AttributeError)):
                 copier(value)
@@ -207,7 +207,7 @@ def test_the_field_that_differs_is_named(make_dice, tmp_path, field, arguments):
 
 
 def error_or_zero(run):
-    return flat([run.optimizer._hidden.error(i) for i in range(2)])
+    return flat([run.optimizer.mechanism.hidden.error(i) for i in range(2)])
 
 
 def test_runs_of_the_other_kind(make_run, make_dice, tmp_path, dataset):

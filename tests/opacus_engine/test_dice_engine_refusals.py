@@ -24,9 +24,9 @@ BOUND = 2.0001
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"optimizer_class": object}, hsa.UnsupportedRunError, "BlockCoordinateOptimizer is built"),
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "steps of these only"),
         ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
-        ({"optimizer_class": None}, hsa.UnsupportedRunError, "error_max_grad_norm, automatic and"),
+        ({"optimizer_class": None}, hsa.UnsupportedRunError, "belongs to another optimizer_class"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
         ({"loss_geometry": "auto", "feature_norm": 1.0}, hsa.UnsupportedRunError, "loss_geometry"),
@@ -142,10 +142,10 @@ MISUSE = [
     (two_forwards, "follows 2 training passes|no per-example gradients"),
     (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
     (moments_without_noise, "momentum or moments that the last step did not leave"),
-    (another_bound, "expected at most the declared gradient_bound = 2.0001"),
-    (long_gradient, "expected at most the declared gradient_bound = 2.0001"),
-    (steps_twice_on_it, "sum of clipped gradients that does not come from the pieces"),
-    (moves_by_itself, "interrupted while it changed the parameters"),
+    (another_bound, "gradient_bound >= .*, the largest gradient of step"),
+    (long_gradient, "gradient_bound >= .*, the largest gradient of step"),
+    (steps_twice_on_it, "used no new batch"),
+    (moves_by_itself, "parameters were changed outside|used no new batch"),
 ]
 
 # Refused before a step looked at the records; the model is still that of the last step.
@@ -262,7 +262,7 @@ def test_buffers_that_collect_data(make_dice):
 
 def test_the_slot_for_hooks_is_taken(make_dice):
     run = make_dice()
-    with pytest.raises(hsa.UnsupportedRunError, match="leaves out what the error shows"):
+    with pytest.raises(hsa.UnsupportedRunError, match="single slot"):
         run.optimizer.attach_step_hook(print)
 
 

@@ -76,7 +76,7 @@ def test_the_error_is_in_no_text():
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.copy, copy.deepcopy, saved])
 def test_optimizer_and_error_cannot_be_copied(copier):
     _, optimizer = marked()
-    for value in (optimizer, vars(optimizer)["_hidden"]):
+    for value in (optimizer, optimizer.mechanism.hidden):
         with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
             copier(value)
 
@@ -141,7 +141,7 @@ def test_private_states_that_do_not_fit():
     with pytest.raises(ValueError, match=r"max_grad_norm = 0.6, got 0.5"):
         other.load_run_state_dict(state)
     _, fresh = make()
-    private = state["private"]
+    private, run = state["private"], state["run"]
     for damaged, text in [
         ({}, "missing keys"),
         (state | {"schema": 9}, "schema 9"),
@@ -149,7 +149,8 @@ def test_private_states_that_do_not_fit():
         (state | {"private": private | {"error": private["error"][:-1]}}, "error of shapes"),
         (state | {"private": private | {"error": [e * math.nan for e in private["error"]]}},
          "not finite"),
-        (state | {"private": private | {"most_rows": 1}}, "most_rows >= 4"),
+        (state | {"run": run | {"totals": run["totals"] | {"most_rows": 1}}}, "most_rows >= 4"),
+        (state | {"run": run | {"num_steps": 2}}, "2 steps are recorded"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
             fresh.load_run_state_dict(damaged)

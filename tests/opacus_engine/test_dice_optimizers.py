@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import DiceSGDOptimizer
-from hidden_state_adapters.opacus.dice_state import clip_factors, joint_norms, smallest_norm
+from hidden_state_adapters.opacus.gradients.norms import clip_factors, joint_norms, smallest_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -349,7 +349,8 @@ def test_cuda(variant):
         model.to(device)
         train(model, optimizer, [features.to(device) for features in batches([4] * 6)])
         assert all(
-            optimizer._hidden.error(i).device.type == device for i in range(len(optimizer.params))
+            optimizer.mechanism.hidden.error(i).device.type == device
+            for i in range(len(optimizer.params))
         )
         ends.append((flat(model.parameters()), error_of(optimizer)))
     np.testing.assert_allclose(ends[0][0], ends[1][0], atol=1e-10)
@@ -364,7 +365,7 @@ def test_memory_is_two_buffers():
     count = sum(p.numel() for p in model.parameters())
 
     def held():
-        hidden = optimizer._hidden
+        hidden = optimizer.mechanism.hidden
         tensors = [t for t in hidden._errors + hidden._rests if t is not None]
         return sum(t.numel() for t in tensors)
 

@@ -1,9 +1,11 @@
 """Optimizers and arguments that make_private refuses."""
 
 import importlib.util
+import re
 import sys
 import types
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -160,3 +163,24 @@ def test_several_processes_are_refused(make_run, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(hsa.UnsupportedRunError, match="Expected one process, got 2"):
         make_run()
+
+
+def test_every_argument_is_known_to_type_checkers_and_explained():
+    """`RunOptions` is what they see of make_private, `RunArguments` is what it reads."""
+    required = {"module", "optimizer", "data_loader", "max_grad_norm"}
+    read = {field.name for field in attrs.fields(RunArguments)} - required - {"opacus"}
+    typed = set(RunOptions.__annotations__)
+    assert read < typed
+    of_opacus = typed - read
+    with pytest.raises(TypeError, match="Unknown argument of make_private: surprise"):
+        RunArguments.of({**dict.fromkeys(required | of_opacus), "surprise": 1})
+    RunArguments.of(dict.fromkeys(required | of_opacus))
+    explained = HiddenStatePrivacyEngine.make_private.__doc__
+    for name in (typed | required | {"noise_multiplier"}) - {"rand_on_empty"}:  # always refused
+        assert re.search(rf"\b{name}\b", explained), name
+
+
+def test_options_that_belong_to_another_optimizer(make_run):
+    for name, value in (("l1", 0.1), ("l2", 0.1), ("nonnegative", True), ("automatic", True)):
+        with pytest.raises(hsa.UnsupportedRunError, match=f"{name} = .* with plain SGD"):
+            make_run(**{name: value})

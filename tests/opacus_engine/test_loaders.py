@@ -17,10 +17,10 @@ from torch.utils.data import (
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
 from hidden_state_adapters.opacus import OrderedBatchSampler
-from hidden_state_adapters.opacus.batch_plans import FixedPlan
-from hidden_state_adapters.opacus.cursor import BatchCursor
-from hidden_state_adapters.opacus.loaders import private_loader
-from hidden_state_adapters.opacus.record_order import plan_batches
+from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.loaders import private_loader
+from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.data.plans import FixedPlan
 
 
 def numbers(size):

@@ -6,8 +6,8 @@ import torch
 from opacus import GradSampleModule
 from torch import nn
 
-from hidden_state_adapters.opacus.flat_clip import gradient_norms
-from hidden_state_adapters.opacus.norms import row_norms, to_precision
+from hidden_state_adapters.opacus.gradients.norms import row_norms, to_precision
+from hidden_state_adapters.opacus.gradients.sums import gradient_norms
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000, 256 * 256 + 3])

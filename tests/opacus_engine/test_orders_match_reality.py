@@ -204,7 +204,7 @@ RAISES = [
     (plan_pickled, SECRET, "cannot be copied or pickled"),
     (divisor_is_the_actual_size, ["poisson"], "expected_batch_size"),
     (sum_over_the_batch, SECRET, r"step \d+ has a per-example gradient of norm"),
-    (hook_replaced, SECRET, "another step_hook"),
+    (hook_replaced, SECRET, "a step_hook"),
     (noise_seeded_every_epoch, SECRET, "noise generator is in a state"),
     (features_too_long, SECRET, r"step \d+ used features of norm 1.01"),
 ]
@@ -416,7 +416,7 @@ def test_resuming_with_another_order_is_refused(make_run, tmp_path, order):
     for batch in itertools.islice(run.loader, 3):
         run.step(batch)
     run.engine.save_checkpoint(path=path, stays_private=True)
-    with pytest.raises(hsa.UnsupportedRunError, match="another order would not be the run"):
+    with pytest.raises(hsa.UnsupportedRunError, match="with another one it would not be the run"):
         make_run(batch_order=order).engine.load_checkpoint(path=path)
 
 

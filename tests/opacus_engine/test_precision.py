@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
-from hidden_state_adapters.opacus import DiceSGDOptimizer, precision_checks
+from hidden_state_adapters.opacus import DiceSGDOptimizer
+from hidden_state_adapters.opacus.guards import precision
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -158,10 +159,10 @@ def test_products_that_were_set_the_new_way(name):
     backend.fp32_precision = "tf32"
     try:
         with pytest.raises(hsa.UnsupportedRunError, match=PRODUCTS):
-            precision_checks.check_arithmetic(params)
+            precision.check_arithmetic(params)
     finally:
         backend.fp32_precision = "ieee"
-    precision_checks.check_arithmetic(params)
+    precision.check_arithmetic(params)
 
 
 # --- convolutions ---------------------------------------------------------------------------------
@@ -180,18 +181,18 @@ def test_convolutions_on_a_gpu():
     params = [OnAGpu(torch.zeros(2))]
     assert torch.backends.cudnn.allow_tf32
     with pytest.raises(hsa.UnsupportedRunError, match=r"cudnn.allow_tf32 = False"):
-        precision_checks.check_convolutions(params)
-    precision_checks.check_convolutions([nn.Parameter(torch.zeros(2))])
-    precision_checks.check_convolutions([OnAGpu(torch.zeros(2, dtype=torch.float64))])
+        precision.check_convolutions(params)
+    precision.check_convolutions([nn.Parameter(torch.zeros(2))])
+    precision.check_convolutions([OnAGpu(torch.zeros(2, dtype=torch.float64))])
     torch.backends.cudnn.allow_tf32 = False
-    precision_checks.check_convolutions(params)
+    precision.check_convolutions(params)
 
 
 @pytest.mark.parametrize(("case", "asked"), [("declared", 6), ("auto", 0), ("none", 0)])
 def test_convolutions_matter_to_a_declared_loss(make_run, monkeypatch, case, asked):
     """Of a linear head every gradient is a matrix product; without a geometry the clip is all."""
     calls = []
-    monkeypatch.setattr(precision_checks, "check_convolutions", calls.append)
+    monkeypatch.setattr(precision, "check_convolutions", calls.append)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     known = {
         "declared": {

@@ -87,10 +87,7 @@ def main():
         DiceKerasAdamOptimizer,
         BlockCoordinateKerasOptimizer,
     ):
-        acts = [constructed_in_scope, fit_without_callback, own_loop]
-        if kind is not BlockCoordinateKerasOptimizer:  # it has a record of its own
-            acts += [fit, recorder]
-        for act in acts:
+        for act in (constructed_in_scope, fit_without_callback, own_loop, fit, recorder):
             try:
                 act(kind, strategy)
             except Exception as error:

@@ -170,6 +170,12 @@ class TestAttack:
             ({}, {"block_loss": hsa.LossGeometry.convex(1.0, 0.9)}, REPLACE_SPECIAL, ">= 1"),
             ({"record_curvature": 1.0}, {}, REPLACE_SPECIAL, "0 unless REPLACE_ONE"),
             ({"record_curvature": 1.5}, {}, REPLACE_ONE, "smoothness"),
+            (
+                {"record_curvature": 1.0},
+                {"gradient_sensitivity": None, "clip_norm": 0.5},
+                REPLACE_ONE,
+                "0 where gradients are clipped",
+            ),
             ({"record_curvature": 1.0}, {"step_size": 3.0}, REPLACE_ONE, "2 \\* batch_size"),
         ],
     )

@@ -13,14 +13,16 @@ Importing this package also makes ``opacus.PrivacyEngine(accountant="hidden_stat
 from opacus.accountants import register_accountant
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
-from hidden_state_adapters.opacus.block_coordinate import BlockCoordinateOptimizer
-from hidden_state_adapters.opacus.dice_adam import DiceAdamOptimizer
-from hidden_state_adapters.opacus.dice_sgd import DiceSGDOptimizer
+from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.hoelder_estimate import HoelderEstimate, estimate_hoelder
-from hidden_state_adapters.opacus.loaders import OrderedBatchSampler, OrderedDataLoader
-from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
+from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
+from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
+    DiceAdamOptimizer,
+    DiceSGDOptimizer,
+)
+from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 

@@ -21,18 +21,31 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
-from hidden_state_adapters.opacus.accounted_runs import AccountedRun, RunGuarantees, nothing
-from hidden_state_adapters.opacus.declared_schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.recorders import Recorder, history_rows
-from hidden_state_adapters.opacus.stock_run import StockRun
-from hidden_state_adapters.opacus.undeclared import (
-    UNDECLARED,
-    WRITTEN,
+from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.run.accounted import (
+    AccountedRun,
     Row,
+    RunGuarantees,
+    nothing,
     undeclared_guarantee,
 )
+from hidden_state_adapters.opacus.run.stock import StockRun
 
 MECHANISM = "hidden_state"
+
+_UNDECLARED = (
+    "No run was declared: epsilon is that of composition under Poisson sampling (every iterate may "
+    "be released) and holds for Poisson loaders only (poisson_sampling=True). For other loaders, "
+    "and for the last iterate, call engine.accountant.declare_run(batch_order=..., "
+    "dataset_size=..., batch_size=..., loss_geometry=...) before training."
+)
+_WRITTEN = (
+    "The history was written directly, as make_private_with_epsilon does: epsilon is that of "
+    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. A declared run has another epsilon: "
+    "find its noise with dp_accounting.calibrate_dp_mechanism and "
+    "hidden_state_accountants.LastIterateAccountant, and call make_private."
+)
 
 
 class HiddenStateAccountant(IAccountant):
@@ -119,7 +132,7 @@ class HiddenStateAccountant(IAccountant):
 
     def add_run(
         self,
-        recorder: Recorder,
+        recorder: Run,
         check: Callable[[], None] = nothing,
         schedule: DeclaredSchedule | None = None,
     ) -> None:
@@ -162,7 +175,7 @@ class HiddenStateAccountant(IAccountant):
             )
 
     @property
-    def recorders(self) -> tuple[Recorder, ...]:
+    def recorders(self) -> tuple[Run, ...]:
         """The recorders of the declared runs, in order."""
         return tuple(run.recorder for run in self._runs)
 
@@ -172,11 +185,11 @@ class HiddenStateAccountant(IAccountant):
     def history(self) -> list[Row]:
         """Rows (noise multiplier, sample rate, steps), as of Opacus' own accountants.
 
-        A DiceSGD run has noise multiplier 0 there: no figure of this form covers it.
+        A run that shows more than DP-SGD has noise multiplier 0 there: no such figure covers it.
         """
         rows = list(self._history)
         for recorder in self.recorders:
-            rows += history_rows(recorder)
+            rows += recorder.sampled_rows()
         return rows
 
     @history.setter
@@ -279,7 +292,7 @@ class HiddenStateAccountant(IAccountant):
         return self._guarantees.compose(runs)
 
     def _warn_undeclared(self) -> None:
-        text = WRITTEN if self._is_written else UNDECLARED
+        text = _WRITTEN if self._is_written else _UNDECLARED
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, UserWarning, stacklevel=4)

@@ -9,11 +9,10 @@ from typing import Any
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.branches import check_later_steps
-from hidden_state_adapters.opacus.declared_run import DeclaredRun
-from hidden_state_adapters.opacus.engine_dice import EngineDiceOptimizer
-from hidden_state_adapters.opacus.optimizer import HiddenStateOptimizer
-from hidden_state_adapters.opacus.recorders import recorder_of
+from hidden_state_accountants.runs.base import run_of
+from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.registry import check_later_steps
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -21,22 +20,22 @@ SECTION = "hidden_state_run"
 _SCHEMA = 1
 _CRITERION_SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
 
-RunOptimizer = HiddenStateOptimizer | EngineDiceOptimizer
-
 
 def fields_of(
     declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
 ) -> dict[str, Any]:
     """What has to be the same when a run goes on, beside what its recorder compares."""
-    criterion = declared.watched_criterion
+    criterion, arguments = declared.watched_criterion, declared.arguments
+    optimizer_class = arguments.optimizer_class
     return {
         "neighboring_relation": relation.name,
         "noise_multiplier": float(noise_multiplier),
-        "max_grad_norm": float(declared.max_grad_norm),
-        "loss_reduction": declared.loss_reduction,
-        "optimizer_class": None if declared.dice is None else declared.dice.name,
+        "max_grad_norm": float(arguments.max_grad_norm),
+        "loss_reduction": arguments.loss_reduction,
+        "optimizer_class": None if optimizer_class is None else optimizer_class.__name__,
+        "options": arguments.given_options(),
         "update_rule": type(declared.optimizer).__name__,
-        "feature_norm": None if declared.feature_norm is None else float(declared.feature_norm),
+        "feature_norm": None if arguments.feature_norm is None else float(arguments.feature_norm),
         "criterion": None
         if criterion is None
         else {
@@ -55,16 +54,17 @@ def fields_of(
 
 
 def run_state(
-    optimizer: RunOptimizer, run_id: str, fields: dict[str, Any], include_private: bool
+    optimizer: PrivateOptimizer, run_id: str, fields: dict[str, Any], include_private: bool
 ) -> dict[str, Any]:
     """The section of a checkpoint, in plain types.
 
     It never holds the state of the noise generator: with it the noise of the next steps would be
-    known. The order of the records, the error of DiceSGD, and what tells noise that is used again,
-    are in it only on request.
+    known. The order of the records, other hidden state (the error of DiceSGD), and what tells noise
+    that is used again, are in it only on request.
     """
-    steps = optimizer.context.recorder.num_steps
-    missing = _why_not_resumable(optimizer, steps)
+    assert optimizer.context is not None
+    steps = optimizer.num_steps
+    missing = optimizer.why_not_resumable(steps)
     state: dict[str, Any] = {
         "schema": _SCHEMA,
         "run_id": run_id,
@@ -74,26 +74,21 @@ def run_state(
         "max_grad_norm": float(optimizer.max_grad_norm),
     }
     if include_private:
-        if isinstance(optimizer, EngineDiceOptimizer):
-            state["private"] = optimizer.private_state()
-        else:
-            state["private"] = optimizer.context.plan.private_state(steps)
+        state["private"] = optimizer.private_state()
         state["private_noise"] = optimizer.context.noise.private_state()
     elif missing:
-        at_epochs = (
-            "" if isinstance(optimizer, EngineDiceOptimizer) else "at the end of an epoch, or "
-        )
+        only_order = missing == optimizer.context.plan.why_not_resumable(steps)
         _logger.warning(
             "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save "
             "%swith include_private_state=True, stays_private=True.",
             steps,
             missing,
-            at_epochs,
+            "at the end of an epoch, or " if only_order else "",
         )
     return state
 
 
-def load_private_state(optimizer: RunOptimizer, state: Mapping[str, Any]) -> None:
+def load_private_state(optimizer: PrivateOptimizer, state: Mapping[str, Any]) -> None:
     """Restores the secret order, and the error of DiceSGD, of a section that was checked.
 
     Raises:
@@ -101,24 +96,15 @@ def load_private_state(optimizer: RunOptimizer, state: Mapping[str, Any]) -> Non
     """
     if "private" not in state:
         return
-    if isinstance(optimizer, EngineDiceOptimizer):
-        optimizer.load_private_state(state["private"], state["num_steps"])
-    else:
-        optimizer.context.plan.load_private_state(state["private"])
+    assert optimizer.context is not None
+    optimizer.load_private_state(state["private"], state["num_steps"])
     if "private_noise" in state:
         optimizer.context.noise.load_private_state(state["private_noise"])
 
 
-def _why_not_resumable(optimizer: RunOptimizer, steps: int) -> str:
-    missing = [optimizer.context.plan.why_not_resumable(steps)]
-    if isinstance(optimizer, EngineDiceOptimizer) and steps:
-        missing.insert(0, "the error of the feedback, which is data of the records")
-    return ", and ".join(filter(None, missing))
-
-
 def check_state(
     checkpoint: Mapping[str, Any],
-    optimizer: RunOptimizer,
+    optimizer: PrivateOptimizer,
     fields: dict[str, Any],
     discard_later_steps: bool,
 ) -> dict[str, Any]:
@@ -136,24 +122,25 @@ def check_state(
             f"Expected a checkpoint of HiddenStatePrivacyEngine with a run (schema {_SCHEMA}), got "
             f"entries {sorted(checkpoint)}. Save with engine.save_checkpoint."
         )
-    declared = recorder_of(optimizer.context.recorder.state_dict())
+    declared = run_of(optimizer.run.state_dict())
     declared.load_state_dict(runs[-1])  # names the field that differs
     if state["num_steps"] != declared.num_steps:
         raise ValueError(
             f"The checkpoint is damaged: num_steps = {state['num_steps']}, but "
             f"{declared.num_steps} steps are recorded."
         )
+    # Checkpoints of version 0.1 hold no options; what matters to epsilon is in the record as well.
+    stored = {"options": fields["options"], **state["fields"]}
     for name, expected in fields.items():
-        if state["fields"].get(name) != expected:
+        if stored.get(name) != expected:
             raise ValueError(
                 f"The checkpoint is of another run: expected {name} = {expected!r}, got "
-                f"{state['fields'].get(name)!r}. Call make_private as before."
+                f"{stored.get(name)!r}. Call make_private as before."
             )
-    missing = _why_not_resumable(optimizer, declared.num_steps)
+    missing = optimizer.why_not_resumable(declared.num_steps)
     if missing and "private" not in state:
-        kind = "error" if isinstance(optimizer, EngineDiceOptimizer) else "order"
         raise UnsupportedRunError(
-            f"The checkpoint lacks {missing}: another {kind} would not be the run that is "
+            f"The checkpoint lacks {missing}: with another one it would not be the run that is "
             "accounted. Save with include_private_state=True, stays_private=True."
         )
     check_later_steps(state, discard_later_steps)

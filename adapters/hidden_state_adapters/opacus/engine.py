@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import secrets
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+import dp_accounting
 import torch
+from dp_accounting import NeighboringRelation
+from opacus import PrivacyEngine
+from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import (
+    Assumption,
     BatchOrder,
+    Comparison,
     LastIterateAccountant,
-    LastIterateDpEvent,
-    LossGeometry,
+    UnsupportedRunError,
 )
-from hidden_state_accountants.runs.statement import no_contraction_line
+from hidden_state_accountants.guarantee import Topic, merge_assumptions, replace_assumptions
+from hidden_state_accountants.runs.base import Run, check_covered, kind_of
+from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
-from hidden_state_adapters.opacus.accounted_engine import RunOptimizer
-from hidden_state_adapters.opacus.branches import note_branch
-from hidden_state_adapters.opacus.checkpointed_engine import CheckpointedEngine
-from hidden_state_adapters.opacus.declared_run import DeclaredRun, declare_run
-from hidden_state_adapters.opacus.ghost_engine import GhostEngine
-from hidden_state_adapters.opacus.loaders import private_loader
-from hidden_state_adapters.opacus.run_context import RunContext
-from hidden_state_adapters.opacus.trained_parameters import (
+from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.data.loaders import private_loader
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.guards.noise import NoiseMemory
+from hidden_state_adapters.opacus.guards.parameters import check_parameters
+from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
+from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
+from hidden_state_adapters.opacus.run.context import RunContext
+from hidden_state_adapters.opacus.run.declared import DeclaredRun, unwrapped
+from hidden_state_adapters.opacus.run.registry import (
+    check_later_steps,
     check_not_trained_elsewhere,
-    note_run,
+    note_branch,
+    note_trained,
 )
+
+if TYPE_CHECKING:  # a dependency of torch
+    from typing_extensions import Unpack
 
 _logger = logging.getLogger("hidden_state_accountants")
 
+_NOT_SEEN = (
+    "every per-example gradient is that of the loss at one record of the delivered batch",
+    "the initial model and the order of the records do not depend on the records",
+)
+_PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
-class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
+
+class HiddenStatePrivacyEngine(PrivacyEngine):
     """Trains in any batch order and accounts the last iterate.
 
     Every `make_private` starts a run and ends the one before it (whose last iterate counts as
@@ -63,7 +85,28 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
     _declared: DeclaredRun | None = None
     _context: RunContext | None = None
 
-    # make_private and the seams that it goes through in Opacus
+    def __init__(
+        self,
+        *,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        secure_mode: bool = False,
+        accountant: str = MECHANISM,
+    ):
+        if accountant != MECHANISM:
+            raise ValueError(
+                f"Expected accountant = {MECHANISM!r}, got {accountant!r}. For another accountant "
+                "use opacus.PrivacyEngine."
+            )
+        super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
+        self.accountant = HiddenStateAccountant(neighboring_relation)
+        self._noise = NoiseMemory()
+        self._token = object()  # stands for this engine where it must not be kept alive
+        self._optimizer: PrivateOptimizer | None = None
+        self._modules: tuple[Any, ...] = ()
+        self._run_id = ""
+        self._fields: dict[str, Any] = {}
+
+    # 1. make_private, and the seams that it goes through in Opacus
 
     def make_private(  # type: ignore[override]
         self,
@@ -73,23 +116,8 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         data_loader: DataLoader,
         noise_multiplier: float,
         max_grad_norm: float,
-        batch_order: BatchOrder | str = BatchOrder.CYCLIC,
-        criterion: Any = None,
-        loss_geometry: LossGeometry | str | None = None,
-        feature_norm: float | None = None,
-        projection_radius: float | None = None,
-        poisson_sampling: bool | None = None,
-        max_batch_size: int | None = None,
-        order_seed: int | None = None,
-        order_is_secret: bool = False,
-        optimizer_class: type | None = None,
-        error_max_grad_norm: float | None = None,
-        automatic: bool = False,
-        gradient_bound: float = math.inf,
-        learning_rate_schedule: Any = None,
-        num_steps: int | None = None,
-        **opacus_kwargs: Any,
-    ) -> tuple[Any, RunOptimizer, DataLoader]:
+        **options: Unpack[RunOptions],
+    ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
@@ -114,7 +142,8 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
             criterion: The loss of the training loop; needed for loss_geometry="auto". The loop has
                 to call this very object, once per batch on the whole output of the model.
             loss_geometry: A LossGeometry, "auto" (a linear head, everything else frozen, and a
-                known criterion) or None, which leaves composition only.
+                known criterion) or None, which leaves composition only. (Of DP-MBCD: as a function
+                of a block; of use for one block.)
             feature_norm: Bound on the norm of every record at the linear layer; checked at every
                 step.
             projection_radius: Projects all parameters together on the ball of this radius around 0
@@ -127,20 +156,26 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
             order_is_secret: With order_seed: the seed is random and nobody else will ever know it.
             optimizer_class: None for plain SGD, of which only the last iterate is released;
                 DiceSGDOptimizer or DiceAdamOptimizer, of which every iterate is and the error
-                stays hidden (docs/dice_sgd.md). They refuse loss_geometry, feature_norm,
-                projection_radius, max_batch_size and learning_rate_schedule.
+                stays hidden (docs/dice_sgd.md); BlockCoordinateOptimizer, whose parameter groups
+                are blocks that are updated in turn by `optimizer.step(closure)`
+                (docs/block_coordinate.md; "cyclic" or "full" batches). What makes no sense with
+                one of them is refused.
             error_max_grad_norm: DiceSGD only; C2 in units of the MEAN update; None is C1.
             automatic: DiceSGD only; normalises instead of clipping.
             gradient_bound: DiceSGD only; a bound on the norm of every per-example gradient before
                 clipping, for all records that could have been in the data; checked at every step.
+            l1: DP-MBCD only; weight of the lasso.
+            l2: DP-MBCD only; weight of the squared norm, which makes the prox contract.
+            nonnegative: DP-MBCD only; whether the parameters are kept >= 0.
             learning_rate_schedule: The learning rates that the loop is going to use: a number, one
                 number per logical step (not per epoch) or a hidden_state_accountants.Schedule. A
                 step with another learning rate is refused. None: that a schedule does not depend on
                 the records is your word.
             num_steps: The logical steps that the loop is going to take; more are refused. None:
                 that their number does not depend on the records is your word.
-            **opacus_kwargs: batch_first, loss_reduction, noise_generator, wrap_model,
-                grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping ("flat").
+            **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
+                wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping
+                ("flat").
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
@@ -153,30 +188,16 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
                 module object, not from one that was changed by hand).
             TypeError, ValueError: An argument has an impossible value.
         """
-        declared = declare_run(
-            self.accountant.neighboring_relation,
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_order=batch_order,
-            criterion=criterion,
-            loss_geometry=loss_geometry,
-            feature_norm=feature_norm,
-            projection_radius=projection_radius,
-            poisson_sampling=poisson_sampling,
-            max_batch_size=max_batch_size,
-            order_seed=order_seed,
-            order_is_secret=order_is_secret,
-            optimizer_class=optimizer_class,
-            error_max_grad_norm=error_max_grad_norm,
-            automatic=automatic,
-            gradient_bound=gradient_bound,
-            learning_rate_schedule=learning_rate_schedule,
-            num_steps=num_steps,
-            **opacus_kwargs,
+        arguments = RunArguments.of(
+            {
+                "module": module,
+                "optimizer": optimizer,
+                "data_loader": data_loader,
+                "max_grad_norm": max_grad_norm,
+                **options,
+            }
         )
-        return self._start(declared, noise_multiplier)
+        return self._start(self._declare(arguments), noise_multiplier)
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -185,7 +206,7 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         target_delta: float,
         epochs: int,
         **arguments: Any,
-    ) -> tuple[Any, RunOptimizer, DataLoader]:
+    ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
 
         The target is for everything on this engine: what earlier runs spent is composed. It is met
@@ -211,7 +232,7 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
         relation = self.accountant.neighboring_relation
-        declared = declare_run(relation, **arguments)
+        declared = self._declare(RunArguments.of(arguments))
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
         if total is not None and total != steps:
             raise ValueError(
@@ -234,68 +255,93 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
                 f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
                 "Raise the target, or start on a fresh engine with other records."
             )
+        mechanism = _optimizer_class(declared.arguments).mechanism_type
         noise = hsa.calibrate_noise(
             target_epsilon,
             target_delta,
-            lambda noise_multiplier: declared.event(noise_multiplier, steps),
+            lambda noise_multiplier: mechanism.event(declared, noise_multiplier, steps),
             neighboring_relation=relation,
             make_accountant=accountant,
             tolerance=1e-4,
         )
         return self._start(declared, noise)
 
+    def _declare(self, arguments: RunArguments) -> DeclaredRun:
+        """Checks the arguments, before anything is changed."""
+        made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
+        mechanism = made.mechanism_type
+        name = f"optimizer_class = {made.__name__}" if arguments.optimizer_class else "plain SGD"
+        arguments.check_mechanism(name, mechanism.options, mechanism.refused)
+        arguments.check()
+        _refuse_add_or_remove(relation, arguments.batch_order)
+        inner, optimizer = unwrapped(arguments)
+        mechanism.check_arguments(arguments, inner, optimizer)
+        check_parameters(inner, optimizer)
+        declared = DeclaredRun.of(arguments, inner, optimizer)
+        planned = declared.schedule.num_steps or 1
+        check_covered(mechanism.event(declared, 1.0, planned), relation)
+        return declared
+
     def _start(
         self, declared: DeclaredRun, noise_multiplier: float
-    ) -> tuple[Any, RunOptimizer, DataLoader]:
-        first = declared.event(noise_multiplier, 1)  # checks the values
+    ) -> tuple[Any, PrivateOptimizer, DataLoader]:
+        arguments, relation = declared.arguments, self.accountant.neighboring_relation
+        mechanism = _optimizer_class(arguments).mechanism_type
+        first = mechanism.event(declared, noise_multiplier, 1)  # checks the values
         check_not_trained_elsewhere(declared.inner.parameters(), self._token)
-        was_refused = False
-        if self._optimizer is not None:
-            if self._optimizer.context.recorder.num_steps:
-                self._optimizer.check_iterate()  # it counts as released now
-            was_refused = self._optimizer.was_refused
+        was_refused = self._check_ended()
+        run = mechanism.new_run(declared, noise_multiplier)
         self._declared = declared
-        self._context = context = declared.start(self._noise, first)
+        self._context = context = RunContext.start(run, declared, self._noise, relation)
         try:
             result = super().make_private(
-                module=declared.module,
+                module=arguments.module,
                 optimizer=declared.optimizer,
-                criterion=declared.criterion,
-                data_loader=declared.data_loader,
+                criterion=arguments.criterion,
+                data_loader=arguments.data_loader,
                 noise_multiplier=float(noise_multiplier),
-                max_grad_norm=float(declared.max_grad_norm),
+                max_grad_norm=float(arguments.max_grad_norm),
                 poisson_sampling=False,  # the loader is ours
-                **declared.opacus_kwargs,
+                **arguments.opacus,
             )
         except BaseException:
-            context.remove_hooks()
+            context.close()
             raise
         finally:
             self._declared = self._context = None
-        if self._optimizer is not None:
-            self._optimizer.close(
-                "This run ended when make_private was called again: its last iterate counts as "
-                "released then, and later steps would not be accounted. Use the optimizer that the "
-                "last make_private returned."
-            )
-        self._optimizer = result[1]
-        self._modules = (declared.module, declared.inner, result[0])
-        self.accountant.add_run(context.recorder, self._optimizer.check_iterate, declared.schedule)
-        note_run(context.parameters.params, self._token, context.recorder)
+        self._replace_optimizer(result[1])
+        self._modules = (arguments.module, declared.inner, result[0])
+        self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
+        note_trained(context.parameters.params, self._token, run)
         if was_refused:
             self.accountant.assume(
                 "that the first step of an earlier attempt was refused does not depend on the "
                 "records"
             )
         self._run_id = secrets.token_hex(16)
-        relation = self.accountant.neighboring_relation
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
-        note_branch(self._run_id, context.recorder)
-        if isinstance(first, LastIterateDpEvent):
-            line = no_contraction_line(first, relation)
-            if line:
-                _logger.warning(line)
+        note_branch(self._run_id, run)
+        line = kind_of(first).line_before(first, relation)
+        if line:
+            _logger.warning(line)
         return result
+
+    def _check_ended(self) -> bool:
+        """Checks the run before, whose last iterate counts as released; whether it was refused."""
+        if self._optimizer is None:
+            return False
+        if self._optimizer.num_steps:
+            self._optimizer.check_iterate()
+        return self._optimizer.was_refused
+
+    def _replace_optimizer(self, optimizer: PrivateOptimizer) -> None:
+        if self._optimizer is not None:
+            self._optimizer.close(
+                "This run ended when make_private was called again: its last iterate counts as "
+                "released then, and later steps would not be accounted. Use the optimizer that the "
+                "last make_private returned."
+            )
+        self._optimizer = optimizer
 
     def _prepare_data_loader(
         self, data_loader: DataLoader, *, batch_first: bool = True, **kwargs: Any
@@ -305,26 +351,386 @@ class HiddenStatePrivacyEngine(GhostEngine, CheckpointedEngine):
         context = self._context
         return private_loader(data_loader, context.plan, context.cursor, batch_first=batch_first)
 
+    def _prepare_model(
+        self,
+        module: nn.Module,
+        *,
+        grad_sample_mode: str = "hooks",
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
+        options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        if grad_sample_mode != "ghost":
+            mode = {"grad_sample_mode": grad_sample_mode}
+            return super()._prepare_model(module, **mode, **options, **kwargs)
+        if not isinstance(module, AbstractGradSampleModule):
+            self.validate(module=module, optimizer=None, data_loader=None)
+            return GhostGradSampleModule(module, **options)
+        given = {name: getattr(module, name) for name in options}
+        if type(module) is not GhostGradSampleModule or given != options:
+            raise ValueError(
+                f"Expected a plain module or a GhostGradSampleModule with {options}, got "
+                f"{type(module).__name__} with {given}. Pass the plain module."
+            )
+        return module
+
+    def _prepare_criterion(self, *, criterion: Any, **kwargs: Any) -> Any:
+        return criterion  # one backward pass, from which everything follows
+
     def _prepare_optimizer(  # type: ignore[override]
         self,
         *,
         optimizer: Optimizer,
         noise_multiplier: float,
         max_grad_norm: float,
-        expected_batch_size: int,
         loss_reduction: str = "mean",
         noise_generator: torch.Generator | None = None,
         **kwargs: Any,
-    ) -> RunOptimizer:
-        assert self._declared is not None
-        assert self._context is not None
-        return self._declared.make_optimizer(
+    ) -> PrivateOptimizer:
+        declared, context = self._declared, self._context
+        assert declared is not None
+        assert context is not None
+        made = _optimizer_class(declared.arguments)
+        return made(
             optimizer,
-            self._context,
+            context=context,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            expected_batch_size=self._context.batch_size,
+            expected_batch_size=context.plan.batch_size,
             loss_reduction=loss_reduction,
             generator=self.secure_rng if self.secure_mode else noise_generator,
             secure_mode=self.secure_mode,
+            **made.mechanism_type.arguments_of_optimizer(declared),
         )
+
+    # 2. Questions about privacy, and what the engine is told about releases
+
+    def get_epsilon(self, delta: float) -> float:
+        """The epsilon of all runs at `delta`, if the current iterate is the last one.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted, or something was
+                looked at that no theorem covers.
+        """
+        return self.accountant.get_epsilon(delta)
+
+    @property
+    def privacy_event(self) -> dp_accounting.DpEvent:
+        """The event that happened: a LastIterateDpEvent or DiceSgdDpEvent; several compose.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: Something was looked at that no theorem covers, or a step of the
+                current run was refused.
+        """
+        events = [recorder.event() for recorder in self._recorded()]
+        return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+
+    def _recorded(self) -> list[Run]:
+        self.accountant.check_not_refused()
+        if self._optimizer is not None:
+            self._optimizer.check_not_refused()
+        recorded = [run for run in self.accountant.recorders if run.num_steps]
+        if not recorded:
+            raise ValueError("Expected at least one step, got none yet.")
+        return recorded
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Everything that has to be true, each checked at every step, declared or public."""
+        proven, optimizer = self.accountant.guarantee.assumptions, self._optimizer
+        own = [
+            *(Assumption.declared(text) for text in _NOT_SEEN),
+            Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
+        ]
+        if optimizer is not None:
+            own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
+        return merge_assumptions([replace_assumptions(proven, *own)])
+
+    def report(self, delta: float) -> str:
+        """A dozen lines to paste: epsilon, theorem, releases that it covers, run, assumptions.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: As `get_epsilon`.
+        """
+        events = [run.event() for run in self._recorded()]
+        guarantee = self.accountant.guarantee
+        update_rule = "any"  # a checkpoint alone does not say
+        if self._optimizer is not None:
+            update_rule = type(self._optimizer.original_optimizer).__name__
+        return statement_of(
+            events, guarantee, self.assumptions, delta, update_rule=update_rule
+        ).lines()
+
+    def compare(self, delta: float = 1e-5) -> Comparison:
+        """What every bound, and dp-accounting's own accountants, say about what happened.
+
+        Args:
+            delta: In [0, 1].
+
+        Returns:
+            A table with the rows of each run; `print` it.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: As `get_epsilon`.
+        """
+        events = [recorder.event() for recorder in self._recorded()]
+        _ = self.accountant.guarantee  # checks the iterate
+        return hsa.compare(events, delta, self.accountant.neighboring_relation)
+
+    # What was released or looked at
+
+    def _current(self) -> PrivateOptimizer:
+        if self._optimizer is None:
+            raise UnsupportedRunError("Expected a run, got none. Call make_private first.")
+        return self._optimizer
+
+    def release(self) -> None:
+        """Marks the current iterate as released; call it for every model that anybody sees.
+
+        Every iterate of a DiceSGD run is covered anyway: there it costs nothing.
+        A number that is computed from the iterate and PUBLIC data (accuracy on a public test set)
+        is covered by the release of the iterate.
+
+        Raises:
+            UnsupportedRunError: There is no run, or the model is not the iterate that was
+                accounted.
+        """
+        optimizer = self._current()
+        optimizer.check_iterate()
+        optimizer.run.release()
+
+    @contextlib.contextmanager
+    def evaluate_on_private_data(self, *, stays_private: bool = False) -> Iterator[None]:
+        """For a look at the private records in the middle of training; eval() and no_grad() inside.
+
+        A number that is computed from an iterate AND the private records (training loss, accuracy
+        on the training data) is a further query of the records. No theorem here covers it.
+
+        Args:
+            stays_private: True says that nobody but you sees the number and that it influences
+                nothing: not the number of steps, a schedule, which model is released or whether.
+                That becomes a listed assumption. False (also by default): from then on no epsilon
+                is given for this engine.
+
+        Raises:
+            UnsupportedRunError: There is no run.
+        """
+        optimizer = self._current()
+        if stays_private:
+            self.accountant.assume(
+                "what was computed from private records in evaluate_on_private_data is shown to "
+                "nobody and influences nothing"
+            )
+        else:
+            self.accountant.refuse(
+                f"Something computed from the model and the private records was looked at after "
+                f"step {optimizer.num_steps}, and no theorem here covers it. Add "
+                "noise to it and account it yourself, evaluate on public data (engine.release()), "
+                "or use evaluate_on_private_data(stays_private=True) if it stays with you."
+            )
+        modes = [(part, part.training) for module in self._modules for part in _modules_of(module)]
+        try:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    # 3. Checkpoints that hold what a run needs to go on, and are compared before they are loaded
+
+    def save_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: Any = None,
+        optimizer: Any = None,
+        stays_private: bool = False,
+        include_private_state: bool = False,
+        lr_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Opacus' save_checkpoint with what the run needs to go on; loads with weights_only=True.
+
+        Args:
+            path: Where to.
+            module: The private model (the default).
+            optimizer: The private optimizer (the default).
+            stays_private: False counts the checkpoint as a release of the current iterate. True
+                says that nobody else ever sees the file, which becomes a listed assumption.
+            include_private_state: Also stores the secret order of the records, without which
+                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; the
+                error of a DiceSGD run, which cannot go on without it; and hashes by which noise
+                that is used again is noticed where the run goes on. Needs stays_private=True:
+                whoever reads the file knows which steps used a record, and the error is data of
+                the records without noise.
+            lr_scheduler: A learning-rate scheduler to store.
+            checkpoint_dict: Your own entries; not changed.
+            **kwargs: noise_scheduler, grad_clip_scheduler, module_state_dict_kwargs,
+                torch_save_kwargs: as for Opacus.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted.
+            ValueError: The secret order or the error would be released; or include_private_state
+                in the middle of a batch of a DiceSGD run.
+        """
+        if include_private_state and not stays_private:
+            raise ValueError(
+                "Expected stays_private = True with include_private_state = True, got False: the "
+                "guarantee rests on nobody knowing the order of the records, nor the error of "
+                "DiceSGD."
+            )
+        if self._optimizer is not None:
+            self._check_module(module)
+            if stays_private:
+                self._optimizer.check_iterate()
+                self.accountant.assume(_PRIVATE_CHECKPOINTS)
+            else:
+                self.release()
+            module, optimizer = module or self._modules[-1], optimizer or self._optimizer
+            checkpoint_dict = {
+                **(checkpoint_dict or {}),
+                checkpoints.SECTION: checkpoints.run_state(
+                    self._optimizer, self._run_id, self._fields, include_private_state
+                ),
+            }
+        if lr_scheduler is not None:
+            checkpoint_dict = {
+                **(checkpoint_dict or {}), "lr_scheduler_state_dict": lr_scheduler.state_dict(),
+            }  # fmt: skip
+        super().save_checkpoint(
+            path=path,
+            module=module,
+            optimizer=optimizer,
+            checkpoint_dict=checkpoint_dict,
+            **kwargs,
+        )
+
+    def load_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: Any = None,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        lr_scheduler: Any = None,
+        discard_later_steps: bool = False,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Goes on with the run of a checkpoint, at the batch where it was saved.
+
+        Call `make_private` with the same arguments first, on a fresh engine. Everything is compared
+        before anything is loaded. The noise is drawn anew: its generator is never stored. An engine
+        of this process that had the run takes no more steps.
+
+        Args:
+            path: Where from. Read with weights_only=True.
+            module: The private model (the default).
+            optimizer: The private optimizer (the default).
+            noise_scheduler: Opacus' scheduler to restore.
+            grad_clip_scheduler: Opacus' scheduler to restore.
+            lr_scheduler: A learning-rate scheduler to restore.
+            discard_later_steps: Says that nothing computed by steps after the checkpoint was shown
+                to anybody. Needed where this process took such steps; never enough where it
+                released one of them. Steps of other processes cannot be seen: a listed assumption.
+            module_load_dict_kwargs: As for Opacus.
+            torch_load_kwargs: As for Opacus.
+
+        Returns:
+            The checkpoint, with your own entries.
+
+        Raises:
+            ValueError: The checkpoint is of another run, or steps were already taken here.
+            UnsupportedRunError: `module` is not that of the current run, or the secret order that
+                the run needs was not stored.
+        """
+        self._check_module(module)
+        if len(self.accountant):
+            raise ValueError(
+                f"Expected to load into a run without steps, got one with {len(self.accountant)}: "
+                "spent budget is never forgotten. Call make_private on a fresh engine, then load."
+            )
+        options = {"weights_only": True, **(torch_load_kwargs or {})}
+        checkpoint: dict[str, Any] = torch.load(path, **options)
+        state = None
+        if self._optimizer is not None:
+            state = checkpoints.check_state(
+                checkpoint, self._optimizer, self._fields, discard_later_steps
+            )
+            checkpoints.load_private_state(self._optimizer, state)
+            module, optimizer = module or self._modules[-1], optimizer or self._optimizer
+        elif checkpoints.SECTION in checkpoint:
+            check_later_steps(checkpoint[checkpoints.SECTION], discard_later_steps)
+        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
+        for target, key in (
+            (optimizer, "optimizer_state_dict"),
+            (noise_scheduler, "noise_scheduler_state_dict"),
+            (grad_clip_scheduler, "grad_clip_scheduler_state_dict"),
+            (lr_scheduler, "lr_scheduler_state_dict"),
+        ):
+            if target is not None and key in checkpoint:
+                target.load_state_dict(checkpoint[key])
+        if self._optimizer is not None and state is not None:
+            self._optimizer.noise_multiplier = state["noise_multiplier"]
+            self._optimizer.max_grad_norm = state["max_grad_norm"]
+            self._optimizer.resume()
+            self._run_id = state["run_id"]
+            note_branch(self._run_id, self._optimizer.run)
+            self.accountant.assume(
+                "nothing computed by steps that were taken after a checkpoint and given up when it "
+                "was loaded was shown to anybody"
+            )
+            self.accountant.assume("the run goes on from a checkpoint in one place only")
+        return checkpoint
+
+    def _check_module(self, module: Any) -> None:
+        if self._optimizer is None or module is None:
+            return
+        if not any(module is own for own in self._modules):
+            raise UnsupportedRunError(
+                "Expected the module of the current run, got another one. Use the model that "
+                "make_private returned."
+            )
+
+
+def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
+    """The optimizer of a run.
+
+    Raises:
+        UnsupportedRunError: The engine does not know it.
+    """
+    made: Any = arguments.optimizer_class or HiddenStateOptimizer
+    is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
+    if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
+        raise UnsupportedRunError(
+            "Expected optimizer_class = None (plain SGD), DiceSGDOptimizer, DiceAdamOptimizer or "
+            f"BlockCoordinateOptimizer, got {made!r}: the engine checks the steps of these only."
+        )
+    return made  # type: ignore[no-any-return]
+
+
+def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:
+    """Raises UnsupportedRunError for ADD_OR_REMOVE_ONE unless the batches are POISSON.
+
+    Elsewhere a step divides the noise by the number of records, or by a batch size that belongs to
+    it; runs on neighbouring data sets would differ in more than one gradient.
+    """
+    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order is not BatchOrder.POISSON:
+        raise UnsupportedRunError(
+            "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
+            "ADD_OR_REMOVE_ONE: the divisor would be the number of records, which is what adding "
+            "or removing changes. Use REPLACE_SPECIAL (a record against one with zero gradient)."
+        )
+
+
+def _modules_of(module: Any) -> list[nn.Module]:
+    return list(module.modules()) if isinstance(module, nn.Module) else []

@@ -1,315 +1,372 @@
-"""Opacus' DPOptimizer, recording the run and checking it at every step."""
+"""The one step of all private optimizers: checked before it is taken, recorded when it is."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from opacus.optimizers import DPOptimizer
+from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import RunRecorder, UnsupportedRunError
-from hidden_state_adapters.opacus import optimizer_checks as checks
-from hidden_state_adapters.opacus.branches import check_goes_on
-from hidden_state_adapters.opacus.current_batch import CurrentBatch, at_step
-from hidden_state_adapters.opacus.flat_clip import add_clipped, gradient_norms
-from hidden_state_adapters.opacus.ghost_clipping import GhostClipping
-from hidden_state_adapters.opacus.run_context import (
-    RunContext,
-    buffers_changed,
-    parameters_changed,
-)
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.gradients.sums import gradient_norms
+from hidden_state_adapters.opacus.guards.base import Guards, Piece
+from hidden_state_adapters.opacus.guards.batch import RowsGuard
+from hidden_state_adapters.opacus.guards.gradients import GradientGuard
+from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
+from hidden_state_adapters.opacus.guards.settings import SettingsGuard
+from hidden_state_adapters.opacus.mechanism import Mechanism
+from hidden_state_adapters.opacus.run.context import RunContext
+
+_UNFINISHED = "a step was not finished"
 
 
-class HiddenStateOptimizer(GhostClipping):
-    """Noisy clipped SGD on the batches of a plan; what the engine's event describes.
+class PrivateOptimizer(DPOptimizer):
+    """Opacus' DPOptimizer with guards, a mechanism and the record of its run.
 
-    One logical step of x is
+    `step` asks every guard, clips and adds up by the mechanism, adds Opacus' noise, records what is
+    about to happen and lets the wrapped optimizer move the parameters. What is raised in between
+    ends the run: whether it is raised may depend on the records, as much as a stop that looks at
+    them. The optimizer cannot be copied or pickled: the copy's steps would be missing from epsilon.
 
-        x <- P_R((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise))
-
-    with noise of standard deviation noise_multiplier * max_grad_norm. torch.optim.SGD applies its
-    `weight_decay` to the parameters, outside the clip: that is decoupled decay. (A penalty in the
-    loss is inside the clip and does not count.) P_R projects all parameters together on the ball
-    of `projection_radius`.
-
-    Every step is recorded with the values that it used, right before the parameters move. The
-    optimizer cannot be copied or pickled: the copy's steps would be missing from epsilon.
-
-    Formal guarantees:
-      - Relation and released iterates: those of the recorded `LastIterateDpEvent`.
-      - Checked at every step: the loader delivered the expected batch and the gradients have its
-        number of rows, from one forward pass; plain SGD with equal groups; unchanged set of
-        trainable parameters in float32 or float64; no value was changed from outside since the
-        last step, neither at the step nor in the training pass; no buffer changed; gradient and
-        feature norms within their declared bounds; projection; with loss_geometry="auto" one call
-        of the criterion, on the model's output, with one target for each row, and no other loss.
-      - Not checked: that the gradients belong to the records that the loader delivered, and the
-        smoothness of the loss.
+    Attributes:
+        mechanism_type: The mechanism; a subclass that names one is an `optimizer_class` of
+            `make_private`.
+        run: The record of the steps.
+        mechanism: What it does in a step.
+        guards: What stops it.
+        context: What the engine knows about the run; None for an optimizer made by hand.
 
     Args:
-        optimizer: A plain torch.optim.SGD.
-        context: See `RunContext`.
-        **kwargs: Of DPOptimizer.
-
-    Raises:
-        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
-            step and what. The step is then not taken.
+        optimizer: The optimizer that moves the parameters.
+        noise_multiplier: As for DPOptimizer, as all arguments up to `secure_mode`.
+        max_grad_norm: Clip norm.
+        expected_batch_size: The divisor.
+        loss_reduction: "mean" or "sum".
+        generator: Source of the noise; None is torch's.
+        secure_mode: Needs torchcsprng.
+        context: See above; for the engine.
+        **options: Of the mechanism.
     """
 
-    records_itself = True
+    mechanism_type: ClassVar[type[Mechanism]]
+
+    records_itself = True  # a step hook sees too little to account the step
     # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
     _step_supports_amp_scaling = True
+    _piece: Piece | None = None
 
-    def __init__(self, optimizer: Optimizer, *, context: RunContext, **kwargs: Any):
-        super().__init__(optimizer, **kwargs)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        context: RunContext | None = None,
+        **options: Any,
+    ):
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
         self.context = context
-        self._base = optimizer
-        self._fixed = self._settings()
-        self._hook_slot: Callable[..., Any] | None = None
-        self._steps_taken = context.recorder.num_steps
-        self._unfinished_step: int | None = None
-        self._closed = ""
-        self._failure = ""
-        self._norms: torch.Tensor | None = None  # of the gradients at hand, if they were needed
-        self._batch = CurrentBatch(context)
-        self._start_batch()
+        self.mechanism = self.mechanism_type(self, **options)
+        self._settings = SettingsGuard(
+            self,
+            lambda: self.mechanism.settings,
+            self.mechanism.check_update_rule,
+            self.mechanism.constant,
+        )
+        self._batch: RowsGuard
+        self.run: Run
+        if context is None:
+            self.run, self._batch = self.mechanism.run_by_hand(), self.mechanism.rows_guard()
+            self.guards = self._guards_by_hand()
+        else:
+            self.run, self._batch = context.run, context.batch
+            self.guards = context.guards(self, self._settings, self.mechanism.guards())
+        self._steps_taken = self.run.num_steps
+        self._largest_norm = 0.0  # of the current step
+        self._failure = self._closed = ""
+        self._is_moving = self._has_engine_hook = self._is_loading = False
 
-    def _settings(self) -> dict[str, Any]:
-        names = ("loss_reduction", "expected_batch_size", "secure_mode", "generator")
-        return {name: getattr(self, name) for name in names}
-
-    def _start_batch(self) -> None:
-        self._batch.start()
-        self._sums: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)
-        self._clip_norm: float | None = None
-        self._noise_multiplier = math.nan
-
-    # What the guarantee says about now.
-
-    def check_iterate(self) -> None:
-        """Raises UnsupportedRunError unless the parameters are those the last step left."""
-        self._check_alive()
-        self.check_not_refused()
-        self.context.cursor.check_finished()
-        if bool(self.context.parameters.changed()):
-            raise parameters_changed(self._steps_taken)
-        if bool(self.context.parameters.buffers_changed()):
-            raise buffers_changed()
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether a step was refused."""
-        return bool(self._failure)
-
-    def check_not_refused(self) -> None:
-        """Raises UnsupportedRunError if a step of this run was refused."""
-        if self._failure:  # as much as a stop that looks at the data
-            raise UnsupportedRunError(
-                "A refused step ended this run, and whether it was refused may depend on the data: "
-                f"no epsilon covers its model. {self._failure}"
+    def _guards_by_hand(self) -> Guards:
+        mechanism = self.mechanism
+        return Guards(
+            (
+                self._settings,
+                *mechanism.guards_by_hand(),
+                self._batch,
+                *mechanism.guards(),
+                GradientGuard(),
+                NoiseGuard(self, NoiseMemory()),
             )
+        )
 
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise UnsupportedRunError(self._closed)
-        if self._unfinished_step is not None:
-            raise UnsupportedRunError(
-                f"step {self._unfinished_step} was interrupted while it changed the parameters, so "
-                "the model is not the iterate that was accounted. Start the run again, or load a "
-                "checkpoint into a fresh run."
-            )
-        if self.context.recorder.num_steps != self._steps_taken:
-            raise UnsupportedRunError(
-                f"The optimizer took {self._steps_taken} steps, but "
-                f"{self.context.recorder.num_steps} are recorded. Restore a run with "
-                "engine.load_checkpoint, which restores model, recorder and position together."
-            )
+    # The step
 
-    def close(self, reason: str) -> None:
-        """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
-        self._closed = reason
-        self.context.remove_hooks()
-        self.context.parameters.release_memory()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Takes one step, or one piece of a step under BatchMemoryManager.
 
-    def resume(self) -> None:
-        """Goes on from what the recorder and the module hold (after a checkpoint was loaded)."""
-        self._steps_taken = self.context.recorder.num_steps
-        self._unfinished_step, self._failure = None, ""
-        self._start_batch()
-        self.context.reset_watches()
-        self.context.parameters.remember()
-        self.context.parameters.remember_fixed()
-        self.context.cursor.resume_at(self._steps_taken)
-
-    # Opacus' seams.
-
-    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Fills Opacus' single hook slot, once.
+        Args:
+            closure: Clears the gradients, and runs forward and backward pass on the batch; called
+                once for every block of parameters. Its loss is not returned.
 
         Raises:
-            UnsupportedRunError: The slot is taken.
+            UnsupportedRunError: The run is not the declared one; the text says which step and what.
+                The step is then not taken.
         """
-        if self._hook_slot is not None:
+        self._admit()
+        if closure is None and len(self.mechanism.blocks) > 1:
             raise UnsupportedRunError(
-                "Expected one step hook, got a second: attach_step_hook has a single slot, and the "
-                "privacy engine uses it. Do your own work after optimizer.step()."
+                "Expected optimizer.step(closure), got no closure: the gradients of each of the "
+                f"{len(self.mechanism.blocks)} blocks are taken after the update of the block "
+                "before. Put zero_grad(), forward and backward pass into a function."
             )
-        self._hook_slot = fn
-        super().attach_step_hook(fn)
-
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Announces a piece of a batch (BatchMemoryManager calls it)."""
-        self.context.cursor.signal(do_skip)
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        return self._batch.skips_step if pop_next else self.context.cursor.next_is_skipped
-
-    def clip_and_accumulate(self) -> None:
-        """Clips as Opacus does and notes the clip norm that was used."""
-        clip_norm = float(self.max_grad_norm)
-        self._check_same_clip_norm(clip_norm)
-        checks.check_clip_margin(clip_norm, self.context.lipschitz)
-        self._clip_norm = clip_norm
-        norms, self._norms = self._norms, None
-        if norms is None or self._is_ghost:
-            super().clip_and_accumulate()
-        else:
-            add_clipped(self.params, norms, clip_norm)
-
-    def add_noise(self) -> None:
-        """Adds noise as Opacus does and notes the noise multiplier that was used."""
-        self._check_same_clip_norm(float(self.max_grad_norm))
-        self._noise_multiplier = float(self.noise_multiplier)
-        if self._noise_multiplier and not self.secure_mode:
-            draw, device = self.context.noise.draw, self.params[0].device
-            at_step(self._steps_taken + 1, lambda: draw(self.generator, device))
-        super().add_noise()
-
-    def _check_same_clip_norm(self, clip_norm: float) -> None:
-        if self._clip_norm is not None and clip_norm != self._clip_norm:
-            raise UnsupportedRunError(
-                f"step {self._steps_taken + 1} clips to {self._clip_norm:g} and then uses "
-                f"{clip_norm:g}. Change max_grad_norm between logical steps only."
-            )
+        with self._ending_the_run_on_error():
+            for block in range(len(self.mechanism.blocks)):
+                if closure is not None:
+                    with torch.enable_grad():
+                        closure()
+                if not self._use_gradients(block):
+                    return
+                self._move(is_last=block == len(self.mechanism.blocks) - 1)
+            self._complete()
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Checks the run, then clips and adds noise; true if the parameters may move.
 
         Raises:
-            UnsupportedRunError: The run is not the declared one.
+            UnsupportedRunError: The run is not the declared one, or there are several blocks.
         """
+        self._admit()
+        if len(self.mechanism.blocks) > 1:
+            raise UnsupportedRunError(
+                "Expected optimizer.step(closure), got a call of pre_step, which knows one block."
+            )
+        with self._ending_the_run_on_error():
+            return self._use_gradients(0)
+
+    def _admit(self) -> None:
         self._check_alive()
         if self._failure:
             raise UnsupportedRunError(
                 f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
             )
-        check_goes_on(self.context.recorder)
-        step = self._steps_taken + 1
-        self.context.schedule.check_more_steps(step)  # the model stays the accounted one
+        self.guards.admit(self._steps_taken + 1)
+
+    @contextlib.contextmanager
+    def _ending_the_run_on_error(self) -> Iterator[None]:
+        self._is_moving, self._failure = False, _UNFINISHED  # until it is
         try:
-            self._check_optimizer(step)
-            params = self.context.parameters.params
-            rows = self._batch.take(step, lambda: checks.gradient_rows(params))
-            self._check_sums(step)
-            self._norms = gradient_norms(params) if rows else None
-            self.context.check_values(step, rows, self._norms)
-            proceeds = super().pre_step(closure)
-            self._sums = [_version(p.summed_grad) for p in self.params]
+            yield
+            self._failure = ""
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
+            if self._is_moving:
+                self._failure = (
+                    f"step {self._steps_taken + 1} was interrupted while it changed the "
+                    f"parameters: {self._failure}"
+                )
             raise
-        self.context.reset_watches()
-        return proceeds
+        finally:
+            self._piece = None
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes one step, or one piece of a step under BatchMemoryManager.
+    def _use_gradients(self, block: int) -> bool:
+        params = self.mechanism.blocks[block]
+        piece = Piece(step=self._steps_taken + 1, params=params, block=block)
+        self.guards.before(piece)
+        piece.norms = gradient_norms(params)
+        largest = self.guards.check_values(piece)["gradient"]
+        self._largest_norm = max(self._largest_norm, largest)
+        self._piece = piece
+        proceeds = super().pre_step()  # `params`, `clip_and_accumulate`, `add_noise`, `scale_grad`
+        self.guards.used(piece)
+        return bool(proceeds)
 
-        As in Opacus, a `closure` is called once before the step, and its loss is not returned.
+    def _move(self, *, is_last: bool) -> None:
+        piece = self._piece
+        assert piece is not None
+        if is_last:
+            batch = self._batch
+            self.run.add(self.mechanism.step(batch.index, batch.rows, self._largest_norm))
+        self._is_moving = True
+        self.original_optimizer.step()
+        self.mechanism.after_move(piece)
+        self.guards.moved(piece)
+        self._piece = None
 
-        Returns:
-            None.
+    def _complete(self) -> None:
+        self._steps_taken += 1
+        self._largest_norm = 0.0
+        self.guards.after(self._steps_taken)
+
+    # Opacus' seams
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The trainable parameters; within a step those of its block."""
+        return list(super().params if self._piece is None else self._piece.params)
+
+    @property
+    def grad_samples(self) -> list[Any]:
+        """What the parameters hold in `grad_sample`, stored or not."""
+        return [p.grad_sample for p in self.params]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """1: several backward passes without a step are refused."""
+        return 1
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped gradients of the piece to summed_grad."""
+        assert self._piece is not None
+        self.mechanism.accumulate(self._piece)
+
+    def add_noise(self) -> None:
+        """Adds noise as Opacus does, to sums that are complete."""
+        assert self._piece is not None
+        self.guards.before_noise(self._piece)
+        self.mechanism.before_noise(self._piece)
+        super().add_noise()
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Takes the hook of the engine, which has nothing to do here; refuses any other.
 
         Raises:
-            UnsupportedRunError: The run is not the declared one; nothing was changed.
+            UnsupportedRunError: It is another one.
         """
+        if self.context is None:
+            raise UnsupportedRunError(
+                f"Expected no step hook on {type(self).__name__}, got {fn!r}: an accountant behind "
+                "it takes the run for DP-SGD and sees too little. Use optimizer.privacy_event(...) "
+                "or optimizer.report(...); do your own work after step()."
+            )
+        if self._has_engine_hook:
+            raise UnsupportedRunError(
+                "Expected one step hook, got a second: attach_step_hook has a single slot, and the "
+                "privacy engine uses it. Do your own work after optimizer.step()."
+            )
+        self._has_engine_hook = True
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Announces a piece of a batch (BatchMemoryManager calls it).
+
+        Raises:
+            UnsupportedRunError: The mechanism needs whole batches.
+        """
+        if do_skip and not self.mechanism.takes_pieces:
+            raise UnsupportedRunError(
+                "Expected whole batches, got a piece of one (BatchMemoryManager, "
+                "signal_skip_step): every block needs the gradients of the whole batch anew."
+            )
+        self._batch.signal(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        return self._batch.skips_step if pop_next else self._batch.next_is_skipped
+
+    # What the guarantee says about now
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps taken."""
+        return self._steps_taken
+
+    def check_iterate(self) -> None:
+        """Raises UnsupportedRunError unless the parameters are those the last step left."""
         self._check_alive()
-        if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
-            raise UnsupportedRunError(
-                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
-                "loss (which changes its smoothness) and skips steps. Train in float32 without it."
-            )
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        if not self.pre_step():
-            return None
-        self._record()
-        self._unfinished_step = self._steps_taken + 1
-        result = self.original_optimizer.step()
-        if self.context.projection_radius is not None:
-            checks.project_on_ball(self.context.parameters.params, self.context.projection_radius)
-        self.context.parameters.remember()
-        self._steps_taken += 1
-        self.context.cursor.steps_taken = self._steps_taken
-        self._start_batch()
-        self._unfinished_step = None
-        return result
+        self.check_not_refused()
+        self.guards.check_iterate(self._steps_taken)
 
-    def _check_optimizer(self, step: int) -> None:
-        if self.original_optimizer is not self._base:
+    @property
+    def was_refused(self) -> bool:
+        """Whether a step was refused or interrupted."""
+        return bool(self._failure)
+
+    def check_not_refused(self) -> None:
+        """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
+        if self._failure:
             raise UnsupportedRunError(
-                f"step {step} uses another original_optimizer than the one of make_private. Call "
-                "make_private again for another optimizer."
-            )
-        rate = checks.sgd_options(self.original_optimizer)["lr"]
-        self.context.schedule.check_rate(step, rate)
-        self.context.parameters.check_structure(step)
-        if self._settings() != self._fixed:
-            raise UnsupportedRunError(
-                f"step {step} uses {self._settings()}, expected {self._fixed} as at make_private."
-            )
-        if self.step_hook is not self._hook_slot:
-            raise UnsupportedRunError(
-                f"step {step} has another step_hook than the one of the privacy engine. Do your "
-                "own work after optimizer.step()."
+                "A step of this run was refused or interrupted. What ended the run may depend on "
+                "the records, and every bound is about a number of steps that does not: no epsilon "
+                f"covers the model. Start again with another optimizer. It was: {self._failure}"
             )
 
-    def _check_sums(self, step: int) -> None:
-        for param, expected in zip(self.params, self._sums, strict=True):
-            actual = _version(param.summed_grad)
-            if (actual is None) != (expected is None) or (
-                actual and expected and (actual[0] is not expected[0] or actual[1] != expected[1])
-            ):
-                raise UnsupportedRunError(
-                    f"step {step} starts with a sum of clipped gradients that does not come from "
-                    "the pieces of its batch. Call optimizer.zero_grad() after every step, and "
-                    "leave summed_grad alone."
-                )
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise UnsupportedRunError(self._closed)
+        if self.run.num_steps != self._steps_taken and not self._failure:
+            raise UnsupportedRunError(
+                f"The optimizer took {self._steps_taken} steps, but {self.run.num_steps} are "
+                "recorded. Restore a run with engine.load_checkpoint, which restores model, "
+                "recorder, hidden state and position together."
+            )
 
-    def _record(self) -> None:
-        options = checks.sgd_options(self.original_optimizer)
-        # The event divides by b; a "sum" optimizer does not.
-        scale = 1 if self.loss_reduction == "mean" else self.context.batch_size
-        recorder = self.context.recorder
-        assert isinstance(recorder, RunRecorder)
-        recorder.step(
-            noise_multiplier=self._noise_multiplier,
-            learning_rate=options["lr"] * scale,
-            clip_norm=self._clip_norm,
-            weight_decay=options["weight_decay"] / scale,
-            batch_index=self._batch.index,
-            batch_rows=self._batch.rows,
-        )
+    def close(self, reason: str) -> None:
+        """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
+        self._closed = reason
+        self.guards.close()
+
+    # Where the run goes on
+
+    def why_not_resumable(self, num_steps: int) -> str:
+        """What the run needs of the private state to go on after `num_steps` steps, or ""."""
+        assert self.context is not None
+        missing = [self.context.plan.why_not_resumable(num_steps)]
+        if num_steps:
+            missing.insert(0, self.mechanism.why_not_resumable())
+        return ", and ".join(filter(None, missing))
+
+    def private_state(self) -> dict[str, Any]:
+        """Plain types and tensors that restore hidden state and secret order. Secret."""
+        assert self.context is not None
+        state = self.context.plan.private_state(self._steps_taken)
+        return {**state, **(self.mechanism.private_state() if self._steps_taken else {})}
+
+    def load_private_state(self, state: Mapping[str, Any], num_steps: int) -> None:
+        """Restores what `private_state` returned; `resume` follows.
+
+        Raises:
+            ValueError: The state is of another run, or damaged.
+        """
+        assert self.context is not None
+        if num_steps:
+            self.mechanism.load_private_state(state, num_steps)
+        self._is_loading = num_steps > 0
+        self.context.plan.load_private_state(state)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores the wrapped optimizer: its options, momentum and moments.
+
+        Raises:
+            UnsupportedRunError: They may hold gradients without noise.
+        """
+        self.mechanism.before_loading(state_dict, is_checkpoint=self._is_loading)
+        super().load_state_dict(state_dict)
+        self.mechanism.after_loading()
+
+    def resume(self) -> None:
+        """Goes on from what record, hidden state and module hold, after a checkpoint was loaded."""
+        self._steps_taken = self.run.num_steps
+        self._failure, self._is_loading, self._largest_norm = "", False, 0.0
+        self.guards.resume(self._steps_taken)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedRunError(
-            "A private optimizer cannot be copied or pickled: the steps of the copy would be "
-            "missing from epsilon. Use engine.save_checkpoint, or make_private for another run."
+            f"{type(self).__name__} cannot be copied or pickled: the steps of a copy would be "
+            f"missing from epsilon{self.mechanism.secret}. Use engine.save_checkpoint, or make "
+            "another optimizer for another run."
         )
-
-
-def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
-    return None if tensor is None else (tensor, tensor._version)

@@ -19,22 +19,26 @@ from typing import TYPE_CHECKING, Any
 from hidden_state_adapters.tf_privacy import requirements
 
 if TYPE_CHECKING:
-    from hidden_state_adapters.tf_privacy.block_coordinate import BlockCoordinateKerasOptimizer
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
-    from hidden_state_adapters.tf_privacy.dice_adam import DiceKerasAdamOptimizer
-    from hidden_state_adapters.tf_privacy.dice_sgd import DiceKerasSGDOptimizer
-    from hidden_state_adapters.tf_privacy.loop_recorder import HiddenStateRecorder
-    from hidden_state_adapters.tf_privacy.optimizer import CyclicDPKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.optimizer import (
+        BlockCoordinateKerasOptimizer,
+    )
+    from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.variants import (
+        DiceKerasAdamOptimizer,
+        DiceKerasSGDOptimizer,
+    )
+    from hidden_state_adapters.tf_privacy.mechanisms.last_iterate import CyclicDPKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
-    "BlockCoordinateKerasOptimizer": "block_coordinate",
-    "CyclicDPKerasSGDOptimizer": "optimizer",
-    "DiceKerasAdamOptimizer": "dice_adam",
-    "DiceKerasSGDOptimizer": "dice_sgd",
+    "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate.optimizer",
+    "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
+    "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
+    "DiceKerasSGDOptimizer": "mechanisms.dice_sgd.variants",
     "HiddenStateCallback": "callback",
-    "HiddenStateRecorder": "loop_recorder",
+    "HiddenStateRecorder": "recorder",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
 }

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_privacy.privacy.dp_query.gaussian_query import GaussianSumQuery
 
-from hidden_state_adapters.tf_privacy.fingerprint import fingerprint
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import fingerprint
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
 _SMALLEST_CLIP = 1.1e-11

@@ -1,4 +1,8 @@
-"""What the last step did, kept on the device and written by the step itself."""
+"""What the last step did, kept on the device and written by the step itself.
+
+Two ways to be silently wrong are found by fingerprints, on the device as well: variables that
+somebody else changed (`StepLog`), and noise that was used before (`NoiseMemory`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,11 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy.fingerprint import fingerprint
+# Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = 0xBF58476D1CE4E5B9 - 2**64
+_INTEGERS = {tf.float32: tf.int32, tf.float64: tf.int64}
+_REMEMBERED = 1 << 14  # fingerprints of noise
 
 
 class Problem(enum.IntFlag):
@@ -167,7 +175,7 @@ class StepLog:
         taken = tf.stack([old[0] + 1, rows, tf.zeros([], tf.int64), fingerprint(variables), noise])
         refused = tf.stack([old[0], old[1], problem, old[3], old[4]])
         self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
-        self._values.assign(tf.stack([_double(value) for value in values]))
+        self._values.assign(tf.stack([as_double(value) for value in values]))
 
     def count_draw(self) -> Any:
         """Notes that noisy gradients were computed, applied or not."""
@@ -201,7 +209,59 @@ def as_bits(holds: Mapping[Problem, Any]) -> tf.Tensor:
     )
 
 
-def _double(value: Any) -> tf.Tensor:
+class NoiseMemory:
+    """Fingerprints of the noise of earlier steps: in each place the last one that belongs there.
+
+    So the last thousands of steps are remembered, and all of them on the device.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self._places = tf.Variable(tf.zeros([_REMEMBERED], tf.int64), trainable=False)
+
+    def is_new(self, noise: tf.Tensor) -> tf.Tensor:
+        """Whether a fingerprint is not among those remembered (0: no noise)."""
+        return tf.equal(noise, 0) | tf.not_equal(self._places.read_value()[_place(noise)], noise)
+
+    def note(self, noise: tf.Tensor) -> None:
+        """Remembers a fingerprint."""
+        place = _place(noise)[None, None]
+        places = tf.tensor_scatter_nd_update(self._places.read_value(), place, noise[None])
+        self._places.assign(places)
+
+
+def _place(noise: tf.Tensor) -> tf.Tensor:
+    return tf.math.floormod(noise, tf.constant(_REMEMBERED, tf.int64))
+
+
+def fingerprint(tensors: Sequence[Any]) -> tf.Tensor:
+    """The int64 sum of a mixed hash of every entry and its position.
+
+    Integer sums do not depend on the order of summation, so every device and compiler gives the
+    same number.
+
+    Args:
+        tensors: float32 or float64 tensors or variables.
+    """
+    total = tf.zeros([], tf.int64)
+    start = tf.ones([], tf.int64)
+    for tensor in tensors:
+        flat = tf.reshape(tf.convert_to_tensor(tensor), [-1])
+        bits = tf.cast(tf.bitcast(flat, _INTEGERS[flat.dtype]), tf.int64)
+        size = tf.size(flat, out_type=tf.int64)
+        mixed = (bits + tf.range(start, start + size) * _GOLDEN) * _MIX
+        mixed = _xor_shift(_xor_shift(mixed, 29) * _GOLDEN, 32)
+        total += tf.reduce_sum(mixed)
+        start += size
+    return total
+
+
+def _xor_shift(values: tf.Tensor, bits: int) -> tf.Tensor:
+    shifted = tf.bitwise.right_shift(values, tf.constant(bits, tf.int64))
+    return tf.bitwise.bitwise_xor(values, shifted)
+
+
+def as_double(value: Any) -> tf.Tensor:
     """Without a detour of Python floats through float32."""
     return (
         tf.constant(value, tf.float64) if isinstance(value, float) else tf.cast(value, tf.float64)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
@@ -73,9 +75,28 @@ class Units:
         """The event's batch_size."""
         return self.accumulated * self.batch_size // self.microbatch
 
-    def noise_multiplier(self, noise_multiplier: float) -> float:
-        """The event's, of a step that used `noise_multiplier`."""
-        return noise_multiplier * math.sqrt(self.accumulated) / (2 if self.microbatch > 1 else 1)
+    def step_of(self, parts: Sequence[Step], batch: int) -> Step:
+        """The step of the event that the accumulated parts are together.
+
+        Args:
+            parts: What each accumulated batch did, in their order.
+            batch: Index of the step within the epoch.
+
+        Raises:
+            UnsupportedRunError: The parts do not belong together.
+        """
+        first, last = parts[0], parts[-1]
+        constant = {(part.noise_multiplier, part.clip_norm, part.weight_decay) for part in parts}
+        if len(constant) > 1:
+            raise refusal("noise, clip norm or decay changed while gradients were accumulated.")
+        sensitivity = 2 if self.microbatch > 1 else 1
+        return attrs.evolve(
+            last,  # applies them all, with its learning rate
+            noise_multiplier=first.noise_multiplier * math.sqrt(self.accumulated) / sensitivity,
+            batch=batch,
+            rows=self.records_per_step,
+            largest_norm=max(part.largest_norm for part in parts),
+        )
 
     def geometry(self, loss: LossGeometry | None) -> LossGeometry | None:
         """That of the mean loss of a microbatch.

@@ -10,32 +10,36 @@ import functools
 import math
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds.base import Citation
+from hidden_state_accountants.bounds import assumptions
+from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
 from hidden_state_accountants.bounds.block_coordinate.recursion import (
     published_rates,
     secret_position_rdp,
 )
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.guarantee import Assumption, Topic
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    equal_batches,
+    neighboring_relation,
+    unless,
+)
 from hidden_state_accountants.process.geometry import update_lipschitz
-from hidden_state_accountants.process.noisy_process import NoisyProcess, UnmetCondition
+from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 _SHIFTS = Citation("Bok, Su, Altschuler 2024", "shifted interpolation", "2403.00278")
 _COMPOSITION = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
 
 
 @attrs.frozen
-class BlockCoordinate:
+class BlockCoordinate(Bound):
     r"""DP-MBCD: the sound account of the algorithm, or the published one.
 
     `analysis="sound"`, with :math:`s = \eta S_g/b` and :math:`\sigma_{k,j} = \sqrt{2\eta\,o(k,j)}`:
@@ -49,101 +53,81 @@ class BlockCoordinate:
     :math:`L_F = |1 - \eta\beta|` unless `update_lipschitz` declares one.
 
     Formal guarantees ("sound"):
-      - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for full batches. S_g is the
-        sensitivity under the relation that is asked for.
+      - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for full batches. S_g is
+        `event.sensitivity` under the relation that is asked for.
       - The partition into batches is public, the record in the worst of them.
       - Theorem A: the other blocks and the hidden variables are public, or recomputed from the
         block and one record with `block_loss` describing the composite. Composition: blocks count
         as released after each sub-step, s bounds the composite update.
       - Contraction comes from the prox of a strongly convex regulariser, from a strongly convex
-        block loss where clipping never acts (2 * lipschitz <= S_g), or from what is declared.
+        block loss where clipping never acts, or from what is declared.
     """
 
-    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
-    event_type: type[dp_accounting.DpEvent] = BlockCoordinateDpEvent
-    dominated_by: tuple[str, ...] = ()
-    citation: Citation = Citation("Chen & Liu 2025", "Theorem 4.6", "2407.08233")
+    key = "block_coordinate"
+    event_type = BlockCoordinateDpEvent
+    analyses = (SOUND, PUBLISHED)
+    paper = Citation("Chen & Liu 2025", "Theorem 4.6", "2407.08233")
 
-    @property
-    def name(self) -> str:
-        """Short, stable identifier."""
-        return "block_coordinate" if self.sound else "block_coordinate_published"
-
-    @property
-    def sound(self) -> bool:
-        """Whether the figures are proved."""
-        return self.analysis == SOUND
-
-    def check(
-        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
-        unmet = []
+    def conditions(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Neighbours that fixed batches admit, and equal batches; the paper's needs L_F."""
         order = BatchOrder.FULL if event.batches_per_epoch == 1 else BatchOrder.CYCLIC
-        reason = unmet_relation(order, relation)
-        if reason:
-            unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-        rest = event.dataset_size % event.batch_size
-        if rest:
-            unmet.append(
-                UnmetCondition(
-                    "equal batches",
-                    f"dataset_size divisible by batch_size (drop {rest} records)",
-                    f"{event.dataset_size} and {event.batch_size}",
-                )
+        return [
+            *neighboring_relation(order, relation),
+            *equal_batches(order, event.batch_size, event.dataset_size),
+            *unless(
+                self.sound or _published_update_lipschitz(event) is not None,
+                "Lipschitz constant of the update",
+                'update_lipschitz, or a block_loss with a Lipschitz gradient (or analysis="sound")',
+                "neither",
+            ),
+        ]
+
+    def prove(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Proof:
+        """Theorem A or composition, or what the paper claims."""
+        if not self.sound:
+            return _published(event, relation, f"{self.citation}, as published")
+        contraction = block_contraction(event) if event.num_blocks == 1 else None
+        if contraction is None:
+            return Proof(
+                curve=GaussianCurve(math.sqrt(_composed_mu_squared(event, relation))),
+                theorem="composition of the sub-steps that hold the record (every block may be "
+                "released after each)",
+                assumptions=(_HIDDEN_WHEN_RELEASED,),
+                citations=(_COMPOSITION,),
             )
-        if not self.sound and _published_update_lipschitz(event) is None:
-            unmet.append(
-                UnmetCondition(
-                    "Lipschitz constant of the update",
-                    "update_lipschitz, or a block_loss with a Lipschitz gradient "
-                    '(or analysis="sound")',
-                    "neither",
-                )
-            )
-        return tuple(unmet)
-
-    def guarantee(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee of the run.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        if unmet:
-            raise UnsupportedRunError("; ".join(map(str, unmet)))
-        return (_sound if self.sound else _published)(self, event, relation)
-
-
-def _sound(
-    bound: BlockCoordinate, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-) -> Guarantee:
-    contraction = block_contraction(event) if event.num_blocks == 1 else None
-    common = _common_assumptions(event, relation)
-    if contraction is None:
-        return Guarantee(
-            curve=GaussianCurve(math.sqrt(_composed_mu_squared(event))),
-            neighboring_relation=relation,
-            theorem="composition of the sub-steps that hold the record (every block may be "
-            "released after each)",
-            assumptions=(*common, _HIDDEN_WHEN_RELEASED),
-            citations=(bound.citation, _COMPOSITION),
+        process = _process(event, relation, contraction)
+        return Proof(
+            curve=GaussianCurve(math.sqrt(worst_mu_squared(process))),
+            theorem=f"{_SHIFTS.of('Theorem A')}, optimal shifts, one block",
+            assumptions=(*_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
+            citations=(_SHIFTS,),
         )
-    return Guarantee(
-        curve=GaussianCurve(math.sqrt(worst_mu_squared(_process(event, contraction)))),
-        neighboring_relation=relation,
-        theorem=f"Theorem A ({_SHIFTS.authors}, arXiv {_SHIFTS.arxiv}), optimal shifts, one block",
-        assumptions=(*common, *_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
-        citations=(bound.citation, _SHIFTS),
-    )
+
+    def event_assumptions(
+        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """Sensitivity, steps and divisor, schedules, releases, the public partition."""
+        return (
+            Assumption.declared("one record per person", Topic.UNIT),
+            Assumption.declared(_sensitivity_text(event, relation), Topic.SENSITIVITY),
+            Assumption.declared(
+                f"the step size {event.step_size:g} is a constant, and sums are divided by the "
+                f"constant {event.batch_size}",
+                Topic.DIVISOR,
+            ),
+            assumptions.fixed_in_advance("number of epochs and noise variances"),
+            Assumption.declared("only the released blocks are seen", Topic.RELEASES),
+            Assumption.public("partition into batches and their order", Topic.ORDER),
+            Assumption.public("hyper-parameters", Topic.HYPER_PARAMETERS),
+        )
 
 
-def _sensitivity(event: BlockCoordinateDpEvent) -> float:
-    return event.step_size * event.gradient_sensitivity / event.batch_size
+def _sensitivity(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
+    return event.step_size * event.sensitivity(relation) / event.batch_size
 
 
-def _composed_mu_squared(event: BlockCoordinateDpEvent) -> float:
-    sensitivity = _sensitivity(event)
+def _composed_mu_squared(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
+    sensitivity = _sensitivity(event, relation)
     if sensitivity == 0:
         return 0.0
     variances = 2 * event.step_size * event.noise_variances()
@@ -169,19 +153,19 @@ def _proved_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
     loss = event.block_loss
     if loss is None or (loss.kind is LossKind.HOELDER and loss.exponent != 1):
         return None
-    # Clipping at C gives S_g = C or 2 C, whichever neighbours S_g was declared for.
-    clip_is_active = loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity
-    eta = np.array([event.step_size])
-    return float(update_lipschitz(loss, eta, np.zeros(1), np.array([clip_is_active]))[0])
+    eta, may_act = np.array([event.step_size]), np.array([event.clipping_may_act])
+    return float(update_lipschitz(loss, eta, np.zeros(1), may_act)[0])
 
 
-def _process(event: BlockCoordinateDpEvent, contraction: float) -> NoisyProcess:
+def _process(
+    event: BlockCoordinateDpEvent, relation: NeighboringRelation, contraction: float
+) -> NoisyProcess:
     steps = event.num_steps
     variances = 2 * event.step_size * event.noise_variances().ravel()
     period = event.batches_per_epoch
     return NoisyProcess(
         contraction=np.broadcast_to(contraction, steps),
-        sensitivity=np.broadcast_to(_sensitivity(event), steps),
+        sensitivity=np.broadcast_to(_sensitivity(event, relation), steps),
         noise_std=np.sqrt(variances),
         drift_contraction=np.ones(steps),
         drift=np.full(steps, np.inf),  # no bound on the gradients themselves
@@ -196,64 +180,56 @@ def _process(event: BlockCoordinateDpEvent, contraction: float) -> NoisyProcess:
 _HIDDEN_WHEN_RELEASED = Assumption.declared(
     "hidden variables: each is a function of one record and of the released blocks, its effect "
     "within the clipped gradient of that record (fitted on a whole batch: only if the gradient of "
-    "the whole batch is clipped); never released"
+    "the whole batch is clipped); never released",
+    Topic.HIDDEN_STATE,
 )
 _HIDDEN_FROM_THE_DATA = Assumption.declared(
     "everything but the trained block is public or fixed; hidden variables, if any, are a function "
     "of one record and of the block, recomputed at every step, and the declared geometry is that "
-    "of the composite update; never released"
+    "of the composite update; never released",
+    Topic.HIDDEN_STATE,
 )
 
 
-def _common_assumptions(
-    event: BlockCoordinateDpEvent, relation: NeighboringRelation
-) -> tuple[Assumption, ...]:
-    return (
-        Assumption.declared(
+def _sensitivity_text(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> str:
+    sensitivity = f"{event.sensitivity(relation):g}"
+    if event.clip_norm is None:
+        return (
             f"under {relation.name} the sum of the per-record gradients of a block moves by at "
-            f"most {event.gradient_sensitivity:g}, at equal released values"
-        ),
-        Assumption.declared("one record per person"),
-        Assumption.declared(
-            f"the step size {event.step_size:g} is a constant, and sums are divided by the "
-            f"constant {event.batch_size}"
-        ),
-        Assumption.declared("number of epochs and noise variances fixed in advance"),
-        Assumption.declared("only the released blocks are seen"),
-        Assumption.public("partition into batches and their order, hyper-parameters"),
-    )
+            f"most {sensitivity}, at equal released values"
+        )
+    text = f"the gradient of every record for a block is clipped to {event.clip_norm:g}"
+    if not event.clipping_may_act:
+        text += f" and no longer than {event.sensitivity(NeighboringRelation.REPLACE_SPECIAL):g}"
+    return f"{text}: under {relation.name} one record moves their sum by at most {sensitivity}"
 
 
 def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption, ...]:
-    assumptions = []
+    assumed = []
     if event.update_lipschitz is not None:
-        assumptions.append(
+        assumed.append(
             Assumption.declared(
                 "the update of the block is Lipschitz with constant "
-                f"{event.update_lipschitz:g} on every data set"
+                f"{event.update_lipschitz:g} on every data set",
+                Topic.LOSS,
             )
         )
     if event.block_loss is not None:
-        assumptions.append(Assumption.declared(f"per-record block loss: {event.block_loss!r}"))
-        assumptions.append(Assumption.declared(_clipping(event.block_loss, event)))
+        text = f"per-record block loss: {event.block_loss!r}"
+        assumed.append(Assumption.declared(text, Topic.LOSS))
+        assumed.append(Assumption.declared(_clipping(event.block_loss, event), Topic.GRADIENT_NORM))
     if event.prox_strong_convexity:
-        assumptions.append(
-            Assumption.declared(f"{event.prox_strong_convexity:g}-strongly convex regulariser")
-        )
+        text = f"{event.prox_strong_convexity:g}-strongly convex regulariser"
+        assumed.append(Assumption.declared(text, Topic.REGULARISER))
+    text = "the regulariser, if any, is convex: its prox does not expand"
     if event.prox_lipschitz < 1:
-        assumptions.append(
-            Assumption.declared(f"the prox is Lipschitz with constant {event.prox_lipschitz:g}")
-        )
-    else:
-        assumptions.append(
-            Assumption.declared("the regulariser, if any, is convex: its prox does not expand")
-        )
-    return tuple(assumptions)
+        text = f"the prox is Lipschitz with constant {event.prox_lipschitz:g}"
+    return (*assumed, Assumption.declared(text, Topic.REGULARISER))
 
 
 def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
     """S_g does not tell the clip norm: one that is too large would hide that clipping acts."""
-    if loss.lipschitz is None or 2 * loss.lipschitz > event.gradient_sensitivity:
+    if event.clipping_may_act:
         return "the gradient of each record is clipped on its own and as one vector, if at all"
     return (
         f"no gradient is ever clipped: each record's, of norm at most {loss.lipschitz:g}, lies "
@@ -261,31 +237,27 @@ def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
     )
 
 
-def _published(
-    bound: BlockCoordinate, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-) -> Guarantee:
+def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation, theorem: str) -> Proof:
     lipschitz = _published_update_lipschitz(event)
     assert lipschitz is not None  # checked
     rates = published_rates(
         event.step_size,
         event.noise_variances(),
-        event.gradient_sensitivity,
+        event.sensitivity(relation),
         event.batch_size,
         lipschitz,
         _published_prox_lipschitz(event),
     )
-    return Guarantee(
+    return Proof(
         curve=RdpCurve(functools.partial(secret_position_rdp, rates, event.num_blocks)),
-        neighboring_relation=relation,
-        theorem=f"{bound.citation}, as published",
+        theorem=theorem,
         assumptions=(
-            *_common_assumptions(event, relation)[:-1],
             *_contraction_assumptions(event),
-            Assumption.declared("the batch that holds the record is secret and uniform"),
-            Assumption.public("hyper-parameters"),
+            Assumption.declared(
+                "the batch that holds the record is secret and uniform", Topic.ORDER
+            ),
         ),
         caveat=_caveat(event, lipschitz),
-        citations=(bound.citation,),
     )
 
 

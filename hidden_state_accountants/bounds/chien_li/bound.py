@@ -14,13 +14,17 @@ import functools
 import math
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import special
 
-from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import (
+    PUBLISHED,
+    SOUND,
+    Citation,
+    HiddenStateBound,
+    Proof,
+)
 from hidden_state_accountants.bounds.chien_li.sampled import Theorem312
 from hidden_state_accountants.bounds.chien_li.theorems import (
     SECRET,
@@ -33,7 +37,6 @@ from hidden_state_accountants.bounds.chien_li.theorems import (
 from hidden_state_accountants.bounds.solvers.constant_run import (
     ConstantRun,
     constant_run,
-    refusal,
     unmet_for_constant_run,
 )
 from hidden_state_accountants.curves.base import (
@@ -44,8 +47,12 @@ from hidden_state_accountants.curves.base import (
 )
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    UnmetCondition,
+    refusal_in_words,
+    unless,
+)
 
 MOST_ORDERS = 1024
 """RESHUFFLED: Corollary A.3 averages over every sequence of positions, at most that many."""
@@ -59,7 +66,7 @@ _UNSOUND = (
 
 
 @attrs.frozen
-class ChienLi:
+class ChienLi(HiddenStateBound):
     """The smallest applicable bound of Chien & Li 2024.
 
     FULL: Theorems 3.1 (Lipschitz gradient) and 3.7 (Hölder gradient); CYCLIC: Theorem A.1, the
@@ -81,55 +88,30 @@ class ChienLi:
     Source: Chien, Li 2024 (arXiv 2410.01068).
     """
 
-    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
+    key = "chien_li"
+    analyses = (SOUND, PUBLISHED)
     # The last one for Hölder gradients: its search was never the worse one.
-    dominated_by: tuple[str, ...] = ("shifted_interpolation", "shuffled_once", "hoelder")
-    citation: Citation = Citation("Chien & Li 2024", "Theorems 3.1, 3.7, A.1", "2410.01068")
+    dominated_by = ("shifted_interpolation", "shuffled_once", "hoelder")
+    paper = Citation("Chien & Li 2024", "Theorems 3.1, 3.7, A.1", "2410.01068")
 
-    @property
-    def name(self) -> str:
-        """Short, stable identifier."""
-        return "chien_li" if self.sound else "chien_li_published"
-
-    @property
-    def sound(self) -> bool:
-        """Whether the default accountant may use it."""
-        return self.analysis == SOUND
-
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """A constant run, and not too many secret orders."""
         extra = () if self.sound else (BatchOrder.WITHOUT_REPLACEMENT,)
         orders = (*_SOUND_ORDERS, *extra)
-        unmet = unmet_for_constant_run(event, relation, orders, published=not self.sound)
+        sequences = 1.0
         if event.batch_order is BatchOrder.RESHUFFLED:
             sequences = _sequences(event.num_steps, event.batches_per_epoch)
-            if sequences > MOST_ORDERS:
-                unmet.append(
-                    UnmetCondition(
-                        "secret orders",
-                        f"at most {MOST_ORDERS} sequences of positions to average over",
-                        f"{sequences:g}",
-                    )
-                )
-        return tuple(unmet)
+        needed = f"at most {MOST_ORDERS} sequences of positions to average over"
+        return [
+            *unmet_for_constant_run(event, relation, orders, published=not self.sound),
+            *unless(sequences <= MOST_ORDERS, "secret orders", needed, f"{sequences:g}"),
+        ]
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The smallest bound with the theorem that gives it.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        theorem = theorem_of(event)
-        if unmet:
-            raise refusal(
-                f"{theorem} ({self.citation.authors})", unmet, "Use LastIterateAccountant."
-            )
-        run = constant_run(event, relation)
-        if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The smallest bound with the theorem that gives it."""
+        theorem, run = theorem_of(event), constant_run(event, relation)
+        is_sampled = event.batch_order is BatchOrder.WITHOUT_REPLACEMENT
+        if is_sampled:
             curve = _sampled(event, run)
         else:
             if run.sensitivity in (0.0, math.inf):  # nothing to hide, or no noise
@@ -139,26 +121,16 @@ class ChienLi:
             else:
                 values, theorem = published_values(event, run)
             curve = _curve(values, event.batch_order in SECRET, self.sound)
-        assumptions = declared_assumptions(event)
-        if event.batch_order not in (BatchOrder.FULL, BatchOrder.CYCLIC):
-            assumptions = (
-                *(a for a in assumptions if a != _PUBLIC_ORDER),
-                Assumption.declared("the order is uniform, independent of the data and secret"),
-                Assumption.public("batch size, hyper-parameters"),
-            )
-        sampled = event.batch_order is BatchOrder.WITHOUT_REPLACEMENT
-        return Guarantee(
+        reading = ", by shifted interpolation" if self.sound else ", as published"
+        return Proof(
             curve=curve,
-            neighboring_relation=relation,
-            theorem=f"{theorem} ({self.citation.authors}, arXiv {self.citation.arxiv})"
-            + (", by shifted interpolation" if self.sound else ", as published"),
-            assumptions=assumptions,
-            citations=(self.citation,),
-            caveat=_UNSOUND if sampled else "",
+            theorem=self.citation.of(theorem) + reading,
+            caveat=_UNSOUND if is_sampled else "",
         )
 
-
-_PUBLIC_ORDER = Assumption.public("order of the batches, batch size, hyper-parameters")
+    def refusal(self, event: LastIterateDpEvent, unmet: tuple[UnmetCondition, ...]) -> str:
+        """In the words of the paper."""
+        return refusal_in_words(f"{theorem_of(event)} ({self.citation.authors})", unmet)
 
 
 def _sequences(num_steps: int, period: int) -> float:

@@ -9,22 +9,28 @@ from __future__ import annotations
 import math
 
 import attrs
-import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds.base import Citation
+from hidden_state_accountants.bounds import assumptions
+from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
 from hidden_state_accountants.bounds.dice_sgd.curves import sound_curve
 from hidden_state_accountants.bounds.dice_sgd.published import CAVEAT, PublishedCurve
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.guarantee import Assumption, Topic
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    batch_order,
+    equal_batches,
+    neighboring_relation,
+    unless,
+)
+
+_OF_THE_PAPER = (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL)
 
 
 @attrs.frozen
-class DiceSgd:
+class DiceSgd(Bound):
     """DiceSGD under any order of the batches; the smaller of two bounds where both apply.
 
     Formal guarantees of analysis="sound":
@@ -45,114 +51,69 @@ class DiceSgd:
         analysis: "sound" or "published".
     """
 
-    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
-    event_type: type[dp_accounting.DpEvent] = DiceSgdDpEvent
-    dominated_by: tuple[str, ...] = ()
+    key = "dice_sgd"
+    event_type = DiceSgdDpEvent
+    analyses = (SOUND, PUBLISHED)
+    paper = Citation(
+        "Zhang, Bu, Wu, Hong 2024", "the algorithm; bound of this project", "2311.14632"
+    )
+    published_theorem = "Theorem 3.7"
 
-    @property
-    def name(self) -> str:
-        """Short, stable identifier."""
-        return "dice_sgd" if self.sound else "dice_sgd_published"
-
-    @property
-    def sound(self) -> bool:
-        """Whether the claim is proven."""
-        return self.analysis == SOUND
-
-    @property
-    def citation(self) -> Citation:
-        """The paper; the sound analysis is this project's."""
-        theorem = "the algorithm; bound of this project" if self.sound else "Theorem 3.7"
-        return Citation("Zhang, Bu, Wu, Hong 2024", theorem, "2311.14632")
-
-    def check(
-        self, event: DiceSgdDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+    def conditions(self, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Neighbours that the order of the batches admits, and equal batches."""
         if not self.sound:
-            return tuple(_unmet_by_theorem_3_7(event, relation))
-        reason = unmet_relation(event.batch_order, relation)
-        if reason:
-            return (UnmetCondition("neighboring_relation", reason, relation.name),)
-        if event.batch_order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
-            rest = event.dataset_size % event.batch_size
-            return (
-                UnmetCondition(
-                    "batch_size",
-                    f"a divisor of dataset_size = {event.dataset_size} for "
-                    f"{event.batch_order.name} batches (drop {rest} records)",
-                    str(event.batch_size),
-                ),
+            return _unmet_by_theorem_3_7(event, relation)
+        order = event.batch_order
+        return [
+            *neighboring_relation(order, relation),
+            *equal_batches(order, event.batch_size, event.dataset_size),
+        ]
+
+    def prove(self, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Proof:
+        """A budget for the error, or what the paper claims."""
+        if self.sound:
+            return Proof(
+                curve=sound_curve(event, relation), theorem="DiceSGD with a budget for the error"
             )
-        return ()
+        return Proof(
+            curve=PublishedCurve.of(event),
+            theorem="Theorem 3.7 of Zhang, Bu, Wu, Hong 2024",
+            caveat=CAVEAT,
+        )
 
-    def guarantee(self, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee of the run.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        if unmet:
-            raise UnsupportedRunError(f"{self.citation}: " + "; ".join(map(str, unmet)))
-        return Guarantee(
-            curve=sound_curve(event, relation) if self.sound else PublishedCurve.of(event),
-            neighboring_relation=relation,
-            theorem=(
-                "DiceSGD with a budget for the error"
-                if self.sound
-                else "Theorem 3.7 of Zhang, Bu, Wu, Hong 2024"
+    def event_assumptions(
+        self, event: DiceSgdDpEvent, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """The secret of the error, its start, schedules, batches, divisor, gradient bound."""
+        is_averaged = event.batch_order not in (BatchOrder.FULL, BatchOrder.CYCLIC)
+        assumed = [
+            Assumption.declared(
+                "the error of the feedback is never released, saved or logged; noise is added to "
+                "the update before anything else (a moment estimate) is computed from it",
+                Topic.HIDDEN_STATE,
             ),
-            assumptions=_assumptions(event),
-            caveat="" if self.sound else CAVEAT,
-            citations=(self.citation,),
-        )
+            assumptions.fixed_in_advance("number of steps and hyper-parameters"),
+            Assumption.declared(
+                "the start does not depend on the data and the error starts at zero: a run that "
+                "goes on with the error of an earlier one is ONE event with the steps of both",
+                Topic.START,
+            ),
+            assumptions.batches(event, are_secret=is_averaged),
+            assumptions.divisor(event.batch_size),
+        ]
+        if not event.automatic and event.gradient_bound < math.inf:
+            assumed.append(assumptions.gradient_norm(event.gradient_bound))
+        return tuple(assumed)
 
 
-def _unmet_by_theorem_3_7(
-    event: DiceSgdDpEvent, relation: NeighboringRelation
-) -> list[UnmetCondition]:
+def _unmet_by_theorem_3_7(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Unmet:
     c1, c2 = event.clip_norm, event.error_clip_norm
-    required = [
-        ("batch_order", "POISSON", event.batch_order.name, event.batch_order is BatchOrder.POISSON),
-        (
-            "neighboring_relation",
-            "ADD_OR_REMOVE_ONE or REPLACE_SPECIAL",
-            relation.name,
-            relation is not NeighboringRelation.REPLACE_ONE,
-        ),
-        ("batch_size / dataset_size", "<= 0.2", f"{event.sampling_probability:g}",
-         event.sampling_probability <= 0.2),
-        ("error_clip_norm", f"clip_norm = {c1:g}", f"{c2:g}", c1 == c2)
-        if event.automatic
-        else ("error_clip_norm", f">= clip_norm = {c1:g}", f"{c2:g}", c1 <= c2),
-    ]  # fmt: skip
-    return [UnmetCondition(name, need, got) for name, need, got, holds in required if not holds]
-
-
-def _assumptions(event: DiceSgdDpEvent) -> tuple[Assumption, ...]:
-    assumptions = [
-        Assumption.declared("one record per person, clipped as one unit"),
-        Assumption.declared(
-            "the error of the feedback is never released, saved or logged; noise is added to the "
-            "update before anything else (a moment estimate) is computed from it"
-        ),
-        Assumption.declared("number of steps and hyper-parameters fixed in advance"),
-        Assumption.declared(
-            "the start does not depend on the data and the error starts at zero: a run that goes "
-            "on with the error of an earlier one is ONE event with the steps of both"
-        ),
-        Assumption.declared(
-            f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} "
-            "records, chosen independently of the data"
-        ),
-        Assumption.declared(
-            f"sums of gradients are divided by the constant {event.batch_size}, which stays the "
-            "same when the data set changes"
-        ),
+    rate = event.sampling_probability
+    needed = f"clip_norm = {c1:g}" if event.automatic else f">= clip_norm = {c1:g}"
+    is_large_enough = c1 == c2 if event.automatic else c1 <= c2
+    return [
+        *batch_order(event.batch_order, (BatchOrder.POISSON,)),
+        *neighboring_relation(event.batch_order, relation, _OF_THE_PAPER),
+        *unless(rate <= 0.2, "batch_size / dataset_size", "<= 0.2", f"{rate:g}"),
+        *unless(is_large_enough, "error_clip_norm", needed, f"{c2:g}"),
     ]
-    if not event.automatic and event.gradient_bound < math.inf:
-        assumptions.append(
-            Assumption.declared(f"per-example gradient norms at most {event.gradient_bound:g}")
-        )
-    return tuple(assumptions)

@@ -10,23 +10,31 @@ from __future__ import annotations
 import functools
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.bounds.analysis import SOUND, check_analysis
-from hidden_state_accountants.bounds.base import Citation, declared_assumptions
+from hidden_state_accountants.bounds.base import (
+    PUBLISHED,
+    SOUND,
+    Citation,
+    HiddenStateBound,
+    Proof,
+)
 from hidden_state_accountants.bounds.langevin.formulas import strongly_convex_rate
 from hidden_state_accountants.bounds.solvers.log_sobolev import log_sobolev_step
 from hidden_state_accountants.curves.base import RdpCurve
-from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.guarantee import Assumption, Topic
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    UnmetCondition,
+    constant_parameters,
+    last_iterate_alone,
+)
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
-    UnmetCondition,
     noisy_process,
     unmet_conditions,
 )
@@ -35,7 +43,7 @@ _NEVER_BENT = (LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)  # a clip leaves th
 
 
 @attrs.frozen
-class Langevin:
+class Langevin(HiddenStateBound):
     r"""The Langevin analysis of full-batch noisy gradient descent.
 
     `analysis="published"`: Corollary 1,
@@ -56,60 +64,33 @@ class Langevin:
       - Released ("sound"): the last iterate and those after `release_steps`, whose rates add up.
     """
 
-    analysis: str = attrs.field(default=SOUND, validator=check_analysis)
-    event_type: type[dp_accounting.DpEvent] = LastIterateDpEvent
-    dominated_by: tuple[str, ...] = ("shifted_interpolation",)
+    key = "langevin"
+    analyses = (SOUND, PUBLISHED)
+    dominated_by = ("shifted_interpolation",)
+    paper = Citation("Chourasia, Ye, Shokri 2021", "Lemmas 2 and 3", "2102.05855")
+    published_theorem = "Corollary 1"
 
-    @property
-    def name(self) -> str:
-        """Short, stable identifier."""
-        return "langevin" if self.sound else "langevin_published"
-
-    @property
-    def sound(self) -> bool:
-        """Whether the default accountant may use it; the published corollary is true but larger."""
-        return self.analysis == SOUND
-
-    @property
-    def citation(self) -> Citation:
-        """Paper, theorem, arXiv version."""
-        theorem = "Lemmas 2 and 3" if self.sound else "Corollary 1"
-        return Citation("Chourasia, Ye, Shokri 2021", theorem, "2102.05855")
-
-    def check(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """The conditions that `event` does not meet; empty if the bound applies."""
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Full batches of a strongly convex loss that is never clipped, and small steps."""
         unmet = list(unmet_conditions(event, relation, (BatchOrder.FULL,)))
         if event.loss is not None:
             unmet += _unmet_curvature(event, event.loss)
         if not self.sound:
-            unmet += _unmet_by_corollary(event)
-        return tuple(unmet)
+            unmet += [*constant_parameters(event), *last_iterate_alone(event)]
+        return unmet
 
-    def guarantee(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee:
-        """The Rényi guarantee of the run.
-
-        Raises:
-            UnsupportedRunError: A condition of `check` is not met.
-        """
-        unmet = self.check(event, relation)
-        if unmet:
-            raise UnsupportedRunError("; ".join(map(str, unmet)))
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """A Rényi guarantee that is linear in the order."""
         process = noisy_process(event, relation)
-        if not self.sound:
-            rate = _corollary_rate(event, process)
-        else:
-            rate = recursion_rate(process)
-        return Guarantee(
+        rate = recursion_rate(process) if self.sound else _corollary_rate(event, process)
+        return Proof(
             curve=RdpCurve(functools.partial(_linear_in_order, rate)),
-            neighboring_relation=relation,
             theorem=f"{self.citation}, fixed start",
             assumptions=(
-                *declared_assumptions(event),
-                Assumption.declared("the initial model is fixed, or random and data independent"),
+                Assumption.declared(
+                    "the initial model is fixed, or random and data independent", Topic.START
+                ),
             ),
-            citations=(self.citation,),
         )
 
 
@@ -156,7 +137,7 @@ def _lowest_curvature(loss: LossGeometry) -> float:
     return -(loss.smoothness if loss.kind is LossKind.HOELDER else loss.weak_convexity)
 
 
-def _unmet_curvature(event: LastIterateDpEvent, loss: LossGeometry) -> list[UnmetCondition]:
+def _unmet_curvature(event: LastIterateDpEvent, loss: LossGeometry) -> Unmet:
     unmet = []
     eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
     convexity = decay + _lowest_curvature(loss)
@@ -192,21 +173,4 @@ def _unmet_curvature(event: LastIterateDpEvent, loss: LossGeometry) -> list[Unme
                     f"loss.lipschitz {loss.lipschitz} and clip_norm {clip:g}",
                 )
             )
-    return unmet
-
-
-def _unmet_by_corollary(event: LastIterateDpEvent) -> list[UnmetCondition]:
-    unmet = []
-    if event.has_schedules:
-        unmet.append(
-            UnmetCondition("constant parameters", 'numbers (or analysis="sound")', "a schedule")
-        )
-    if event.release_steps:
-        unmet.append(
-            UnmetCondition(
-                "one release",
-                'the last iterate alone (or analysis="sound")',
-                f"{len(event.release_steps)} more",
-            )
-        )
     return unmet

@@ -9,18 +9,13 @@ import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import indivisible_batches
 from hidden_state_accountants.events.batch_order import (
-    EPOCH_ORDERS,
     BatchOrder,
     sensitivity_in_clip_norms,
-    unmet_relation,
 )
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
-from hidden_state_accountants.process import geometry
-from hidden_state_accountants.process.noisy_process import UnmetCondition
+from hidden_state_accountants.process import conditions, geometry
 
 
 @attrs.frozen
@@ -76,55 +71,22 @@ def unmet_for_constant_run(
     orders: Sequence[BatchOrder],
     *,
     published: bool,
-) -> list[UnmetCondition]:
+) -> conditions.Unmet:
     """What the theorems of both papers need; `published` adds what only their own text needs."""
-    unmet = []
-    order = event.batch_order
-    if order not in orders:
-        names = " or ".join(known.name for known in orders)
-        unmet.append(UnmetCondition("batch order", f"{names} batches", order.name))
-    reason = unmet_relation(order, relation)
-    if reason:
-        unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-    elif published and relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-        unmet.append(
-            UnmetCondition(
-                "neighboring relation", "data sets of one size (REPLACE_ONE)", relation.name
-            )
-        )
-    if order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
-        unmet.append(
-            UnmetCondition(
-                "equal batches",
-                indivisible_batches(event),
-                f"a remainder of {event.dataset_size % event.batch_size}",
-            )
-        )
-    if event.loss is None:
-        unmet.append(
-            UnmetCondition("loss geometry", "a declared LossGeometry (loss=)", "loss=None")
-        )
-    if event.has_schedules:
-        unmet.append(
-            UnmetCondition("schedules", "the same hyper-parameters in every step", "a schedule")
-        )
-    if event.release_steps:
-        unmet.append(
-            UnmetCondition(
-                "releases",
-                "the last iterate to be the only one released",
-                f"{len(event.release_steps)} more (release_steps)",
-            )
-        )
-    if published and np.any(event.per_step("weight_decay") > 0):
-        unmet.append(
-            UnmetCondition(
-                "weight decay",
-                'weight_decay = 0 (analysis="sound" covers decoupled decay)',
-                f"{event.weight_decay!r}",
-            )
-        )
-    return unmet
+    of_paper = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
+    relations = of_paper if published else tuple(NeighboringRelation)
+    return [
+        *conditions.batches(event, relation, orders, relations),
+        *conditions.declared_loss(event),
+        *conditions.constant_parameters(event),
+        *conditions.last_iterate_alone(event),
+        *conditions.unless(
+            not published or not np.any(event.per_step("weight_decay") > 0),
+            "weight decay",
+            'weight_decay = 0 (analysis="sound" covers decoupled decay)',
+            f"{event.weight_decay!r}",
+        ),
+    ]
 
 
 def constant_run(event: LastIterateDpEvent, relation: NeighboringRelation) -> ConstantRun:
@@ -160,9 +122,3 @@ def constant_run(event: LastIterateDpEvent, relation: NeighboringRelation) -> Co
         position=event.record_position,
         loss=event.loss,
     )
-
-
-def refusal(source: str, unmet: Sequence[UnmetCondition], remedy: str) -> UnsupportedRunError:
-    """The error of a theorem whose conditions an event does not meet."""
-    needs = " ".join(f"{source} needs {u.required}, got {u.actual}." for u in unmet)
-    return UnsupportedRunError(f"{needs} {remedy}")

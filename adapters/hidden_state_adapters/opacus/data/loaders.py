@@ -1,0 +1,131 @@
+"""Data loaders that deal the batches of a plan and say which one they hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from opacus.data_loader import CollateFnWithEmpty
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.plans import BatchPlan
+
+
+class OrderedBatchSampler(BatchSampler):
+    """Yields the batches of a plan, from the step that the run has come to.
+
+    A BatchSampler, so that Opacus' BatchMemoryManager splits its batches and knows its length.
+
+    Every pass checks, when it starts and when it ends, that the records behind the indices are
+    still the same as far as torch.utils.data.Subset says.
+
+    Args:
+        plan: The batches.
+        cursor: Told about every batch.
+        dataset: What the indices point into.
+    """
+
+    def __init__(self, plan: BatchPlan, cursor: BatchCursor, dataset: Any = None):
+        super().__init__(range(len(plan.records)), plan.batch_size, drop_last=False)
+        self.plan, self.cursor = plan, cursor
+        self._subsets = [(part, _indices(part)) for part in _subsets(dataset)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._check_subsets()
+        cursor = self.cursor
+        pass_id, step, index = cursor.start_pass(), cursor.first_step, cursor.first_index
+        self.plan.start_pass(step)
+        return self._batches(pass_id, step, index, len(self) - cursor.first_batch)
+
+    def _batches(self, pass_id: int, step: int, index: int, count: int) -> Iterator[list[int]]:
+        for offset in range(count):
+            self.cursor.check_pass(pass_id)
+            self.cursor.emit(index + offset)
+            yield list(self.plan.batch(step + offset))
+        self._check_subsets()
+        if self.cursor.pass_id == pass_id:
+            self.cursor.exhaust()
+
+    def _check_subsets(self) -> None:
+        for part, indices in self._subsets:
+            if not np.array_equal(_indices(part), indices):
+                raise UnsupportedRunError(
+                    "Expected the indices of torch.utils.data.Subset as they were at make_private, "
+                    "got others: the batches of the run are no longer those that are accounted. "
+                    "Build a new Subset and call make_private again for another order."
+                )
+
+
+class OrderedDataLoader(DataLoader):
+    """A DataLoader that tells the cursor which batch it hands over, when it hands it over.
+
+    Workers fetch batches in advance; the cursor moves in the main process, on yield.
+    """
+
+    batch_sampler: OrderedBatchSampler
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        first = self.batch_sampler.cursor.first_index
+        iterator = super().__iter__()
+        return self._deliver(iterator, self.batch_sampler.cursor.pass_id, first)
+
+    def _deliver(self, iterator: Iterator[Any], pass_id: int, first: int) -> Iterator[Any]:
+        cursor = self.batch_sampler.cursor
+        for index, batch in enumerate(iterator, first):
+            cursor.check_pass(pass_id)
+            cursor.deliver(index)
+            yield batch
+        if cursor.pass_id == pass_id:
+            cursor.deliver(None)
+
+
+def private_loader(
+    data_loader: DataLoader, plan: BatchPlan, cursor: BatchCursor, *, batch_first: bool = True
+) -> OrderedDataLoader:
+    """A loader of the same data set by `plan`, with the user's workers and collate_fn."""
+    return OrderedDataLoader(
+        data_loader.dataset,
+        batch_sampler=OrderedBatchSampler(plan, cursor, data_loader.dataset),
+        num_workers=data_loader.num_workers,
+        collate_fn=_collate(data_loader, plan, batch_first),
+        pin_memory=data_loader.pin_memory,
+        timeout=data_loader.timeout,
+        worker_init_fn=data_loader.worker_init_fn,
+        multiprocessing_context=data_loader.multiprocessing_context,
+        generator=data_loader.generator,
+        prefetch_factor=data_loader.prefetch_factor,
+        persistent_workers=data_loader.persistent_workers,
+        pin_memory_device=data_loader.pin_memory_device,
+    )
+
+
+def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any:
+    """The user's collate_fn; for batches that may be empty Opacus' wrapper, which knows the form.
+
+    The wrapper learns the form from the first batch that it sees, in every worker: it sees one
+    record right here.
+    """
+    collate = data_loader.collate_fn
+    if plan.order is not BatchOrder.POISSON or isinstance(collate, CollateFnWithEmpty):
+        return collate
+    wrapped = CollateFnWithEmpty(collate, batch_first=batch_first)
+    wrapped([data_loader.dataset[plan.records[0]]])
+    return wrapped
+
+
+def _indices(part: Subset) -> np.ndarray:
+    """A copy, from a sequence, an array or a tensor."""
+    indices = part.indices
+    return np.array(indices.tolist() if hasattr(indices, "tolist") else indices)
+
+
+def _subsets(dataset: Any) -> Iterator[Subset]:
+    if isinstance(dataset, Subset):
+        yield dataset
+        yield from _subsets(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _subsets(part)

@@ -1,0 +1,181 @@
+"""Which records the user's data loader asks for, and in which order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
+from hidden_state_adapters.opacus.data.plans import (
+    BatchPlan,
+    FixedPlan,
+    RandomKeys,
+    ReshuffledPlan,
+    SampledPlan,
+)
+
+_logger = logging.getLogger("hidden_state_accountants")
+
+_FIXED_ORDER = (
+    "Pass a DataLoader(dataset, batch_size=b, shuffle=False); for another order use "
+    "torch.utils.data.Subset(dataset, order) with an order that does not depend on the records. "
+    "It counts as public."
+)
+
+
+def plan_batches(
+    data_loader: DataLoader,
+    batch_order: BatchOrder,
+    *,
+    max_batch_size: int | None = None,
+    order_seed: int | None = None,
+    order_is_secret: bool = False,
+) -> BatchPlan:
+    """The batches of a run over the records and with the batch size that `data_loader` asks for.
+
+    Args:
+        data_loader: The user's loader. CYCLIC takes its batch size and order; FULL puts every
+            record into one batch, whatever the batch size; all others take its batch size and
+            records and draw the order themselves.
+        batch_order: How the records are dealt.
+        max_batch_size: The cap of POISSON batches.
+        order_seed: Fixes what is drawn. See `arguments.check_order_seed`.
+        order_is_secret: Whether the user says that nobody else learns the seed.
+
+    Returns:
+        The plan. Its `order` is the one to account: CYCLIC for SHUFFLED_ONCE with a public seed.
+
+    Raises:
+        UnsupportedRunError: The loader samples, streams or repeats records, shuffles where the
+            order has to be fixed, or b does not divide the number of records of an order that
+            deals equal batches and the loader does not say ``drop_last=True``.
+    """
+    records = _record_order(data_loader, batch_order)
+    _refuse_repeated_records(data_loader.dataset)
+    size = len(records)
+    if size == 0:
+        raise UnsupportedRunError("Expected at least one record, got an empty data set.")
+    batch_size = data_loader.batch_sampler.batch_size
+    if batch_order is BatchOrder.FULL:
+        if batch_size != size:
+            _logger.info("full batches: every batch holds all %d records", size)
+        return FixedPlan(records, size, batch_order)
+    keys = RandomKeys(order_seed)
+    if batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        return SampledPlan(records, batch_size, batch_order, keys, max_batch_size)
+    records = _equal_batches(data_loader, records, batch_size, batch_order)
+    if batch_order is BatchOrder.RESHUFFLED:
+        return ReshuffledPlan(records, batch_size, keys)
+    if batch_order is BatchOrder.CYCLIC:
+        return FixedPlan(records, batch_size, batch_order)
+    is_public = order_seed is not None and not order_is_secret
+    accounted = BatchOrder.CYCLIC if is_public else batch_order
+    return FixedPlan(records, batch_size, accounted, keys)
+
+
+def _equal_batches(
+    data_loader: DataLoader, records: Sequence[int], batch_size: int, batch_order: BatchOrder
+) -> Sequence[int]:
+    size = len(records)
+    used = size // batch_size * batch_size
+    if used == size:
+        return records
+    drops = data_loader.drop_last or getattr(data_loader.batch_sampler, "drop_last", False)
+    if not drops or used == 0:
+        remedy = (
+            f"Choose a batch size that divides {size}, or pass DataLoader(..., drop_last=True) to "
+            f"use only the first {used} records."
+            if used
+            else "Lower the batch size."
+        )
+        raise UnsupportedRunError(
+            f"Expected a batch_size that divides the {size} records, got {batch_size}: "
+            f"{batch_order.value} batches must all have the same size. {remedy}"
+        )
+    _logger.info(
+        "drop_last=True: batches of %d use the first %d of %d records; dataset_size is %d",
+        batch_size, used, size, used,
+    )  # fmt: skip
+    return records[:used]
+
+
+def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[int]:
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise UnsupportedRunError(
+            "Expected a data set with an index, got an IterableDataset: its order cannot be "
+            f"checked. Load it into a map-style data set. {_FIXED_ORDER}"
+        )
+    batches, sampler = data_loader.batch_sampler, data_loader.sampler
+    if isinstance(batches, OrderedBatchSampler):
+        return batches.plan.records
+    if batches is None:
+        raise UnsupportedRunError(
+            "Expected a DataLoader with a batch_size, got batch_size=None: without batches there "
+            f"is no step to account. {_FIXED_ORDER}"
+        )
+    if type(batches) is not BatchSampler:
+        raise UnsupportedRunError(
+            f"Expected a DataLoader with a batch_size, got batch_sampler={_name(batches)}, whose "
+            f"batches may overlap or vary in size. {_FIXED_ORDER}"
+        )
+    sampler = batches.sampler
+    size = len(data_loader.dataset)  # type: ignore[arg-type]
+    if type(sampler) is SequentialSampler and sampler.data_source is data_loader.dataset:
+        return range(size)
+    if type(sampler) is RandomSampler and batch_order is not BatchOrder.CYCLIC:
+        if not sampler.replacement and sampler.num_samples == size:
+            return range(size)  # the order of the loader does not matter
+    if isinstance(sampler, list | tuple | range):
+        _refuse_repeated_indices(sampler, "the sampler")
+        return _copy(sampler)
+    shuffles = (
+        "shuffle=True draws a new order in every epoch"
+        if (type(sampler) is RandomSampler)
+        else "a sampler may repeat, leave out or reorder records"
+    )
+    raise UnsupportedRunError(
+        f"Expected records in the fixed order of the data set, got sampler={_name(sampler)}: "
+        f"{shuffles}. {_FIXED_ORDER}"
+    )
+
+
+def _copy(order: Sequence[int]) -> Sequence[int]:
+    return order if isinstance(order, range) else tuple(int(index) for index in order)
+
+
+def _refuse_repeated_records(dataset: Any) -> None:
+    if isinstance(dataset, Subset):
+        _refuse_repeated_indices(dataset.indices, "torch.utils.data.Subset")
+        _refuse_repeated_records(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        if len({id(part) for part in dataset.datasets}) < len(dataset.datasets):
+            raise UnsupportedRunError(
+                "Expected every record once per epoch, got a ConcatDataset that holds the same "
+                "data set twice: one person would count once but act twice. Remove the copy."
+            )
+        for part in dataset.datasets:
+            _refuse_repeated_records(part)
+
+
+def _refuse_repeated_indices(indices: Sequence[int], where: str) -> None:
+    if len({int(index) for index in indices}) < len(indices):
+        raise UnsupportedRunError(
+            f"Expected every record once per epoch, got an index twice in {where}: the record "
+            "would act twice and be accounted once. Remove the repetition."
+        )
+
+
+def _name(sampler: Any) -> str:
+    return type(sampler).__name__

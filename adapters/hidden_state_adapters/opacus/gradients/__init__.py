@@ -1,0 +1,1 @@
+"""Per-example gradients: their norms and weighted sums, stored or made on the fly."""

@@ -1,0 +1,234 @@
+"""Norms and weighted sums of per-example gradients that are never stored for the whole model.
+
+A layer's per-example gradients follow from what went in and the loss's gradient in what came out.
+Whatever is summed here is what was measured: the norm and the sum use the same per-example vectors,
+so every summand, times its clip factor, is as short as the clip norm says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+from torch import nn
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.norms import row_norms, to_precision
+
+Sampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
+_CHUNK = 2**24  # numbers that per-example gradients of one layer may take at a time
+
+
+@attrs.frozen(eq=False)
+class LayerUse:
+    """One pass of a batch through a layer.
+
+    Attributes:
+        layer: The layer.
+        activations: Its inputs, records first.
+        backprops: Gradients of the records' losses in its output, records first.
+        sampler: Opacus' rule for the per-example gradients.
+    """
+
+    layer: nn.Module
+    activations: list[torch.Tensor]
+    backprops: torch.Tensor
+    sampler: Sampler
+    _versions: list[int] = attrs.field(init=False)
+
+    @_versions.default
+    def _now(self) -> list[int]:
+        return [t._version for t in (*self.activations, self.backprops)]
+
+    def check(self) -> None:
+        """Raises UnsupportedRunError unless the tensors are as captured, one row per record."""
+        if self._versions != self._now():
+            raise UnsupportedRunError(
+                f"the batch was written in place between backward() and step(), and ghost clipping "
+                f"still needs what went into {type(self.layer).__name__}. Leave it alone until "
+                "after optimizer.step()."
+            )
+        rows = {len(t) for t in (*self.activations, self.backprops)}
+        if len(rows) != 1:
+            raise UnsupportedRunError(
+                f"{type(self.layer).__name__} got and gave {sorted(rows)} rows, expected one per "
+                "record: ghost clipping cannot tell them apart (packed sequences, EmbeddingBag). "
+                'Use grad_sample_mode="hooks".'
+            )
+
+
+class LayerGradients:
+    """Any layer, also used several times: gradients of some records at a time, made twice.
+
+    Args:
+        uses: In one batch.
+    """
+
+    def __init__(self, uses: Sequence[LayerUse]):
+        self.uses = tuple(uses)
+
+    @property
+    def rows(self) -> int:
+        """The number of records."""
+        rows = {len(use.backprops) for use in self.uses}
+        if len(rows) != 1:
+            raise UnsupportedRunError(
+                f"a layer was used with {sorted(rows)} rows in one pass, expected one per record. "
+                'Use grad_sample_mode="hooks".'
+            )
+        return rows.pop()
+
+    def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """The norms of the per-example gradients, shape (rows,), of each of `params`."""
+        parts = [[_norms(g) for g in gradients] for _, gradients in self._chunks(params)]
+        none = self.uses[0].backprops.new_zeros(0)
+        return [torch.cat([none, *(part[i] for part in parts)]) for i in range(len(params))]
+
+    def sums(
+        self,
+        params: Sequence[nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
+    ) -> list[list[torch.Tensor]]:
+        """For each of `params` the sums of its gradients with each of `weights`, (rows,).
+
+        Args:
+            params: As for `norms`.
+            weights: Made from the norms.
+            norms: What `norms` returned. A layer that gives longer gradients the second time
+                (random numbers in its forward pass) does not get past the clip.
+        """
+        totals = [[torch.zeros_like(p.detach()) for _ in weights] for p in params]
+        for part, gradients in self._chunks(params):
+            for total, gradient, measured in zip(totals, gradients, norms, strict=True):
+                now, then = _norms(gradient), measured[part]
+                kept = torch.where(now > then, then / now, torch.ones_like(now))
+                for one, weight in zip(total, weights, strict=True):
+                    factor = to_precision(weight[part] * kept.to(weight), one.dtype)
+                    one += torch.einsum("i,i...", factor, gradient.to(one.dtype))
+        return totals
+
+    def _chunks(self, params: Sequence[nn.Parameter]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        size = max(1, _CHUNK // max(1, sum(p.numel() for p in params)))
+        for start in range(0, self.rows, size):
+            part = slice(start, start + size)
+            made = [
+                u.sampler(u.layer, [a[part] for a in u.activations], u.backprops[part])
+                for u in self.uses
+            ]
+            if any(p not in gradients for p in params for gradients in made):
+                raise UnsupportedRunError(
+                    f"a trainable parameter of {type(self.uses[0].layer).__name__} is not one that "
+                    "the layer works with (torch.nn.utils.weight_norm?). Use "
+                    "torch.nn.utils.parametrizations."
+                )
+            # One by one, in a fixed order: the sum over the uses is rounded equally both times.
+            yield part, [_add([gradients[p] for gradients in made]) for p in params]
+
+
+def _norms(gradients: torch.Tensor) -> torch.Tensor:
+    return row_norms(gradients.reshape(len(gradients), math.prod(gradients.shape[1:])))
+
+
+def _add(tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+class LinearGradients(LayerGradients):
+    r"""nn.Linear on one vector per record: the gradient is the outer product b a^T.
+
+    .. math:: \|b_i a_i^T\| = \|b_i\| \|a_i\|, \qquad
+        \sum_i w_i b_i a_i^T = \sum_i (w_i |a_i| b_i) (a_i / |a_i|)^T
+    """
+
+    def _arrays(self) -> tuple[torch.Tensor, torch.Tensor]:
+        use = self.uses[0]
+        return use.activations[0].to(use.backprops.dtype), use.backprops
+
+    def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """The norms of the per-example gradients, shape (rows,), of each of `params`."""
+        inputs, backprops = (_row_norms(array) for array in self._arrays())
+        # Goodfellow 2015, arXiv 1510.01799
+        return [backprops * inputs if p.dim() == 2 else backprops for p in params]
+
+    def sums(
+        self,
+        params: Sequence[nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
+    ) -> list[list[torch.Tensor]]:
+        """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
+        inputs, backprops = self._arrays()
+        # Weighted, a short factor can underflow, and be rounded up, though the product is long.
+        limits = torch.finfo(inputs.dtype)
+        lengths = _row_norms(inputs).clamp(limits.tiny, limits.max)
+        inputs = inputs / lengths.to(inputs)[:, None]
+
+        def total(p: nn.Parameter, weight: torch.Tensor) -> torch.Tensor:
+            factors = weight * lengths if p.dim() == 2 else weight
+            weighted = backprops * to_precision(factors, backprops.dtype)[:, None]
+            return (weighted.T @ inputs if p.dim() == 2 else weighted.sum(dim=0)).to(p.dtype)
+
+        return [[total(p, weight) for weight in weights] for p in params]
+
+
+class EmbeddingGradients(LayerGradients):
+    """nn.Embedding: one vector for every pair of a record and a token that it holds."""
+
+    def __init__(self, uses: Sequence[LayerUse]):
+        super().__init__(uses)
+        use = self.uses[0]
+        ids, size = use.activations[0], use.layer.num_embeddings
+        each = math.prod(ids.shape[1:])
+        rows = torch.arange(len(ids), device=ids.device).repeat_interleave(each)
+        pairs, index = torch.unique(rows * size + ids.flatten(), return_inverse=True)
+        vectors = use.backprops.reshape(len(index), use.layer.embedding_dim)
+        self._rows, self._tokens = pairs // size, pairs % size
+        self._vectors = vectors.new_zeros(len(pairs), vectors.shape[1]).index_add_(
+            0, index, vectors
+        )
+
+    def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """The norms of the per-example gradients, shape (rows,), of each of `params`."""
+        squares = _row_norms(self._vectors).square()
+        return [squares.new_zeros(self.rows).index_add_(0, self._rows, squares).sqrt()]
+
+    def sums(
+        self,
+        params: Sequence[nn.Parameter],
+        weights: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor],
+    ) -> list[list[torch.Tensor]]:
+        """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
+        (param,) = params
+        total = torch.zeros_like(param.detach())
+        dtype = self._vectors.dtype
+        factors = [to_precision(weight, dtype)[self._rows, None] for weight in weights]
+        summands = [(factor * self._vectors).to(total.dtype) for factor in factors]
+        return [[total.index_add(0, self._tokens, summand) for summand in summands]]
+
+
+def _row_norms(array: torch.Tensor) -> torch.Tensor:
+    # In float64: squares of a short factor underflow though the other one is long.
+    return torch.linalg.vector_norm(array, dim=1, dtype=torch.float64)
+
+
+def gradients_of(use: LayerUse) -> LayerGradients:
+    """The fastest exact way to the gradients of one use of a layer."""
+    use.check()
+    kind = type(use.layer)
+    own = [getattr(use.layer, name, None) for name in ("weight", "bias")]
+    if any(all(p is not q for q in own) for p in use.layer.parameters(recurse=False)):
+        return LayerGradients([use])
+    if kind is nn.Linear and use.backprops.dim() == use.activations[0].dim() == 2:
+        return LinearGradients([use])
+    if kind is nn.Embedding:
+        return EmbeddingGradients([use])
+    # Opacus' Gram matrices for longer inputs are out: where gradients of positions cancel, their
+    # norm is off by the root of the precision, and the clip would not hold.
+    return LayerGradients([use])

@@ -1,0 +1,114 @@
+"""Ghost clipping: a module that keeps what per-example gradients follow from, not the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
+from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
+from opacus.utils.module_utils import trainable_parameters
+from torch import nn
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.ghost import LayerGradients, LayerUse, gradients_of
+
+
+class GhostSample:
+    """What a parameter holds in `grad_sample` in place of its per-example gradients.
+
+    Args:
+        uses: The uses of the parameter in one batch.
+    """
+
+    def __init__(self, uses: Sequence[LayerGradients]):
+        single = len(uses) == 1
+        self._gradients: LayerGradients | None = (
+            uses[0] if single else LayerGradients([u for gradients in uses for u in gradients.uses])
+        )
+        self.dtype = uses[0].uses[0].backprops.dtype
+        self.norms: torch.Tensor | None = None
+        self._rows = self._gradients.rows
+
+    @property
+    def gradients(self) -> LayerGradients:
+        """Where norms and sums come from; parameters of one layer share it.
+
+        Raises:
+            UnsupportedRunError: They were used, or the batch was changed.
+        """
+        if self._gradients is None:
+            raise UnsupportedRunError(
+                "got per-example gradients that were used before. Call optimizer.zero_grad() and "
+                "backward() before every step."
+            )
+        for use in self._gradients.uses:
+            use.check()
+        return self._gradients
+
+    def release(self) -> None:
+        """Forgets the batch after its sums were taken."""
+        self._gradients = None
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+class GhostGradSampleModule(GradSampleModule):
+    r"""Opacus' GradSampleModule without the memory for per-example gradients.
+
+    A backward pass keeps the inputs of every trainable layer and the gradients in its outputs.
+    From these `optimizer.step()` computes the norms of the per-example gradients g_i and then the
+    sums that it needs, with factors w_i that depend on the norms:
+
+    .. math:: \sum_i w_i g_i, \qquad w_i = \min(1, C / |g_i|)
+
+    for a layer at a time: linear layers on one vector per record and embeddings without forming
+    any g_i, other layers for some records at a time. The loop is that of "hooks": the plain
+    criterion, one backward pass, and `HiddenStateOptimizer`, `DiceSGDOptimizer` or
+    `DiceAdamOptimizer` (no optimizer of Opacus).
+
+    Opacus' own ghost clipping takes the sum from a second backward pass. What reaches a parameter
+    there past the layers' hooks (a penalty, a forward hook, a loss of shape (n, 1)) is in the sum,
+    but not in the norms, so no clip bounds it. Here it is not in the sum, as with "hooks".
+
+    Args:
+        m: See GradSampleModule, as for all arguments.
+        **kwargs: batch_first, loss_reduction, strict, force_functorch.
+
+    Source: one backward pass and a weighted sum ("book-keeping"): Bu, Wang, Zha, Karypis 2023
+        (arXiv 2210.00038).
+    """
+
+    def capture_backprops_hook(  # type: ignore[no-untyped-def]
+        self,
+        module: nn.Module,
+        _forward_input: torch.Tensor,
+        forward_output: tuple[torch.Tensor, ...],
+        loss_reduction: str,
+        batch_first: bool,
+    ):
+        """Keeps what the gradients of `module` follow from; called in the backward pass."""
+        if not self.hooks_enabled:
+            return
+        activations, backprops = self.rearrange_grad_samples(
+            module=module,
+            backprops=forward_output[0].detach(),
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+        )
+        known = not self.force_functorch and type(module) in self.GRAD_SAMPLERS
+        sampler = self.GRAD_SAMPLERS[type(module)] if known else ft_compute_per_sample_gradient
+        gradients = gradients_of(LayerUse(module, activations, backprops, sampler))
+        for _, p in trainable_parameters(module):
+            p._current_grad_sample = [*getattr(p, "_current_grad_sample", ()), gradients]
+            p._forward_counter -= 1
+            if p._forward_counter == 0:
+                p._current_grad_sample = GhostSample(p._current_grad_sample)
+                promote_current_grad_sample(p)
+        if not module.activations and hasattr(module, "max_batch_len"):
+            del module.max_batch_len

@@ -1,0 +1,174 @@
+"""What a guard is: one way to get a silently wrong epsilon, and what stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import nn
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.figures import Figure, read
+
+_T = TypeVar("_T")
+
+
+@attrs.define(eq=False)
+class Piece:
+    """The gradients at hand: of a batch or, under BatchMemoryManager, of a piece of one.
+
+    Attributes:
+        step: The number of the logical step that it belongs to, from 1 on.
+        params: The parameters whose gradients these are: all, or those of one block.
+        block: The number of the block, from 0 on; 0 for an optimizer that has one.
+        rows: Per-example gradients.
+        norms: Theirs, before the clip, shape (rows,); set once all guards have seen the piece.
+    """
+
+    step: int
+    params: Sequence[nn.Parameter]
+    block: int = 0
+    rows: int = 0
+    norms: torch.Tensor = attrs.field(factory=lambda: torch.zeros(0))
+
+    @property
+    def largest_norm(self) -> Figure:
+        """The largest of the norms; 0 for no rows."""
+        return self.norms.max() if self.rows else 0.0
+
+
+class Guard:
+    """One way to be silently wrong, and what stops it. All methods do nothing unless overridden.
+
+    A step goes through them in this order: `admit`, `before`, `figures`, `judge`, `before_noise`,
+    `used`, `moved`, `after`. What `admit` raises leaves the run as it was, because it looks at
+    nothing that depends on the records; what a later method raises ends the run.
+    """
+
+    def admit(self, step: int) -> None:
+        """Raises UnsupportedRunError if there may be no step `step`."""
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the piece may not be used; waits for no device."""
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """Figures to be read from the device together with those of all other guards."""
+        return {}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the values of the figures (of all guards) are wrong."""
+
+    def before_noise(self, piece: Piece) -> None:
+        """Noise is about to be drawn."""
+
+    def used(self, piece: Piece) -> None:
+        """The gradients at hand were added up."""
+
+    def moved(self, piece: Piece) -> None:
+        """The optimizer moved the parameters of the piece."""
+
+    def after(self, step: int) -> None:
+        """The logical step is complete."""
+
+    def resume(self, steps: int) -> None:
+        """The run goes on from a checkpoint after `steps` steps."""
+
+    def iterate_figures(self) -> Mapping[str, Figure]:
+        """As `figures`, of the model between two steps."""
+        return {}
+
+    def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError unless the model is the iterate after `steps` steps."""
+
+    def close(self) -> None:
+        """The run ended: leaves the module and the criterion as they were."""
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What it verifies at every step, and what it cannot see and takes on trust."""
+        return ()
+
+
+class Guards(Guard):
+    """All guards of a run, as one: in their order, with one transfer from the device.
+
+    Args:
+        guards: In the order in which they are asked; the first that raises says why.
+    """
+
+    def __init__(self, guards: Iterable[Guard]):
+        self._guards = tuple(guards)
+
+    def admit(self, step: int) -> None:
+        """Asks every guard."""
+        for guard in self._guards:
+            guard.admit(step)
+
+    def before(self, piece: Piece) -> None:
+        """Asks every guard."""
+        for guard in self._guards:
+            guard.before(piece)
+
+    def check_values(self, piece: Piece) -> dict[str, float]:
+        """Reads the figures of all guards in one transfer, lets each judge them, returns them."""
+        found: dict[str, Figure] = {}
+        for guard in self._guards:
+            found.update(guard.figures(piece))
+        values = read(found)
+        for guard in self._guards:
+            guard.judge(piece, values)
+        return values
+
+    def before_noise(self, piece: Piece) -> None:
+        """Tells every guard."""
+        for guard in self._guards:
+            guard.before_noise(piece)
+
+    def used(self, piece: Piece) -> None:
+        """Tells every guard."""
+        for guard in self._guards:
+            guard.used(piece)
+
+    def moved(self, piece: Piece) -> None:
+        """Tells every guard."""
+        for guard in self._guards:
+            guard.moved(piece)
+
+    def after(self, step: int) -> None:
+        """Tells every guard."""
+        for guard in self._guards:
+            guard.after(step)
+
+    def resume(self, steps: int) -> None:
+        """Tells every guard."""
+        for guard in self._guards:
+            guard.resume(steps)
+
+    def check_iterate(self, steps: int) -> None:
+        """Raises UnsupportedRunError unless the model is what step `steps` left."""
+        found: dict[str, Figure] = {}
+        for guard in self._guards:
+            found.update(guard.iterate_figures())
+        values = read(found)
+        for guard in self._guards:
+            guard.judge_iterate(steps, values)
+
+    def close(self) -> None:
+        """Tells every guard."""
+        for guard in self._guards:
+            guard.close()
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Those of all guards."""
+        return tuple(a for guard in self._guards for a in guard.assumptions)
+
+
+def at_step(step: int, check: Callable[[], _T]) -> _T:
+    """Puts the number of the step in front of what `check` raises."""
+    try:
+        return check()
+    except UnsupportedRunError as error:
+        raise UnsupportedRunError(f"step {step}: {error}") from None

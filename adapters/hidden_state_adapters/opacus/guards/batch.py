@@ -1,0 +1,155 @@
+"""Which piece of which batch the gradients at hand are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.plans import BatchPlan
+from hidden_state_adapters.opacus.guards.base import Guard, Piece, at_step
+from hidden_state_adapters.opacus.guards.gradients import gradient_rows
+
+
+class RowsGuard(Guard):
+    """Counts the rows of a batch, for an optimizer that does not see the loader.
+
+    Attributes:
+        index: Of the batch within the epoch; None where nobody knows it.
+        rows: Records of the pieces of the current batch so far.
+        skips_step: Whether more pieces follow the last one.
+        next_is_skipped: Whether more pieces follow the next one.
+    """
+
+    index: int | None = None
+    rows = 0
+    skips_step = False
+
+    def __init__(self) -> None:
+        self._pieces: list[bool] = []
+
+    def signal(self, do_skip: bool) -> None:
+        """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
+        self._pieces.append(do_skip)
+
+    @property
+    def next_is_skipped(self) -> bool:
+        """Whether more pieces follow the next one."""
+        return bool(self._pieces) and self._pieces[0]
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError unless there are per-example gradients of one batch."""
+        if piece.block == 0:
+            self._take(piece)
+        piece.rows = at_step(piece.step, lambda: gradient_rows(piece.params))
+        if piece.block == 0:
+            self.rows += piece.rows
+        self._check_rows(piece)
+
+    def _take(self, piece: Piece) -> None:
+        self.skips_step = self._pieces.pop(0) if self._pieces else False
+
+    def _check_rows(self, piece: Piece) -> None:
+        """The rows of the piece are known now."""
+
+    def after(self, step: int) -> None:
+        """The next piece is the first of a batch."""
+        self.index, self.rows, self.skips_step = None, 0, False
+
+    def resume(self, steps: int) -> None:
+        """The next piece is the first of a batch."""
+        self.after(steps)
+
+
+class EqualRowsGuard(RowsGuard):
+    """As `RowsGuard`, of batches that all have the same number of rows.
+
+    Args:
+        batch_size: Their number.
+    """
+
+    def __init__(self, batch_size: int):
+        super().__init__()
+        self._batch_size = batch_size
+
+    def _check_rows(self, piece: Piece) -> None:
+        if piece.rows != self._batch_size:
+            raise UnsupportedRunError(
+                f"step {piece.step} has {piece.rows} rows, expected expected_batch_size = "
+                f"{self._batch_size}: all batches are equal. Leave the rest of the data set out "
+                "(drop_last=True)."
+            )
+
+
+class BatchGuard(RowsGuard):
+    """Checks, piece by piece, that a logical step uses the batch that the plan has for it.
+
+    Args:
+        plan: The batches.
+        cursor: Says which batch the loop is working on.
+        divisor_is_public: Whether the sampling probability has to be declared a public constant.
+    """
+
+    def __init__(self, plan: BatchPlan, cursor: BatchCursor, *, divisor_is_public: bool = False):
+        super().__init__()
+        self._plan, self._cursor = plan, cursor
+        self._divisor_is_public = divisor_is_public
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified and what is taken on trust about the batches."""
+        plan = self._plan
+        yield Assumption.checked(plan.description)
+        if not plan.is_secret:
+            yield Assumption.public("order of the batches")
+        if plan.is_secret and plan.is_seeded:
+            yield Assumption.declared("order_seed is random, and nobody else ever knows it")
+        if plan.order is BatchOrder.POISSON:
+            yield Assumption.declared("the sizes of the batches are shown to nobody")
+            if self._divisor_is_public:
+                yield Assumption.declared("the sampling probability b/n is a public constant")
+
+    def signal(self, do_skip: bool) -> None:
+        """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
+        self._cursor.signal(do_skip)
+
+    @property
+    def next_is_skipped(self) -> bool:
+        """Whether more pieces follow the next one."""
+        return self._cursor.next_is_skipped
+
+    def _take(self, piece: Piece) -> None:
+        expected = self._cursor.expected_index
+        index, self.skips_step = at_step(piece.step, self._cursor.take)
+        if index != expected:
+            raise UnsupportedRunError(
+                f"step {piece.step} used "
+                f"{'no new batch' if index is None else f'batch {index}'}, expected batch "
+                f"{expected}: every batch of the private loader is used in order, exactly once per "
+                "epoch. Iterate the loader that make_private returned to its end and step once per "
+                "batch."
+            )
+        self.index = index
+
+    def _check_rows(self, piece: Piece) -> None:
+        size = self._plan.num_rows(piece.step - 1)
+        rows = self.rows if piece.block == 0 else piece.rows
+        if rows > size or not (self.skips_step or rows == size):
+            what = "batch_size =" if size == self._plan.batch_size else "the records of its batch,"
+            raise UnsupportedRunError(
+                f"step {piece.step} used {rows} rows, expected {what} {size}."
+            )
+
+    def after(self, step: int) -> None:
+        """The next batch is the one after step `step`."""
+        super().after(step)
+        self._cursor.steps_taken = step
+
+    def resume(self, steps: int) -> None:
+        """The loader goes on after `steps` steps."""
+        super().resume(steps)
+        self._cursor.resume_at(steps)
+
+    def judge_iterate(self, steps: int, values: object) -> None:
+        """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
+        self._cursor.check_finished()

@@ -1,0 +1,267 @@
+"""What passes through the model in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
+from hidden_state_adapters.opacus.guards import precision
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.head import HeadWatch
+from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
+
+
+def check_batch_norm(module: nn.Module) -> None:
+    """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch."""
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            continue
+        if part.training or part.running_mean is None:
+            raise UnsupportedRunError(
+                f"Expected no batch statistics, got {type(part).__name__} {name!r} "
+                f"{'in train() mode' if part.training else 'without running statistics'}, frozen "
+                "or not: one record then changes the gradients of all others, and the statistics "
+                "are stored without noise. Call .eval() on this part of the model after every "
+                "model.train(), or use nn.GroupNorm."
+            )
+
+
+class ForwardGuard(Guard):
+    """Checks the training passes of a module.
+
+    A pass is one call of the module, or a call of one of its trainable layers by itself. Every pass
+    uses the parameters that the last step left, no batch statistics, and in the trainable layers
+    the arithmetic of float32 (a frozen backbone may round as it likes: it is a fixed map).
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: Measures the features of a linear layer, or None.
+        parameters: The watch of the module's parameters.
+        checks_convolutions: Whether convolutions and recurrent layers have to be exact, too.
+
+    Attributes:
+        keeps_output: Whether `output` is set.
+        output: What the last training pass returned, and its version then.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        head: HeadWatch | None = None,
+        parameters: ParameterGuard | None = None,
+        *,
+        checks_convolutions: bool = False,
+    ):
+        self._parameters = parameters
+        self.passes = 0
+        self._head = head
+        self._has_other_parameters: Figure = False
+        self.keeps_output = False
+        self.output: tuple[torch.Tensor, int] | None = None
+        self._owners = [
+            part
+            for part in module.modules()
+            if any(p.requires_grad for p in part.parameters(recurse=False))
+        ]
+        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        self._names = {part: _trainable_names(part) for part in self._owners}
+        self._checks_convolutions = checks_convolutions
+        self._has_frozen_backbone = any(not p.requires_grad for p in module.parameters())
+        self._is_inside = False
+        self._handles = [
+            module.register_forward_pre_hook(self._count),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+        for part in self._owners:
+            if part is not module:
+                self._handles.append(part.register_forward_pre_hook(self._count_layer))
+
+    def _is_training(self) -> bool:
+        return torch.is_grad_enabled() and any(part.training for part in self._owners)
+
+    @property
+    def is_in_training_pass(self) -> bool:
+        """Whether what is computed now may belong to the next step."""
+        return self.passes > 0 and self._is_training()
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_training():
+            return
+        check_batch_norm(module)
+        self._check_unfrozen(module)
+        precision.check_arithmetic(self._trainable)
+        if self._checks_convolutions:
+            precision.check_convolutions(self._trainable)
+        if self._head is not None:
+            self._head.start_pass()
+        self._is_inside = True
+        self.passes += 1
+        if self._parameters is not None:
+            self._has_other_parameters = any_of(
+                [self._has_other_parameters, self._parameters.changed()]
+            )
+
+    def _check_unfrozen(self, layer: nn.Module) -> None:
+        names = self._names.get(layer)
+        now = _trainable_names(layer)
+        if names is not None and not set(now) <= set(names):  # Opacus' hook on the layer would fail
+            raise UnsupportedRunError(
+                f"{type(layer).__name__} trains {now}, expected {names} as at the start: the set "
+                "of trainable parameters is fixed for a run. Freeze the others again, or start "
+                "another run for another set."
+            )
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_inside and self._head is not None:
+            self._head.end_pass(output)
+        if self._is_inside and self.keeps_output and isinstance(output, torch.Tensor):
+            self.output = output, output._version
+        self._is_inside = False
+
+    def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_training():
+            return
+        self._check_unfrozen(module)
+        precision.check_arithmetic(module.parameters(recurse=False))
+        if not self._is_inside:
+            self.passes += 1  # the loop calls a layer by itself
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is taken on trust about the part of the model that is not trained."""
+        if self._has_frozen_backbone:
+            yield Assumption.declared(
+                "the frozen part of the model is public: it was not fitted to the private records, "
+                "and it maps every record by itself"
+            )
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError unless the gradients are of one training pass."""
+        if self.passes != 1:
+            raise UnsupportedRunError(
+                f"step {piece.step} follows {self.passes} training passes through the model or a "
+                "layer of it, expected 1: every record passes once, in its own row. Evaluate in "
+                "eval() mode or under torch.no_grad()."
+            )
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """Whether a pass used other parameters."""
+        return {"perturbed": self._has_other_parameters}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if one did."""
+        if values["perturbed"]:
+            raise UnsupportedRunError(
+                f"step {piece.step} has gradients at other parameters than the last step left: "
+                "they were changed for the training pass and restored. The theorems need the "
+                "gradient at the iterate. Leave the parameters alone between the steps."
+            )
+
+    def used(self, piece: Piece) -> None:
+        """Starts counting for the next piece."""
+        self._reset()
+
+    def resume(self, steps: int) -> None:
+        """Starts counting anew."""
+        self._reset()
+
+    @property
+    def largest_feature_norm(self) -> torch.Tensor | None:
+        """Of the records since the last reset; None without a measurement."""
+        return None if self._head is None else self._head.largest_feature_norm
+
+    def _reset(self) -> None:
+        self.passes, self.output = 0, None
+        if self._head is not None:
+            self._head.reset()
+        self._has_other_parameters = False
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        if self._head is not None:
+            self._head.remove()
+
+    def __reduce__(self) -> Any:
+        return _idle_watch, ()  # a copy of the module trains nothing here
+
+
+def _trainable_names(layer: nn.Module) -> list[str]:
+    parameters = layer.named_parameters(recurse=False)
+    # "ew" puts tensors in their place that know no attributes.
+    return [name for name, p in parameters if type(p) is nn.Parameter and p.requires_grad]
+
+
+def _idle_watch() -> ForwardGuard:
+    watch = ForwardGuard(nn.Identity())
+    watch.close()
+    return watch
+
+
+class SameInputsGuard(Guard):
+    """Notices that the blocks of a step are updated on different inputs.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        forward: The guard of its training passes, already attached.
+    """
+
+    def __init__(self, module: nn.Module, forward: ForwardGuard):
+        self._forward = forward
+        self._first: list[tuple[torch.Tensor, int]] | None = None
+        self._differs = False
+        self._handle = module.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._forward.is_in_training_pass:
+            return
+        tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
+        if self._first is None:
+            self._first = [(x, x._version) for x in tensors]
+        elif len(tensors) != len(self._first):
+            self._differs = True
+        else:
+            pairs = zip(tensors, self._first, strict=True)
+            self._differs |= not all(_same(x, old, version) for x, (old, version) in pairs)
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if a block was updated on other inputs."""
+        if self._differs:
+            raise UnsupportedRunError(
+                f"step {piece.step} follows training passes on different inputs, expected the same "
+                "batch for every block. Draw batch and augmentation outside of the closure."
+            )
+
+    def after(self, step: int) -> None:
+        """The next step has another batch."""
+        self._first, self._differs = None, False
+
+    def resume(self, steps: int) -> None:
+        """The next step has another batch."""
+        self.after(steps)
+
+    def close(self) -> None:
+        """Removes the hook."""
+        self._handle.remove()
+
+    def __reduce__(self) -> Any:
+        return _idle_inputs_watch, ()  # a copy of the module trains nothing here
+
+
+def _idle_inputs_watch() -> SameInputsGuard:
+    module = nn.Identity()
+    return SameInputsGuard(module, ForwardGuard(module))
+
+
+def _same(tensor: torch.Tensor, old: torch.Tensor, version: int) -> bool:
+    if old._version != version:
+        return False
+    return tensor is old or (tensor.dtype == old.dtype and torch.equal(tensor, old))

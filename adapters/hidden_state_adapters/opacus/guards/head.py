@@ -1,0 +1,170 @@
+"""What goes into the linear head of a model, and what becomes of its output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.figures import Figure
+from hidden_state_adapters.opacus.gradients.norms import ROUNDING, row_norms
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+
+# Modules of torch.nn whose forward pass is the same in train() and eval() mode.
+_SAME_IN_BOTH_MODES = {
+    "activation", "container", "conv", "flatten", "linear", "normalization", "padding", "pooling",
+    "sparse",
+}  # fmt: skip
+_EXCEPT = (nn.RReLU, nn.MultiheadAttention)
+
+
+class HeadWatch:
+    """Measures the features that reach a linear head; optionally checks that it is all there is.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: Its linear layer.
+        is_output: Whether the loss geometry was derived from the head: its output then has to be
+            the output of the module as it is, and everything before it is frozen and in eval()
+            mode (where it would otherwise draw random numbers or mix the records of a batch).
+    """
+
+    def __init__(self, module: nn.Module, head: nn.Linear, is_output: bool):
+        self.largest_feature_norm: torch.Tensor | None = None
+        self._is_output, self._is_open, self._is_idle = is_output, False, False
+        self._outputs: list[tuple[torch.Tensor, int]] = []
+        self._backbone = [
+            (name, part)
+            for name, part in module.named_modules()
+            if not any(inner is head for inner in part.modules()) and not _is_stateless(part)
+        ]
+        self._handles = [
+            head.register_forward_pre_hook(self._measure, with_kwargs=True),
+            head.register_forward_hook(self._keep),
+        ]
+
+    def start_pass(self) -> None:
+        """A training pass through the module begins."""
+        self._outputs, self._is_open = [], True
+        for name, part in self._backbone if self._is_output else ():
+            if part.training:
+                raise UnsupportedRunError(
+                    f"Expected everything before the linear head in eval() mode, got "
+                    f"{type(part).__name__} {name!r} in train() mode: it may draw random numbers "
+                    "or mix the records of a batch. Call .eval() on this part of the model after "
+                    "every model.train()."
+                )
+
+    def end_pass(self, output: Any) -> None:
+        """The pass returned `output`.
+
+        Raises:
+            UnsupportedRunError: It is not the output of the head.
+        """
+        outputs, self._outputs, self._is_open = self._outputs, [], False
+        if self._is_output and not (len(outputs) == 1 and _is_unchanged(*outputs[0], output)):
+            raise UnsupportedRunError(
+                f"Expected the output of the model to be that of its linear head, got the output "
+                f"of something else after {len(outputs)} calls of the head: the loss is then not "
+                'the one whose constants loss_geometry="auto" knows. Return self.head(features) '
+                "from forward, or declare a LossGeometry."
+            )
+
+    def _keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self._is_open:
+            self._outputs.append((output, output._version))
+
+    def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_idle or not (torch.is_grad_enabled() and module.training):
+            return
+        features = args[0] if args else kwargs["input"]
+        if features.dim() != 2:
+            raise UnsupportedRunError(
+                f"Expected features of shape (records, {module.in_features}) at the linear layer, "
+                f"got {tuple(features.shape)}: several rows per record are not one linear "
+                "prediction. Flatten them, or declare loss_geometry without feature_norm."
+            )
+        largest = row_norms(features.detach()).max() if len(features) else None
+        if largest is not None and self.largest_feature_norm is not None:
+            largest = torch.maximum(largest, self.largest_feature_norm)
+        self.largest_feature_norm = largest
+
+    def reset(self) -> None:
+        """Starts measuring the next batch."""
+        self.largest_feature_norm = None
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        return _idle_watch, ()  # a copy of the module trains nothing here
+
+
+class FeatureGuard(Guard):
+    """Notices features that are longer than declared.
+
+    Args:
+        bound: Of the norm of every record at the linear layer.
+        largest: The largest norm since the last piece, or None if nothing was measured.
+    """
+
+    def __init__(self, bound: float, largest: Callable[[], torch.Tensor | None]):
+        self._bound, self._largest = bound, largest
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(f"feature norms at most {self._bound:g}")
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """The largest norm; not a number if rows were not measured."""
+        largest = self._largest()
+        if not piece.rows:
+            return {"feature": 0.0}
+        return {"feature": math.nan if largest is None else largest}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if it is not what was declared."""
+        largest = values["feature"]
+        if not largest <= self._bound * (1 + ROUNDING):
+            raise UnsupportedRunError(
+                f"step {piece.step} used features of norm {largest:.8g}, expected at most "
+                f"feature_norm = {self._bound:.8g}. The step was not taken. Scale every record "
+                "down to the declared norm, after all augmentation."
+            )
+
+
+def _is_unchanged(output: torch.Tensor, version: int, returned: Any) -> bool:
+    """Whether `returned` is `output`, or another view of the very same numbers.
+
+    Backward hooks make torch return such a view. Writing into it would raise the version of both.
+    """
+    return (
+        isinstance(returned, torch.Tensor)
+        and returned.data_ptr() == output.data_ptr()
+        and (returned.shape, returned.stride()) == (output.shape, output.stride())
+        and output._version == version
+    )
+
+
+def _is_stateless(part: nn.Module) -> bool:
+    package, _, name = type(part).__module__.rpartition(".")
+    return (
+        package == "torch.nn.modules"
+        and name in _SAME_IN_BOTH_MODES
+        and not isinstance(part, _EXCEPT)
+    )
+
+
+def _idle_watch() -> HeadWatch:
+    head = nn.Linear(1, 1)
+    watch = HeadWatch(head, head, False)
+    watch.remove()
+    watch._is_idle = True  # Opacus calls copies of the head, with their hooks, inside vmap
+    return watch

@@ -1,0 +1,278 @@
+"""What is done to the parameters between the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.precision import check_precision
+
+# Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = 0xBF58476D1CE4E5B9 - 2**64
+_CHUNK = 2**22  # numbers at a time
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError unless `optimizer` trains exactly the trainable parameters."""
+    own = dict(module.named_parameters())
+    known = {id(p) for p in own.values()}
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if managed - known:
+        raise UnsupportedRunError(
+            "Expected the optimizer to hold parameters of the module only, got "
+            f"{len(managed - known)} others (Module parameters are different than optimizer "
+            "Parameters). Construct it with module.parameters()."
+        )
+    if not any(p.requires_grad for p in own.values()):
+        raise UnsupportedRunError("Expected a module with trainable parameters, got none.")
+    for name, param in own.items():
+        if not param.requires_grad:
+            continue
+        check_precision(f"parameter {name}", param)
+        if id(param) not in managed:
+            raise UnsupportedRunError(
+                f"Expected every trainable parameter in the optimizer, {name} is missing: other "
+                "code could train it unaccounted. Add it, or freeze it with requires_grad_(False)."
+            )
+
+
+class ParameterGuard(Guard):
+    """Notices when parameters change in another way than through the private optimizer.
+
+    A copy of the trainable parameters is kept after every step and compared bit by bit before the
+    next one; this sees every way to write them (`load_state_dict`, `.data`, another optimizer).
+    `ForwardGuard` compares them in every training pass, too: a gradient taken at perturbed
+    parameters that are restored before the step (Nesterov by hand, sharpness-aware training) is not
+    the gradient of the theorems. Values that are changed and restored with neither in between
+    (evaluation with averaged weights) do no harm. Buffers and frozen parameters must not change at
+    all during a run; of the latter a fingerprint is kept, which is compared before a step if
+    something counted a write, and for every epsilon.
+
+    It cannot see a model that was copied out, trained elsewhere and released, nor values that were
+    changed through `.data` between forward and backward pass and restored.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        optimizer: The wrapped optimizer.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer):
+        self._module = module
+        self._optimizer = optimizer
+        self._names = _trainable(module)
+        self.params = [param for _, param in self._names]
+        self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._copies: list[torch.Tensor] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._frozen: dict[str, tuple[torch.Tensor, int, int]] = {}
+        self._remember()
+        self._remember_fixed()
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(
+            "parameters in float32 or float64, changed by the private optimizer only; no batch "
+            "statistics, buffers unchanged"
+        )
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
+        self._check_structure(piece.step)
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """Whether a parameter or a buffer was written."""
+        return self.iterate_figures()
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if one was."""
+        self._judge(piece.step - 1, values)
+
+    def iterate_figures(self) -> Mapping[str, Figure]:
+        """Whether a parameter or a buffer was written."""
+        return {"changed": self.changed(), "buffers": self._buffers_changed()}
+
+    def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if one was, or a frozen parameter."""
+        self._judge(steps, values)
+        self._check_frozen(f"The model after step {steps} has", is_thorough=True)
+
+    def _judge(self, steps: int, values: Mapping[str, float]) -> None:
+        if values["changed"]:
+            raise UnsupportedRunError(
+                f"The parameters were changed outside the private optimizer after step {steps}, so "
+                "the model is not the iterate that was accounted. Leave them alone during the run; "
+                "an earlier iterate may be used only if engine.release() was called there."
+            )
+        if values["buffers"]:
+            raise UnsupportedRunError(
+                "A buffer of the module was changed during the run (running statistics, counters, "
+                "caches): it carries data of the records past the noise. Put the layer that writes "
+                "it in eval() mode, or replace it."
+            )
+
+    def moved(self, piece: Piece) -> None:
+        """Takes the current values for those that the last step left."""
+        self._remember()
+
+    def resume(self, steps: int) -> None:
+        """Takes the loaded values, buffers and frozen parameters for those of the run."""
+        self._remember()
+        self._remember_fixed()
+
+    def close(self) -> None:
+        """Drops the copies."""
+        self._copies, self._buffers, self._frozen = [], {}, {}
+
+    def _remember_fixed(self) -> None:
+        """Takes the current buffers and frozen parameters of the module for those of the run."""
+        self._frozen = {
+            name: (p, p._version, _fingerprint(p))
+            for name, p in self._module.named_parameters()
+            if not p.requires_grad
+        }
+        self._buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
+
+    def _buffers_changed(self) -> Figure:
+        """Whether a buffer was added, removed or written during the run."""
+        buffers = dict(self._module.named_buffers())
+        if buffers.keys() != self._buffers.keys():
+            return True
+        return any_of(_differ(buffers[k], old) for k, old in self._buffers.items())
+
+    def _remember(self) -> None:
+        """Takes the current values for those that the last step left."""
+        if len(self._copies) != len(self.params):
+            self._copies = [param.detach().clone() for param in self.params]
+            return
+        for index, (param, copy) in enumerate(zip(self.params, self._copies, strict=True)):
+            value = param.detach()
+            if (value.shape, value.dtype, value.device) == (copy.shape, copy.dtype, copy.device):
+                copy.copy_(value)
+            else:
+                self._copies[index] = value.clone()
+
+    def _check_structure(self, step: int) -> None:
+        """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
+        names = _trainable(self._module)
+        if len(names) != len(self._names) or any(
+            name != old_name or param is not old
+            for (name, param), (old_name, old) in zip(names, self._names, strict=True)
+        ):
+            raise UnsupportedRunError(
+                f"step {step} trains {[name for name, _ in names]}, expected "
+                f"{[name for name, _ in self._names]} as at the start: the set of trainable "
+                "parameters is fixed for a run. Start another run for another set."
+            )
+        self._check_frozen(f"step {step} starts with")
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in params} != self._managed:
+            raise UnsupportedRunError(
+                f"step {step} optimizes {len(params)} parameters, expected the "
+                f"{len(self._managed)} of the start: parameter groups are fixed for a run."
+            )
+        _refuse_moving_frozen(step, params)
+
+    def _check_frozen(self, when: str, *, is_thorough: bool = False) -> None:
+        """Raises UnsupportedRunError if the frozen part of the model is another one.
+
+        Args:
+            when: Where that was found.
+            is_thorough: Reads all values, and not only those whose count of writes has changed;
+                `.data` is written without being counted.
+        """
+        for name, (frozen, version, known) in self._frozen.items():
+            if frozen._version == version and not is_thorough:
+                continue
+            if _fingerprint(frozen) != known:
+                raise UnsupportedRunError(
+                    f"{when} another value of the frozen parameter {name} than at the start: the "
+                    "frozen part of the model is public and stays as it is. Start another run for "
+                    "another one."
+                )
+            self._frozen[name] = frozen, frozen._version, known  # swapped and restored
+
+    def changed(self) -> Figure:
+        """Whether a value differs from what the last step left."""
+        pairs = zip(self.params, self._copies, strict=True)
+        return any_of(_differ(param, copy) for param, copy in pairs)
+
+
+def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
+    """Also refuses parameters in low precision."""
+    for param in params:
+        if param.requires_grad:
+            check_precision("parameters", param)
+        elif param.grad is not None:
+            raise UnsupportedRunError(
+                f"step {step} would move a frozen parameter by its old gradient, without noise. "
+                "Set its .grad to None."
+            )
+
+
+def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
+    if value.shape != copy.shape or value.dtype != copy.dtype:
+        return True
+    value = value.detach().to(copy.device)
+    if copy.dtype in _INTEGERS:  # compares bits: NaN equals itself
+        kind = _INTEGERS[copy.dtype]
+        value, copy = value.view(kind), copy.view(kind)
+    return differ(value, copy)
+
+
+def _fingerprint(value: torch.Tensor) -> int:
+    """A number that changes with any bit, and with the places of the numbers."""
+    kind = _BY_SIZE.get(value.element_size(), torch.uint8)
+    flat = value.detach().contiguous().flatten().view(kind)
+    total = 0
+    for start in range(0, len(flat), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=flat.device)
+        mixed = (part + places * _GOLDEN) * _MIX  # integers wrap
+        mixed = (mixed ^ (mixed >> 29)) * _GOLDEN
+        total += int((mixed ^ (mixed >> 32)).sum())
+    return total
+
+
+class ParameterSetGuard(Guard):
+    """The same parameters in every step, for an optimizer that was not shown the module.
+
+    Args:
+        optimizer: The wrapped optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._params = self._trained()
+
+    def _managed(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._managed() if p.requires_grad]
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if parameters were added, removed, frozen or unfrozen."""
+        now, step = self._trained(), piece.step
+        if len(now) != len(self._params) or any(
+            p is not then for p, then in zip(now, self._params, strict=True)
+        ):
+            raise UnsupportedRunError(
+                f"step {step} trains {len(now)} parameters, expected the {len(self._params)} of "
+                "the construction: what the optimizer keeps belongs to them. Construct another "
+                "optimizer for another set."
+            )
+        _refuse_moving_frozen(step, self._managed())

@@ -1,0 +1,191 @@
+"""Learning rates and the number of steps, said before training and compared with what happens."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+from torch.optim import Optimizer
+
+from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError
+from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+
+# Schedulers multiply step by step, some in float32.
+_ROUNDING = 1e-6
+_SCHEDULED = {
+    "learning_rate": "learning rate",
+    "noise_multiplier": "noise",
+    "clip_norm": "clip norm",
+    "weight_decay": "decay",
+}
+
+
+def _read_only(values: np.ndarray) -> np.ndarray:
+    values.flags.writeable = False
+    return values
+
+
+@attrs.frozen(eq=False)
+class DeclaredSchedule:
+    """What `make_private` was told about the learning rates and the number of steps.
+
+    The theorems are about a number of steps and learning rates that do not depend on the records.
+    What is declared before the first step and then compared at every step needs no trust.
+
+    Attributes:
+        num_steps: N, or None if it was not declared.
+        learning_rates: Of the optimizer, shape (N,); shape (1,) for one constant; None if they were
+            not declared.
+    """
+
+    num_steps: int | None = None
+    learning_rates: np.ndarray | None = None
+
+    def learning_rate(self, num_steps: int, scale: float) -> float | Schedule | None:
+        """The learning rates of the first `num_steps` steps, times `scale`; None if undeclared."""
+        if self.learning_rates is None:
+            return None
+        if len(self.learning_rates) == 1:
+            return float(self.learning_rates[0]) * scale
+        return Schedule.from_sequence(self.learning_rates[:num_steps] * scale, "learning_rate")
+
+    def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:
+        """The assumptions of a bound, with what was compared marked as checked.
+
+        Args:
+            run: The run.
+            proven: What the bound assumes about the recorded event.
+        """
+        proven = tuple(proven)
+        if self.num_steps is None and self.learning_rates is None:
+            return proven
+        if all(a.topic is not Topic.FIXED_IN_ADVANCE for a in proven):
+            return proven
+        return replace_assumptions(proven, *self._own_assumptions(run))
+
+    def _own_assumptions(self, run: Run) -> Iterator[Assumption]:
+        def declared(text: str) -> Assumption:
+            return Assumption.declared(text, Topic.FIXED_IN_ADVANCE)
+
+        def checked(text: str) -> Assumption:
+            return Assumption.checked(text, Topic.FIXED_IN_ADVANCE)
+
+        event, steps, total = run.event(), run.num_steps, self.num_steps
+        if total is None:
+            yield declared("number of steps fixed in advance")
+        elif steps == total:
+            yield checked(f"all of the {total} steps declared in advance")
+        else:
+            yield declared(
+                f"training ends after step {steps} of the {total} that were declared, for a "
+                "reason that does not depend on the records"
+            )
+        # An event that has no such field is about constant values, which SettingsGuard compares.
+        values = {name: getattr(event, field, None) for field, name in _SCHEDULED.items()}
+        if self.learning_rates is not None:
+            del values["learning rate"]
+            yield checked("learning rate of every step as declared in advance")
+        constant = [n for n, v in values.items() if v is not None and not isinstance(v, Schedule)]
+        varying = [name for name, value in values.items() if isinstance(value, Schedule)]
+        if constant:
+            yield checked(f"constant {', '.join(constant)}")
+        if varying:
+            yield declared(f"schedule of {', '.join(varying)} fixed in advance")
+        if run.release_steps:
+            yield declared("released steps fixed in advance")
+
+    def fields(self) -> dict[str, Any]:
+        """Plain types that are equal for equal declarations, and short."""
+        rates = self.learning_rates
+        if rates is None:
+            return {"learning_rate_schedule": None, "num_steps": self.num_steps}
+        return {
+            "learning_rate_schedule": {
+                "length": len(rates),
+                "first": float(rates[0]),
+                "last": float(rates[-1]),
+                "sha256": hashlib.sha256(rates.astype("<f8").tobytes()).hexdigest(),
+            },
+            "num_steps": self.num_steps,
+        }
+
+
+class ScheduleGuard(Guard):
+    """Notices learning rates and steps that are not the declared ones.
+
+    Args:
+        schedule: What was declared.
+        optimizer: The wrapped optimizer; its groups have one learning rate if one was declared.
+    """
+
+    def __init__(self, schedule: DeclaredSchedule, optimizer: Optimizer):
+        self._schedule, self._optimizer = schedule, optimizer
+
+    def admit(self, step: int) -> None:
+        """Raises UnsupportedRunError if all declared steps were taken; the model stays covered."""
+        total = self._schedule.num_steps
+        if total is not None and step > total:
+            raise UnsupportedRunError(
+                f"Expected num_steps = {total} steps, as declared to make_private, got step "
+                f"{step}. The model is that of step {total}, which is accounted. Stop here; for "
+                "more steps call make_private again (the runs compose)."
+            )
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the step uses another rate than the declared one."""
+        rates = self._schedule.learning_rates
+        if rates is None:
+            return
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        declared = float(rates[0 if len(rates) == 1 else piece.step - 1])
+        if not math.isclose(rate, declared, rel_tol=_ROUNDING):
+            raise UnsupportedRunError(
+                f"step {piece.step} uses learning rate {rate:.8g}, expected {declared:.8g} as "
+                "declared by learning_rate_schedule. The step was not taken. Give make_private the "
+                "schedule that the loop follows; step the scheduler once per logical step."
+            )
+
+
+def declared_schedule(learning_rate_schedule: Any, num_steps: int | None) -> DeclaredSchedule:
+    """Checks the arguments of `make_private`; see there.
+
+    Raises:
+        TypeError, ValueError: They have an impossible value, or differ in length.
+    """
+    if num_steps is not None:
+        if isinstance(num_steps, bool) or not isinstance(num_steps, numbers.Integral):
+            raise TypeError(f"Expected num_steps to be an integer or None, got {num_steps!r}.")
+        if num_steps < 1:
+            raise ValueError(f"Expected num_steps >= 1, got {num_steps}.")
+        num_steps = int(num_steps)
+    if learning_rate_schedule is None:
+        return DeclaredSchedule(num_steps)
+    if isinstance(learning_rate_schedule, numbers.Real):
+        one = Schedule.from_sequence([float(learning_rate_schedule)], "learning_rate_schedule")
+        return DeclaredSchedule(num_steps, _read_only(one.to_array()))
+    if callable(learning_rate_schedule) or not isinstance(learning_rate_schedule, Iterable):
+        if not isinstance(learning_rate_schedule, Schedule):
+            raise TypeError(
+                "Expected learning_rate_schedule to be a number, one number per step or a "
+                f"hidden_state_accountants.Schedule, got {type(learning_rate_schedule).__name__}. "
+                "Of a function f pass [f(k) for k in range(num_steps)]."
+            )
+        schedule = learning_rate_schedule
+    else:
+        schedule = Schedule.from_sequence(learning_rate_schedule, "learning_rate_schedule")
+    length = schedule.num_steps
+    if num_steps is not None and num_steps != length:
+        raise ValueError(
+            f"Expected a learning_rate_schedule of num_steps = {num_steps} steps, got {length}. "
+            "Give one learning rate per logical step (not per epoch), or leave num_steps out."
+        )
+    rates = schedule.to_array()
+    # One constant is stored once; num_steps then says how long it holds.
+    return DeclaredSchedule(length, _read_only(rates[:1] if len(schedule.values) == 1 else rates))

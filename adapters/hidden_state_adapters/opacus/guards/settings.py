@@ -1,0 +1,209 @@
+"""What an optimizer is set to, and what must not change under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+
+_FORBIDDEN = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+
+
+class UnsupportedUpdateError(UnsupportedRunError):
+    """The wrapped optimizer moves in a way that no last-iterate theorem covers.
+
+    Args:
+        what: What was expected and what was got.
+        why: Why it matters, and what to do.
+    """
+
+    def __init__(self, what: str, why: str):
+        super().__init__(f"{what}: {why}")
+        self.what = what
+
+
+class SettingsGuard(Guard):
+    """Notices another inner optimizer, a step hook, or settings that changed.
+
+    Args:
+        optimizer: The private optimizer, as it is at the start of the run.
+        settings: Gives what has to stay the same, by name.
+        check_update_rule: Raises UnsupportedRunError unless the inner optimizer makes steps that
+            the bound is about.
+        constant: What the bound needs, in words.
+    """
+
+    def __init__(
+        self,
+        optimizer: DPOptimizer,
+        settings: Callable[[], Mapping[str, Any]],
+        check_update_rule: Callable[[Optimizer], None],
+        constant: str,
+    ):
+        self._optimizer, self._base = optimizer, optimizer.original_optimizer
+        self._settings, self._check_update_rule = settings, check_update_rule
+        self._constant = constant
+        self._fixed, self._generator = dict(settings()), optimizer.generator
+
+    def before(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if something is not as it was."""
+        step = piece.step
+        if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
+            raise UnsupportedRunError(
+                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
+                "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
+                "float32 without it."
+            )
+        validate.magnitude("noise_multiplier", self._optimizer.noise_multiplier)
+        if self._optimizer.original_optimizer is not self._base:
+            raise UnsupportedRunError(
+                f"step {step} uses another original_optimizer than the one at the start of the "
+                "run. Make another private optimizer for another one."
+            )
+        self._check_update_rule(self._base)
+        self.check_unchanged(f"step {step} uses")
+        if self._optimizer.generator is not self._generator:
+            raise UnsupportedRunError(
+                f"step {step} uses another noise generator than at the start of the run: its noise "
+                "may be that of earlier steps. Leave it alone."
+            )
+        if self._optimizer.step_hook is not None:
+            raise UnsupportedRunError(
+                f"step {step} has a step_hook, which sees the gradients and can change them. Do "
+                "your own work after optimizer.step()."
+            )
+
+    def check_unchanged(self, what: str = "The optimizer has") -> None:
+        """Raises UnsupportedRunError if a setting is not as it was."""
+        settings = self._settings()
+        for name, expected in self._fixed.items():
+            now = settings[name]
+            if now is not expected and now != expected:
+                raise UnsupportedRunError(
+                    f"{what} {name} = {now!r}, expected {expected!r} as at the start of the run: "
+                    f"{self._constant}"
+                )
+
+
+def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
+    """The options that all parameter groups of a plain SGD optimizer share.
+
+    Args:
+        optimizer: The optimizer inside a DPOptimizer.
+
+    Returns:
+        The options of the groups; "lr" and "weight_decay" as floats.
+
+    Raises:
+        UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening,
+            nesterov or maximize, its groups differ in an option, or it has step hooks (its own or
+            global).
+    """
+    if type(optimizer) is not SGD:
+        raise UnsupportedUpdateError(
+            f"Expected torch.optim.SGD, got {type(optimizer).__name__}",
+            "no last-iterate theorem here covers another update rule (it keeps a state that "
+            "depends on all earlier gradients). Use plain SGD, or account every step with a stock "
+            "PrivacyEngine.",
+        )
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for group in groups:
+        for name in ("lr", "weight_decay"):
+            group[name] = float(group[name])
+    for index, group in enumerate(groups[1:], 1):
+        for name in sorted(set(groups[0]) | set(group)):
+            if group.get(name) != groups[0].get(name):
+                raise UnsupportedUpdateError(
+                    f"Expected equal options in all parameter groups, got {name} = "
+                    f"{groups[0].get(name)!r} in group 0 and {group.get(name)!r} in group {index}",
+                    "the theorems contract all parameters alike. Use one group.",
+                )
+    for name, neutral in _FORBIDDEN.items():
+        value = groups[0].get(name, neutral)
+        if value != neutral:
+            raise UnsupportedUpdateError(
+                f"Expected {name} = {neutral}, got {value!r}",
+                "no last-iterate theorem here covers it. Use torch.optim.SGD(params, lr, "
+                f"weight_decay=...) without {name}.",
+            )
+    refuse_step_hooks(optimizer)
+    return groups[0]
+
+
+def refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError if hooks of the optimizer, or of all, can change the update."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise UnsupportedUpdateError(
+                f"Expected an {type(optimizer).__name__} optimizer without step hooks, got one "
+                "registered with register_step_pre_hook or register_step_post_hook",
+                "it can change the update unseen. Remove it.",
+            )
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith("torch.")]
+    if foreign:  # torch's profiler counts steps with one
+        raise UnsupportedUpdateError(
+            f"Expected no step hooks for all optimizers, got {foreign[0]!r} from "
+            "register_optimizer_step_pre_hook or register_optimizer_step_post_hook",
+            "it can change the update unseen. Remove it.",
+        )
+
+
+def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) -> None:
+    """Raises UnsupportedRunError unless `optimizer` is exactly of an `allowed` type."""
+    if type(optimizer) in allowed:
+        return
+    if isinstance(optimizer, DPOptimizer):
+        remedy = "Pass its original_optimizer."
+    else:
+        remedy = (
+            "The noisy update may go through any rule that sees nothing else of the records, but "
+            "only these were read."
+        )
+    raise UnsupportedRunError(
+        f"Expected {' or '.join(f'torch.optim.{t.__name__}' for t in allowed)} in {name}, got "
+        f"{type(optimizer).__name__}. {remedy}"
+    )
+
+
+def check_options(
+    loss_reduction: Any, generator: Any, secure_mode: Any, expected_batch_size: Any = 1
+) -> None:
+    """Checks the arguments that Opacus takes as they come; one process only.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: There are several processes.
+    """
+    validate.integer("expected_batch_size", expected_batch_size, minimum=1)
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"Expected generator to be a torch.Generator or None, got {type(generator).__name__}."
+        )
+    if not isinstance(secure_mode, bool):
+        raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        raise UnsupportedRunError(
+            f"Expected one process, got {torch.distributed.get_world_size()}: noise and hidden "
+            "state across processes are not checked yet. Train in a single process."
+        )
+
+
+def refuse_per_layer(**norms: Any) -> None:
+    """Raises UnsupportedRunError for lists of clip norms."""
+    for name, value in norms.items():
+        if isinstance(value, list | tuple):
+            raise UnsupportedRunError(
+                f"Expected {name} to be one number, got {value!r}: a list clips every layer by "
+                "itself, which is not supported. Pass the norm of the whole gradient of a record."
+            )

@@ -1,0 +1,176 @@
+"""What a mechanism is: one private update rule, in the middle of the step that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import dp_accounting
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from hidden_state_accountants.runs.base import Run, Step
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.batch import RowsGuard
+from hidden_state_adapters.opacus.run.arguments import RunArguments
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+
+
+class Mechanism:
+    """How one algorithm clips, adds up and moves; `optimizer.PrivateOptimizer` does the rest.
+
+    A mechanism is one file with two classes: this one, and a PrivateOptimizer that names it in
+    `mechanism_type`. Nothing else asks which mechanism a run has.
+
+    Attributes:
+        base_types: What the wrapped optimizer may be, exactly.
+        options: Arguments of `make_private` that belong to this mechanism.
+        refused: Arguments of `make_private` that make no sense with it, and why.
+        constant: What its bound says about settings that stay the same, for an error.
+        checked: What is verified at every step, in words.
+        takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
+        secret: What a copy of the optimizer would give away, beside missing steps; or "".
+
+    Args:
+        optimizer: The private optimizer that it belongs to.
+    """
+
+    base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
+    options: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
+    constant: ClassVar[str]
+    checked: ClassVar[str]
+    takes_pieces: ClassVar[bool] = True
+    secret: ClassVar[str] = ""
+
+    def __init__(self, optimizer: DPOptimizer):
+        self.optimizer = optimizer
+        self.base: Optimizer = optimizer.original_optimizer
+        self.params: list[nn.Parameter] = optimizer.params
+
+    # Before there is an optimizer: what make_private asks.
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Checks what only this mechanism knows, before anything is changed.
+
+        Args:
+            arguments: Of `make_private`.
+            module: Without Opacus' wrapper.
+            optimizer: Without Opacus' wrapper.
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value.
+            UnsupportedRunError: The run is not covered.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> dp_accounting.DpEvent:
+        """The declared run with this noise and number of steps.
+
+        Raises:
+            TypeError, ValueError: A hyper-parameter has an impossible value.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> Run:
+        """What records the declared run."""
+        raise NotImplementedError
+
+    @classmethod
+    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
+        """Arguments that its optimizer takes beside those of DPOptimizer."""
+        return {}
+
+    # Its part of the guards
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What has to stay the same in a run, by name; plain types."""
+        names = ("loss_reduction", "expected_batch_size", "secure_mode")
+        return {name: getattr(self.optimizer, name) for name in names}
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError unless the wrapped optimizer moves as the bound says."""
+        raise NotImplementedError
+
+    def guards(self) -> Sequence[Guard]:
+        """Those that only this mechanism needs."""
+        return ()
+
+    def guards_by_hand(self) -> Sequence[Guard]:
+        """Those that stand in for what an engine sees."""
+        return ()
+
+    def rows_guard(self) -> RowsGuard:
+        """What counts the rows of an optimizer that was made by hand."""
+        return RowsGuard()
+
+    # Its part of a step
+
+    @property
+    def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters that are moved together; the gradients of each are taken anew."""
+        return [self.params]
+
+    def accumulate(self, piece: Piece) -> None:
+        """Adds the clipped gradients of a piece to `summed_grad`."""
+        raise NotImplementedError
+
+    def before_noise(self, piece: Piece) -> None:
+        """The sums are complete; the noise comes next."""
+
+    def after_move(self, piece: Piece) -> None:
+        """The wrapped optimizer has moved the parameters of the piece."""
+
+    def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
+        """What is recorded of a logical step, right before the parameters move."""
+        return Step(
+            noise_multiplier=float(self.optimizer.noise_multiplier),
+            clip_norm=float(self.optimizer.max_grad_norm),
+            batch=batch,
+            rows=rows,
+            largest_norm=largest_norm,
+        )
+
+    def run_by_hand(self) -> Run:
+        """What records the steps of an optimizer that was made by hand."""
+        raise TypeError(
+            f"{type(self.optimizer).__name__} is made by HiddenStatePrivacyEngine.make_private, "
+            "which deals its batches."
+        )
+
+    # Where the run goes on
+
+    def why_not_resumable(self) -> str:
+        """What a run that took steps needs of the private state to go on, or ""."""
+        return ""
+
+    def private_state(self) -> dict[str, Any]:
+        """Plain types and tensors that `why_not_resumable` names. Secret."""
+        return {}
+
+    def load_private_state(self, state: Mapping[str, Any], num_steps: int) -> None:
+        """Restores what `private_state` returned.
+
+        Raises:
+            ValueError: The state is of another run, or damaged.
+        """
+
+    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
+        """The wrapped optimizer is about to load `state_dict`.
+
+        Args:
+            state_dict: What is loaded.
+            is_checkpoint: Whether the engine loads it, with everything else of a run.
+        """
+
+    def after_loading(self) -> None:
+        """The wrapped optimizer has loaded a state."""

@@ -1,0 +1,1 @@
+"""DiceSGD: clipped gradients with clipped error feedback."""

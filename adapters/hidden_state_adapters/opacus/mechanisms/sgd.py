@@ -1,0 +1,181 @@
+"""Plain noisy SGD, of which only the last iterate is released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from hidden_state_accountants import LastIterateDpEvent, RunRecorder, UnsupportedRunError
+from hidden_state_accountants.runs.base import Step
+from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
+from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.gradients import SumsGuard, check_clip_margin
+from hidden_state_adapters.opacus.guards.projection import project_on_ball
+from hidden_state_adapters.opacus.guards.settings import sgd_options
+from hidden_state_adapters.opacus.mechanism import Mechanism
+from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.run.arguments import RunArguments
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+
+
+class NoisySgd(Mechanism):
+    """Clips as Opacus does, moves along the noisy mean, and projects on a ball.
+
+    Args:
+        optimizer: The private optimizer.
+        lipschitz: The declared bound on the gradients, or None.
+        projection_radius: Radius of the ball around 0, or None.
+    """
+
+    base_types = (SGD,)
+    constant = "make_private accounts one run of one kind. Call it again for another one."
+    checked = "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded"
+
+    def __init__(
+        self,
+        optimizer: DPOptimizer,
+        lipschitz: float | None = None,
+        projection_radius: float | None = None,
+    ):
+        super().__init__(optimizer)
+        self._lipschitz, self._radius = lipschitz, projection_radius
+        self._clip_norm: float | None = None  # of the pieces of the current batch
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Raises UnsupportedRunError unless it is plain SGD."""
+        sgd_options(optimizer)
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> LastIterateDpEvent:
+        """The run with the declared learning rates or the current one, and the current decay."""
+        options, scale = sgd_options(declared.optimizer), declared.scale
+        clip_norm = declared.arguments.max_grad_norm
+        check_clip_margin(float(clip_norm), declared.lipschitz)
+        rate = declared.schedule.learning_rate(num_steps, scale)
+        return LastIterateDpEvent(
+            noise_multiplier=noise_multiplier,
+            learning_rate=options["lr"] * scale if rate is None else rate,
+            weight_decay=options["weight_decay"] / scale,
+            clip_norm=clip_norm,
+            num_steps=num_steps,
+            **_constants(declared),
+        )
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> RunRecorder:
+        """What records the declared run."""
+        return RunRecorder(**_constants(declared))
+
+    @classmethod
+    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
+        """The declared bound and the ball."""
+        radius = declared.arguments.projection_radius
+        return {"lipschitz": declared.lipschitz, "projection_radius": radius}
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
+        sgd_options(optimizer)
+
+    def guards(self) -> Sequence[Guard]:
+        """The sums of pieces."""
+        return (SumsGuard(self.params),)
+
+    def accumulate(self, piece: Piece) -> None:
+        r"""Adds what Opacus would.
+
+        .. math:: \sum_i \min(1, C / (|g_i| + 10^{-6}))\, g_i
+        """
+        clip_norm = float(self.optimizer.max_grad_norm)
+        self._check_same_clip_norm(piece, clip_norm)
+        check_clip_margin(clip_norm, self._lipschitz)
+        self._clip_norm = clip_norm
+        add_weighted_sums(piece.params, opacus_clip_factors(piece.norms, clip_norm))
+
+    def before_noise(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the noise is for another clip norm."""
+        self._check_same_clip_norm(piece, float(self.optimizer.max_grad_norm))
+        self._clip_norm = None
+
+    def _check_same_clip_norm(self, piece: Piece, clip_norm: float) -> None:
+        if self._clip_norm is not None and clip_norm != self._clip_norm:
+            raise UnsupportedRunError(
+                f"step {piece.step} clips to {self._clip_norm:g} and then uses {clip_norm:g}. "
+                "Change max_grad_norm between logical steps only."
+            )
+
+    def after_move(self, piece: Piece) -> None:
+        """Projects the joint vector of all parameters."""
+        if self._radius is not None:
+            project_on_ball(piece.params, self._radius)
+
+    def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
+        """What is recorded of a step, with the rate and decay that are about to act."""
+        options = sgd_options(self.base)
+        # The event divides by b; a "sum" optimizer does not.
+        is_mean = self.optimizer.loss_reduction == "mean"
+        scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
+        return attrs.evolve(
+            super().step(batch, rows, largest_norm),
+            learning_rate=options["lr"] * scale,
+            weight_decay=options["weight_decay"] / scale,
+        )
+
+
+def _constants(declared: DeclaredRun) -> dict[str, Any]:
+    return {
+        "batch_order": declared.plan.order,
+        "batch_size": declared.plan.batch_size,
+        "dataset_size": len(declared.plan.records),
+        "loss": declared.loss,
+        "domain_diameter": declared.diameter,
+        "max_batch_size": declared.arguments.max_batch_size,
+    }
+
+
+class HiddenStateOptimizer(PrivateOptimizer):
+    """Noisy clipped SGD on the batches of a plan; what the engine's event describes.
+
+    One logical step of x is
+
+        x <- P_R((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise))
+
+    with noise of standard deviation noise_multiplier * max_grad_norm. torch.optim.SGD applies its
+    `weight_decay` to the parameters, outside the clip: that is decoupled decay. (A penalty in the
+    loss is inside the clip and does not count.) P_R projects all parameters together on the ball
+    of `projection_radius`.
+
+    `HiddenStatePrivacyEngine.make_private` makes it.
+
+    Formal guarantees:
+      - Relation and released iterates: those of the recorded `LastIterateDpEvent`.
+      - Checked at every step: the loader delivered the expected batch and the gradients have its
+        number of rows, from one forward pass; plain SGD with equal groups; unchanged set of
+        trainable parameters in float32 or float64; no value was changed from outside since the
+        last step, neither at the step nor in the training pass; no buffer changed; gradient and
+        feature norms within their declared bounds; projection; with loss_geometry="auto" one call
+        of the criterion, on the model's output, with one target for each row, and no other loss.
+      - Not checked: that the gradients belong to the records that the loader delivered, and the
+        smoothness of the loss.
+
+    Args:
+        optimizer: A plain torch.optim.SGD.
+        context: See `PrivateOptimizer`.
+        **kwargs: Of DPOptimizer.
+
+    Raises:
+        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
+            step and what. The step is then not taken.
+    """
+
+    mechanism_type = NoisySgd

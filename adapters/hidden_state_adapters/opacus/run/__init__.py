@@ -1,0 +1,1 @@
+"""One run of an engine: its arguments, its record, where it goes on."""

@@ -1,0 +1,124 @@
+"""The runs of an accountant and what they cost together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import Assumption, Guarantee, compose_guarantees
+from hidden_state_accountants.bounds.assumptions import COMMON
+from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.run.stock import StockRun
+
+Row = tuple[float, float, int]
+"""Noise multiplier, sample rate, number of steps; as in Opacus' histories."""
+
+
+def nothing() -> None:
+    """The check of a run that has ended."""
+
+
+@attrs.frozen
+class AccountedRun:
+    """A run, who records it, and what is taken on trust about it."""
+
+    source: Run | StockRun
+    check: Callable[[], None] = nothing  # raises unless the model is the accounted iterate
+    assumptions: tuple[Assumption, ...] = ()  # added to those of the bound; all declared
+    schedule: DeclaredSchedule = DeclaredSchedule()
+
+    @property
+    def recorder(self) -> Run:
+        """The record of the steps."""
+        return self.source.recorder if isinstance(self.source, StockRun) else self.source
+
+    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+        """Of what was recorded, with everything that is taken on trust."""
+        guarantee = self.recorder.guarantee(relation)
+        own = self.schedule.assumptions(self.recorder, guarantee.assumptions)
+        return attrs.evolve(guarantee, assumptions=merge_assumptions([own, self.assumptions]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recorder's, with the assumptions."""
+        return {**self.recorder.state_dict(), "assumptions": [a.text for a in self.assumptions]}
+
+    def with_assumptions_of(self, state: Any) -> AccountedRun:
+        """The run, with the assumptions of a `state_dict` beside its own."""
+        stored = tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
+        return attrs.evolve(self, assumptions=merge_assumptions([self.assumptions, stored]))
+
+    @classmethod
+    def ended(cls, state: Any) -> AccountedRun:
+        """The run that a `state_dict` is of; it takes no further steps."""
+        return cls(run_of(state)).with_assumptions_of(state)
+
+
+class RunGuarantees:
+    """The guarantee of several runs together, computed once per state of their recorders.
+
+    Args:
+        relation: The neighbouring relation.
+    """
+
+    def __init__(self, relation: NeighboringRelation):
+        self._relation = relation
+        self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
+
+    def compose(self, runs: Sequence[AccountedRun]) -> Guarantee:
+        """The guarantee of everything that `runs` recorded.
+
+        Raises:
+            UnsupportedRunError: There is none.
+        """
+        key = tuple(
+            (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
+            for r in runs
+        )
+        if self._composed is None or self._composed[0] != key:
+            guarantees = [run.guarantee(self._relation) for run in runs]
+            self._composed = key, compose_guarantees(guarantees, self._relation)
+        return self._composed[1]
+
+
+@functools.lru_cache(maxsize=16)
+def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
+    """Composition of Poisson-sampled Gaussian mechanisms, as stock Opacus accountants assume.
+
+    Formal guarantees: ADD_OR_REMOVE_ONE; every iterate may be released; each record joins every
+    batch independently with the sample rate.
+    """
+    return Guarantee(
+        curve=_curve(rows),
+        neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        theorem="composition of Poisson-sampled Gaussian mechanisms (no run was declared)",
+        assumptions=(
+            *COMMON,
+            Assumption.declared("every record joins every batch independently (Poisson sampling)"),
+        ),
+    )
+
+
+def _curve(rows: tuple[Row, ...]) -> Curve:
+    mu_squared, sampled = 0.0, []
+    for noise, rate, steps in rows:
+        if not steps:
+            continue
+        if noise == 0:
+            return GaussianCurve(math.inf)
+        if rate >= 1:
+            mu_squared += steps / noise**2
+            continue
+        event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+        sampled.append(StockEvent(event, steps, NeighboringRelation.ADD_OR_REMOVE_ONE))
+    mu = math.sqrt(mu_squared)
+    return StandardCurve(tuple(sampled), gaussian_mu=mu) if sampled else GaussianCurve(mu)

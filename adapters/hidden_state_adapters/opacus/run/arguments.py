@@ -1,0 +1,241 @@
+"""The arguments of `make_private`: each is written here once, with its converter."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import attrs
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_adapters.opacus.guards.settings import refuse_per_layer
+
+_OPACUS_ARGUMENTS = {
+    "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
+    "rand_on_empty", "wrap_model",
+}  # fmt: skip
+
+
+class RunOptions(TypedDict, total=False):
+    """What may be passed to `make_private` beside its required arguments (for type checkers)."""
+
+    batch_order: BatchOrder | str
+    criterion: Any
+    loss_geometry: LossGeometry | str | None
+    feature_norm: float | None
+    projection_radius: float | None
+    poisson_sampling: bool | None
+    max_batch_size: int | None
+    order_seed: int | None
+    order_is_secret: bool
+    optimizer_class: type | None
+    error_max_grad_norm: float | None
+    automatic: bool
+    gradient_bound: float
+    l1: float
+    l2: float
+    nonnegative: bool
+    learning_rate_schedule: Any
+    num_steps: int | None
+    batch_first: bool
+    clipping: str
+    grad_sample_mode: str
+    loss_reduction: str
+    noise_generator: torch.Generator | None
+    rand_on_empty: bool
+    wrap_model: bool
+
+
+def _of_mechanism(default: Any) -> Any:
+    """An argument that only the mechanism takes which lists it in `Mechanism.options`."""
+    return attrs.field(default=default, metadata={"of_mechanism": True})
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class RunArguments:
+    """What `make_private` was told; its docstring explains every argument.
+
+    Attributes:
+        opacus: The arguments that go to Opacus as they are.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    data_loader: DataLoader
+    max_grad_norm: float
+    batch_order: BatchOrder = attrs.field(default=BatchOrder.CYCLIC, converter=parse_batch_order)
+    criterion: Any = None
+    loss_geometry: LossGeometry | str | None = None
+    feature_norm: float | None = None
+    projection_radius: float | None = None
+    poisson_sampling: bool | None = None
+    max_batch_size: int | None = None
+    order_seed: int | None = attrs.field(default=None, repr=False)
+    order_is_secret: bool = False
+    optimizer_class: type | None = None
+    error_max_grad_norm: float | None = _of_mechanism(None)
+    automatic: bool = _of_mechanism(False)
+    gradient_bound: float = _of_mechanism(math.inf)
+    l1: float = _of_mechanism(0.0)
+    l2: float = _of_mechanism(0.0)
+    nonnegative: bool = _of_mechanism(False)
+    learning_rate_schedule: Any = None
+    num_steps: int | None = None
+    opacus: dict[str, Any] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> RunArguments:
+        """Takes the keyword arguments of a call apart.
+
+        Raises:
+            TypeError: One is missing or unknown.
+        """
+        known = {field.name for field in attrs.fields(cls)} - {"opacus"}
+        own = {name: value for name, value in arguments.items() if name in known}
+        opacus = {name: value for name, value in arguments.items() if name not in known}
+        unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
+        if unknown:
+            raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
+        return cls(**own, opacus=opacus)
+
+    @property
+    def loss_reduction(self) -> str:
+        """Opacus' loss_reduction."""
+        return str(self.opacus.get("loss_reduction", "mean"))
+
+    def given(self, name: str) -> bool:
+        """Whether an argument is not what it is by default."""
+        value, default = getattr(self, name), getattr(attrs.fields(type(self)), name).default
+        return value is not default and value != default
+
+    def given_options(self) -> dict[str, Any]:
+        """The arguments that only some mechanism takes, where they are not the default."""
+        fields = attrs.fields(type(self))
+        names = [f.name for f in fields if f.metadata.get("of_mechanism") and self.given(f.name)]
+        return {name: getattr(self, name) for name in names}
+
+    def check(self) -> None:
+        """Checks what the arguments say by themselves, whatever the mechanism.
+
+        Raises:
+            TypeError, ValueError: One has an impossible value.
+            UnsupportedRunError: The run could not be checked or accounted.
+        """
+        self._check_poisson_sampling()
+        self._check_order_seed()
+        self._check_opacus_arguments()
+        self._check_ghost_arguments()
+        refuse_per_layer(max_grad_norm=self.max_grad_norm)
+
+    def check_mechanism(
+        self, name: str, options: frozenset[str], refused: Mapping[str, str]
+    ) -> None:
+        """Raises UnsupportedRunError for arguments that do not go with the optimizer class.
+
+        Args:
+            name: What runs.
+            options: The arguments of mechanisms that this one takes.
+            refused: Other arguments that it does not take, and why.
+        """
+        for field in attrs.fields(type(self)):
+            is_foreign = field.metadata.get("of_mechanism") and field.name not in options
+            if not (is_foreign or field.name in refused) or not self.given(field.name):
+                continue
+            reason = refused.get(field.name, "it belongs to another optimizer_class")
+            raise UnsupportedRunError(
+                f"Expected {field.name} = {field.default!r} with {name}, got "
+                f"{getattr(self, field.name)!r}: {reason}. Leave it out."
+            )
+
+    def _check_poisson_sampling(self) -> None:
+        order, sampling = self.batch_order, self.poisson_sampling
+        if sampling is not None and sampling != (order is BatchOrder.POISSON):
+            raise UnsupportedRunError(
+                f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
+                f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
+                "says how the records are dealt."
+            )
+
+    def _check_order_seed(self) -> None:
+        """Refuses a seed where it would give away an order that has to stay secret.
+
+        Whoever knows the seed knows the order. SHUFFLED_ONCE is then a fixed order and accounted
+        as CYCLIC. The others then have a known place of every record in every epoch or step; no
+        bound here is about such runs, and composition over all of them is no better than CYCLIC.
+        """
+        order, seed, is_secret = self.batch_order, self.order_seed, self.order_is_secret
+        if not isinstance(is_secret, bool):
+            raise TypeError(f"Expected order_is_secret to be True or False, got {is_secret!r}.")
+        if seed is None:
+            if is_secret:
+                raise ValueError(
+                    "Expected order_is_secret = False without an order_seed, got True: an order "
+                    "that is drawn without a seed is secret anyway. Leave it out."
+                )
+            return
+        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+            raise TypeError(
+                f"Expected order_seed to be an integer or None, got {type(seed).__name__}."
+            )
+        if seed < 0:
+            raise ValueError("Expected order_seed >= 0, got a negative number.")
+        if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
+            raise ValueError(
+                f'Expected order_seed = None with batch_order="{order.value}", which draws '
+                'nothing. Use batch_order="shuffled_once".'
+            )
+        if order is not BatchOrder.SHUFFLED_ONCE and not is_secret:
+            raise UnsupportedRunError(
+                f'Expected order_seed = None with batch_order="{order.value}", got a seed: '
+                "whoever knows it knows which steps used a record, and the guarantee rests on "
+                "nobody knowing. Leave it out (the order then comes from the operating system's "
+                'random source), use batch_order="shuffled_once" (a seed makes it public, '
+                "accounted as cyclic), or say order_is_secret=True if the seed is random and never "
+                "written down."
+            )
+
+    def _check_opacus_arguments(self) -> None:
+        arguments = self.opacus
+        if arguments.get("clipping", "flat") != "flat":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat", got {arguments["clipping"]!r}: the theorems need one '
+                "fixed clip of the whole gradient of a record. Leave it out."
+            )
+        if arguments.get("rand_on_empty"):
+            raise UnsupportedRunError(
+                "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
+                "batch, which the theorems do not know. Leave it out: empty batches work."
+            )
+        mode = arguments.get("grad_sample_mode", "hooks")
+        if mode not in ("hooks", "functorch", "ew", "ghost"):
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
+                f"{mode!r}: the per-example gradients could not be checked."
+            )
+        if mode == "ew" and self.batch_order is BatchOrder.POISSON:
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks" or "functorch" for Poisson batches, got "ew": '
+                "torch's expanded weights stop at an empty batch, which Poisson sampling can draw."
+            )
+
+    def _check_ghost_arguments(self) -> None:
+        arguments, criterion = self.opacus, self.criterion
+        if arguments.get("grad_sample_mode") != "ghost":
+            return
+        if not callable(criterion):
+            raise UnsupportedRunError(
+                f'Expected a criterion with grad_sample_mode="ghost", got {criterion!r}: '
+                "make_private returns it as third of four, as Opacus does. Pass criterion=."
+            )
+        if not arguments.get("wrap_model", True):
+            raise UnsupportedRunError(
+                'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
+                "wrapper GhostGradSampleModule keeps what the sums follow from. Leave it out."
+            )

@@ -1,0 +1,146 @@
+"""What an engine knows about a run that an optimizer made by hand does not: its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from dp_accounting import NeighboringRelation
+from opacus.optimizers import DPOptimizer
+
+from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.plans import BatchPlan
+from hidden_state_adapters.opacus.geometry import find_linear_head
+from hidden_state_adapters.opacus.guards.base import Guard, Guards
+from hidden_state_adapters.opacus.guards.batch import BatchGuard
+from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGradientGuard
+from hidden_state_adapters.opacus.guards.forward import ForwardGuard
+from hidden_state_adapters.opacus.guards.gradients import GradientGuard
+from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
+from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
+from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
+from hidden_state_adapters.opacus.guards.projection import ProjectionGuard
+from hidden_state_adapters.opacus.guards.schedule import ScheduleGuard
+from hidden_state_adapters.opacus.guards.settings import SettingsGuard
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.registry import ContinuationGuard
+
+
+@attrs.frozen(eq=False)
+class RunContext:
+    """A run that has started: its record, its batches and the guards that hang on the model.
+
+    Attributes:
+        run: Records every logical step.
+        declared: What `make_private` was told.
+        cursor: Says which batch the loop is working on.
+        parameters: Looks at the parameters between steps.
+        forward: Looks at the training passes.
+        batch: Looks at the batches.
+        criterion: Looks at the calls of the criterion, or None if its constants were declared.
+        noise: What noise has to differ from, over all runs of the engine.
+    """
+
+    run: Run
+    declared: DeclaredRun
+    cursor: BatchCursor
+    parameters: ParameterGuard
+    forward: ForwardGuard
+    batch: BatchGuard
+    criterion: CriterionGuard | None
+    noise: NoiseMemory = attrs.field(repr=False)
+
+    @classmethod
+    def start(
+        cls,
+        run: Run,
+        declared: DeclaredRun,
+        noise: NoiseMemory,
+        relation: NeighboringRelation,
+    ) -> RunContext:
+        """Hangs the guards on the model; `close` undoes it.
+
+        Args:
+            run: The record, without steps.
+            declared: The run.
+            noise: Of the engine.
+            relation: Of the guarantee.
+        """
+        inner, criterion = declared.inner, declared.watched_criterion
+        parameters = ParameterGuard(inner, declared.optimizer)
+        head = None
+        if declared.head is not None:
+            head = HeadWatch(inner, declared.head, is_output=criterion is not None)
+        # Of a linear head every gradient is a matrix product.
+        is_general = declared.loss is not None and find_linear_head(inner) is None
+        forward = ForwardGuard(inner, head, parameters, checks_convolutions=is_general)
+        plan, loader = declared.plan, declared.arguments.data_loader
+        cursor = BatchCursor(
+            plan.num_batches,
+            loader.num_workers * (loader.prefetch_factor or 0),
+            counts_steps=plan.draws_every_step,
+        )
+        is_add_or_remove = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+        return cls(
+            run=run,
+            declared=declared,
+            cursor=cursor,
+            parameters=parameters,
+            forward=forward,
+            batch=BatchGuard(plan, cursor, divisor_is_public=is_add_or_remove),
+            criterion=None if criterion is None else CriterionGuard(criterion, forward),
+            noise=noise,
+        )
+
+    def guards(
+        self, optimizer: DPOptimizer, settings: SettingsGuard, own: Sequence[Guard]
+    ) -> Guards:
+        """All guards of the run, in the order in which they are asked.
+
+        Args:
+            optimizer: The private optimizer.
+            settings: What it is set to.
+            own: The guards that only its mechanism needs.
+        """
+        arguments, criterion = self.declared.arguments, self.criterion
+        guards: list[Guard] = [
+            ContinuationGuard(self.run),
+            settings,
+            ScheduleGuard(self.declared.schedule, self.declared.optimizer),
+            self.parameters,
+            self.batch,
+            self.forward,
+            *([] if criterion is None else [criterion]),
+            *own,
+        ]
+        if arguments.feature_norm is not None:
+            largest = self._largest_feature_norm
+            guards.append(FeatureGuard(float(arguments.feature_norm), largest))
+        guards.append(GradientGuard.of_lipschitz(self.lipschitz))
+        if criterion is not None:
+            guards.append(LossGradientGuard(criterion))
+        if arguments.projection_radius is not None:
+            guards.append(ProjectionGuard(self.parameters.params, arguments.projection_radius))
+        guards.append(NoiseGuard(optimizer, self.noise))
+        return Guards(guards)
+
+    def _largest_feature_norm(self) -> torch.Tensor | None:
+        return self.forward.largest_feature_norm
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches."""
+        return self.declared.plan
+
+    @property
+    def lipschitz(self) -> float | None:
+        """The declared bound on per-example gradient norms."""
+        return self.declared.lipschitz
+
+    def close(self) -> None:
+        """Leaves the module and the criterion as they were."""
+        for guard in (self.forward, self.criterion, self.parameters):
+            if guard is not None:
+                guard.close()

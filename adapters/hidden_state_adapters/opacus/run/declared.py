@@ -1,0 +1,165 @@
+"""What `make_private` was told about a run and what follows, before anything is changed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import attrs
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.data.plans import BatchPlan
+from hidden_state_adapters.opacus.gradients.norms import joint_norm
+from hidden_state_adapters.opacus.guards.forward import check_batch_norm
+from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
+from hidden_state_adapters.opacus.run.arguments import RunArguments
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DeclaredRun:
+    """The arguments of one `make_private`, checked, and what was derived from them.
+
+    Attributes:
+        arguments: What was passed.
+        inner: The module without Opacus' wrapper.
+        optimizer: The optimizer without Opacus' wrapper.
+        plan: The batches.
+        loss: The geometry of the loss, or None.
+        head: The linear layer whose inputs are measured, or None.
+        diameter: Twice the projection radius, or inf.
+        schedule: What was declared about learning rates and the number of steps.
+    """
+
+    arguments: RunArguments
+    inner: nn.Module
+    optimizer: Optimizer
+    plan: BatchPlan
+    loss: LossGeometry | None
+    head: nn.Linear | None
+    diameter: float
+    schedule: DeclaredSchedule
+
+    @property
+    def lipschitz(self) -> float | None:
+        """The declared bound on per-example gradient norms."""
+        return None if self.loss is None else self.loss.lipschitz
+
+    @property
+    def watched_criterion(self) -> nn.Module | None:
+        """The criterion that the constants of the loss were taken from."""
+        arguments = self.arguments
+        return arguments.criterion if arguments.loss_geometry == "auto" else None
+
+    @property
+    def scale(self) -> int:
+        """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
+        return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
+
+    @classmethod
+    def of(cls, arguments: RunArguments, inner: nn.Module, optimizer: Optimizer) -> DeclaredRun:
+        """Derives what follows from arguments that were checked.
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value.
+            UnsupportedRunError: The run could not be checked or accounted.
+        """
+        check_batch_norm(inner)
+        loss, head = _resolve_loss(inner, arguments)
+        return cls(
+            arguments=arguments,
+            inner=inner,
+            optimizer=optimizer,
+            plan=plan_batches(
+                arguments.data_loader,
+                arguments.batch_order,
+                max_batch_size=arguments.max_batch_size,
+                order_seed=arguments.order_seed,
+                order_is_secret=arguments.order_is_secret,
+            ),
+            loss=loss,
+            head=head,
+            diameter=_domain_diameter(inner, arguments.projection_radius),
+            schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
+        )
+
+
+def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
+    """Module and optimizer without Opacus' wrappers.
+
+    Raises:
+        UnsupportedRunError: There is more than one process.
+    """
+    module, optimizer = arguments.module, arguments.optimizer
+    if isinstance(optimizer, DPOptimizer):
+        optimizer = optimizer.original_optimizer
+    _refuse_distributed(module)
+    return (module._module if isinstance(module, AbstractGradSampleModule) else module), optimizer
+
+
+def _refuse_distributed(module: nn.Module) -> None:
+    """Raises UnsupportedRunError for more than one process."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    workers = torch.distributed.get_world_size() if initialized else 1
+    # Covers torch's, Opacus' and FSDP's wrappers.
+    wrapped = any(word in type(module).__name__ for word in ("DataParallel", "FSDP"))
+    if workers > 1 or wrapped:
+        raise UnsupportedRunError(
+            f"Expected one process, got {workers} with {type(module).__name__}: batch size, noise "
+            "and order across processes are not checked yet. Train in a single process."
+        )
+
+
+def _resolve_loss(
+    module: nn.Module, arguments: RunArguments
+) -> tuple[LossGeometry | None, nn.Linear | None]:
+    """The loss geometry of the run and the linear layer whose inputs are to be measured."""
+    loss_geometry, criterion = arguments.loss_geometry, arguments.criterion
+    feature_norm, reduction = arguments.feature_norm, arguments.loss_reduction
+    if loss_geometry == "auto":
+        loss = geometry.auto_loss_geometry(module, criterion, feature_norm, reduction)
+        return loss, geometry.find_linear_head(module)
+    if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
+        raise TypeError(
+            f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
+        )
+    geometry.check_reduction(criterion, reduction)
+    if feature_norm is None:
+        return loss_geometry, None
+    _check_positive("feature_norm", feature_norm)
+    head = geometry.find_linear_head(module)
+    if loss_geometry is None or head is None:
+        raise UnsupportedRunError(
+            f"Expected feature_norm = None here, got {feature_norm!r}: it is checked at the one "
+            'trainable nn.Linear of a model with loss_geometry="auto" or a declared LossGeometry. '
+            "Leave it out, or declare the loss."
+        )
+    return loss_geometry, head
+
+
+def _domain_diameter(module: nn.Module, radius: float | None) -> float:
+    """Twice the radius, inf for None; the initial parameters must be inside."""
+    if radius is None:
+        return math.inf
+    _check_positive("projection_radius", radius)
+    norm = float(joint_norm([p for p in module.parameters() if p.requires_grad]))
+    if not norm <= radius:
+        raise UnsupportedRunError(
+            f"Expected an initial model inside the ball of projection_radius = {radius:g}, got "
+            f"norm {norm:.6g}. Scale the parameters down (zeros are a good start), or raise the "
+            "radius."
+        )
+    return 2 * float(radius)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"Expected {name} to be a real number, got {value!r}.")
+    if not float(value) > 0:
+        raise ValueError(f"Expected {name} > 0, got {value!r}.")

@@ -1,0 +1,96 @@
+"""What a callback and a recorder tell of the run that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
+from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun
+
+
+class Figures:
+    """Event, guarantee and statement of a `RecordedRun`; a base beside the holder's own."""
+
+    _record: RecordedRun | None = None
+    _target_delta: float | None = None
+
+    def _catch_up(self) -> None:
+        """What the holder does first, whenever it is asked."""
+
+    def _declared_texts(self) -> Iterable[str]:
+        """What the holder adds to the assumptions that are the user's word."""
+        return ()
+
+    def _recorded(self) -> RecordedRun:
+        self._catch_up()
+        if self._record is None:
+            raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
+        return self._record
+
+    @property
+    def privacy_event(self) -> Any:
+        """The event that happened: a `LastIterateDpEvent`, or the one of the optimizer.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: Steps were taken that are not recorded, or the run has ended.
+        """
+        return self._recorded().event()
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of what is released, with the current model as the last iterate."""
+        return self._recorded().guarantee()
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Everything that has to be true, each checked, declared or public."""
+        return self._recorded().assumptions(self._declared_texts())
+
+    def get_epsilon(self, delta: float) -> float:
+        """The epsilon of what is released at `delta`, if the model is the last iterate.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        record = self._recorded()
+        record.check_iterate()
+        return record.guarantee().epsilon(delta)
+
+    def release(self) -> None:
+        """Marks the current model as released; call it for every model that anybody sees.
+
+        The last one always counts.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        self._catch_up()
+        if self._record is not None:
+            self._record.check_iterate()
+            self._record.release()
+
+    def report(self, delta: float | None = None) -> str:
+        """The privacy statement of the run with everything that was checked and declared.
+
+        Args:
+            delta: Where epsilon is read; None for the callback's target_delta.
+
+        Raises:
+            ValueError: No step was taken, or no delta was given.
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        delta = self._target_delta if delta is None else delta
+        if delta is None:
+            raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
+        record = self._recorded()
+        record.check_iterate()
+        return record.statement(validate.target_delta(delta), self._declared_texts())
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedRunError(
+            "The record of a run cannot be copied or pickled: the steps of the copy would be "
+            "missing from epsilon. Keep privacy_event.to_dict()."
+        )

@@ -1,0 +1,1 @@
+"""One file for each way in which a run could silently be another one than is accounted."""

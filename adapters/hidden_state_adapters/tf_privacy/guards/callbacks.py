@@ -1,0 +1,74 @@
+"""The other callbacks of a fit: what chooses by the data, restores weights, or shows metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_callbacks = tf.keras.callbacks
+_WRITE_METRICS = (_callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
+_CHOOSE_BY_METRICS = (_callbacks.EarlyStopping, _callbacks.ReduceLROnPlateau)
+
+
+def check_callbacks(
+    callbacks: Sequence[Any],
+    own: Any,
+    *,
+    checkpoints_stay_private: bool,
+    metrics_stay_private: bool,
+) -> tuple[bool, bool]:
+    """Whether a checkpoint is released after every epoch, and after every step.
+
+    Raises:
+        UnsupportedRunError: A callback chooses the model, the steps or their size by a metric,
+            restores weights, or publishes metrics.
+    """
+    after_epochs = after_steps = False
+    for position, callback in enumerate(callbacks):
+        name = type(callback).__name__
+        if isinstance(callback, _CHOOSE_BY_METRICS):
+            raise refusal(
+                f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
+                "model, by a metric that depends on the data. Drop it."
+            )
+        if isinstance(callback, _callbacks.BackupAndRestore):
+            raise refusal(
+                f"Expected no {name}: it restores weights, but not the record of the steps. Drop "
+                "it."
+            )
+        if isinstance(callback, _WRITE_METRICS) and not metrics_stay_private:
+            raise refusal(
+                f"Expected no {name}: it writes losses and metrics of the training data, which "
+                "have no privacy guarantee. Drop it, or declare metrics_stay_private=True."
+            )
+        if not isinstance(callback, _callbacks.ModelCheckpoint):
+            continue
+        if callback.save_best_only:
+            raise refusal(
+                "Expected ModelCheckpoint(save_best_only=False), got True: it chooses the model by "
+                "a metric. Release the last model."
+            )
+        if checkpoints_stay_private:
+            continue
+        after_steps |= callback.save_freq != "epoch"
+        after_epochs = True
+        if not callback.save_weights_only and (
+            callback.save_freq != "epoch" or position < list(callbacks).index(own)
+        ):
+            raise refusal(
+                "Expected ModelCheckpoint after HiddenStateCallback in callbacks and with "
+                'save_freq="epoch": a saved model holds the metrics of the epoch, computed from '
+                "the training data, unless HiddenStateCallback has reset them. Reorder, use "
+                "save_weights_only=True, or declare checkpoints_stay_private=True."
+            )
+    return after_epochs, after_steps
+
+
+def is_of_keras(callback: Any) -> bool:
+    """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
+    is_lambda = isinstance(callback, _callbacks.LambdaCallback)
+    return not is_lambda and type(callback).__module__.startswith(("keras.src.", "tf_keras.src."))

@@ -1,0 +1,316 @@
+"""TF Privacy's Keras SGD for cyclic batches: decoupled decay, projection, checks in every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import tensorflow as tf
+from dp_accounting import NeighboringRelation
+from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
+
+from hidden_state_accountants import (
+    BatchOrder,
+    LossGeometry,
+    RunRecorder,
+    validate,
+)
+from hidden_state_accountants.runs.base import SLACK, Step
+from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.guards import settings
+from hidden_state_adapters.tf_privacy.guards.step import (
+    check_loss,
+    check_microbatches,
+    refuse_tensor_float_32,
+)
+from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD, Gradients
+from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.units import Units
+
+
+class _DecayedSGD(CheckedSGD):
+    """SGD with decoupled decay, x <- (1 - lr * weight_decay) x - lr * gradient."""
+
+    _weight_decay = 0.0
+
+    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        decay = tf.constant(self._weight_decay, old.dtype)  # tf.cast goes through float32
+        kept = old * (1 - rate * decay) if self._weight_decay else old
+        return kept - rate * grad
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _DecayedSGD):
+    r"""DPKerasSGDOptimizer for runs of which only the last iterate is released.
+
+    One step with the b examples of a batch is
+
+    .. math::
+        x \leftarrow \Pi_R\Big( (1 - \eta w)\, x - \frac{\eta}{b} \Big(\sum_i
+        \mathrm{clip}_C(\nabla f_i(x)) + \mathcal{N}(0, (z C)^2 I)\Big)\Big)
+
+    with C = `l2_norm_clip`, z = `noise_multiplier`, w = `weight_decay` and :math:`\Pi_R` the
+    projection of all trainable variables together on the ball of `projection_radius` around 0.
+
+    It is used like DPKerasSGDOptimizer: the loss must be a vector with one entry per example
+    (``reduction="none"``), in `Model.fit` (graph, eager or XLA) and in own loops that call
+    `minimize`, or `_compute_gradients` and `apply_gradients`. Unlike it, it is a class, works with
+    float64, and can be saved and loaded with the model.
+
+    Formal guarantees:
+      - Of a step: as above; independent noise for every variable and step, from TensorFlow's
+        generators (which are not cryptographic).
+      - Of a run: none by itself, because an optimizer does not see the order of the data.
+        `HiddenStateCallback` and `HiddenStateRecorder` record the run; or declare it as a
+        `LastIterateDpEvent`.
+      - Checked in every step, and the step is not taken otherwise: equal batches, one row per
+        example; the variables are those that the last step left; finite gradients, not longer than
+        `loss_geometry.lipschitz`. In eager mode the error is an UnsupportedRunError, in a graph
+        tf.errors.InvalidArgumentError, with the callback always UnsupportedRunError. XLA compiles
+        no assertions: there only the callback raises.
+
+    Args:
+        l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
+            together.
+        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
+        num_microbatches: None for the batch size: one example each. Fewer are accounted as what
+            they are, records with twice the sensitivity.
+        gradient_accumulation_steps: As for DPKerasSGDOptimizer, noise is added in every one of
+            these steps. All together are one step of the event.
+        learning_rate: A number or a LearningRateSchedule, fixed before the run.
+        weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
+            and does not contract.)
+        projection_radius: R, or None for no projection. As the event's domain_diameter it is 2R.
+        loss_geometry: What is known about the per-example loss; for the callback, and its
+            `lipschitz` is checked.
+        name: Of the optimizer.
+        **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
+
+    Raises:
+        UnsupportedRunError: Momentum, gradient clipping by Keras, several replicas, loss scaling
+            (mixed precision), a loss that is already reduced, other gradients than
+            `_compute_gradients` returned.
+        TypeError, ValueError: An argument has an impossible value.
+
+    Source: the optimizer is DP-SGD (Abadi et al. 2016, arXiv:1607.00133v2, algorithm 1) with fixed
+        batches.
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        learning_rate: Any = 0.01,
+        *,
+        weight_decay: float = 0.0,
+        projection_radius: float | None = None,
+        loss_geometry: LossGeometry | None = None,
+        name: str = "CyclicDPKerasSGDOptimizer",
+        **kwargs: Any,
+    ):
+        settings.refuse_options(type(self).__name__, kwargs, self._neutral_options)
+        clip, noise = settings.clip_and_noise(l2_norm_clip, noise_multiplier)
+        settings.check_learning_rate(learning_rate)
+        decay = validate.real("weight_decay", weight_decay, minimum=0)
+        if projection_radius is not None:
+            projection_radius = validate.real("projection_radius", projection_radius, above=0)
+        if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
+            raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
+        super().__init__(
+            WatchedGaussianSumQuery(clip, noise),
+            settings.microbatches(num_microbatches),
+            validate.integer("gradient_accumulation_steps", gradient_accumulation_steps, minimum=1),
+            learning_rate=learning_rate,
+            name=name,
+        )
+        self._weight_decay = decay
+        self._projection_radius = projection_radius
+        self._loss_geometry = loss_geometry
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled."""
+        return self._weight_decay
+
+    @property
+    def projection_radius(self) -> float | None:
+        """Radius of the ball around 0 that holds all trainable variables together."""
+        return self._projection_radius
+
+    @property
+    def loss_geometry(self) -> LossGeometry | None:
+        """What is declared about the per-example loss."""
+        return self._loss_geometry
+
+    def _checked_loss(self, loss: Any) -> Any:
+        loss = check_loss(loss, None)
+        check_microbatches(loss, self._num_microbatches)
+        return loss
+
+    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+        largest_norm = self._dp_sum_query.largest_norm
+        return self._log.problem(rows, None, variables, largest_norm, self._norm_bound())
+
+    def _raise_problem(self, problem: tf.Tensor) -> None:
+        with tf.control_dependencies([self._log.count_draw()]):  # before anything can raise
+            super()._raise_problem(problem)
+
+    @property
+    def gradients_computed(self) -> int:
+        """How often noisy gradients were computed; in a run as often as a step was taken."""
+        return self._log.drawn
+
+    def _norm_bound(self) -> float:
+        declared = None if self._loss_geometry is None else self._loss_geometry.lipschitz
+        return float("inf") if declared is None else declared * (1 + SLACK)
+
+    def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
+        if self._projection_radius is not None:
+            _project(variables, self._projection_radius, gradients.is_fine)
+
+    def _decay_of_step(self) -> float:
+        return self._weight_decay
+
+    # What kind of run its steps are
+
+    def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
+        """As every mechanism's, and the variables start within the ball."""
+        super().check_start(units, variables, declared)
+        if self._loss_geometry is not None:
+            refuse_tensor_float_32()
+        radius = self._projection_radius
+        if radius is None:
+            return
+        norm = float(_joint_norm(variables))
+        if not norm <= radius * (1 + SLACK):
+            raise refusal(
+                f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
+                f"{norm:g}. Initialise smaller, or raise the radius."
+            )
+
+    def new_run(self, units: Units, declared: Declared) -> RunRecorder:
+        """Of which the last iterate is released."""
+        radius = self._projection_radius
+        return RunRecorder(
+            batch_order=BatchOrder.CYCLIC,
+            batch_size=units.records_per_step,
+            dataset_size=units.records,
+            loss=units.geometry(self._loss_geometry),
+            domain_diameter=math.inf if radius is None else 2 * radius,
+        )
+
+    def step_of(self, entry: StepEntry) -> Step:
+        """As every mechanism's; the noise of the step was not chosen among several draws."""
+        self._check_draws(entry.steps)
+        step = super().step_of(entry)
+        return attrs.evolve(step, learning_rate=_as_meant(step.learning_rate))
+
+    def check_run(self) -> None:
+        """Every noisy gradient that was computed was applied."""
+        self._check_draws(self.last_step.steps)
+
+    def _check_draws(self, taken: int) -> None:
+        """Noise that somebody chose among several draws is not Gaussian."""
+        drawn = self.gradients_computed
+        if drawn != taken:
+            raise refusal(
+                f"Noisy gradients were computed {drawn} times for {taken} steps: the others were "
+                "refused, interrupted or not applied. Call minimize, or _compute_gradients and "
+                "apply_gradients, once for every batch."
+            )
+
+    def line_before(self, units: Units, relation: NeighboringRelation) -> str:
+        """Whether the update contracts, assuming the hyper-parameters of the next step."""
+        run = self.new_run(units, Declared())
+        part = Step(
+            noise_multiplier=self.noise_multiplier,
+            clip_norm=self.l2_norm_clip,
+            learning_rate=_as_meant(float(self._decayed_lr(tf.float32))),
+            weight_decay=self._weight_decay,
+        )
+        run.add(units.step_of([part] * units.accumulated, 0))
+        return run.line_before(run.event(), relation)
+
+    def checked(self, units: Units) -> list[str]:
+        """The values of the steps, and what holds for the variables."""
+        checked = ["learning rate, weight decay, clip norm and noise as recorded, in every step"]
+        radius, geometry = self._projection_radius, self._loss_geometry
+        if geometry is not None and geometry.lipschitz is not None:
+            of = "per-example" if units.microbatch == 1 else "microbatches'"
+            checked.append(f"{of} gradient norms at most {geometry.lipschitz:g}")
+        if units.microbatch > 1:
+            checked.append(
+                f"fixed microbatches of {units.microbatch} examples: each is a record of the "
+                "event, at half the noise multiplier, because one example moves it by up to twice "
+                "the clip norm"
+            )
+        if units.accumulated > 1:
+            checked.append(
+                f"{units.accumulated} accumulated batches are one step of the event, with "
+                "independent noise from each"
+            )
+        if radius is not None:
+            checked.append(f"all variables together within {radius:g} of 0")
+        return checked
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments of the constructor as plain types; see Keras."""
+        base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
+        geometry = self._loss_geometry
+        return {
+            "name": base["name"],
+            "l2_norm_clip": self.l2_norm_clip,
+            "noise_multiplier": self.noise_multiplier,
+            "num_microbatches": self._num_microbatches,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "learning_rate": base["learning_rate"],
+            "weight_decay": self._weight_decay,
+            "projection_radius": self._projection_radius,
+            "loss_geometry": None if geometry is None else _plain_geometry(geometry),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> CyclicDPKerasSGDOptimizer:
+        """Inverse of `get_config`; see Keras."""
+        arguments = dict(config)
+        if isinstance(arguments.get("loss_geometry"), Mapping):
+            arguments["loss_geometry"] = LossGeometry(**arguments["loss_geometry"])
+        return super().from_config(arguments, custom_objects)
+
+
+def _plain_geometry(geometry: LossGeometry) -> dict[str, Any]:
+    return attrs.asdict(geometry) | {"kind": geometry.kind.value}
+
+
+def _project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:
+    """Projects the variables together on the ball around 0, unless the step was refused.
+
+    The radius is lowered by two units of rounding, so that the result lies inside the ball.
+    """
+    eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
+    norm = _joint_norm(variables)
+    factor = tf.minimum(tf.constant(1.0, tf.float64), radius * (1 - 2 * eps) / norm)
+    factor = tf.where(is_fine, factor, tf.ones_like(factor))
+    for variable in variables:
+        variable.assign(variable.read_value() * tf.cast(factor, variable.dtype.base_dtype))
+
+
+def _joint_norm(variables: Sequence[Any]) -> tf.Tensor:
+    """The L2 norm of all variables as one vector, computed in float64 (0-dim)."""
+    squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float64))) for v in variables]
+    return tf.sqrt(tf.add_n(squares))
+
+
+def _as_meant(rate: float) -> float:
+    """The shortest decimal that is the same float32, if it is one: Keras keeps rates in float32."""
+    single = np.float32(rate)
+    return float(str(single)) if float(single) == rate else rate

@@ -1,0 +1,124 @@
+"""What a theorem can ask of a run, once for all bounds: each function lists what is not met."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import attrs
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.events.batch_order import BatchOrder, unequal_batches, unmet_relation
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+
+
+@attrs.frozen
+class UnmetCondition:
+    """One condition of a theorem that an event does not meet.
+
+    Attributes:
+        condition: What it is called; the same in all bounds.
+        required: What the theorem needs; a whole sentence says it all.
+        actual: What the event has instead.
+        remedy: What to do about it, if there is more to say than to use another bound.
+    """
+
+    condition: str
+    required: str
+    actual: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        if self.required.endswith("."):  # says it all
+            return f"{self.condition}: {self.required}"
+        return f"{self.condition}: needs {self.required}, got {self.actual}"
+
+
+Unmet = list[UnmetCondition]
+"""Empty if the condition is met."""
+
+
+def unless(is_met: bool, condition: str, required: str, actual: str) -> Unmet:
+    """A condition of one theorem alone; those that several share have functions below."""
+    return [] if is_met else [UnmetCondition(condition, required, actual)]
+
+
+def _any_of(names: Collection[BatchOrder] | Collection[NeighboringRelation]) -> str:
+    return " or ".join(name.name for name in names)
+
+
+def batch_order(order: BatchOrder, orders: Collection[BatchOrder]) -> Unmet:
+    """The batches are dealt in one of `orders`."""
+    return unless(order in orders, "batch order", f"{_any_of(orders)} batches", order.name)
+
+
+def neighboring_relation(
+    order: BatchOrder,
+    relation: NeighboringRelation,
+    relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
+) -> Unmet:
+    """The relation makes sense for the order of the batches, and is one of `relations`."""
+    reason = unmet_relation(order, relation)
+    if reason is None and relation not in relations:
+        reason = _any_of(relations)
+    return unless(reason is None, "neighboring relation", reason or "", relation.name)
+
+
+def equal_batches(order: BatchOrder, batch_size: int, dataset_size: int) -> Unmet:
+    """Every batch of an epoch has the same number of records."""
+    reason = unequal_batches(order, batch_size, dataset_size)
+    rest = f"a remainder of {dataset_size % batch_size}"
+    return unless(reason is None, "equal batches", reason or "", rest)
+
+
+def batches(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    orders: Collection[BatchOrder],
+    relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
+) -> Unmet:
+    """All that is asked of the batches of a run and of its neighbours."""
+    order = event.batch_order
+    return [
+        *batch_order(order, orders),
+        *neighboring_relation(order, relation, relations),
+        *equal_batches(order, event.batch_size, event.dataset_size),
+    ]
+
+
+def declared_loss(event: LastIterateDpEvent) -> Unmet:
+    """Something is known about the per-example loss."""
+    is_declared = event.loss is not None
+    return unless(is_declared, "loss geometry", "a declared LossGeometry (loss=)", "loss=None")
+
+
+def linear_modulus(loss: LossGeometry | None) -> Unmet:
+    """The gradient of the loss, if one is declared, is Lipschitz."""
+    if loss is None or loss.kind is not LossKind.HOELDER or loss.exponent == 1:
+        return []
+    needed = "a Lipschitz gradient (exponent 1)"
+    return [UnmetCondition("linear modulus", needed, f"exponent {loss.exponent:g}")]
+
+
+def constant_parameters(event: LastIterateDpEvent) -> Unmet:
+    """No hyper-parameter changes during the run."""
+    needed = "the same hyper-parameters in every step"
+    return unless(not event.has_schedules, "schedules", needed, "a schedule")
+
+
+def last_iterate_alone(event: LastIterateDpEvent) -> Unmet:
+    """No iterate but the last one is released."""
+    more = f"{len(event.release_steps)} more (release_steps)"
+    needed = "the last iterate to be the only one released"
+    return unless(not event.release_steps, "releases", needed, more)
+
+
+def refusal_in_words(source: str, unmet: Sequence[UnmetCondition]) -> str:
+    """The text of the error of a theorem whose conditions an event does not meet.
+
+    Args:
+        source: The theorem.
+        unmet: At least one condition.
+    """
+    needs = " ".join(f"{source} needs {u.required}, got {u.actual}." for u in unmet)
+    return f"{needs} {unmet[0].remedy or 'Use LastIterateAccountant.'}"

@@ -1,0 +1,370 @@
+"""What every kind of run has in common: its steps are checked, counted, released and stored.
+
+An adapter writes a run as a list of `Step`s. What follows from them (the event, the guarantee, a
+state that a checkpoint can hold) is the same for all frameworks and belongs to the `Run`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import attrs
+from dp_accounting import DpEvent, NeighboringRelation
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
+from hidden_state_accountants.bounds import BOUNDS
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.plain_types import SCHEMA
+from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.runs.descriptions.base import Description
+
+SLACK = 1e-6
+"""Rounding in float32, relative, of a norm that is exactly at its bound."""
+
+_KINDS: dict[type[DpEvent], type[Run]] = {}
+_STATE = {"schema", "declared", "num_steps", "release_steps"}
+_AnyRun = TypeVar("_AnyRun", bound="Run")
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One logical step, with the values that it really used.
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise on the sum of gradients over clip_norm.
+        clip_norm: None if the gradients were not clipped.
+        learning_rate: Of the mean gradient.
+        weight_decay: Decoupled.
+        batch: Index of the batch within the epoch, where the batches have an order.
+        rows: Records of the logical batch.
+        largest_norm: Of the per-example gradients before the clip; 0 if it was not measured.
+    """
+
+    noise_multiplier: float
+    clip_norm: float | None
+    learning_rate: float = 1.0
+    weight_decay: float = 0.0
+    batch: int | None = None
+    rows: int | None = None
+    largest_norm: float = 0.0
+
+
+class Run(abc.ABC):
+    """Records a run step by step, and refuses a step that is not one of the declared run.
+
+    A subclass is about one kind of event, for which it registers itself. What is the same in all
+    steps it holds as such an event (`_template`) of one step. An optimizer that does not see its
+    data leaves some of it open (`_later`), and `event` is told.
+
+    Attributes:
+        event_type: The kind of event that the run becomes.
+        releases_every_iterate: Whether its guarantee covers every iterate, whatever is released.
+    """
+
+    event_type: ClassVar[type[DpEvent]]
+    releases_every_iterate: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "event_type" in vars(cls):
+            _KINDS[cls.event_type] = cls
+
+    def __init__(self, template: DpEvent, **declared: Any):
+        self._template: Any = template
+        self._later = {name for name, value in declared.items() if value is None}
+        self._num_steps = 0
+        self._release_steps: list[int] = []
+        self._proved: dict[NeighboringRelation, tuple[int, Guarantee]] = {}
+
+    # What happens
+
+    def add(self, step: Step) -> None:
+        """Records one logical step; nothing is recorded if it raises.
+
+        Raises:
+            UnsupportedRunError: It is not a step of the declared run.
+            TypeError, ValueError: No step can have these values.
+        """
+        self._take(step)
+        self._num_steps += 1
+
+    @abc.abstractmethod
+    def _take(self, step: Step) -> None:
+        """Checks a step first, and then takes its values into the account."""
+
+    def _check_turn(self, batch: int | None, batches_per_epoch: int) -> None:
+        """Refuses a batch that does not follow in an epoch of fixed batches."""
+        expected = self._num_steps % batches_per_epoch
+        if batch != expected:
+            raise UnsupportedRunError(
+                f"step {self._num_steps + 1} used batch {batch}, expected batch {expected}: a "
+                f"cyclic run visits batches 0 to {batches_per_epoch - 1} in order, each exactly "
+                "once per epoch. Iterate the private loader to its end and step once per batch."
+            )
+
+    def release(self) -> None:
+        """Marks the current iterate as released (again changes nothing)."""
+        if self._num_steps and self._num_steps not in self._release_steps[-1:]:
+            self._release_steps.append(self._num_steps)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps recorded so far."""
+        return self._num_steps
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """The steps after which `release` was called."""
+        return tuple(self._release_steps)
+
+    # What is said about it
+
+    @abc.abstractmethod
+    def event(self) -> DpEvent:
+        """The event that happened.
+
+        Raises:
+            ValueError: No step was recorded.
+            UnsupportedRunError: The steps are not those of such a run.
+        """
+
+    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+        """The best sound guarantee if the current iterate were the last one.
+
+        Raises:
+            ValueError: No step was recorded.
+            UnsupportedRunError: No bound applies.
+        """
+        self.check_relation(relation)
+        if self._proved.get(relation, (0,))[0] != self._num_steps:
+            self._proved[relation] = self._num_steps, best_guarantee(self.event(), relation)
+        return self._proved[relation][1]
+
+    @abc.abstractmethod
+    def check_relation(self, relation: NeighboringRelation) -> None:
+        """Raises UnsupportedRunError if no bound can cover such a run under `relation`."""
+
+    @abc.abstractmethod
+    def sampled_rows(self) -> list[tuple[float, float, int]]:
+        """The run as rows of Opacus' histories: noise multiplier, sample rate, steps.
+
+        Whoever reads such rows takes them for DP-SGD. A run that shows more than that has noise 0
+        there, which no accountant takes for private.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def describe(
+        cls, event: Any, relation: NeighboringRelation, delta: float, notes: Mapping[str, Any]
+    ) -> Description:
+        """What a `Statement` says of an event of this kind.
+
+        Args:
+            event: The run.
+            relation: Of the guarantee.
+            delta: Where epsilons are read.
+            notes: What the event does not say; a subclass names what it reads.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def every_iterate(cls, event: Any, relation: NeighboringRelation) -> Guarantee | None:
+        """The guarantee of the same run with every iterate released; None if none is known."""
+
+    @classmethod
+    def line_before(cls, event: Any, relation: NeighboringRelation) -> str:
+        """One line that should be known before training; empty if there is nothing to say.
+
+        Args:
+            event: One step of the run, with its first hyper-parameters.
+            relation: Of the guarantee.
+        """
+        return ""
+
+    def _told(self, name: str, value: Any, nothing: Any = None) -> Any:
+        """What was declared of a field, before the steps or now.
+
+        Args:
+            name: Of the field of the event.
+            value: What `event` is told; None for nothing.
+            nothing: What the field is where nothing was declared.
+
+        Raises:
+            TypeError: It was not declared at all.
+            UnsupportedRunError: Something else was declared before.
+        """
+        before = getattr(self._template, name)
+        if value is None and name in self._later:
+            raise TypeError(f"Expected {name}, which was not declared before, got None.")
+        if value is None:
+            return before
+        if name not in self._later and before != nothing and value != before:
+            raise UnsupportedRunError(
+                f"Expected {name} = {before}, which was recorded, got {value}."
+            )
+        return value
+
+    def _check_has_steps(self) -> None:
+        if not self._num_steps:
+            raise ValueError("Expected at least one step, got none yet.")
+
+    # How it goes on elsewhere
+
+    @abc.abstractmethod
+    def _declared(self) -> dict[str, Any]:
+        """What is the same in all steps, as plain types; "type" names the kind of event."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _of_declared(cls: type[_AnyRun], declared: Mapping[str, Any]) -> _AnyRun:
+        """A run without steps of which `_declared` returns `declared`."""
+
+    @abc.abstractmethod
+    def _steps_state(self) -> dict[str, Any]:
+        """What else restores the steps, as plain types."""
+
+    @abc.abstractmethod
+    def _load_steps(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `_steps_state`; `num_steps` is set already.
+
+        Raises:
+            TypeError, ValueError: The state is damaged.
+        """
+
+    def private_state(self) -> dict[str, Any]:
+        """What `state_dict` leaves out, because it is computed from the records. Secret.
+
+        Added to `state_dict` it restores what the steps are compared with if something about them
+        is declared later; a run that was declared in full does not need it.
+        """
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types (numbers, strings, lists, dictionaries) that restore the run.
+
+        It holds nothing that is computed from the records: it is in every public checkpoint.
+        """
+        return {
+            "schema": SCHEMA,
+            "declared": self._declared(),
+            "num_steps": self._num_steps,
+            "release_steps": list(self._release_steps),
+            **self._steps_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, into an empty record of the same run.
+
+        Raises:
+            TypeError, ValueError: The declared runs differ (the text names the field), the state
+                is damaged, or steps are recorded here already: spent budget is never forgotten.
+                Nothing is changed then.
+        """
+        if self._num_steps:
+            raise ValueError(
+                f"Expected a recorder without steps, got one with {self._num_steps}: they were "
+                "taken on the data and stay accounted. Restore into a fresh recorder."
+            )
+        self._check_state(state)
+        steps = validate.integer("num_steps", state["num_steps"], minimum=0)
+        releases = [
+            validate.integer("release_steps", r, minimum=1, maximum=steps)
+            for r in state["release_steps"]
+        ]
+        if releases != sorted(set(releases)):
+            raise ValueError("The state is damaged: release_steps do not ascend.")
+        before = vars(self).copy()
+        self._num_steps, self._release_steps = steps, releases
+        try:
+            self._load_steps(state)
+        except (TypeError, ValueError):
+            vars(self).update(before)
+            raise
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = _STATE - set(state)
+        if missing or state["schema"] != SCHEMA:
+            raise ValueError(
+                f"Expected the state of a {type(self).__name__} with schema {SCHEMA}, "
+                f"got schema {state.get('schema')!r}, missing keys {sorted(missing)}."
+            )
+        own, other = self._declared(), dict(state["declared"])
+        for name in ("type", *sorted(set(own) | set(other))):
+            if own.get(name) != other.get(name):
+                raise ValueError(
+                    f"The state is of another run: expected {name} = {own.get(name)!r}, "
+                    f"got {other.get(name)!r}."
+                )
+
+    @classmethod
+    def from_state_dict(cls: type[_AnyRun], state: Mapping[str, Any]) -> _AnyRun:
+        """A record of the run that a state declares, with its steps.
+
+        Raises:
+            TypeError, ValueError: The state is damaged, or of another kind of run.
+        """
+        run = cls._of_declared(state["declared"])
+        run.load_state_dict(state)
+        return run
+
+
+def kind_of(event: DpEvent) -> type[Run]:
+    """The kind of run that an event is about.
+
+    Raises:
+        TypeError: It is no event of a run.
+    """
+    for event_type in type(event).__mro__:
+        if event_type in _KINDS:
+            return _KINDS[event_type]
+    raise TypeError(f"Expected an event of {_known()}, got {type(event).__name__}.")
+
+
+def run_of(state: Mapping[str, Any]) -> Run:
+    """The run, with its steps, that a `state_dict` is of.
+
+    Raises:
+        TypeError, ValueError: The state is damaged, or of no known kind of run.
+    """
+    declared = state.get("declared")
+    name = declared.get("type") if isinstance(declared, Mapping) else None
+    for event_type, kind in _KINDS.items():
+        if event_type.__name__ == name:
+            return kind.from_state_dict(state)
+    raise ValueError(f"Expected the state of a run of {_known()}, got one of {name!r}.")
+
+
+def _known() -> str:
+    return " or ".join(event_type.__name__ for event_type in _KINDS)
+
+
+def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
+    unmet = {
+        bound.name: bound.check(event, relation)
+        for bound in BOUNDS
+        if bound.sound and isinstance(event, bound.event_type)
+    }
+    if all(unmet.values()):
+        reasons = why_none_applies(event, unmet)
+        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
+
+
+def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:
+    """Raises UnsupportedRunError if a gradient of the run is longer than a declared bound.
+
+    Args:
+        name: Of the bound.
+        bound: Its value; inf if nothing is declared.
+        largest_norm: Of the gradients; NaN is never within a bound.
+        where: Whose gradients they are: "of step 3", or "of this run".
+    """
+    if not largest_norm <= bound * (1 + SLACK):
+        raise UnsupportedRunError(
+            f"Expected {name} >= {largest_norm:.8g}, the largest gradient {where}, got "
+            f"{bound:.8g}. A bound has to be proven from the loss and the norm of the features, "
+            "not read off a run. Correct it, or leave it out."
+        )

@@ -1,0 +1,1 @@
+"""What a statement says of each kind of run, in words."""

@@ -1,0 +1,451 @@
+"""Every kind of run: its steps are checked, it becomes its event, and its state goes on."""
+
+import json
+import math
+
+import attrs
+import pytest
+from dp_accounting import GaussianDpEvent, NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.runs.base import Step, kind_of, run_of
+from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_accountants.runs.last_iterate import LastIterateRun
+
+SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
+ADD = NeighboringRelation.ADD_OR_REMOVE_ONE
+SETTINGS = {
+    LastIterateRun: {
+        "batch_order": "cyclic",
+        "batch_size": 5,
+        "dataset_size": 20,
+        "loss": hsa.LossGeometry.convex(0.5, lipschitz=1.5),
+    },
+    DiceSgdRun: {
+        "noise_multiplier": 2.0,
+        "clip_norm": 1.5,
+        "error_clip_norm": 0.5,
+        "batch_size": 5,
+        "dataset_size": 20,
+        "batch_order": "cyclic",
+        "gradient_bound": 1.5,
+    },
+    BlockCoordinateRun: {
+        "step_size": 0.5,
+        "clip_norm": 1.5,
+        "batch_size": 5,
+        "num_blocks": 1,
+        "dataset_size": 20,
+        "block_loss": hsa.LossGeometry.convex(0.5, lipschitz=1.5),
+    },
+}
+EVENTS = {
+    LastIterateRun: hsa.LastIterateDpEvent(
+        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.5, num_steps=8, release_steps=(3,),
+        **SETTINGS[LastIterateRun],
+    ),
+    DiceSgdRun: hsa.DiceSgdDpEvent(
+        noise_std=2.0 * 1.5 / 5, clip_norm=1.5, error_clip_norm=0.5, batch_size=5, dataset_size=20,
+        num_steps=8, batch_order="cyclic", gradient_bound=1.5,
+    ),
+    BlockCoordinateRun: hsa.BlockCoordinateDpEvent(
+        noise_variance=0.5 * (2.0 * 1.5 / 5) ** 2 / 2, num_epochs=2,
+        **(SETTINGS[BlockCoordinateRun] | {"block_loss": None}),  # a model within the run was seen
+    ),
+}  # fmt: skip
+UNSEEN_BLOCKS = attrs.evolve(
+    EVENTS[BlockCoordinateRun], block_loss=SETTINGS[BlockCoordinateRun]["block_loss"]
+)
+KINDS = pytest.mark.parametrize("kind", list(SETTINGS), ids=lambda kind: kind.__name__)
+
+
+def empty(kind, **changes):
+    return kind(**(SETTINGS[kind] | changes))
+
+
+def step(run, **changes):
+    arguments = {
+        "noise_multiplier": 2.0,
+        "clip_norm": 1.5,
+        "learning_rate": 0.5,
+        "batch": run.num_steps % 4,
+        "rows": 5,
+        "largest_norm": 1.5 * (1 + 5e-7),  # at the bound, but for rounding
+    }
+    run.add(Step(**(arguments | changes)))
+
+
+def trained(kind, steps=8, released=2, **changes):
+    run = empty(kind, **changes)
+    for t in range(steps):
+        step(run)
+        if t == released:
+            run.release()
+            run.release()
+    return run
+
+
+@KINDS
+def test_becomes_its_event(kind):
+    run = trained(kind)
+    assert (run.num_steps, run.release_steps) == (8, (3,))
+    assert run.event() == EVENTS[kind]
+    assert kind_of(run.event()) is kind
+    with pytest.raises(ValueError, match="at least one"):
+        empty(kind).event()
+
+
+@KINDS
+@pytest.mark.parametrize("relation", [SPECIAL, ONE])
+def test_the_guarantee_is_that_of_the_event(kind, relation):
+    run = trained(kind)
+    exact = best_guarantee(run.event(), relation).epsilon(1e-5)
+    assert run.guarantee(relation).epsilon(1e-5) == pytest.approx(exact, rel=1e-12)
+    assert run.guarantee(relation) is run.guarantee(relation)
+    before = run.guarantee(relation)
+    for _ in range(4):
+        step(run)
+    assert run.guarantee(relation).epsilon(1e-5) > before.epsilon(1e-5)
+    run.check_relation(relation)
+
+
+@KINDS
+def test_a_relation_that_no_bound_covers(kind):
+    with pytest.raises(hsa.UnsupportedRunError):
+        empty(kind).check_relation(ADD)
+    with pytest.raises(hsa.UnsupportedRunError):
+        trained(kind).guarantee(ADD)
+
+
+REFUSED = [
+    ({"rows": 4}, "step 4 used"),
+    ({"batch": 1}, "step 4 used batch 1, expected batch 3"),
+    ({"largest_norm": 1.6}, "largest gradient of step 4"),
+    ({"largest_norm": math.nan}, "nan"),
+    ({"largest_norm": math.inf}, "largest gradient of step 4"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier"),
+    ({"noise_multiplier": math.nan}, "noise_multiplier"),
+    ({"clip_norm": None}, "clip"),
+]
+
+
+@KINDS
+@pytest.mark.parametrize(("changes", "text"), REFUSED)
+def test_another_step_is_refused_and_records_nothing(kind, changes, text):
+    run = trained(kind, 3)
+    before = run.state_dict()
+    with pytest.raises((ValueError, TypeError), match=text):
+        step(run, **changes)
+    assert run.state_dict() == before
+    step(run)  # and the run can go on
+
+
+@pytest.mark.parametrize("kind", [DiceSgdRun, BlockCoordinateRun])
+@pytest.mark.parametrize("changes", [{"clip_norm": 1.0}, {"rows": None}])
+def test_settings_are_constant(kind, changes):
+    run = trained(kind, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 4 used"):
+        step(run, **changes)
+    assert run.num_steps == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"learning_rate": 0.25}, {"weight_decay": 0.1}, {"weight_decay": math.nan}]
+)
+def test_dp_mbcd_has_one_step_size_and_no_decay(changes):
+    run = trained(BlockCoordinateRun, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 4 used"):
+        step(run, **changes)
+
+
+def test_dice_has_one_noise():
+    run = trained(DiceSgdRun, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 4 used noise of standard deviation"):
+        step(run, noise_multiplier=2.1)
+    step(run, learning_rate=0.01, weight_decay=0.5)  # computed from noisy updates: free
+
+
+def test_poisson_rows_of_dice():
+    run = empty(DiceSgdRun, batch_order="poisson")
+    for rows in (0, 5, 20):
+        step(run, rows=rows)
+    with pytest.raises(hsa.UnsupportedRunError, match="more than dataset_size = 20"):
+        step(run, rows=21)
+    with pytest.raises(TypeError, match="rows"):
+        step(run, rows=None)
+    assert run.event().num_steps == 3
+
+
+def test_noise_per_step_of_dp_mbcd():
+    run = empty(BlockCoordinateRun)
+    for noise in (3.0, 3.0, 1.0, 1.0):
+        step(run, noise_multiplier=noise)
+    variances = run.event().noise_variances().ravel()
+    assert variances[:2] == pytest.approx(9 * variances[2:])
+
+
+@pytest.mark.parametrize("released", [0, 2, 6])
+def test_models_of_dp_mbcd_within_the_run_cost_composition(released):
+    """What hides between the steps was seen; the last model is part of the event anyway."""
+    hidden = {"prox_strong_convexity": 2.0}
+    for relation in (SPECIAL, ONE):
+        seen = trained(BlockCoordinateRun, released=released, **hidden).guarantee(relation)
+        last = trained(BlockCoordinateRun, released=7, **hidden).guarantee(relation)
+        assert last.mu < 0.99 * seen.mu
+        assert "composition" in seen.theorem
+        assert seen.mu == pytest.approx((2 if relation is ONE else 1) * math.sqrt(2) / 2.0)
+
+
+# What an optimizer that does not see its loader declares later
+
+
+def test_dice_declared_later():
+    names = ("dataset_size", "batch_order", "gradient_bound")
+    known = {k: v for k, v in SETTINGS[DiceSgdRun].items() if k not in names}
+    later = {k: SETTINGS[DiceSgdRun][k] for k in names}
+    run = DiceSgdRun(**known)
+    for _ in range(8):
+        step(run)
+    assert run.event(**later, num_steps=8) == EVENTS[DiceSgdRun]
+    for name in names[:2]:
+        with pytest.raises(TypeError, match=f"Expected {name}"):
+            run.event(**{**later, name: None})
+    for changes, text in (
+        ({"num_steps": 7}, "num_steps = 8, the steps taken, got 7"),
+        ({"gradient_bound": 1.4}, "read off a run"),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match=text):
+            run.event(**(later | changes))
+    run.check_relation(ADD)  # of which nothing is known yet
+    step(run, rows=6)
+    with pytest.raises(hsa.UnsupportedRunError, match="5 rows in every cyclic batch, got 5 to 6"):
+        run.event(**later)
+    with pytest.raises(hsa.UnsupportedRunError, match="at most dataset_size = 5 rows"):
+        run.event(dataset_size=5, batch_order="poisson")
+    state = run.state_dict() | run.private_state()
+    copy = run_of(json.loads(json.dumps(state, allow_nan=False)))
+    assert copy.state_dict() | copy.private_state() == state
+    with pytest.raises(ValueError, match="expected totals"):
+        run_of(run.state_dict())  # what was not stored cannot be compared with
+    with pytest.raises(hsa.UnsupportedRunError, match="got 5 to 6"):
+        copy.event(**later)
+
+
+def test_what_was_recorded_is_not_declared_otherwise():
+    run = trained(DiceSgdRun)
+    assert run.event(dataset_size=20, batch_order="cyclic", gradient_bound=1.5) == run.event()
+    for changes in ({"dataset_size": 25}, {"batch_order": "poisson"}, {"gradient_bound": 2.0}):
+        with pytest.raises(hsa.UnsupportedRunError, match="which was recorded"):
+            run.event(**changes)
+    blocks = trained(BlockCoordinateRun)
+    for changes in ({"dataset_size": 40}, {"block_loss": hsa.LossGeometry.convex(1.0)}):
+        with pytest.raises(hsa.UnsupportedRunError, match="which was recorded"):
+            blocks.event(**changes)
+
+
+def test_dp_mbcd_declared_later():
+    names = ("dataset_size", "block_loss")
+    known = {k: v for k, v in SETTINGS[BlockCoordinateRun].items() if k not in names}
+    later = {k: SETTINGS[BlockCoordinateRun][k] for k in names}
+    run = BlockCoordinateRun(**known)
+    for _ in range(8):
+        step(run, batch=None)
+    assert run.event(**later) == UNSEEN_BLOCKS
+    with pytest.raises(TypeError, match="Expected dataset_size"):
+        run.event()
+    with pytest.raises(hsa.UnsupportedRunError, match="whole epochs"):
+        run.event(dataset_size=25)
+    state = run.state_dict() | run.private_state()
+    copy = run_of(json.loads(json.dumps(state, allow_nan=False)))
+    assert copy.state_dict() | copy.private_state() == state
+    with pytest.raises(hsa.UnsupportedRunError, match="largest gradient of this run"):
+        run_of(run.state_dict()).event(**later)  # what was not stored cannot be compared with
+    assert copy.event(**later) == UNSEEN_BLOCKS
+
+
+def test_totals_are_those_of_the_steps():
+    counted = {"num_steps": 8, "largest_norm": 1.5}
+    dice = DiceSgdRun.of_totals(**SETTINGS[DiceSgdRun], **counted, fewest_rows=5, most_rows=5)
+    assert dice.event() == EVENTS[DiceSgdRun]
+    blocks = BlockCoordinateRun.of_totals(
+        **SETTINGS[BlockCoordinateRun], **counted, noise_multiplier=2.0
+    )
+    assert blocks.event() == UNSEEN_BLOCKS
+    with pytest.raises(hsa.UnsupportedRunError, match="got 4 to 5"):
+        DiceSgdRun.of_totals(**SETTINGS[DiceSgdRun], **counted, fewest_rows=4, most_rows=5)
+    with pytest.raises(ValueError, match="cover 8 steps, got 7"):
+        BlockCoordinateRun.of_totals(
+            **SETTINGS[BlockCoordinateRun], **counted, noise_multiplier=hsa.Schedule([2.0], [7])
+        )
+
+
+@pytest.mark.parametrize(("kind", "noise"), [(LastIterateRun, 2.0), (DiceSgdRun, 0.0),
+                                             (BlockCoordinateRun, 0.0)])  # fmt: skip
+def test_rows_of_a_history(kind, noise):
+    """Only plain SGD may be taken for DP-SGD."""
+    assert empty(kind).sampled_rows() == []
+    assert trained(kind).sampled_rows() == [(noise, 0.25, 8)]
+
+
+# States
+
+
+@KINDS
+def test_state_through_json(kind):
+    run = trained(kind)
+    state = json.loads(json.dumps(run.state_dict(), allow_nan=False))
+    for copy in (run_of(state), kind.from_state_dict(state), empty(kind)):
+        if not copy.num_steps:
+            copy.load_state_dict(state)
+        assert type(copy) is kind
+        assert copy.state_dict() == run.state_dict()
+        assert copy.event() == EVENTS[kind]
+        step(copy)
+        assert copy.num_steps == 9
+    with pytest.raises(ValueError, match="without steps, got one with 8"):
+        run.load_state_dict(state)
+
+
+def test_a_bound_that_comes_after_a_state_without_norms():
+    settings = SETTINGS[DiceSgdRun] | {"gradient_bound": math.inf}
+    run = DiceSgdRun(**settings)
+    step(run)
+    assert run.event(gradient_bound=2.0).gradient_bound == 2.0
+    with pytest.raises(hsa.UnsupportedRunError, match="largest gradient of this run"):
+        run_of(run.state_dict()).event(gradient_bound=2.0)
+
+
+@KINDS
+def test_a_state_holds_nothing_that_was_computed_from_the_records(kind):
+    """It is in every public checkpoint; the loss of one record must not show in it."""
+    runs = [empty(kind), empty(kind)]
+    for run, norm in zip(runs, (0.1, 0.2), strict=True):
+        step(run, largest_norm=norm)
+    assert runs[0].state_dict() == runs[1].state_dict()
+
+
+def change_steps(state, **changes):
+    """Changes what a state says of the steps, wherever its kind keeps it."""
+    of_clip = (state.get("runs") or {}).get("clip_norm")
+    for part in (state, state.get("totals"), of_clip):
+        part = {} if part is None else part
+        part.update({name: value for name, value in changes.items() if name in part})
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s: s.update(schema=7),
+        lambda s: s.pop("declared"),
+        lambda s: s["declared"].update(type="GaussianDpEvent"),
+        lambda s: s["declared"].pop("type"),
+        lambda s: s.update(num_steps=-1),
+        lambda s: s.update(release_steps=[5, 3]),
+        lambda s: s.update(release_steps=[9]),
+        lambda s: change_steps(s, runs=None, totals={}, noise_multiplier=None),
+        lambda s: change_steps(s, runs={}, totals=None, largest_norm="1"),
+        lambda s: change_steps(s, lengths=[9], most_rows=6, largest_norm=9.0),
+        lambda s: change_steps(s, values=[0.0], fewest_rows=4, largest_norm=math.nan),
+        lambda s: change_steps(s, values=[0.0], largest_norm=-1.0),
+    ],
+)
+def test_damage_is_noticed(kind, damage):
+    run = trained(kind)
+    state = json.loads(json.dumps(run.state_dict() | run.private_state()))
+    damage(state)
+    fresh = empty(kind)
+    before = fresh.state_dict()
+    with pytest.raises((ValueError, TypeError)):
+        run_of(state)
+    with pytest.raises((ValueError, TypeError)):
+        fresh.load_state_dict(state)
+    assert fresh.state_dict() == before
+
+
+@KINDS
+def test_a_state_of_another_run(kind):
+    for other in SETTINGS:
+        if other is not kind:
+            with pytest.raises(ValueError, match="of another run: expected type"):
+                empty(kind).load_state_dict(trained(other).state_dict())
+    with pytest.raises(ValueError, match="of another run: expected dataset_size = 40, got 20"):
+        empty(kind, dataset_size=40).load_state_dict(trained(kind).state_dict())
+
+
+# As they were written before runs had a common base
+
+OLD_LAST_ITERATE = {
+    "schema": 1,
+    "declared": {
+        "schema": 1, "type": "LastIterateDpEvent", "batch_size": 5, "dataset_size": 20,
+        "num_steps": 1, "batch_order": "cyclic",
+        "loss": {
+            "kind": "convex", "smoothness": 0.5, "strong_convexity": 0.0, "weak_convexity": 0.0,
+            "exponent": 1.0, "lipschitz": 1.4142135623730951,
+        },
+        "domain_diameter": 4.0,
+    },
+    "num_steps": 6,
+    "release_steps": [3],
+    "runs": {
+        "noise_multiplier": {"values": [2.0], "lengths": [6]},
+        "learning_rate": {"values": [0.5, 0.25], "lengths": [4, 2]},
+        "clip_norm": {"values": [1.5], "lengths": [6]},
+        "weight_decay": {"values": [0.1], "lengths": [6]},
+    },
+}  # fmt: skip
+OLD_DICE = {
+    "schema": 1,
+    "declared": {
+        "schema": 1, "type": "DiceSgdDpEvent", "noise_std": 0.42857142857142855, "clip_norm": 1.5,
+        "error_clip_norm": 0.5, "batch_size": 7, "dataset_size": 21, "num_steps": 1,
+        "batch_order": "cyclic", "gradient_bound": 3.0,
+    },
+    "num_steps": 3,
+    "release_steps": [3],
+    "assumptions": ["beside what a checkpoint of an engine holds of a run"],
+}  # fmt: skip
+OLD_DICE_POISSON = {
+    "schema": 1,
+    "declared": {
+        "schema": 1, "type": "DiceSgdDpEvent", "noise_std": 0.1, "clip_norm": 1.5,
+        "error_clip_norm": 0.5, "batch_size": 7, "dataset_size": 21, "num_steps": 1,
+    },
+    "num_steps": 1,
+    "release_steps": [],
+}  # fmt: skip
+
+
+def test_old_states():
+    last = run_of(OLD_LAST_ITERATE)
+    assert last.event() == hsa.LastIterateDpEvent(
+        noise_multiplier=2.0, learning_rate=[0.5] * 4 + [0.25] * 2, clip_norm=1.5,
+        weight_decay=0.1, batch_size=5, dataset_size=20, num_steps=6, batch_order="cyclic",
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0), domain_diameter=4.0, release_steps=(3,),
+    )  # fmt: skip
+    dice = run_of(OLD_DICE)
+    assert dice.event() == hsa.DiceSgdDpEvent(
+        noise_std=2.0 * 1.5 / 7, clip_norm=1.5, error_clip_norm=0.5, batch_size=7, dataset_size=21,
+        num_steps=3, batch_order="cyclic", gradient_bound=3.0,
+    )  # fmt: skip
+    assert dice.release_steps == (3,)
+    dice.add(Step(noise_multiplier=2.0, clip_norm=1.5, rows=7, batch=0, largest_norm=2.0))
+    again = DiceSgdRun(
+        noise_multiplier=2.0, clip_norm=1.5, error_clip_norm=0.5, batch_size=7, dataset_size=21,
+        batch_order="cyclic", gradient_bound=3.0,
+    )  # fmt: skip
+    again.load_state_dict(OLD_DICE)
+    assert again.num_steps == 3
+    sampled = run_of(OLD_DICE_POISSON)
+    assert (sampled.event().batch_order, sampled.num_steps) == (hsa.BatchOrder.POISSON, 1)
+
+
+def test_no_kind_of_run():
+    with pytest.raises(TypeError, match=r"DiceSgdDpEvent.* got GaussianDpEvent"):
+        kind_of(GaussianDpEvent(1.0))
+    for state in ({}, {"declared": None}, {"declared": {"type": "other"}}):
+        with pytest.raises(ValueError, match="Expected the state of a run of"):
+            run_of(state)

@@ -1,0 +1,208 @@
+"""One statement of every kind of run in two layouts; the figures are those of the accountants."""
+
+import math
+
+import attrs
+import dp_accounting
+import pytest
+from dp_accounting import NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.runs.base import kind_of
+from hidden_state_accountants.runs.statement import composition_epsilon, statement_of
+
+DELTA = 1e-5
+SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
+PLAIN = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0, learning_rate=[0.5] * 10 + [0.25] * 10, clip_norm=1.0, batch_size=500,
+    dataset_size=5000, num_steps=20, batch_order="cyclic", weight_decay=0.1,
+    loss=hsa.LossGeometry.convex(0.5, lipschitz=1.0), domain_diameter=4.0, release_steps=(3,),
+)  # fmt: skip
+DICE = hsa.DiceSgdDpEvent(
+    noise_std=0.4, clip_norm=1.0, error_clip_norm=1.0, batch_size=100, dataset_size=2500,
+    num_steps=50, batch_order="poisson",
+)  # fmt: skip
+BLOCKS = hsa.BlockCoordinateDpEvent(
+    step_size=0.5, noise_variance=0.5 * (3.0 / 4) ** 2 / 2, clip_norm=1.0, batch_size=4,
+    dataset_size=12, num_epochs=2, prox_strong_convexity=0.5,
+)  # fmt: skip
+EVENTS = pytest.mark.parametrize("event", [PLAIN, DICE, BLOCKS], ids=lambda e: type(e).__name__)
+
+
+def accounted(*events, relation=SPECIAL):
+    accountant = hsa.LastIterateAccountant(relation)
+    for event in events:
+        accountant.compose(event)
+    return accountant.guarantee
+
+
+def statement(*events, relation=SPECIAL, assumptions=None, **notes):
+    guarantee = accounted(*events, relation=relation)
+    texts = guarantee.assumptions if assumptions is None else assumptions
+    return statement_of(events, guarantee, texts, DELTA, **notes)
+
+
+def fields(text):
+    """The lines of a statement by their labels."""
+    first, second, *rest = text.splitlines()
+    assert second.startswith("epsilon = ")
+    return {"title": first, "epsilon": second} | dict(line.split(": ", 1) for line in rest)
+
+
+@EVENTS
+@pytest.mark.parametrize("relation", [SPECIAL, ONE])
+def test_the_lines_of_every_kind(event, relation):
+    text = fields(statement(event, relation=relation).lines())
+    guarantee = accounted(event, relation=relation)
+    assert text["title"].startswith("Privacy of ")
+    assert text["epsilon"] == f"epsilon = {guarantee.epsilon(DELTA):.4f} at delta = 1e-05"
+    assert text["neighboring relation"] == relation.name
+    assert text["theorem"].startswith(guarantee.theorem)
+    declared = [a.text for a in guarantee.assumptions if a.status.value == "declared"]
+    assert text["declared (your word)"] == "; ".join(declared)
+    assert "runs" not in text
+    assert len(text) <= 14
+
+
+@EVENTS
+def test_the_paragraphs_of_every_kind(event):
+    text = statement(event).paragraphs()
+    assert f" {accounted(event).epsilon(DELTA):.3f}" in text
+    assert max(map(len, text.splitlines())) <= 80
+    for heading in (
+        "Example-level DP with REPLACE_SPECIAL",
+        "Declared (your word):",
+        "No user-lev",
+    ):
+        assert heading in text
+
+
+def test_what_is_said_of_the_last_iterate():
+    text = fields(statement(PLAIN).lines())
+    assert text["released"] == "the last iterate, and after steps 3"
+    assert text["run"] == "20 steps x 500 of 5000 records, cyclic (2 epochs)"
+    assert text["update"] == (
+        "c = 0.95 to 0.975; learning rate 0.25 to 0.5, weight decay 0.1, radius 2"
+    )
+    assert text["noise"] == "multiplier 2, clip norm 1, noise/sensitivity 2"
+    every = composition_epsilon([PLAIN], SPECIAL, DELTA)
+    assert text["epsilon if every iterate were released"] == f"{every:.4f}"
+    assert f"{every:.3f}" in statement(PLAIN).paragraphs()
+    unknown = attrs.evolve(PLAIN, loss=None, clip_norm=1.0, domain_diameter=math.inf)
+    text = fields(statement(unknown).lines())
+    assert "unknown (no loss geometry declared)" in text["update"]
+    assert text["update"].endswith("no projection")
+    pairs = " ".join(statement(PLAIN, microbatch=2).paragraphs().split())
+    assert "performed over 10000 examples with 1000 examples per iteration" in pairs
+    assert "with microbatches of 2" in pairs
+
+
+def test_what_is_said_of_dice():
+    text = fields(statement(DICE, update_rule="Adam").lines())
+    with pytest.warns(UserWarning, match="theorem is false"):
+        published = hsa.DiceSgdAccountant(analysis="published").compose(DICE).get_epsilon(DELTA)
+    assert f"would claim epsilon = {published:.4f}; do not use it" in text["published"]
+    assert text["run"] == "50 steps x 100 of 2500 records, poisson; update rule Adam"
+    assert text["noise on the mean update"] == "standard deviation 0.4"
+    assert text["gradients"] == "clip norm 1; bound before clipping: none declared"
+    assert text["error"] == "clip norm 1"
+    assert "epsilon if every iterate were released" not in text  # they are
+    assert "update rule any" in statement(DICE).lines()
+    cyclic = attrs.evolve(DICE, batch_order=hsa.BatchOrder.CYCLIC)
+    assert "does not apply" in fields(statement(cyclic).lines())["published"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "text"),
+    [
+        ({}, "noise multiplier", "3 on sums of gradients clipped to 1"),
+        (
+            {"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=0.6)},
+            "noise multiplier", "3 on sums of gradients never clipped, 0.6",
+        ),
+        (
+            {"noise_variance": hsa.Schedule([BLOCKS.noise_variance, BLOCKS.noise_variance / 4],
+                                            [3, 3])},
+            "noise multiplier", "1.5 to 3 on sums of gradients clipped to 1",
+        ),
+        (
+            {"clip_norm": None, "gradient_sensitivity": 0.25},
+            "noise", "gradient sensitivity 0.25",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_dp_mbcd(changes, label, text):
+    said = fields(statement(attrs.evolve(BLOCKS, **changes)).lines())
+    assert text in said[label]
+    assert said["run"] == "2 epochs x 3 fixed batches of 4 records x 1 blocks, step size 0.5"
+    assert said["prox"] == "0.5-strongly convex"
+    loose = attrs.evolve(BLOCKS, prox_strong_convexity=0.0, block_loss=None)
+    every = accounted(loose).epsilon(DELTA)
+    assert composition_epsilon([BLOCKS], SPECIAL, DELTA) == pytest.approx(every)
+
+
+def test_assumptions_stand_with_who_vouches_for_them():
+    A = hsa.Assumption
+    said = statement(BLOCKS, assumptions=(A.checked("one"), A.declared("two"), A.checked("three")))
+    text = fields(said.lines())
+    assert text["checked at every step"] == "one; three"
+    assert text["declared (your word)"] == "two"
+    assert "public" not in text
+    assert "Checked:\n  - one\n  - three\n\nDeclared (your word):\n  - two\n\n" in said.paragraphs()
+    assert "Public" not in said.paragraphs()
+
+
+def test_several_runs():
+    said = statement(PLAIN, BLOCKS, DICE)
+    together = accounted(PLAIN, BLOCKS, DICE).epsilon(DELTA)
+    text = fields(said.lines())
+    assert text["title"].endswith("stays hidden) (3 runs)")
+    assert text["epsilon"].startswith(f"epsilon = {together:.4f}")
+    assert text["runs"].startswith("3; epsilon and theorem are those of all together")
+    every = composition_epsilon([PLAIN, BLOCKS, DICE], SPECIAL, DELTA)
+    assert together <= every < math.inf
+    assert text["epsilon if every iterate were released"] == f"{every:.4f}"
+    assert "3 runs: epsilon and theorem are those of all together" in said.paragraphs()
+
+
+def test_what_is_not_proven_says_so():
+    with pytest.warns(UserWarning, match="theorem is false"):
+        guarantee = hsa.DiceSgdAccountant(analysis="published").compose(DICE).guarantee
+    said = statement_of([DICE], guarantee, guarantee.assumptions, DELTA)
+    assert fields(said.lines())["NOT PROVEN"] == guarantee.caveat
+    assert "\n\nNOT PROVEN: " in said.paragraphs()
+
+
+def test_without_a_figure():
+    sampled = attrs.evolve(PLAIN, batch_order="without_replacement", loss=None, release_steps=())
+    assert composition_epsilon([sampled], ONE, DELTA) < math.inf
+    scheduled = attrs.evolve(PLAIN, noise_multiplier=[2.0] * 10 + [3.0] * 10)
+    assert "not computed" in statement(scheduled).paragraphs()
+
+
+@pytest.mark.parametrize(
+    ("events", "delta", "kind"),
+    [
+        ([], DELTA, ValueError),
+        ([dp_accounting.GaussianDpEvent(1.0)], DELTA, TypeError),
+        ([PLAIN, dp_accounting.GaussianDpEvent(1.0)], DELTA, TypeError),
+        ([PLAIN], 2.0, ValueError),
+        ([PLAIN], "small", TypeError),
+    ],
+)
+def test_refused(events, delta, kind):
+    guarantee = accounted(PLAIN)
+    with pytest.raises(kind):
+        statement_of(events, guarantee, guarantee.assumptions, delta)
+
+
+@EVENTS
+def test_the_line_before_training_is_the_kind_s_own(event):
+    """Of DiceSGD and DP-MBCD nothing needs to be known; of plain SGD whether it contracts."""
+    flat = event
+    if event is PLAIN:
+        assert not kind_of(event).line_before(event, SPECIAL)  # it is projected
+        flat = attrs.evolve(event, loss=None, learning_rate=0.5, domain_diameter=math.inf)
+    line = kind_of(event).line_before(flat, SPECIAL)
+    assert line.startswith("no contraction") is (event is PLAIN)
+    assert bool(line) is (event is PLAIN)

@@ -1,0 +1,499 @@
+"""DP-MBCD with HiddenStateCallback and HiddenStateRecorder: the event of what ran, or an error."""
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateKerasOptimizer,
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasSGDOptimizer,
+    HiddenStateCallback,
+    HiddenStateRecorder,
+    cyclic_dataset,
+)
+
+ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
+DELTA, RATE, CLIP, NOISE, L2 = 1e-5, 0.5, 1.5, 40.0, 0.25
+LOGISTIC = hsa.LossGeometry.logistic(1.0, bias=True)
+layers, callbacks = tf.keras.layers, tf.keras.callbacks
+
+
+def event(num_epochs=2, **changes):
+    variance = RATE * (NOISE * CLIP / 4) ** 2 / 2
+    arguments = {
+        "step_size": RATE, "noise_variance": variance, "clip_norm": CLIP, "batch_size": 4,
+        "dataset_size": 24, "num_epochs": num_epochs, "prox_strong_convexity": L2,
+    }  # fmt: skip
+    return hsa.BlockCoordinateDpEvent(**(arguments | changes))
+
+
+def exact(event, relation=SPECIAL):
+    return hsa.BlockCoordinateAccountant(relation).compose(event).get_epsilon(DELTA)
+
+
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
+class BlockModel(tf.keras.Sequential):
+    """The recipe of docs/block_coordinate.md: a layer is a block."""
+
+    def train_step(self, data):
+        x, y = data
+        self.optimizer.minimize(
+            lambda: self.compute_loss(x, y, self(x, training=True)),
+            [layer.trainable_variables for layer in self.layers if layer.trainable],
+        )
+        return {}
+
+
+@pytest.fixture
+def make_blocks(make_run):
+    """A run of Model.fit; with several layers each is a block."""
+
+    def make(*own_layers, compile=None, options=None, **callback):
+        run = make_run(callback=callback)
+        run.optimizer = BlockCoordinateKerasOptimizer(
+            **{"l2_norm_clip": CLIP, "noise_multiplier": NOISE, "learning_rate": RATE, "l2": L2}
+            | (options or {})
+        )
+        if own_layers:
+            run.model = BlockModel(own_layers)
+            run.model.build((None, 4))
+        run.model.compile(run.optimizer, bce(), **(compile or {}))
+        return run
+
+    return make
+
+
+def two():
+    return layers.Dense(2), layers.Dense(1)
+
+
+MODES = [{}, {"run_eagerly": True}, {"jit_compile": True}]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fit_of_one_block(make_blocks, mode):
+    run = make_blocks(compile=mode, target_delta=DELTA, block_loss=LOGISTIC)
+    history = run.fit(epochs=2).history["epsilon_if_released_now"]
+    expected = event(block_loss=LOGISTIC)
+    assert run.callback.privacy_event == expected
+    assert run.optimizer.privacy_event(dataset_size=24, block_loss=LOGISTIC) == expected
+    assert history == pytest.approx([exact(event(1, block_loss=LOGISTIC)), exact(expected)])
+    assert run.callback.get_epsilon(DELTA) == history[1]
+    assert "Theorem A" in run.callback.guarantee.theorem
+    assert history[1] < exact(event())  # composition
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fit_of_several_blocks(make_blocks, mode):
+    run = make_blocks(*two(), compile=mode)
+    run.fit()
+    run.fit()
+    assert run.callback.privacy_event == event(num_blocks=2)
+    assert run.callback.get_epsilon(DELTA) == pytest.approx(exact(event(num_blocks=2)))
+
+
+@pytest.mark.parametrize("relation", [SPECIAL, ONE])
+def test_report(make_blocks, relation):
+    run = make_blocks(*two(), neighboring_relation=relation)
+    run.fit(epochs=2)
+    text = " ".join(run.callback.report(DELTA).split())
+    for part in (
+        "over 24 examples with 4 examples per iteration in cyclic order on 2 block(s)",
+        f"Example-level DP with {relation.name}",
+        f"{exact(event(num_blocks=2), relation):.3f}",
+        "Checked: - batches of equal size in the fixed order of the data set",
+        "the clip of each block as one vector",
+        "losses and metrics of the training data",
+    ):
+        assert part in text
+
+
+def minimise(run, blocks, jit_compile=None):
+    """A step of an own loop."""
+
+    def step(x, y):
+        loss = bce()
+        run.optimizer.minimize(lambda: loss(y, run.model(x, training=True)), blocks(run.model))
+
+    return tf.function(step, jit_compile=jit_compile)
+
+
+def of_layers(model):
+    return [layer.trainable_variables for layer in model.layers]
+
+
+def all_variables(model):
+    return model.trainable_variables
+
+
+def recorded(run, **kwargs):
+    return HiddenStateRecorder(run.model, run.optimizer, run.data, **kwargs)
+
+
+@pytest.mark.parametrize("jit_compile", [None, True])
+def test_own_loop_of_several_blocks(make_blocks, jit_compile):
+    run = make_blocks(*two())
+    record, step = recorded(run), minimise(run, lambda model: of_layers(model)[::-1], jit_compile)
+    for _ in range(2):
+        for x, y in record.batches():
+            step(x, y)
+    assert record.privacy_event == event(num_blocks=2)
+    assert record.get_epsilon(DELTA) == pytest.approx(exact(event(num_blocks=2)))
+    assert "the loss of every step was computed from the batch" in " ".join(
+        record.report(DELTA).split()
+    )
+
+
+def test_own_loop_of_one_block(make_blocks):
+    run = make_blocks()
+    record = recorded(run, block_loss=LOGISTIC, neighboring_relation=ONE)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = bce()(y, run.model(x))
+        run.optimizer.minimize(losses, run.model.trainable_variables, tape=tape)
+
+    for x, y in record.batches():
+        step(x, y)
+    assert record.privacy_event == event(1, block_loss=LOGISTIC)
+    assert record.get_epsilon(DELTA) == pytest.approx(exact(event(1, block_loss=LOGISTIC), ONE))
+
+
+def test_a_frozen_layer_is_in_no_block(make_blocks):
+    run = make_blocks(layers.Dense(2, trainable=False), layers.BatchNormalization(trainable=False),
+                      layers.Dense(1))  # fmt: skip
+    run.fit()
+    assert run.callback.privacy_event == event(1)
+
+
+# Releases within the run
+
+
+def released(run):
+    run.fit()
+    run.callback.release()
+
+
+def files_of_epochs(run):
+    run.fit(callbacks=[callbacks.ModelCheckpoint("a.keras")])
+
+
+def files_of_steps(run):
+    run.fit(callbacks=[callbacks.ModelCheckpoint("b", save_freq=1, save_weights_only=True)])
+
+
+@pytest.mark.parametrize("act", [released, files_of_epochs, files_of_steps])
+@pytest.mark.parametrize("number", [1, 2])
+def test_releases_within_the_run_are_accounted_by_composition(make_blocks, act, number):
+    run = make_blocks(*two()) if number == 2 else make_blocks(block_loss=LOGISTIC)
+    act(run)
+    run.fit()
+    guarantee = run.callback.guarantee
+    assert guarantee.theorem.startswith("composition")
+    assert guarantee.epsilon(DELTA) == pytest.approx(exact(event(num_blocks=number)))
+    assert run.callback.get_epsilon(DELTA) == guarantee.epsilon(DELTA)
+
+
+def test_the_last_release_costs_nothing_more(make_blocks):
+    run = make_blocks(block_loss=LOGISTIC)
+    run.fit(epochs=2)
+    before = run.callback.get_epsilon(DELTA)
+    run.callback.release()
+    assert (
+        run.callback.get_epsilon(DELTA)
+        == before
+        == pytest.approx(exact(event(block_loss=LOGISTIC)))
+    )
+    private = make_blocks(block_loss=LOGISTIC, checkpoints_stay_private=True)
+    private.fit(epochs=2, callbacks=[callbacks.ModelCheckpoint("a.keras")])
+    assert private.callback.get_epsilon(DELTA) == before
+
+
+def test_a_release_in_an_own_loop(make_blocks):
+    run = make_blocks()
+    record, step = recorded(run, block_loss=LOGISTIC), minimise(run, all_variables)
+    for count, (x, y) in enumerate(record.batches()):
+        if count == 3:
+            record.release()  # within the epoch
+        step(x, y)
+    assert record.privacy_event == event(1)
+    assert record.guarantee.theorem.startswith("composition")
+
+
+# What is refused
+
+
+def shuffled_arrays(make_blocks):
+    run = make_blocks()
+    run.fit(run.x, y=run.y, batch_size=4)
+
+
+def another_dataset_size(make_blocks):
+    make_blocks(dataset_size=48).fit()
+
+
+def batch_normalisation(make_blocks):
+    make_blocks(layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)).fit()
+
+
+def regularised(make_blocks):
+    make_blocks(layers.Dense(2, kernel_regularizer="l2"), layers.Dense(1)).fit()
+
+
+def reduced_loss(make_blocks):
+    run = make_blocks(*two())
+    run.model.compile(run.optimizer, tf.keras.losses.BinaryCrossentropy(from_logits=True))
+    run.fit()
+
+
+def early_stopping(make_blocks):
+    make_blocks().fit(callbacks=[callbacks.EarlyStopping(monitor="loss")])
+
+
+def plateau(make_blocks):
+    make_blocks().fit(callbacks=[callbacks.ReduceLROnPlateau(monitor="loss")])
+
+
+def stopped(make_blocks):
+    run = make_blocks()
+
+    def stop(epoch, logs):
+        run.model.stop_training = True
+
+    run.fit(callbacks=[callbacks.LambdaCallback(on_epoch_end=stop)], epochs=3)
+
+
+def rate_of_epochs(make_blocks):
+    scheduler = callbacks.LearningRateScheduler(lambda epoch, rate: rate / (1 + epoch))
+    make_blocks().fit(callbacks=[scheduler], epochs=2)
+
+
+def a_layer_without_a_block(make_blocks):
+    run = make_blocks(*two())
+    run.model.train_step = type(run.model).train_step.__get__(run.model)
+    record = recorded(run)
+    step = minimise(run, lambda model: of_layers(model)[1:])
+    for x, y in record.batches():
+        step(x, y)
+
+
+def a_variable_that_is_not_the_models(make_blocks):
+    run = make_blocks(*two())
+    other = tf.Variable([1.0])
+    record = recorded(run)
+    for x, y in record.batches():
+        run.optimizer.minimize(
+            lambda x=x, y=y: other * bce()(y, run.model(x)), [*of_layers(run.model), [other]]
+        )
+
+
+def nudged_between_fits(make_blocks):
+    run = make_blocks(*two())
+    run.fit()
+    run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
+    run.fit()
+
+
+def other_weights_reported(make_blocks):
+    run = make_blocks(*two())
+    run.fit()
+    run.model.set_weights([0.0 * w for w in run.model.get_weights()])
+    run.callback.report(DELTA)
+
+
+def nudged_within_a_compiled_fit(make_blocks):
+    run = make_blocks(*two(), compile={"jit_compile": True})
+
+    def nudge(batch, logs):
+        run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
+
+    run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=nudge)])
+
+
+def interrupted_epoch(make_blocks):
+    run = make_blocks()
+
+    def interrupt(batch, logs):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    run.fit()
+
+
+def figures_within_an_epoch(make_blocks):
+    run = make_blocks()
+    record, step = recorded(run), minimise(run, all_variables)
+    for x, y in record.batches():
+        step(x, y)
+        assert record.privacy_event
+
+
+def interrupted_between_the_blocks(make_blocks):
+    run = make_blocks(*two())
+    run.fit()
+    calls = []
+
+    def loss():
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return bce()(run.y[:4], run.model(run.x[:4]))
+
+    with pytest.raises(KeyboardInterrupt):
+        run.optimizer.minimize(loss, of_layers(run.model))
+    run.callback.report(DELTA)
+
+
+def two_steps_on_a_batch(make_blocks):
+    run = make_blocks(*two())
+    record, step = recorded(run), minimise(run, of_layers)
+    for x, y in record.batches():
+        step(x, y)
+        step(x, y)
+
+
+def a_batch_without_a_step(make_blocks):
+    run = make_blocks(*two())
+    record, step = recorded(run), minimise(run, of_layers)
+    for index, (x, y) in enumerate(record.batches()):
+        if index != 2:
+            step(x, y)
+
+
+def part_of_a_batch(make_blocks):
+    run = make_blocks(*two())
+    record, step = recorded(run), minimise(run, of_layers)
+    for x, y in record.batches():
+        step(x[:2], y[:2])
+
+
+def step_outside_of_fit(make_blocks):
+    run = make_blocks(*two())
+    run.fit()
+    run.model.train_on_batch(run.x[:4], run.y[:4])
+    run.callback.report(DELTA)
+
+
+def steps_before_the_record(make_blocks):
+    run = make_blocks(*two())
+    run.model.fit(run.data, verbose=0)
+    run.fit()
+
+
+def not_finite_in_xla(make_blocks):
+    run = make_blocks(*two(), compile={"jit_compile": True})
+    x = np.where(np.arange(24)[:, None] == 9, np.nan, run.x)
+    run.fit(cyclic_dataset(x, run.y, batch_size=4))
+
+
+def longer_gradients_than_declared(make_blocks):
+    make_blocks(block_loss=hsa.LossGeometry.convex(0.5, lipschitz=0.1)).fit()
+
+
+def gradient_bound(make_blocks):
+    make_blocks(gradient_bound=1.0).fit()
+
+
+def block_loss_of_a_cyclic_optimizer(make_blocks):
+    run = make_blocks(block_loss=LOGISTIC)
+    run.model.compile(CyclicDPKerasSGDOptimizer(1.0, 1.0), bce())
+    run.fit()
+
+
+def block_loss_of_dice(make_blocks):
+    run = make_blocks()
+    dice = DiceKerasSGDOptimizer(1.0, 1.0)
+    HiddenStateRecorder(run.model, dice, run.data, block_loss=LOGISTIC)
+
+
+def add_or_remove_one(make_blocks):
+    make_blocks(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+
+
+def loaded_model_in_the_same_record(make_blocks):
+    run = make_blocks()
+    run.fit()
+    run.model.save("saved.keras")
+    run.model = tf.keras.models.load_model("saved.keras")
+    run.fit()
+
+
+def replayed_noise(make_blocks):
+    run = make_blocks(compile={"run_eagerly": True})
+
+    def reset(batch, logs):
+        run.optimizer._dp_sum_query._generator.reset_from_seed(0)
+
+    run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=reset)])
+
+
+CASES = {
+    shuffled_arrays: "shuffle=True",
+    another_dataset_size: "dataset_size = 48 examples, got 24",
+    batch_normalisation: "no trainable batch normalisation",
+    regularised: "no regularisation losses",
+    reduced_loss: "got a scalar",
+    early_stopping: "got EarlyStopping",
+    plateau: "got ReduceLROnPlateau",
+    stopped: "stopped early",
+    rate_of_epochs: "step 7 was not taken. The learning rate, clip norm or noise multiplier",
+    a_layer_without_a_block: "together the trainable variables of the model, got .*kernel",
+    a_variable_that_is_not_the_models: "together the trainable variables of the model, got",
+    nudged_between_fits: "were changed outside",
+    other_weights_reported: "were changed outside",
+    nudged_within_a_compiled_fit: "step 2 was not taken. The trainable variables were changed",
+    interrupted_epoch: "go on with batch 3",
+    figures_within_an_epoch: "whole epochs of 6 steps, got 1",
+    interrupted_between_the_blocks: "Of 14 updates of 2 blocks 13 were finished",
+    two_steps_on_a_batch: "has taken 2 steps, expected 1",
+    a_batch_without_a_step: "after batch 2 the optimizer has taken 2 steps, expected 3",
+    part_of_a_batch: "used 2 rows of batch 0, expected batch_size = 4",
+    step_outside_of_fit: "took 7 steps, but 6 are recorded",
+    steps_before_the_record: "without steps, got one with 6",
+    not_finite_in_xla: "step 3 was not taken. A per-example gradient is not finite",
+    longer_gradients_than_declared: "block_loss.lipschitz >= .* gradient of step 1, got 0.1",
+    gradient_bound: "gradient_bound for a Dice optimizer, got BlockCoordinateKerasOptimizer",
+    block_loss_of_a_cyclic_optimizer: "block_loss for a BlockCoordinateKerasOptimizer, got Cyclic",
+    block_loss_of_dice: "block_loss for a BlockCoordinateKerasOptimizer, got Dice",
+    add_or_remove_one: "cannot add or remove",
+    loaded_model_in_the_same_record: "got another one",
+    replayed_noise: "step 3 (used|was not taken. The noise was used in)",
+}
+
+
+@pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
+def test_refused(make_blocks, act):
+    with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
+        act(make_blocks)
+
+
+def test_a_refused_run_has_no_epsilon(make_blocks):
+    run = make_blocks(*two())
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.fit(cyclic_dataset(np.full_like(run.x, np.nan), run.y, batch_size=4))
+    for act in (lambda: run.callback.report(DELTA), lambda: run.callback.privacy_event, run.fit):
+        with pytest.raises(hsa.UnsupportedRunError, match="step 1 was not taken"):
+            act()
+
+
+def test_tensorfloat_32_is_refused(make_blocks, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+    with pytest.raises(hsa.UnsupportedRunError, match="TensorFloat-32"):
+        make_blocks(block_loss=LOGISTIC).fit()
+    make_blocks().fit()
+
+
+def test_what_is_no_geometry():
+    with pytest.raises(TypeError, match="block_loss to be a LossGeometry"):
+        HiddenStateCallback(dataset_size=24, batch_size=4, block_loss="convex")

@@ -1,0 +1,52 @@
+"""Mistakes in the records of runs."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+_RUN_TESTS = "core/test_runs.py"
+
+MUTATIONS = (
+    Mutation(
+        "gradients_beyond_their_declared_bound_are_accepted",
+        "runs/base.py",
+        "if not largest_norm <= bound * (1 + SLACK):",
+        "if largest_norm > 2 * bound:",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "guarantee_of_the_first_steps_is_that_of_all",
+        "runs/base.py",
+        "if self._proved.get(relation, (0,))[0] != self._num_steps:",
+        "if relation not in self._proved:",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dice_forgets_short_batches",
+        "runs/dice_sgd.py",
+        "elif not self._fewest_rows == self._most_rows == event.batch_size:",
+        "elif self._most_rows != event.batch_size:",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dice_looks_like_dp_sgd_in_a_history",
+        "runs/dice_sgd.py",
+        "[(0.0, self",
+        "[(1.0, self",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dp_mbcd_may_change_its_step_size",
+        "runs/block_coordinate.py",
+        '"learning_rate": (step.learning_rate, own.step_size),',
+        "",
+        _RUN_TESTS,
+    ),
+    Mutation(
+        "dp_mbcd_may_end_within_an_epoch",
+        "runs/block_coordinate.py",
+        "if self._num_steps % batches:",
+        "if self._num_steps < batches:",
+        _RUN_TESTS,
+    ),
+)
