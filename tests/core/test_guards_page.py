@@ -53,7 +53,7 @@ def test_rows_are_numbered_and_complete():
 
 
 def test_rows_that_tests_are_about_exist():
-    """What a test calls Row 8 is row 8 of the page."""
+    """What a test calls "Row 8" is row 8 of the page."""
     numbers = {row[0].removeprefix("|").strip() for row in ROWS}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for number in re.findall(r"\b[Rr]ow ?(\d+)[:.]|test_row(\d+)_", path.read_text("utf-8")):

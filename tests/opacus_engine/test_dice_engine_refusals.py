@@ -2,13 +2,11 @@
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
 from opacus_dice_engine import DELTA
 from torch import nn
-from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
@@ -76,91 +74,14 @@ def test_moments_of_another_run_are_refused(make_run):
         make_run(model=model, optimizer=used, optimizer_class=DiceSGDOptimizer, loss_geometry=None)
 
 
-def skip_a_batch(run):
-    batches = iter(run.loader)
-    next(batches)
-    run.step(next(batches))
-
-
-def own_loader(run):
-    run.step(next(iter(DataLoader(run.loader.dataset, batch_size=10))))
-
-
-def a_batch_twice(run):
-    batch = next(iter(run.loader))
-    run.step(batch)
-    run.step(batch)
-
-
 def fewer_rows(run):
     run.step([part[:9] for part in next(iter(run.loader))])
-
-
-def more_rows(run):
-    run.step([torch.cat([part, part[:1]]) for part in next(iter(run.loader))])
 
 
 def two_forwards(run):
     batch = next(iter(run.loader))
     run.model(batch[0])
     run.step(batch)
-
-
-def two_backwards(run):
-    run.optimizer.zero_grad()
-    features, labels = next(iter(run.loader))
-    for _ in range(2):
-        run.criterion(run.model(features), labels).backward()
-    run.optimizer.step()
-
-
-def restarted(run):
-    first, second = iter(run.loader), iter(run.loader)
-    run.step(next(second))
-    run.step(next(first))
-
-
-def changed_parameters(run):
-    with torch.no_grad():
-        run.plain_model.bias.add_(1.0)
-    run.step(next(iter(run.loader)))
-
-
-def loaded_parameters(run):
-    run.plain_model.load_state_dict({k: v + 1 for k, v in run.plain_model.state_dict().items()})
-    run.step(next(iter(run.loader)))
-
-
-def perturbed_gradients(run):
-    batch = next(iter(run.loader))
-    old = run.plain_model.bias.detach().clone()
-    run.plain_model.bias.data += 1.0
-    run.backward(batch)
-    run.plain_model.bias.data = old
-    run.optimizer.step()
-
-
-def another_base(run):
-    batch = next(iter(run.loader))
-    run.backward(batch)
-    run.optimizer.original_optimizer = torch.optim.SGD(run.plain_model.parameters(), lr=1.0)
-    run.optimizer.step()
-
-
-def another_generator(run):
-    run.backward(next(iter(run.loader)))
-    run.optimizer.generator = torch.Generator()
-    run.optimizer.step()
-
-
-def seeded_again(run):
-    run.optimizer.generator.manual_seed(4)
-    run.step(next(iter(run.loader)))
-
-
-def base_hook(run):
-    run.optimizer.original_optimizer.register_step_pre_hook(lambda *_: None)
-    run.step(next(iter(run.loader)))
 
 
 def changed(name, value):
@@ -202,17 +123,6 @@ def moments_without_noise(run):
     run.optimizer.step()
 
 
-def nan_gradient(run):
-    features, labels = next(iter(run.loader))
-    run.step([math.nan * features, labels])
-
-
-def frozen(run):
-    run.backward(next(iter(run.loader)))
-    run.plain_model.bias.requires_grad_(False)
-    run.optimizer.step()
-
-
 def steps_twice_on_it(run):
     run.backward(next(iter(run.loader)))
     run.optimizer.step()
@@ -226,41 +136,20 @@ def moves_by_itself(run):
     run.optimizer.step()
 
 
+# What every optimizer refuses is in tests/reference/misuse.py.
 MISUSE = [
-    (skip_a_batch, "used batch 1, expected batch 0"),
-    (own_loader, "used no new batch, expected batch 0"),
-    (a_batch_twice, "used batch 0, expected batch 1|no new batch"),
     (fewer_rows, "used 9 rows, expected batch_size = 10"),
-    (more_rows, "used 11 rows, expected batch_size = 10"),
     (two_forwards, "follows 2 training passes|no per-example gradients"),
-    (two_backwards, "gradients of 2 batches"),
-    (restarted, "second iterator"),
-    (changed_parameters, "parameters were changed outside"),
-    (loaded_parameters, "parameters were changed outside"),
-    (perturbed_gradients, "gradients at other parameters"),
-    (another_base, "another original_optimizer"),
-    (another_generator, "another noise generator"),
-    (seeded_again, "noise generator is in a state"),
-    (base_hook, "without step hooks"),
-    (changed("max_grad_norm", 0.05), "uses max_grad_norm = 0.05, expected 0.1"),
-    (changed("error_max_grad_norm", 0.05), "uses error_max_grad_norm = 0.05"),
-    (changed("noise_multiplier", 0.1), "uses noise_multiplier = 0.1"),
-    (changed("expected_batch_size", 20), "uses expected_batch_size = 20"),
-    (changed("automatic", True), "uses automatic = True"),
-    (changed("step_hook", print), "step_hook"),
     (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
     (moments_without_noise, "momentum or moments that the last step did not leave"),
     (another_bound, "gradient_bound >= .*, the largest gradient of step"),
-    (changed("grad_scale", 1.0), "GradScaler"),
     (long_gradient, "gradient_bound >= .*, the largest gradient of step"),
-    (nan_gradient, "norm is not finite"),
-    (frozen, "the set of trainable"),
     (steps_twice_on_it, "used no new batch"),
     (moves_by_itself, "parameters were changed outside|used no new batch"),
 ]
 
 # Refused before a step looked at the records; the model is still that of the last step.
-NOTHING_HAPPENED = ["restarted", "moments_from_elsewhere", "grad_scale"]
+NOTHING_HAPPENED = ["moments_from_elsewhere"]
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -268,8 +157,6 @@ NOTHING_HAPPENED = ["restarted", "moments_from_elsewhere", "grad_scale"]
 def test_what_the_loop_does_otherwise(make_dice, misuse, text, epochs):
     """At the first step and in the middle: refused, and then there is no epsilon and no event."""
     generator = torch.Generator().manual_seed(4)
-    if misuse is seeded_again and not epochs:
-        pytest.skip("nothing to repeat")
     run = make_dice(gradient_bound=BOUND, noise_generator=generator)
     for _ in range(epochs):
         run.epoch()

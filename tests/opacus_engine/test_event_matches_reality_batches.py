@@ -1,6 +1,7 @@
 """Batches that are not the declared ones raise.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+The rows are those of docs/guards.md, the ways to get a silently wrong epsilon. What every optimizer
+refuses is in tests/reference/misuse.py.
 """
 
 import contextlib
@@ -24,49 +25,9 @@ DELTA = 1e-5
 # Row 1: batches that are not the declared ones.
 
 
-def early_break_and_new_epoch(run):
-    for batch in itertools.islice(run.loader, 4):
-        run.step(batch)
-    run.epoch()
-
-
 def next_iter_every_step(run):
     for _ in range(2):
         run.step(next(iter(run.loader)))
-
-
-def step_twice_on_one_batch(run):
-    for batch in run.loader:
-        run.step(batch)
-        run.step(batch)
-
-
-def skip_one_batch(run):
-    for index, batch in enumerate(run.loader):
-        if index != 2:
-            run.step(batch)
-
-
-def skip_the_last_batch(run):
-    for _ in range(2):
-        for index, batch in enumerate(run.loader):
-            if index != 5:
-                run.step(batch)
-
-
-def own_loader(run):
-    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
-
-
-def own_loader_after_an_epoch(run):
-    run.epoch()
-    run.epoch(DataLoader(run.loader.dataset, batch_size=10))
-
-
-def step_after_the_loop(run):
-    for batch in run.loader:
-        last = batch
-    run.step(last)
 
 
 def own_loader_around_the_private_batches(run):
@@ -77,27 +38,12 @@ def copy_of_the_loader(run):
     run.epoch(copy.deepcopy(run.loader))
 
 
-def two_iterators_at_once(run):
-    for batch, _ in zip(run.loader, run.loader, strict=True):
-        run.step(batch)
-
-
 def evaluation_on_the_private_loader_mid_epoch(run):
     for batch in run.loader:
         run.step(batch)
         with torch.no_grad():
             for features, _ in run.loader:
                 run.model(features)
-
-
-def half_of_every_batch(run):
-    for features, labels in run.loader:
-        run.step((features[:5], labels[:5]))
-
-
-def batch_twice_in_one_step(run):
-    for features, labels in run.loader:
-        run.step((torch.cat([features, features]), torch.cat([labels, labels])))
 
 
 def gradient_accumulation(run):
@@ -131,14 +77,6 @@ def layer_by_itself(run):
         run.optimizer.step()
 
 
-def planted_sum(run):
-    for batch in run.loader:
-        run.backward(batch)
-        for p in run.optimizer.params:
-            p.summed_grad = torch.full_like(p, 100.0)
-        run.optimizer.step()
-
-
 def sum_changed_between_pieces(run):
     with BatchMemoryManager(
         data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
@@ -167,10 +105,6 @@ def memory_manager_piece_skipped(run):
                 run.step(batch)
 
 
-def batches_fetched_in_advance(run):
-    run.epoch(list(run.loader))
-
-
 def one_batch_fetched_in_advance(run):
     batches = iter(run.loader)
     ahead = next(batches)
@@ -197,28 +131,16 @@ def backward_twice(run):
 
 
 RAISES = [
-    (1, early_break_and_new_epoch, "step 5 used batch 0, expected batch 4", 4),
     (1, next_iter_every_step, "step 2 used batch 0, expected batch 1", 1),
-    (1, step_twice_on_one_batch, "step 2 used no new batch, expected batch 1", 1),
-    (1, skip_one_batch, "step 3 used batch 3, expected batch 2", 2),
-    (1, skip_the_last_batch, "step 6 used batch 0, expected batch 5", 5),
-    (1, own_loader, "step 1 used no new batch, expected batch 0", 0),
-    (1, own_loader_after_an_epoch, "step 7 used no new batch, expected batch 0", 6),
-    (1, step_after_the_loop, "step 1 used no new batch, expected batch 0", 0),
     (1, own_loader_around_the_private_batches, "step 1 used no new batch, expected batch 0", 0),
     (1, copy_of_the_loader, "step 1 used no new batch, expected batch 0", 0),
-    (1, two_iterators_at_once, "second iterator", 0),
     (1, evaluation_on_the_private_loader_mid_epoch, "second iterator", 1),
-    (1, half_of_every_batch, "step 1 used 5 rows, expected batch_size = 10", 0),
-    (1, batch_twice_in_one_step, "step 1 used 20 rows, expected batch_size = 10", 0),
     (1, gradient_accumulation, "step 1 used batch 1, expected batch 0", 0),
     (1, no_zero_grad, "step 2: got the gradients of 2 batches, expected 1", 1),
     (1, two_passes_in_one_step, "step 1 follows 2 training passes", 0),
-    (1, planted_sum, "step 1 starts with a sum of clipped gradients", 0),
     (1, sum_changed_between_pieces, "step 1 starts with a sum of clipped gradients", 0),
     (1, memory_manager_left_early, "step 3 used batch 0, expected batch 2", 2),
     (1, memory_manager_piece_skipped, "step 2: a piece of a batch", 1),
-    (1, batches_fetched_in_advance, "step 1 used no new batch, expected batch 0", 0),
     (1, one_batch_fetched_in_advance, "step 1 used batch 1, expected batch 0", 0),
     (1, cycle_over_the_loader, "step 7 used no new batch, expected batch 0", 6),
     (1, backward_twice, "step 1 has gradients of another loss", 0),

@@ -1,6 +1,7 @@
 """Another update rule, other parameters, other noise than declared raise.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+The rows are those of docs/guards.md, the ways to get a silently wrong epsilon. What every optimizer
+refuses is in tests/reference/misuse.py.
 """
 
 import copy
@@ -56,74 +57,17 @@ def second_group_without_decay(run):
     run.epoch()
 
 
-def momentum_mid_run(run):
-    run.epoch()
-    run.optimizer.param_groups[0]["momentum"] = 0.9
-    run.epoch()
-
-
-def maximize_mid_run(run):
-    run.epoch()
-    run.optimizer.param_groups[0]["maximize"] = True
-    run.epoch()
-
-
 def other_base_optimizer(run):
     run.optimizer.original_optimizer = torch.optim.Adam(run.model.parameters())
-    run.epoch()
-
-
-def same_kind_of_base_optimizer(run):
-    run.optimizer.original_optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
-    run.epoch()
-
-
-def step_hook_inside_sgd(run):
-    run.optimizer.original_optimizer.register_step_pre_hook(lambda *_: None)
     run.epoch()
 
 
 # Rows 10 and 11: precision and the set of parameters.
 
 
-def parameters_to_bfloat16(run):
-    run.epoch()
-    run.model.to(torch.bfloat16)
-    for features, labels in run.loader:
-        run.step((features.to(torch.bfloat16), labels))
-
-
-def autocast(run):
-    for features, labels in run.loader:
-        run.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = run.model(features)
-        run.criterion(output.float(), labels).backward()
-        run.optimizer.step()
-
-
-def freeze_mid_run(run):
-    run.epoch()
-    run.plain_model.bias.requires_grad_(False)
-    run.epoch()
-
-
 def new_parameter_mid_run(run):
     run.epoch()
     run.plain_model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    run.epoch()
-
-
-def add_param_group(run):
-    run.epoch()
-    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    run.epoch()
-
-
-def load_model_mid_run(run):
-    run.epoch()
-    state = {k: torch.zeros_like(v) for k, v in run.plain_model.state_dict().items()}
-    run.plain_model.load_state_dict(state)
     run.epoch()
 
 
@@ -143,29 +87,10 @@ def averaged_weights_kept(run):
     run.epoch()
 
 
-def sharpness_aware(run):
-    # The gradient at perturbed parameters, which are restored bit by bit before the step.
-    for batch in run.loader:
-        before = copy.deepcopy(run.plain_model.state_dict())
-        if run.steps:
-            with torch.no_grad():
-                for p in run.plain_model.parameters():
-                    p.add_(0.3 * p.grad)
-        run.backward(batch)
-        run.plain_model.load_state_dict(before)
-        run.optimizer.step()
-
-
 def buffer_that_counts(run):
     run.epoch()
     run.plain_model.register_buffer("mean", torch.zeros(5))
     run.epoch()
-
-
-def base_step_directly(run):
-    for batch in run.loader:
-        run.step(batch)
-        run.optimizer.original_optimizer.step()
 
 
 def pre_step_and_base_step(run):
@@ -183,24 +108,12 @@ def second_step_hook(run):
     run.epoch()
 
 
-def step_hook_overwritten(run):
-    run.epoch()
-    run.optimizer.step_hook = lambda optimizer: None
-    run.epoch()
-
-
 def hook_on_all_optimizers(run):
     handle = register_optimizer_step_post_hook(lambda *_: None)
     try:
         run.epoch()
     finally:
         handle.remove()
-
-
-def another_generator(run):
-    for batch in run.loader:
-        run.optimizer.generator = torch.Generator().manual_seed(0)
-        run.step(batch)
 
 
 def seeded_every_epoch(run):
@@ -219,10 +132,6 @@ def grad_scaler(run):
         scaler.update()
 
 
-def deep_copy_of_the_optimizer(run):
-    copy.deepcopy(run.optimizer)
-
-
 def pickle_of_the_optimizer(run):
     torch.save(run.optimizer, io.BytesIO())
 
@@ -232,12 +141,6 @@ def step_recorded_twice(run):
     run.engine.accountant.recorders[0].step(
         noise_multiplier=2.0, learning_rate=0.5, clip_norm=2.1, batch_index=0, batch_rows=10
     )
-    run.epoch()
-
-
-def divisor_changed(run):
-    run.epoch()
-    run.optimizer.expected_batch_size = 5
     run.epoch()
 
 
@@ -262,28 +165,6 @@ def eval_mode(run):
     run.epoch()
 
 
-def exception_swallowed(run):
-    for features, labels in run.loader:
-        try:
-            run.step((2 * features, labels))
-        except hsa.UnsupportedRunError:
-            run.step((features, labels))
-
-
-def interrupted_step(run):
-    run.epoch()
-
-    def fail(*args):
-        raise KeyboardInterrupt
-
-    run.optimizer.original_optimizer.step = fail
-    try:
-        run.epoch()
-    except KeyboardInterrupt:
-        del run.optimizer.original_optimizer.step
-    run.engine.get_epsilon(DELTA)
-
-
 def on_another_engine(run):
     return HiddenStatePrivacyEngine().make_private(
         module=run.model,
@@ -292,11 +173,6 @@ def on_another_engine(run):
         noise_multiplier=1.0,
         max_grad_norm=2.1,
     )
-
-
-def new_engine_for_a_trained_model(run):
-    run.epoch()
-    on_another_engine(run)  # a notebook's cell, run again
 
 
 def two_engines_in_turn(run):
@@ -323,57 +199,26 @@ def no_number_as_noise(run):
     run.epoch()
 
 
-def old_run_goes_on(run):
-    run.epoch()
-    run.engine.make_private(
-        module=run.model,
-        optimizer=run.optimizer,
-        data_loader=run.loader,
-        noise_multiplier=1.0,
-        max_grad_norm=2.1,
-    )
-    run.epoch()
-
-
 RAISES = [
     (2, plateau, "step 3 uses learning rate 0.05, expected 0.5", 2),
     (2, more_steps_than_declared, "Expected num_steps = 6 steps", 6),
     (2, best_checkpoint_trained_on, "changed outside the private optimizer after step 12", 12),
     (3, second_group_without_decay, "weight_decay = 0.1 in group 0 and 0.0 in group 1", 0),
-    (3, momentum_mid_run, "momentum = 0, got 0.9", 6),
-    (3, maximize_mid_run, "maximize = False, got True", 6),
     (3, other_base_optimizer, "another original_optimizer", 0),
-    (3, same_kind_of_base_optimizer, "another original_optimizer", 0),
-    (3, step_hook_inside_sgd, "without step hooks", 0),
-    (10, parameters_to_bfloat16, "float32 or float64, got torch.bfloat16", 6),
-    (10, autocast, "Expected no autocast", 0),
-    (11, freeze_mid_run, r"step 7 trains \['weight'\]", 6),
-    (11, add_param_group, "step 7 optimizes 3 parameters, expected the 2", None),
-    (11, load_model_mid_run, "changed outside the private optimizer after step 6", 6),
     (11, write_through_data, "changed outside the private optimizer after step 6", 6),
     (11, averaged_weights_kept, "changed outside the private optimizer after step 12", 12),
-    (11, sharpness_aware, "step 2 has gradients at other parameters", 1),
     (11, buffer_that_counts, "A buffer of the module was changed during the run", 6),
-    (11, base_step_directly, "changed outside the private optimizer after step 1", 1),
     (11, pre_step_and_base_step, "step 1 used batch 1, expected batch 0", 0),
     (14, second_step_hook, "single slot", 0),
-    (14, step_hook_overwritten, "step 7 has a step_hook", 6),
     (14, hook_on_all_optimizers, "Expected no step hooks for all optimizers", 0),
-    (14, another_generator, "step 1 uses another noise generator", 0),
     (14, seeded_every_epoch, "step 7: the noise generator is in a state", 6),
     (14, grad_scaler, "GradScaler", 0),
-    (14, deep_copy_of_the_optimizer, "cannot be copied", 0),
     (14, pickle_of_the_optimizer, "cannot be copied", 0),
     (14, step_recorded_twice, "took 6 steps, but 7 are recorded", 7),
-    (14, divisor_changed, "step 7 uses expected_batch_size = 5, expected 10", 6),
     (14, no_noise_for_a_piece, "step 1 clips to 2.1 and then uses 3.1", 0),
     (14, clip_norm_into_the_margin, r"max_grad_norm >= 2.00000", 6),
-    (14, exception_swallowed, "An earlier step of this run was refused", 0),
-    (14, interrupted_step, "step 7 was interrupted", None),
     (14, two_engines_in_turn, "step 1 follows 7 training passes", 0),
-    (11, new_engine_for_a_trained_model, "no other engine has trained, got one with 6 steps", 6),
     (14, piece_of_another_batch, "step 1: a piece of a batch was delivered", 0),
-    (14, old_run_goes_on, "This run ended when make_private was called again", None),
 ]
 
 ARGUMENTS = {
