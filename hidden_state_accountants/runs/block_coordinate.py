@@ -23,6 +23,7 @@ from hidden_state_accountants.runs.descriptions.block_coordinate import descript
 from hidden_state_accountants.runs.run_lengths import RunLengths
 from hidden_state_accountants.runs.statement import statement_of
 
+_DELTA = 1e-5
 _RELATIONS = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
 _NOISE = "noise_variance"  # of the event, but of every step in a run
 
@@ -236,6 +237,18 @@ class BlockCoordinateRun(Run):
             return None
         return bound.guarantee(
             attrs.evolve(event, block_loss=None, update_lipschitz=None), relation
+        )
+
+    @classmethod
+    def line_before(cls, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> str:
+        """Whether hidden iterates help, judged by the first two epochs."""
+        ahead = attrs.evolve(event, num_epochs=2)
+        every = cls.every_iterate(ahead, relation)
+        if every is None or best_guarantee(ahead, relation).epsilon(_DELTA) < every.epsilon(_DELTA):
+            return ""
+        return (
+            "no contraction: epsilon equals composition (every update of every block counts); see "
+            "docs/block_coordinate.md"
         )
 
     # How it goes on elsewhere

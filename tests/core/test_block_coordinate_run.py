@@ -173,3 +173,20 @@ def test_a_block_that_is_released_within_the_run_is_not_hidden():
     again = BlockCoordinateRun.from_state_dict(recorded.state_dict())
     assert again.guarantee(SPECIAL).mu == every.mu
     assert hidden.mu < 2**0.5 / 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "helps"),
+    [
+        ({}, False),
+        ({"block_loss": hsa.LossGeometry.strongly_convex(1.0, 0.5, lipschitz=0.5)}, True),
+        ({"block_loss": hsa.LossGeometry.convex(1.0), "num_blocks": 2}, False),
+    ],
+)
+def test_the_line_before_training(changes, helps):
+    event = hsa.BlockCoordinateDpEvent(
+        **{"step_size": 0.1, "noise_variance": 1.0, "clip_norm": 1.0, "batch_size": 4,
+           "dataset_size": 12, "num_epochs": 1, **changes}
+    )  # fmt: skip
+    line = BlockCoordinateRun.line_before(event, NeighboringRelation.REPLACE_SPECIAL)
+    assert ("no contraction" in line) is not helps
