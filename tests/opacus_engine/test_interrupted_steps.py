@@ -113,7 +113,7 @@ def test_the_blocks_of_a_step_get_the_same_noise():
         optimizer.noise_multiplier = next(noise)
         backward()
 
-    with pytest.raises(hsa.UnsupportedRunError, match="noise_multiplier = 10, expected 0.001"):
+    with pytest.raises(hsa.UnsupportedRunError, match="noise_multiplier = 10, "):
         optimizer.step(closure)
     with pytest.raises(hsa.UnsupportedRunError):
         optimizer.privacy_event(dataset_size=4)
@@ -127,7 +127,7 @@ def test_noise_that_no_step_took():
     dice.backward(model, third)
     assert optimizer.pre_step()
     optimizer.original_optimizer.step()
-    with pytest.raises(hsa.UnsupportedRunError, match="pre_step.* step 3, which was not recorded"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"pre_step.* step 3, which was not recorded"):
         optimizer.privacy_event(dataset_size=4, batch_order="full")
 
 
@@ -136,7 +136,7 @@ def test_noise_that_no_step_took_stays_with_the_run(make_run):
     run.backward(next(iter(run.loader)))
     assert run.optimizer.pre_step()
     run.optimizer.original_optimizer.step()
-    with pytest.raises(hsa.UnsupportedRunError, match="pre_step.* step 1, which was not recorded"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"pre_step.* step 1, which was not recorded"):
         make_run(engine=run.engine, model=run.model)
     with pytest.raises(hsa.UnsupportedRunError, match="an interrupted step of another engine"):
         make_run(model=run.model)

@@ -96,8 +96,8 @@ def check_not_trained_elsewhere(params: Iterable[nn.Parameter], engine: object) 
                 steps = f"{run.num_steps} steps" if run.num_steps else "an interrupted step"
                 raise UnsupportedRunError(
                     f"Expected a model that no other engine has trained, got one with {steps} of "
-                    "another engine, whose epsilon this engine does not know. Call make_private on that engine (its runs compose), or start from "
-                    "a new model object. If the records are others, load the weights into a new "
-                    "model object: that its initial model does not depend on the records of this "
-                    "engine is then your word."
+                    "another engine, whose epsilon this engine does not know. Call make_private on "
+                    "that engine (its runs compose), or start from a new model object. If the "
+                    "records are others, load the weights into a new model object: that its "
+                    "initial model does not depend on the records of this engine is then your word."
                 )
