@@ -332,7 +332,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Checks the run before, whose last iterate counts as released; whether it was refused."""
         if self._optimizer is None:
             return False
-        if self._optimizer.num_steps:
+        if self._optimizer.has_moved:
             self._optimizer.check_iterate()
             self._optimizer.run.event()  # a run that ends within an epoch may have none, for good
         return self._optimizer.was_refused

@@ -21,6 +21,7 @@ from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.context import RunContext
+from hidden_state_adapters.opacus.run.registry import note_moved
 
 _UNFINISHED = "a step was not finished"
 
@@ -100,8 +101,8 @@ class PrivateOptimizer(DPOptimizer):
             self.guards = context.guards(self, self._settings, self.mechanism.guards())
         self._steps_taken = self.run.num_steps
         self._largest_norm = 0.0  # of the current step
-        self._failure = self._closed = ""
-        self._is_moving = self._has_engine_hook = self._is_loading = False
+        self._failure = self._closed = self._loose_noise = ""
+        self._is_moving = self._has_moved = self._has_engine_hook = self._is_loading = False
 
     def _guards_by_hand(self) -> Guards:
         mechanism = self.mechanism
@@ -158,7 +159,14 @@ class PrivateOptimizer(DPOptimizer):
                 "Expected optimizer.step(closure), got a call of pre_step, which knows one block."
             )
         with self._ending_the_run_on_error():
-            return self._use_gradients(0)
+            proceeds = self._use_gradients(0)
+        if proceeds:  # the noisy gradient may go anywhere now, and no step of it is recorded
+            self._loose_noise = (
+                f"pre_step() was called by hand and made the noisy gradient of step "
+                f"{self._steps_taken + 1}, which was not recorded. Call step()."
+            )
+            self._note_move()
+        return proceeds
 
     def _admit(self) -> None:
         self._check_alive()
@@ -203,11 +211,16 @@ class PrivateOptimizer(DPOptimizer):
         if is_last:
             batch = self._batch
             self.run.add(self.mechanism.step(batch.index, batch.rows, self._largest_norm))
-        self._is_moving = True
+        self._note_move()
         self.original_optimizer.step()
         self.mechanism.after_move(piece)
         self.guards.moved(piece)
         self._piece = None
+
+    def _note_move(self) -> None:
+        self._is_moving = self._has_moved = True
+        if self.context is not None:
+            note_moved(self.run)
 
     def _complete(self) -> None:
         self._steps_taken += 1
@@ -293,17 +306,23 @@ class PrivateOptimizer(DPOptimizer):
         self.guards.check_iterate(self._steps_taken)
 
     @property
+    def has_moved(self) -> bool:
+        """Whether parameters moved, if only in a step that was interrupted and not recorded."""
+        return self._has_moved or self.num_steps > 0
+
+    @property
     def was_refused(self) -> bool:
         """Whether a step was refused or interrupted."""
-        return bool(self._failure)
+        return bool(self._failure or self._loose_noise)
 
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
-        if self._failure:
+        failure = self._failure or self._loose_noise
+        if failure:
             raise UnsupportedRunError(
                 "A step of this run was refused or interrupted. What ended the run may depend on "
                 "the records, and every bound is about a number of steps that does not: no epsilon "
-                f"covers the model. Start again with another optimizer. It was: {self._failure}"
+                f"covers the model. Start again with another optimizer. It was: {failure}"
             )
 
     def _check_alive(self) -> None:
@@ -362,7 +381,8 @@ class PrivateOptimizer(DPOptimizer):
     def resume(self) -> None:
         """Goes on from what record, hidden state and module hold, after a checkpoint was loaded."""
         self._steps_taken = self.run.num_steps
-        self._failure, self._is_loading, self._largest_norm = "", False, 0.0
+        self._failure = self._loose_noise = ""
+        self._is_loading, self._largest_norm = False, 0.0
         self.guards.resume(self._steps_taken)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -98,6 +98,10 @@ class SumsGuard(Guard):
         """The next batch starts without sums."""
         self._versions = [None] * len(self._params)
 
+    def resume(self, steps: int) -> None:
+        """Pieces from before the checkpoint was loaded belong to no batch of the run."""
+        self.after(steps)
+
     @property
     def is_between_batches(self) -> bool:
         """Whether no piece of a batch waits for the others."""

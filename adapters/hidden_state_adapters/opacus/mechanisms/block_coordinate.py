@@ -78,6 +78,7 @@ class BlockCoordinate(Mechanism):
             if any(p.requires_grad for p in part.parameters(recurse=False))
         )
         self.why_coarse = ""  # why gradients are not those of a declared loss
+        self._noise_multiplier = 0.0  # of the current step
 
     def _check_values(self) -> None:
         optimizer = self.optimizer
@@ -193,6 +194,17 @@ class BlockCoordinate(Mechanism):
         add_weighted_sums(piece.params, factors)
         for p in self.params:
             p.grad = None  # the wrapped optimizer moves what has a gradient
+
+    def before_noise(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the blocks of a step get different noise."""
+        noise = float(self.optimizer.noise_multiplier)
+        if piece.block and noise != self._noise_multiplier:
+            raise UnsupportedRunError(
+                f"step {piece.step} uses noise_multiplier = {noise:g}, expected "
+                f"{self._noise_multiplier:g} as in its first block: one is recorded for the whole "
+                "step. Change noise_multiplier between steps, not in the closure."
+            )
+        self._noise_multiplier = noise
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with its step size."""

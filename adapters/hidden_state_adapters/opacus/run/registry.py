@@ -16,6 +16,8 @@ from hidden_state_adapters.opacus.guards.base import Guard
 _branches: dict[str, list[Run]] = {}
 """The records of this process, by run: a run that was resumed has several."""
 _left_behind: weakref.WeakSet[Run] = weakref.WeakSet()
+_moved: weakref.WeakSet[Run] = weakref.WeakSet()
+"""The runs that changed parameters, if only in a step that was interrupted and not recorded."""
 _trained: Any = WeakIdKeyDictionary()
 """Parameter -> the runs that train it: the engine, by a token that refers to nothing, and the
 record."""
@@ -77,6 +79,11 @@ def note_trained(params: Iterable[nn.Parameter], engine: object, run: Run) -> No
         _trained.setdefault(param, []).append((engine, run))
 
 
+def note_moved(run: Run) -> None:
+    """Remembers that a step of `run` is about to change parameters, recorded or not."""
+    _moved.add(run)
+
+
 def check_not_trained_elsewhere(params: Iterable[nn.Parameter], engine: object) -> None:
     """Raises UnsupportedRunError if another engine took steps with one of `params`.
 
@@ -85,12 +92,12 @@ def check_not_trained_elsewhere(params: Iterable[nn.Parameter], engine: object) 
     """
     for param in params:
         for other, run in _trained.get(param, ()):
-            if other is not engine and run.num_steps:
+            if other is not engine and (run.num_steps or run in _moved):
+                steps = f"{run.num_steps} steps" if run.num_steps else "an interrupted step"
                 raise UnsupportedRunError(
-                    f"Expected a model that no other engine has trained, got one with "
-                    f"{run.num_steps} steps of another engine, whose epsilon this engine does "
-                    "not know. Call make_private on that engine (its runs compose), or start from "
-                    "a new model object. If the records are others, load the weights into a new "
-                    "model object: that its initial model does not depend on the records of this "
-                    "engine is then your word."
+                    f"Expected a model that no other engine has trained, got one with {steps} of "
+                    "another engine, whose epsilon this engine does not know. Call make_private on "
+                    "that engine (its runs compose), or start from a new model object. If the "
+                    "records are others, load the weights into a new model object: that its "
+                    "initial model does not depend on the records of this engine is then your word."
                 )

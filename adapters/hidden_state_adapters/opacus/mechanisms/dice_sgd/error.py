@@ -83,6 +83,10 @@ class HiddenError(Guard):
                 error.add_(rest, alpha=1 / divisor)
             self._rests[index] = None
 
+    def resume(self, steps: int) -> None:
+        """Pieces from before the checkpoint was loaded belong to no batch of the run."""
+        self._rests = [None] * len(self._params)
+
     def private_state(self) -> dict[str, Any]:
         """Tensors that restore it. Secret."""
         return {"error": [self.error(i).cpu().clone() for i in range(len(self._params))]}

@@ -173,7 +173,8 @@ class DiceOptimizer(PrivateOptimizer):
         here covers what two continuations of a run show together.
 
         Raises:
-            UnsupportedRunError: An engine made the optimizer: use its load_checkpoint.
+            UnsupportedRunError: An engine made the optimizer: use its load_checkpoint; or a step
+                was refused here.
             ValueError: The state is damaged or of another run (the text names the field), or steps
                 were taken here. Nothing is changed then.
         """
@@ -183,6 +184,7 @@ class DiceOptimizer(PrivateOptimizer):
                 "steps and position are restored together. Save with engine.save_checkpoint("
                 "include_private_state=True, stays_private=True)."
             )
+        self.check_not_refused()
         if self.num_steps or self._batch.rows:
             raise ValueError(
                 f"Expected an optimizer without steps, got one with {self.num_steps}: they stay "
