@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from misuse import BATCH, RECORDS
+from trial import BATCH, RECORDS, Trial
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
@@ -86,7 +86,7 @@ ATTRIBUTES = {"accumulation": "gradient_accumulation_steps", "momentum": "_momen
 
 
 @attrs.define(slots=False)
-class KerasTrial(misuse.Trial):
+class KerasTrial(Trial):
     """A run of an own loop; see FitTrial.
 
     Attributes:

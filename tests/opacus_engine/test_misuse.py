@@ -13,9 +13,9 @@ import attrs
 import misuse
 import pytest
 import torch
-from misuse import BATCH, RECORDS
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trial import BATCH, RECORDS, Trial
 
 from hidden_state_adapters.opacus import (
     BlockCoordinateOptimizer,
@@ -82,7 +82,7 @@ IN_GROUPS = {
 
 
 @attrs.define(slots=False)
-class OpacusTrial(misuse.Trial):
+class OpacusTrial(Trial):
     """A run on the engine.
 
     Attributes:

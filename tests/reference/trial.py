@@ -1,0 +1,177 @@
+"""What a misuse of tests/reference/misuse.py is committed on, whatever the framework."""
+
+from hidden_state_accountants.events.schedule import per_step
+
+RECORDS, BATCH, STEPS = 6, 2, 3  # three steps are an epoch
+
+
+class Trial:
+    """One accounted run: a frozen identity, a buffer and a trained linear head, tiny.
+
+    What cannot be done in a framework or with an optimizer raises NotImplementedError, as here, and
+    the case is left out.
+
+    Attributes:
+        start: Settings by name, as they are at the start.
+        records: The settings that may change during the run, and are recorded as they were used.
+        has_bound: Whether a bound on the gradients is declared, which scaled losses exceed.
+    """
+
+    start: dict
+    records: frozenset[str] = frozenset()
+    has_bound = True
+
+    # The loop
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        """Honest steps on all batches but for the step with the index `at`.
+
+        Args:
+            at: Within the epoch.
+            between: Called before that step.
+            before: Called before the forward pass of that step.
+            after: Called after its forward (and backward) pass, before the update.
+            scale: A factor of the loss of that step.
+        """
+        raise NotImplementedError
+
+    def batches(self):
+        """The batches of a pass, as the framework hands them out."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def other_batches(self):
+        """The same records from a loader that nobody knows."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def step(self, batch):
+        raise NotImplementedError("has no loop of one's own")
+
+    def rows(self, batch, index):
+        """The rows of a batch with these indices."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def evaluate(self):
+        """A forward pass that trains nothing."""
+        raise NotImplementedError
+
+    # The model
+
+    def weights(self):
+        """Copies of what is trained."""
+        raise NotImplementedError
+
+    def set_weights(self, weights):
+        raise NotImplementedError
+
+    def move(self, amount=1e-3):
+        self.set_weights([w + amount for w in self.weights()])
+
+    def frozen(self):
+        """A copy of the frozen matrix."""
+        raise NotImplementedError
+
+    def write_frozen(self, value):
+        raise NotImplementedError
+
+    def write_frozen_unseen(self, value):
+        """Past what counts the writes to a tensor."""
+        raise NotImplementedError("nothing counts writes")
+
+    def write_buffer(self):
+        raise NotImplementedError
+
+    def freeze(self):
+        """Trains the bias no more."""
+        raise NotImplementedError
+
+    def unfreeze(self):
+        """Trains the frozen matrix as well."""
+        raise NotImplementedError
+
+    def halve_the_precision(self):
+        """Of the parameters."""
+        raise NotImplementedError("parameters keep their precision")
+
+    def coarse_arithmetic(self):
+        """A context in which products are rounded."""
+        raise NotImplementedError("the precision is set at construction")
+
+    # The optimizer
+
+    def set(self, name, value):
+        """Sets a setting."""
+        raise NotImplementedError
+
+    def get(self, name):
+        raise NotImplementedError
+
+    def reseed(self):
+        """The noise generator, always with the same seed."""
+        raise NotImplementedError
+
+    def copy(self):
+        """Copies the optimizer and trains with the copy."""
+        raise NotImplementedError
+
+    def pickle(self):
+        """Pickles the optimizer and trains with the copy."""
+        raise NotImplementedError
+
+    def unused_gradients(self):
+        """Computes gradients of a batch, and does not use them."""
+        raise NotImplementedError
+
+    def change_update(self):
+        """For `after`: the noisy update becomes another one."""
+        raise NotImplementedError("the update is made inside the step")
+
+    def apply_again(self):
+        """Applies the last update once more."""
+        raise NotImplementedError
+
+    def hook_on_the_update(self):
+        raise NotImplementedError
+
+    def add_a_parameter(self):
+        """Trains something besides the model."""
+        raise NotImplementedError
+
+    def replace_inner_optimizer(self):
+        raise NotImplementedError("has no inner optimizer")
+
+    def train_without_noise(self):
+        """One step of another optimizer."""
+        raise NotImplementedError
+
+    def interrupted_update(self):
+        """A context in which an update is interrupted by the user."""
+        raise NotImplementedError("an update cannot be interrupted")
+
+    def account_again(self):
+        """Another engine, callback or recorder on the model and its optimizer."""
+        raise NotImplementedError
+
+    def start_another_run(self):
+        """On the same model and engine; the old optimizer and loader are kept."""
+        raise NotImplementedError("has no engine")
+
+    # The account
+
+    def get_epsilon(self):
+        raise NotImplementedError
+
+    def event(self):
+        raise NotImplementedError
+
+    def release(self):
+        raise NotImplementedError
+
+    def recorded(self, setting):
+        """The values of a setting in the event, one for each step; None if it is not in there."""
+        event = self.event()
+        value = getattr(event, setting, None)
+        return None if value is None else list(per_step(value, event.num_steps))
+
+    def questions(self):
+        """What must not be answered after a run has ended."""
+        return [self.get_epsilon, self.event, self.release, self.epoch]
