@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dp_accounting
 import torch
@@ -16,6 +16,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack  # a dependency of torch
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import (
@@ -45,9 +46,6 @@ from hidden_state_adapters.opacus.run.registry import (
     note_branch,
     note_trained,
 )
-
-if TYPE_CHECKING:  # a dependency of torch
-    from typing_extensions import Unpack
 
 _logger = logging.getLogger("hidden_state_accountants")
 
