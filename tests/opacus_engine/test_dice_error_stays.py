@@ -118,6 +118,23 @@ def test_a_run_goes_on_with_its_private_state(variant):
     assert optimizer.privacy_event(**arguments) == whole.privacy_event(**arguments)
 
 
+def test_a_private_state_of_version_0_1():
+    model, optimizer = make()
+    train(model, optimizer, batches([3, 5]))
+    state = optimizer.run_state_dict(include_private_state=True)
+    totals = state.pop("run")["totals"]
+    state["private"] |= {
+        "largest_gradient_norm": totals["largest_norm"], "fewest_rows": 3, "most_rows": 5,
+    }  # fmt: skip
+    _, other = make()
+    other.load_run_state_dict(state)
+    declared = {"dataset_size": 8, "batch_order": "poisson"}
+    assert other.privacy_event(**declared) == optimizer.privacy_event(**declared)
+    for arguments in ({"batch_order": "cyclic"}, {"gradient_bound": 0.9 * totals["largest_norm"]}):
+        with pytest.raises(hsa.UnsupportedRunError):
+            other.privacy_event(**(declared | arguments))
+
+
 def test_the_private_state_has_to_be_asked_for():
     _, optimizer = marked()
     for arguments in ({}, {"include_private_state": False}, {"include_private_state": 1}):

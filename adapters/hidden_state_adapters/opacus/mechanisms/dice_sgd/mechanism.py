@@ -233,14 +233,17 @@ class DiceSgd(Mechanism):
             "run": {**self.optimizer.run.state_dict(), **self.optimizer.run.private_state()},
         }
 
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
+    def load_run_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Restores the error of a state that fits, but not the record of the steps.
+
+        Returns:
+            The state of the record.
 
         Raises:
             ValueError: The state is damaged or of another run (the text names the field). Nothing
                 is changed then.
         """
-        missing = {"schema", "num_steps", "settings", "private", "run"} - set(state)
+        missing = {"schema", "num_steps", "settings", "private"} - set(state)
         if missing or state["schema"] != _SCHEMA:
             raise ValueError(
                 f"Expected a state of run_state_dict with schema {_SCHEMA}, got schema "
@@ -253,12 +256,22 @@ class DiceSgd(Mechanism):
                     f"{state['settings'].get(name)!r}."
                 )
         steps = validate.integer("num_steps", state["num_steps"], minimum=1)
-        recorded = run_of(state["run"]).num_steps
+        run = state["run"] if "run" in state else self._run_of_totals(state)
+        recorded = run_of(run).num_steps
         if recorded != steps:
             raise ValueError(
                 f"The state is damaged: num_steps = {steps}, but {recorded} steps are recorded."
             )
         self.hidden.load_private_state(state["private"])
+        return run
+
+    def _run_of_totals(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of a state of version 0.1, which held only its totals, beside the error."""
+        private = state["private"]
+        totals = {name: private.get(name) for name in ("fewest_rows", "most_rows")}
+        totals["largest_norm"] = private.get("largest_gradient_norm")
+        run = self.run_by_hand().state_dict()
+        return {**run, "num_steps": state["num_steps"], "totals": totals}
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""

@@ -190,8 +190,8 @@ class DiceOptimizer(PrivateOptimizer):
                 f"Expected an optimizer without steps, got one with {self.num_steps}: they stay "
                 "accounted. Construct another one."
             )
-        self.mechanism.load_run_state(state)
-        self.run.load_state_dict(state["run"])  # which `load_run_state` has tried
+        run = self.mechanism.load_run_state(state)
+        self.run.load_state_dict(run)  # which `load_run_state` has tried
         self.resume()
 
     def __repr__(self) -> str:
