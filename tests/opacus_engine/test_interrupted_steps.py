@@ -153,3 +153,12 @@ def test_a_refused_run_is_not_revived_by_a_state():
     other.max_grad_norm /= 2
     with pytest.raises(hsa.UnsupportedRunError, match="refused or interrupted"):
         other.load_run_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["run", "mechanism", "guards", "context"])
+def test_what_belongs_to_a_run_stays(make_run, name):
+    run, other = make_run(), make_run()
+    with pytest.raises(hsa.UnsupportedRunError, match=f"Expected {name} to stay"):
+        setattr(run.optimizer, name, getattr(other.optimizer, name))
+    run.epoch()
+    assert run.steps == 6

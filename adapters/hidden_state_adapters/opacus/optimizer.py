@@ -24,6 +24,7 @@ from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.registry import note_moved
 
 _UNFINISHED = "a step was not finished"
+_FIXED = {"run", "mechanism", "guards", "context"}
 
 
 class PrivateOptimizer(DPOptimizer):
@@ -116,6 +117,14 @@ class PrivateOptimizer(DPOptimizer):
                 NoiseGuard(self, NoiseMemory()),
             )
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in vars(self):
+            raise UnsupportedRunError(  # the steps would be recorded or checked elsewhere
+                f"Expected {name} to stay what it is, got another {type(value).__name__}: it "
+                "belongs to this run. Make another optimizer for another run."
+            )
+        super().__setattr__(name, value)
 
     # The step
 
