@@ -27,13 +27,13 @@ class BatchCursor:
     def __init__(self, num_batches: int, prefetched: int = 0, *, counts_steps: bool = False):
         # What the flags mean, and what changes them:
         #
-        #   flag            true if                                       set by           cleared by
-        #   _is_kept        one fixed batch, stepped on again and again   construction     -
-        #   _has_taken      a step used a piece of this pass              take             start_pass
-        #   _left_out       a piece of this pass was passed over          deliver, signal  start_pass
-        #   _is_exhausted   the sampler has no more pieces in this pass   exhaust          start_pass
-        #   _was_left_out   one was passed over in an earlier pass in     start_pass       -
-        #                   which steps were taken
+        #   flag           true if                                      set by           unset by
+        #   _is_kept       one fixed batch, stepped on again and again  construction     -
+        #   _has_taken     a step used a piece of this pass             take             start_pass
+        #   _left_out      a piece of this pass was passed over         deliver, signal  start_pass
+        #   _is_exhausted  the sampler has no more pieces in this pass  exhaust          start_pass
+        #   _was_left_out  one was passed over in an earlier pass in    start_pass       -
+        #                  which steps were taken
         #
         # A pass that is only looked at leaves nothing out. Pieces that wait when the sampler is
         # exhausted were passed over, too; before that they may still be prefetched ones.
