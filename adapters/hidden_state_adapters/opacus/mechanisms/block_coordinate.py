@@ -7,24 +7,23 @@ from typing import Any
 
 import attrs
 import torch
-from dp_accounting import NeighboringRelation
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import (
-    Assumption,
     BatchOrder,
-    BlockCoordinateAccountant,
     BlockCoordinateDpEvent,
     LossGeometry,
     UnsupportedRunError,
     validate,
 )
 from hidden_state_accountants.runs.base import Step
-from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.block_coordinate import (
+    BlockCoordinateAccount,
+    BlockCoordinateRun,
+)
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
 from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
@@ -341,7 +340,7 @@ def _plain_module(module: Any) -> nn.Module:
     return module._module
 
 
-class BlockCoordinateOptimizer(PrivateOptimizer):
+class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
     r"""DP-MBCD: the parameter groups are blocks, updated in turn on the same batch.
 
     Every step makes for each block, with the gradients taken anew at the current parameters,
@@ -422,6 +421,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
     """
 
     mechanism_type = BlockCoordinate
+    _checked = BlockCoordinate.checked
     mechanism: BlockCoordinate
     run: BlockCoordinateRun
 
@@ -477,65 +477,15 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         """The step size eta of the mean gradient."""
         return self.mechanism.step_size
 
-    def privacy_event(
-        self,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation | None = None,
-        block_loss: LossGeometry | None = None,
-    ) -> BlockCoordinateDpEvent:
-        """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
-
-        Args:
-            dataset_size: n, the number of records of an epoch: a multiple of the batch size.
-            neighboring_relation: Not needed, because the event holds the clip norm and the
-                accountant knows its relation; one that no such run can have is refused.
-            block_loss: The curvature of every per-record objective as a function of its block,
-                before clipping, for ALL records that could have been in the data. The gradients of
-                this run are checked against its `lipschitz`. Of use for one block only.
-
-        Raises:
-            TypeError, ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: The run was another one.
-        """
+    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
         self.check_not_refused()
         if self.run.num_steps:
             self.check_iterate()
         if block_loss is not None and self.mechanism.why_coarse:
             raise UnsupportedRunError(self.mechanism.why_coarse)
-        if neighboring_relation is not None:
-            self.run.check_relation(neighboring_relation)
-        event = self.run.event(dataset_size=dataset_size, block_loss=block_loss)
-        if self.context is not None and event != self.run.event():
+        if self.context is not None and block_loss not in (None, self.context.declared.loss):
             raise UnsupportedRunError(
-                f"Expected {self.run.event()}, which was recorded, got {event}."
+                f"Expected block_loss = {self.context.declared.loss}, which was recorded, got "
+                f"{block_loss}."
             )
-        return event
-
-    def report(
-        self,
-        delta: float,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
-        block_loss: LossGeometry | None = None,
-    ) -> str:
-        """A few lines to paste; see `privacy_event`.
-
-        Args:
-            delta: In [0, 1].
-            dataset_size: n.
-            neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
-            block_loss: What is known about the objective.
-
-        Raises:
-            TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
-        """
-        event = self.privacy_event(
-            dataset_size=dataset_size,
-            neighboring_relation=neighboring_relation,
-            block_loss=block_loss,
-        )
-        guarantee = BlockCoordinateAccountant(neighboring_relation).compose(event).guarantee
-        checked = Assumption.checked(self.mechanism.checked)
-        return statement_of([event], guarantee, (checked, *guarantee.assumptions), delta).lines()
+        return self.run
