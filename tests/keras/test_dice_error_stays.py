@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
@@ -89,8 +90,9 @@ def test_the_error_is_in_no_text_and_no_config():
     report = optimizer.report(1e-5, dataset_size=1, batch_order="full")
     config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
     for text in (repr(optimizer), str(optimizer), vars(optimizer), report, config):
-        assert "777" not in str(text)
-        assert "778" not in str(text)
+        shown = re.sub(r"0x[0-9a-f]+", "", str(text))  # addresses have digits of their own
+        assert "777" not in shown
+        assert "778" not in shown
 
 
 def test_copies_and_pickles_start_anew():

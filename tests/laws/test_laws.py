@@ -59,7 +59,9 @@ def assert_at_most(smaller, larger, strict=False):
     """
     for name in (smaller.keys() & larger.keys()) - {"subsampling"}:
         low, high = smaller[name], larger[name]
-        assert (low <= high * (1 + ROUNDING)).all(), name
+        # dp-accounting 0.6 gives up on some orders of a sampled Gaussian: infinite, so no claim.
+        gives_up = np.isinf(low) & (len(low) > 1)
+        assert (gives_up | (low <= high * (1 + ROUNDING))).all(), name
         if strict:
             matters = (high > 1e-9) & np.isfinite(high)
             assert (low[matters] < high[matters]).all(), name

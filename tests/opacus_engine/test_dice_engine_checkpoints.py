@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -158,8 +159,9 @@ def test_the_error_is_nowhere_by_default(tmp_path):
     texts = [repr(engine), repr(optimizer), str(vars(optimizer)), engine.report(DELTA),
              str(vars(engine)), str(engine.compare(DELTA))]  # fmt: skip
     for text in texts:
-        assert "777" not in text
-        assert "778" not in text
+        shown = re.sub(r"0x[0-9a-f]+", "", text)  # addresses have digits of their own
+        assert "777" not in shown
+        assert "778" not in shown
 
 
 def test_nothing_that_holds_the_error_can_be_copied():

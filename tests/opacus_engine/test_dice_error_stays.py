@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_the_error_is_in_no_text():
     _, optimizer = marked()
     report = optimizer.report(1e-5, dataset_size=1, batch_order="full")
     for text in (repr(optimizer), str(optimizer), str(vars(optimizer)), report):
-        assert "777" not in text
+        assert "777" not in re.sub(r"0x[0-9a-f]+", "", text)  # addresses have digits of their own
 
 
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.copy, copy.deepcopy, saved])
