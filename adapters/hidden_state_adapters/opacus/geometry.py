@@ -30,7 +30,7 @@ def linear_head(module: nn.Module) -> nn.Linear:
     """The linear layer that is all there is to train in `module`, and comes last.
 
     What comes before it is frozen: a fixed public map of every record. That the head's output is
-    the model's output is checked in every training pass (`head_watch.HeadWatch`).
+    the model's output is checked in every training pass (`guards.head.HeadWatch`).
 
     Raises:
         UnsupportedRunError: Something else is trained, or follows the head.
