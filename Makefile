@@ -43,7 +43,7 @@ help:
 	@echo "make demo         train a private model with Opacus and print its hidden-state epsilon"
 	@echo "make test         everything that CI runs: lint, test-all, test-numpy2"
 	@echo "make test-all     the whole test suite"
-	@echo "make test-fast    the tests that are not marked slow, under 3 minutes"
+	@echo "make test-fast    the tests that are not marked slow; about nine minutes on two cores"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
