@@ -91,7 +91,7 @@ class Guard:
         return ()
 
 
-class Guards(Guard):
+class Guards:
     """All guards of a run, as one: in their order, with one transfer from the device.
 
     Args:
