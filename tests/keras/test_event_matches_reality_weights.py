@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 from keras_fit import at_batch, callbacks, compile_with
+from misuse import each_row
 
 import hidden_state_accountants as hsa
 
@@ -129,11 +130,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("act", "text"),
-    [case[1:] for case in CASES],
-    ids=[f"row{row}-{act.__name__}" for row, act, _ in CASES],
-)
+@each_row(("act", "text"), CASES)
 def test_refused(make_run, act, text):
     run = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match=text):

@@ -336,7 +336,12 @@ class FitTrial(KerasTrial):
         self.epoch()
 
 
-DICE = {"learning_rate": 0.5, "noise_multiplier": 40.0, "clip_norm": 0.25}
+DICE = {
+    "start": {"learning_rate": 0.5, "noise_multiplier": 40.0, "clip_norm": 0.25},
+    "options": {"error_l2_norm_clip": 0.125},
+    "declared": {"gradient_bound": 1.4143},
+    "records": {"learning_rate", "momentum"},
+}
 OPTIMIZERS = {
     "cyclic": {
         "kind": CyclicDPKerasSGDOptimizer,
@@ -345,20 +350,8 @@ OPTIMIZERS = {
         "declared": {},
         "records": {"learning_rate", "noise_multiplier", "clip_norm"},
     },
-    "dice_sgd": {
-        "kind": DiceKerasSGDOptimizer,
-        "start": DICE,
-        "options": {"error_l2_norm_clip": 0.125},
-        "declared": {"gradient_bound": 1.4143},
-        "records": {"learning_rate", "momentum"},
-    },
-    "dice_adam": {
-        "kind": DiceKerasAdamOptimizer,
-        "start": DICE,
-        "options": {"error_l2_norm_clip": 0.125},
-        "declared": {"gradient_bound": 1.4143},
-        "records": {"learning_rate", "momentum"},
-    },
+    "dice_sgd": {"kind": DiceKerasSGDOptimizer, **DICE},
+    "dice_adam": {"kind": DiceKerasAdamOptimizer, **DICE},
     "block_coordinate": {
         "kind": BlockCoordinateKerasOptimizer,
         "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},

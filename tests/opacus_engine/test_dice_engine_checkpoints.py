@@ -1,7 +1,6 @@
 """DiceSGD through the engine: going on elsewhere, and the error that stays here."""
 
 import copy
-import io
 import pickle
 import re
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus_dice import MARK, NEEDLE, everything_in, saved
 from opacus_dice_engine import DELTA, ORDERS, PRIVATE, error_of, flat, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -104,10 +104,6 @@ def test_without_the_private_state(make_dice, tmp_path, caplog):
     assert "update rule any" in fresh.report(DELTA)
 
 
-MARK = 777.25  # the error of the one record below, a value that stands out
-NEEDLE = np.float64(MARK).tobytes()
-
-
 def marked():
     """An engine whose run has an error of MARK in one coordinate."""
     engine, model = HiddenStatePrivacyEngine(), nn.Linear(1, 1, bias=False).double()
@@ -124,23 +120,6 @@ def marked():
     state = optimizer.run_state_dict(include_private_state=True)
     assert float(state["private"]["error"][0]) == MARK
     return engine, model, optimizer, loader
-
-
-def everything_in(value):
-    """All numbers that can be reached from containers and tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().reshape(-1).tolist()
-    if isinstance(value, dict):
-        return [n for v in value.values() for n in everything_in(v)]
-    if isinstance(value, list | tuple):
-        return [n for v in value for n in everything_in(v)]
-    return [value] if isinstance(value, float) else []
-
-
-def saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 def test_the_error_is_nowhere_by_default(tmp_path):

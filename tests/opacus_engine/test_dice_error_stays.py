@@ -10,16 +10,24 @@ import numpy as np
 import pytest
 import torch
 from opacus import GradSampleModule, PrivacyEngine
-from opacus_dice import VARIANTS, batches, error_of, flat, make, train
+from opacus_dice import (
+    MARK,
+    NEEDLE,
+    VARIANTS,
+    batches,
+    error_of,
+    everything_in,
+    flat,
+    make,
+    saved,
+    train,
+)
 from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import DiceSGDOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-MARK = 777.25  # the error of the one record below: 1024 - C, a value that stands out
 
 
 def marked(base_options=None):
@@ -34,26 +42,6 @@ def marked(base_options=None):
     optimizer.zero_grad()
     assert error_of(optimizer) == [MARK]
     return model, optimizer
-
-
-def everything_in(value):
-    """All numbers that can be reached from containers and tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().reshape(-1).tolist()
-    if isinstance(value, dict):
-        return [n for v in value.values() for n in everything_in(v)]
-    if isinstance(value, list | tuple):
-        return [n for v in value for n in everything_in(v)]
-    return [value] if isinstance(value, float) else []
-
-
-def saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-NEEDLE = np.float64(MARK).tobytes()
 
 
 def test_the_error_is_in_no_state():

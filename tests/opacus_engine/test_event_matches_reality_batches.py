@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from misuse import each_row
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
@@ -147,11 +148,7 @@ RAISES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("loop", "text", "steps"),
-    [case[1:] for case in RAISES],
-    ids=[f"row{case[0]}-{case[1].__name__}" for case in RAISES],
-)
+@each_row(("loop", "text", "steps"), RAISES)
 def test_a_different_loop_raises(make_run, loop, text, steps):
     run = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match=text):

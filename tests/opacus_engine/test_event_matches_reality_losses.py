@@ -5,6 +5,7 @@ The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
 
 import pytest
 import torch
+from misuse import each_row
 from torch import nn
 
 import hidden_state_accountants as hsa
@@ -174,11 +175,7 @@ RAISES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("loop", "text", "steps"),
-    [case[1:] for case in RAISES],
-    ids=[f"row{case[0]}-{case[1].__name__}" for case in RAISES],
-)
+@each_row(("loop", "text", "steps"), RAISES)
 def test_a_different_loop_raises(make_run, loop, text, steps):
     run = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match=text):

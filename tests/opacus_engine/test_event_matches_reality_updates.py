@@ -9,6 +9,7 @@ import io
 
 import pytest
 import torch
+from misuse import each_row
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -227,11 +228,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("loop", "text", "steps"),
-    [case[1:] for case in RAISES],
-    ids=[f"row{case[0]}-{case[1].__name__}" for case in RAISES],
-)
+@each_row(("loop", "text", "steps"), RAISES)
 def test_a_different_loop_raises(make_run, loop, text, steps):
     run = make_run(**ARGUMENTS.get(loop, {}))
     with pytest.raises(hsa.UnsupportedRunError, match=text):

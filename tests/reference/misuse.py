@@ -57,6 +57,13 @@ class Misuse:
         return f"row{self.row}-{self.commit.__name__}{layer}"
 
 
+def each_row(names, rows):
+    """Parametrises a test over (row of docs/guards.md, what commits the misuse, *rest)."""
+    return pytest.mark.parametrize(
+        names, [row[1:] for row in rows], ids=[f"row{row[0]}-{row[1].__name__}" for row in rows]
+    )
+
+
 def cases(framework):
     """The table as parameters of a test."""
     rows = []

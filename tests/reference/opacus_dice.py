@@ -1,5 +1,8 @@
 """DiceSGD and DiceAdam in PyTorch on a tiny model, and the paper's steps on one vector."""
 
+import io
+
+import numpy as np
 import torch
 from opacus import GradSampleModule
 from torch import nn
@@ -13,6 +16,10 @@ OPTIMIZERS = {
     "automatic": (DiceSGDOptimizer, torch.optim.SGD, {"automatic": True}),
 }
 VARIANTS = list(OPTIMIZERS)
+
+# The error of a run on one record of MARK + 1, clipped at 1: a value that stands out.
+MARK = 777.25
+NEEDLE = np.float64(MARK).tobytes()
 
 
 def layers(dtype=torch.float64, reduction="mean"):
@@ -59,3 +66,20 @@ def train(model, optimizer, data):
         optimizer.zero_grad()
         backward(model, features)
         optimizer.step()
+
+
+def everything_in(value):
+    """All numbers that can be reached from containers and tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(-1).tolist()
+    if isinstance(value, dict):
+        return [n for v in value.values() for n in everything_in(v)]
+    if isinstance(value, list | tuple):
+        return [n for v in value for n in everything_in(v)]
+    return [value] if isinstance(value, float) else []
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
