@@ -41,7 +41,7 @@ def batch_chains(event: LastIterateDpEvent, groups: list[int | None]) -> list[tu
     sizes = _counts(groups, 1 + max(group for group in groups if group is not None))
     rest = len(groups) - sum(sizes)
     if order is BatchOrder.POISSON:
-        poisson = [(p, batch, ()) for p, batch in _poisson(sizes, b / event.dataset_size)]
+        poisson = [(p, batch, ()) for p, batch in _poisson(sizes, event.sampling_probability)]
         return [(1.0, lambda t, state: poisson)]
     if order is BatchOrder.WITHOUT_REPLACEMENT:
         fixed_size = [(p, batch, ()) for p, batch in _without_replacement(sizes, rest, b)]

@@ -55,7 +55,7 @@ def participation_probability(event: LastIterateDpEvent) -> float:
 
     A loader with a cap drops uniformly, so the record stays with probability min(1, cap / size).
     """
-    rate = event.batch_size / event.dataset_size
+    rate = event.sampling_probability
     if event.max_batch_size is None:
         return rate
     size = 1 + np.arange(event.dataset_size)

@@ -106,7 +106,7 @@ def _oracle(
 ) -> GaussianOracle:
     """The exact law of the last iterate, as one step with all gradients and all noise."""
     steps = event.num_steps
-    q = event.batch_size / event.dataset_size
+    q = event.sampling_probability
     probabilities = stats.binom.pmf(np.arange(steps + 1), steps, q)
     # The sum of all gradients is T b times `others`, on both sides, and (own - others) for each
     # participation.

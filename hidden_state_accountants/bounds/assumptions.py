@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, rate_text
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Topic
@@ -44,7 +44,8 @@ def batches(event: LastIterateDpEvent | DiceSgdDpEvent, *, are_secret: bool) -> 
     """How the records are dealt; a bound that averages over it needs that nobody learns it."""
     chosen = "drawn independently of the data, and never published"
     return Assumption.declared(
-        f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} records, "
+        f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} records"
+        f"{rate_text(event.sampling_rate)}, "
         + (chosen if are_secret else "chosen independently of the data"),
         Topic.ORDER,
     )

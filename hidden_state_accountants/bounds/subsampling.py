@@ -145,7 +145,7 @@ def _segment_curve(
     steps = slice(start, stop)
     if not np.isfinite(step_mu[steps]).all():
         return GaussianCurve(math.inf)
-    rate = event.batch_size / event.dataset_size
+    rate = event.sampling_probability
     window = best_window(
         SampledSteps(
             contraction=process.contraction[steps],
@@ -170,7 +170,7 @@ def _composed(event: LastIterateDpEvent, window: Window) -> Curve:
         if mu == 0:
             continue
         if event.batch_order is BatchOrder.POISSON:
-            curves.append((_poisson(event.batch_size / event.dataset_size, mu), count))
+            curves.append((_poisson(event.sampling_probability, mu), count))
         else:
             sampled = SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, mu)
             curves.append((sampled, count))

@@ -41,6 +41,10 @@ def _run_fields(
     release_steps: Annotated[
         str | None, _option("Steps after which the model is released too: 100,200.", _RUN)
     ] = None,
+    sampling_rate: Annotated[
+        float | None,
+        _option("Poisson: the rate of the loader; default: batch size / data set size.", _RUN),
+    ] = None,
     max_batch_size: Annotated[int | None, _option("Cap on poisson batches.", _RUN)] = None,
     record_position: Annotated[
         int | None, _option("Cyclic: the batch that holds the record; default: worst.", _RUN)

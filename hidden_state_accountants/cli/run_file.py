@@ -14,6 +14,11 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
+from hidden_state_accountants.events.batch_order import (
+    BatchOrder,
+    batches_per_pass,
+    parse_sampling_rate,
+)
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import SCHEMA
 
@@ -190,12 +195,13 @@ def _epochs_to_steps(values: dict[str, Any]) -> None:
     if "num_steps" in values:
         raise ValueError("Expected one of epochs and num_steps, got both.")
     sizes = [values.get(name) for name in ("batch_size", "dataset_size")]
+    rate = parse_sampling_rate(BatchOrder.POISSON, values.get("sampling_rate"))
     if not all(isinstance(n, int) and n > 0 for n in (*sizes, epochs)):
         raise ValueError(
             "Expected epochs, batch_size and dataset_size to be positive integers, got "
             f"{epochs!r}, {sizes[0]!r} and {sizes[1]!r}."
         )
-    values["num_steps"] = epochs * -(-sizes[1] // sizes[0])  # type: ignore[operator]
+    values["num_steps"] = epochs * batches_per_pass(sizes[0], sizes[1], rate)  # type: ignore[arg-type]
 
 
 def _missing(names: list[str], path: Path | None, *, is_typed: bool) -> str:

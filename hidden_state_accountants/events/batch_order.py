@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 from dp_accounting import NeighboringRelation
 from scipy import stats
+
+from hidden_state_accountants import validate
 
 
 class BatchOrder(enum.Enum):
@@ -67,19 +70,54 @@ def unequal_batches(order: BatchOrder, batch_size: int, dataset_size: int) -> st
     )
 
 
+def parse_sampling_rate(order: BatchOrder, rate: Any) -> float | None:
+    """The declared sampling rate of a run, checked.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is no probability above 0, or the batches are not POISSON.
+    """
+    if rate is None:
+        return None
+    if order is not BatchOrder.POISSON:
+        raise ValueError(
+            f"Expected sampling_rate = None for {order.name} batches, got {rate!r}. Only POISSON "
+            "batches are drawn at a rate that batch_size and dataset_size do not say."
+        )
+    return validate.real(
+        "sampling_rate",
+        rate,
+        above=0,
+        maximum=1,
+        remedy="It is the probability with which every record joins every batch.",
+    )
+
+
+def batches_per_pass(batch_size: int, dataset_size: int, sampling_rate: float | None) -> int:
+    """The batches of one pass over the data; at a rate, what holds a record once on average."""
+    if sampling_rate is None:
+        return -(-dataset_size // batch_size)
+    return math.ceil((1 - 1e-12) / sampling_rate)  # 1 / (1 / 49) is a little less than 49
+
+
+def rate_text(sampling_rate: float | None) -> str:
+    """What to say after "b of n records" of batches drawn at a rate other than b/n."""
+    return "" if sampling_rate is None else f", each drawn at a rate of {sampling_rate:.8g}"
+
+
 def overfull_delta(
     relation: NeighboringRelation,
-    batch_size: int,
+    rate: float,
     dataset_size: int,
     num_steps: int,
     most_terms: int,
 ) -> float:
     """Bound on the probability that a POISSON batch with the record ever exceeds `most_terms`.
 
-    T * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set.
+    T * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set, q the rate.
     """
     others = dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
-    tail = stats.binom.sf(most_terms - 1, others, batch_size / dataset_size)
+    tail = stats.binom.sf(most_terms - 1, others, rate)
     return min(1.0, num_steps * float(tail))
 
 

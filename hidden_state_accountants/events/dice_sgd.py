@@ -18,7 +18,12 @@ import attrs
 import dp_accounting
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
+from hidden_state_accountants.events.batch_order import (
+    BatchOrder,
+    batches_per_pass,
+    parse_batch_order,
+    parse_sampling_rate,
+)
 from hidden_state_accountants.events.plain_types import (
     arguments_of,
     construct,
@@ -62,6 +67,8 @@ class DiceSgdDpEvent(dp_accounting.DpEvent):
         batch_order: A `BatchOrder` or its value.
         gradient_bound: G > 0, a bound on the norm of every per-example gradient before clipping,
             for all records and iterates; inf if none is known.
+        sampling_rate: POISSON only: the probability with which every record joins every batch; None
+            is batch_size / dataset_size.
         automatic: Whether both clips normalise (the paper's Algorithm 4).
 
     Raises:
@@ -80,6 +87,7 @@ class DiceSgdDpEvent(dp_accounting.DpEvent):
     batch_order: BatchOrder = BatchOrder.POISSON
     gradient_bound: float = math.inf
     automatic: bool = False
+    sampling_rate: float | None = None
 
     def __attrs_post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -109,16 +117,20 @@ class DiceSgdDpEvent(dp_accounting.DpEvent):
                 f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
                 f"got {self.batch_size}. Use BatchOrder.CYCLIC."
             )
+        rate = parse_sampling_rate(self.batch_order, self.sampling_rate)
+        object.__setattr__(self, "sampling_rate", rate)
 
     @property
     def sampling_probability(self) -> float:
-        """B / N: the probability that a POISSON batch holds a given record."""
+        """q: the probability that a batch drawn at random holds a given record."""
+        if self.sampling_rate is not None:
+            return self.sampling_rate
         return self.batch_size / self.dataset_size
 
     @property
     def batches_per_epoch(self) -> int:
         """The number of batches of one pass over the data (1 for FULL)."""
-        return -(-self.dataset_size // self.batch_size)
+        return batches_per_pass(self.batch_size, self.dataset_size, self.sampling_rate)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML types with a schema number; defaults are left out."""

@@ -26,8 +26,10 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.as_composition import fixed_batches, random_batches
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
+    batches_per_pass,
     overfull_delta,
     parse_batch_order,
+    parse_sampling_rate,
     sensitivity_in_clip_norms,
     unequal_batches,
     unmet_relation,
@@ -88,6 +90,9 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         domain_diameter: Diameter (twice the radius of a ball) of the convex set that contains x_0
             and on which every iterate is projected.
         release_steps: The steps (1..T-1) after which the iterate is released as well.
+        sampling_rate: POISSON only: the probability with which every record joins every batch; None
+            is batch_size / dataset_size. Loaders round: 60,000 records in batches of 64 make 938
+            batches, which Opacus draws at a rate of 1/938 and divides by int(60,000 / 938) = 63.
         max_batch_size: POISSON only: the loader drops records, uniformly, beyond this size. A
             record can then displace another one, which costs a little extra delta.
         record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
@@ -110,6 +115,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
     weight_decay: float | Schedule = 0.0
     domain_diameter: float = math.inf
     release_steps: tuple[int, ...] = ()
+    sampling_rate: float | None = None
     max_batch_size: int | None = None
     record_position: int | None = None
 
@@ -188,6 +194,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
                 f"got {self.batch_size}. Use BatchOrder.CYCLIC."
             )
+        rate = parse_sampling_rate(order, self.sampling_rate)
+        object.__setattr__(self, "sampling_rate", rate)
         if self.max_batch_size is not None:
             if order is not BatchOrder.POISSON:
                 raise ValueError(
@@ -223,7 +231,14 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
     @property
     def batches_per_epoch(self) -> int:
         """The number of batches of one pass over the data (1 for FULL)."""
-        return -(-self.dataset_size // self.batch_size)
+        return batches_per_pass(self.batch_size, self.dataset_size, self.sampling_rate)
+
+    @property
+    def sampling_probability(self) -> float:
+        """q: the probability that a batch drawn at random holds a given record."""
+        if self.sampling_rate is not None:
+            return self.sampling_rate
+        return self.batch_size / self.dataset_size
 
     @property
     def has_schedules(self) -> bool:
@@ -287,9 +302,9 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             )
         if order is BatchOrder.POISSON:
             self._check_poisson_composition(relation)
-            rate = self.batch_size / self.dataset_size
             return random_batches(
-                noise, functools.partial(dp_accounting.PoissonSampledDpEvent, rate)
+                noise,
+                functools.partial(dp_accounting.PoissonSampledDpEvent, self.sampling_probability),
             )
         return fixed_batches(
             noise,
@@ -331,7 +346,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
     def overfull_delta(self, relation: NeighboringRelation, most_terms: int) -> float:
         """Bounds the probability that a POISSON batch with the record exceeds `most_terms`."""
         return overfull_delta(
-            relation, self.batch_size, self.dataset_size, self.num_steps, most_terms
+            relation, self.sampling_probability, self.dataset_size, self.num_steps, most_terms
         )
 
     def to_dict(self) -> dict[str, Any]:

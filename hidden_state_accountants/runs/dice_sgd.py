@@ -41,6 +41,7 @@ class DiceSgdRun(Run):
         dataset_size: N; None if it is declared later.
         batch_order: A `BatchOrder` or its value; None if it is declared later.
         gradient_bound: G, of all gradients before clipping; inf if none is declared.
+        sampling_rate: POISSON only; None is batch_size / dataset_size.
 
     Raises:
         TypeError, ValueError: As `DiceSgdDpEvent`.
@@ -60,6 +61,7 @@ class DiceSgdRun(Run):
         dataset_size: int | None = None,
         batch_order: BatchOrder | str | None = None,
         gradient_bound: float = math.inf,
+        sampling_rate: float | None = None,
     ):
         # The constructor of the event is the one place that knows what is valid.
         template = DiceSgdDpEvent(
@@ -74,6 +76,7 @@ class DiceSgdRun(Run):
             ),
             gradient_bound=gradient_bound,
             automatic=automatic,
+            sampling_rate=sampling_rate,
         )
         super().__init__(template, dataset_size=dataset_size, batch_order=batch_order)
         self._fewest_rows = self._most_rows = 0
@@ -220,8 +223,8 @@ class DiceSgdRun(Run):
 
     def sampled_rows(self) -> list[tuple[float, float, int]]:
         """One row with noise 0, which no accountant takes for private: DP-SGD shows less."""
-        size = self._told("dataset_size", None)
-        return [(0.0, self._template.batch_size / size, self._num_steps)] if self._num_steps else []
+        told = attrs.evolve(self._template, dataset_size=self._told("dataset_size", None))
+        return [(0.0, told.sampling_probability, self._num_steps)] if self._num_steps else []
 
     @classmethod
     def describe(
@@ -258,6 +261,7 @@ class DiceSgdRun(Run):
             dataset_size=None if "dataset_size" in later else event.dataset_size,
             batch_order=None if "batch_order" in later else event.batch_order,
             gradient_bound=event.gradient_bound,
+            sampling_rate=event.sampling_rate,
         )
         run._template = attrs.evolve(run._template, noise_std=event.noise_std)  # to the last bit
         return run

@@ -29,6 +29,7 @@ _DECLARED = (
     "dataset_size",
     "loss",
     "domain_diameter",
+    "sampling_rate",
     "max_batch_size",
 )
 _FIELDS = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
@@ -46,6 +47,7 @@ class LastIterateRun(Run):
         dataset_size: n.
         loss: See `LastIterateDpEvent`, as are the others.
         domain_diameter: inf if the iterates are not projected.
+        sampling_rate: POISSON only.
         max_batch_size: POISSON only.
 
     Raises:
@@ -62,6 +64,7 @@ class LastIterateRun(Run):
         dataset_size: int,
         loss: LossGeometry | None = None,
         domain_diameter: float = math.inf,
+        sampling_rate: float | None = None,
         max_batch_size: int | None = None,
     ):
         # The constructor of the event is the one place that knows what is valid.
@@ -75,6 +78,7 @@ class LastIterateRun(Run):
             batch_order=batch_order,  # type: ignore[arg-type]
             loss=loss,
             domain_diameter=domain_diameter,
+            sampling_rate=sampling_rate,
             max_batch_size=max_batch_size,
         )
         super().__init__(template)
@@ -233,7 +237,7 @@ class LastIterateRun(Run):
 
     def sampled_rows(self) -> list[tuple[float, float, int]]:
         """The run as rows of Opacus' histories: noise multiplier, sample rate, steps."""
-        rate = self._template.batch_size / self._template.dataset_size
+        rate = self._template.sampling_probability
         noise = self._runs["noise_multiplier"]
         return [
             (value, rate, steps) for value, steps in zip(noise.values, noise.lengths, strict=True)

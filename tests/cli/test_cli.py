@@ -93,6 +93,10 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
     )
     capped = hsa_json("epsilon run.toml --batch-order poisson --loss none --max-batch-size 20")
     assert capped["event"]["max_batch_size"] == 20
+    rate = hsa_json("epsilon run.toml --batch-order poisson --sampling-rate 0.1 --epochs 3")
+    expected = cyclic_run(batch_order="poisson", sampling_rate=0.1, num_steps=30)
+    assert rate["event"] == expected.to_dict()
+    assert rate["epsilon"] == epsilon(expected)
     flags = set(app.epsilon.__annotations__)
     fields = {field.name for field in attrs.fields(hsa.LastIterateDpEvent)}
     assert fields <= flags

@@ -25,6 +25,7 @@ VARIANTS = [
     {"loss": LossGeometry.strongly_convex(1.0, 0.1, lipschitz=2.0)},
     {"loss": LossGeometry.hoelder(1.0, 0.5)},
     {"batch_order": BatchOrder.POISSON, "max_batch_size": 9},
+    {"batch_order": BatchOrder.POISSON, "sampling_rate": 0.3},
     {"noise_multiplier": 0.0},
 ]
 
@@ -118,6 +119,11 @@ def test_string_orders_and_releases_are_canonical():
         ({"release_steps": 5}, TypeError, "sequence of steps"),
         ({"release_steps": (1.5,)}, TypeError, "release_steps"),
         ({"max_batch_size": 9}, ValueError, "Only POISSON batches vary"),
+        ({"sampling_rate": 0.25}, ValueError, "sampling_rate = None for CYCLIC batches, got 0.25"),
+        ({"batch_order": "poisson", "sampling_rate": 0}, ValueError, "sampling_rate > 0"),
+        ({"batch_order": "poisson", "sampling_rate": 1.1}, ValueError, "sampling_rate <= 1, got 1"),
+        ({"batch_order": "poisson", "sampling_rate": math.nan}, ValueError, "sampling_rate"),
+        ({"batch_order": "poisson", "sampling_rate": "1/4"}, TypeError, "sampling_rate to be a"),
         ({"record_position": 4}, ValueError, "record_position <= 3"),
         ({"record_position": 0, "batch_order": "poisson"}, ValueError, "Only a CYCLIC order"),
     ],

@@ -16,6 +16,7 @@ from strategies import (
     SAMPLED,
     decays,
     draw_curvature,
+    draw_sampling_rate,
     magnitudes,
     per_step,
     relations,
@@ -185,10 +186,10 @@ def grid_runs(draw, orders=tuple(hsa.BatchOrder), most_steps=8, most_work=3e7):
     gradients = [pieces[draw(st.integers(0, len(pieces) - 1))] for _ in range(size)]
     record = draw(st.integers(0, size - 1))
     gradients[record] = draw(piece)
-    cap, escape = None, 0.0
+    rate, cap, escape = draw_sampling_rate(draw, order), None, 0.0
     if order is SAMPLED[1] and draw(st.booleans()):
         cap = draw(st.sampled_from([max(1, size - 1), size, size + 1]))
-        escape = float(steps * stats.binom.sf(cap, size, batch / size))
+        escape = float(steps * stats.binom.sf(cap, size, rate or batch / size))
     event = hsa.LastIterateDpEvent(
         noise_multiplier=noise,
         learning_rate=eta,
@@ -200,6 +201,7 @@ def grid_runs(draw, orders=tuple(hsa.BatchOrder), most_steps=8, most_work=3e7):
         batch_order=order,
         loss=loss,
         domain_diameter=math.inf if domain is None else domain[1] - domain[0],
+        sampling_rate=rate,
         max_batch_size=cap,
         record_position=record // batch if order is CYCLIC and draw(st.booleans()) else None,
     )

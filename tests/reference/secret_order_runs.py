@@ -7,7 +7,16 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from hypothesis import assume
 from hypothesis import strategies as st
-from strategies import EPOCHS, REPLACE_ONE, SAMPLED, decays, magnitudes, per_step, relations
+from strategies import (
+    EPOCHS,
+    REPLACE_ONE,
+    SAMPLED,
+    decays,
+    draw_sampling_rate,
+    magnitudes,
+    per_step,
+    relations,
+)
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GaussianOracle
@@ -60,7 +69,8 @@ def secret_order_runs(draw, orders=(*EPOCHS, *SAMPLED)):
     eta = draw(per_step(magnitudes(0.05, 2), steps, jump=30))
     decay = draw(decays(eta))
     noise = draw(per_step(magnitudes(0.3, 5), steps, jump=30))
-    patterns = list(_patterns(order, size, batch, steps))
+    sampling_rate = draw_sampling_rate(draw, order)
+    patterns = list(_patterns(order, size, batch, steps, sampling_rate))
     weights = np.array([w for w, _ in patterns])
     present = np.array([p for _, p in patterns], dtype=float)  # (orders, T)
     event = hsa.LastIterateDpEvent(
@@ -76,6 +86,7 @@ def secret_order_runs(draw, orders=(*EPOCHS, *SAMPLED)):
             st.sampled_from([hsa.LossGeometry.linear(1.0), hsa.LossGeometry.convex(0.5, 1.0), None])
         ),
         release_steps=released,
+        sampling_rate=sampling_rate,
         max_batch_size=size + 1 if order is SAMPLED[1] and draw(st.booleans()) else None,
     )
     kappa = 1 - np.broadcast_to(eta, steps) * decay
@@ -104,7 +115,7 @@ def secret_order_runs(draw, orders=(*EPOCHS, *SAMPLED)):
     return SecretOrderRun(event, relation, weights, means, oracle)
 
 
-def _patterns(order, size, batch, steps):
+def _patterns(order, size, batch, steps, sampling_rate):
     """(probability, presence of the record in each step) pairs."""
     period = size // batch
     if order is EPOCHS[0]:
@@ -117,7 +128,7 @@ def _patterns(order, size, batch, steps):
             where = [code // period**e % period for e in range(epochs)]
             yield period**-epochs, [t % period == where[t // period] for t in range(steps)]
         return
-    rate = batch / size
+    rate = sampling_rate or batch / size
     for code in range(2**steps if rate < 1 else 1):
         present = [bool(code >> t & 1) if rate < 1 else True for t in range(steps)]
         yield math.prod(rate if p else 1 - rate for p in present), present

@@ -67,6 +67,11 @@ KINDS = (
 )
 
 
+def draw_sampling_rate(draw, order):
+    """None, or a rate that POISSON batches are drawn at whatever they are divided by."""
+    return draw(st.none() | st.floats(0.05, 1.0)) if order is SAMPLED[1] else None
+
+
 def draw_curvature(draw, kind):
     """The least and the largest eigenvalue that a Hessian of the class may have."""
     if kind == "linear":
@@ -138,6 +143,7 @@ def events(draw, orders=tuple(hsa.BatchOrder), constant=False):
         loss=loss,
         domain_diameter=draw(st.just(math.inf) | magnitudes(0.05, 10)),
         release_steps=draw(st.just([]) | st.lists(st.integers(1, steps), max_size=3)),
+        sampling_rate=draw_sampling_rate(draw, order),
         max_batch_size=batch * period + 1 if order is SAMPLED[1] and draw(st.booleans()) else None,
         record_position=(
             draw(st.integers(0, min(period, steps) - 1))

@@ -163,5 +163,5 @@ def _sampled(event: LastIterateDpEvent, run: ConstantRun) -> Curve:
     whole, own = hoelder_moduli(run, None)
     everywhere = np.ones(run.num_steps, dtype=bool)
     distance = tracked_distance(own, whole, run, everywhere)
-    rate = event.batch_size / event.dataset_size
+    rate = event.sampling_probability
     return RdpCurve(Theorem312.of(whole, run.sensitivity, distance, rate))

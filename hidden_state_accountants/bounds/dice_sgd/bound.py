@@ -114,6 +114,9 @@ def _unmet_by_theorem_3_7(event: DiceSgdDpEvent, relation: NeighboringRelation) 
     return [
         *batch_order(event.batch_order, (BatchOrder.POISSON,)),
         *neighboring_relation(event.batch_order, relation, _OF_THE_PAPER),
+        *unless(
+            event.sampling_rate is None, "sampling rate", "batch_size / dataset_size", f"{rate:g}"
+        ),
         *unless(rate <= 0.2, "batch_size / dataset_size", "<= 0.2", f"{rate:g}"),
         *unless(is_large_enough, "error_clip_norm", needed, f"{c2:g}"),
     ]

@@ -7,6 +7,7 @@ import math
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
+from hidden_state_accountants.events.batch_order import rate_text
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.runs.descriptions.base import Description, Other
@@ -31,6 +32,7 @@ def description(
         dataset_size=event.dataset_size,
         num_steps=event.num_steps,
         batch_order=event.batch_order,
+        sampling_rate=event.sampling_rate,
     )
     clip = "normalised to" if event.automatic else "clip norm"
     bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
@@ -41,7 +43,8 @@ def description(
             ("published", _published(event, relation, delta)),
             (
                 "run",
-                f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records, "
+                f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
+                f"{rate_text(event.sampling_rate)}, "
                 f"{event.batch_order.value}; update rule {update_rule}",
             ),
             ("noise on the mean update", f"standard deviation {event.noise_std:.6g}"),
@@ -50,7 +53,8 @@ def description(
         ),
         run=(
             f"DiceSGD performed over {event.dataset_size} examples with {event.batch_size} "
-            f"examples per iteration in {event.batch_order.value} order, noise multiplier "
+            f"examples per iteration in {event.batch_order.value} order"
+            f"{rate_text(event.sampling_rate)}, noise multiplier "
             f"{plain.noise_multiplier:.6g}, gradients {clip} {event.clip_norm:g}, error {clip} "
             f"{event.error_clip_norm:g}, for {event.num_steps} iterations "
             f"({event.num_steps / event.batches_per_epoch:g} epochs) without microbatching."

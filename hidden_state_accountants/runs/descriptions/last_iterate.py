@@ -7,7 +7,7 @@ import math
 import attrs
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.batch_order import BatchOrder, rate_text
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.process.noisy_process import (
@@ -92,7 +92,8 @@ def _facts(event: LastIterateDpEvent, relation: NeighboringRelation) -> tuple[tu
         ("released", f"the last iterate{f', and after steps {released}' if released else ''}"),
         (
             "run",
-            f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records, "
+            f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
+            f"{rate_text(event.sampling_rate)}, "
             f"{event.batch_order.value} ({event.num_steps / event.batches_per_epoch:g} epochs)",
         ),
         ("update", f"{contraction}; learning rate {rate}, weight decay {decay}, {projection}"),
@@ -121,7 +122,8 @@ def _run_text(event: LastIterateDpEvent, microbatch: int) -> str:
     return (
         f"Noisy gradient descent performed over {event.dataset_size * microbatch} examples with "
         f"{event.batch_size * microbatch} examples per iteration in {event.batch_order.value} "
-        f"order, noise multiplier {range_of(event.per_step('noise_multiplier'))}{halved}, {clip}, "
+        f"order{rate_text(event.sampling_rate)}, "
+        f"noise multiplier {range_of(event.per_step('noise_multiplier'))}{halved}, {clip}, "
         f"learning rate {range_of(event.per_step('learning_rate'))}, weight decay "
         f"{range_of(event.per_step('weight_decay'))} and {projection}, for {event.num_steps} "
         f"iterations ({event.num_steps / event.batches_per_epoch:g} epochs) {grouped}."

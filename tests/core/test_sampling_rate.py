@@ -1,0 +1,141 @@
+"""The rate that POISSON batches are drawn at, where it is not the divisor over the data set."""
+
+import attrs
+import dice_events
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run
+from scipy import stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.auditing import DiceOutlier, GridOracle, LinearLosses
+from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+
+SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def opacus_run(**changes):
+    """60,000 records in batches of 64, as stock Opacus draws them: 938 batches, 63 divides."""
+    arguments = {
+        "noise_multiplier": 1.0,
+        "learning_rate": 0.5,
+        "clip_norm": 2**0.5,
+        "batch_size": 63,
+        "dataset_size": 60_000,
+        "sampling_rate": 1 / 938,
+        "num_steps": 9380,
+        "batch_order": "poisson",
+        "loss": hsa.LossGeometry.softmax_cross_entropy(1.0),
+        "weight_decay": 0.1,
+    }
+    return hsa.LastIterateDpEvent(**(arguments | changes))
+
+
+def test_stock_opacus_is_covered():
+    event = opacus_run()
+    stock = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(1 / 938, dp_accounting.GaussianDpEvent(1.0)), 9380
+    )
+    assert event.as_composition() == stock
+    assert event.batches_per_epoch == 938
+    assert event.sampling_probability == 1 / 938
+    every = Composition().guarantee(event, SPECIAL).epsilon(1e-5)
+    assert hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5) < 0.9 * every
+
+
+@pytest.mark.parametrize("batches", [1, 2, 49, 98, 107, 938, 12_345])
+def test_as_many_batches_as_the_rate_says(batches):
+    """1 / (1 / 49) is 48.99999999999999."""
+    assert opacus_run(sampling_rate=1 / batches).batches_per_epoch == batches
+
+
+def test_epsilon_grows_with_the_rate_and_falls_with_the_divisor():
+    """A larger divisor shortens the steps, so that they contract less but stretch less, too."""
+    epsilons = [
+        Subsampling().guarantee(opacus_run(sampling_rate=rate), SPECIAL).epsilon(1e-5)
+        for rate in (1 / 938, 2 / 938)
+    ]
+    assert epsilons == sorted(epsilons)
+    composed = [
+        Composition().guarantee(opacus_run(batch_size=size), SPECIAL).epsilon(1e-5)
+        for size in (10, 63, 1000)
+    ]
+    assert len(set(composed)) == 1
+
+
+def test_overfull_batches_follow_the_rate():
+    event = cyclic_run(batch_order="poisson", sampling_rate=0.6, max_batch_size=12)
+    tail = 24 * stats.binom(19, 0.6).sf(11)
+    assert event.overfull_delta(SPECIAL, 12) == pytest.approx(min(1.0, tail))
+    few = attrs.evolve(event, sampling_rate=0.1)
+    assert few.cap_delta(SPECIAL) == pytest.approx(24 * stats.binom(19, 0.1).sf(11))
+
+
+@pytest.mark.parametrize(("rate", "relation"), [(0.15, ADD_OR_REMOVE), (0.7, SPECIAL)])
+def test_bound_dominates_the_exact_law(rate, relation):
+    """Five records, all subsets of them enumerated, divided by 2 (a rate of 0.4 would be b / n)."""
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=3.0, learning_rate=1.0, clip_norm=1.0, batch_size=2, dataset_size=5,
+        num_steps=5, weight_decay=0.4, sampling_rate=rate, batch_order="poisson",
+        loss=hsa.LossGeometry.generalized_linear(0.5),
+    )  # fmt: skip
+    guarantee = Subsampling().guarantee(event, relation)
+    gradients = [lambda x: np.ones_like(x)] + [lambda x: np.clip(x / 2, -1, 1)] * 4
+    grid = GridOracle(event, gradients, None, cells_per_std=8)
+    at_least = 0.0
+    for epsilon in (0.0, 0.1, 0.5):
+        claim = guarantee.delta(epsilon)
+        for estimate in grid.delta(epsilon):
+            assert estimate.value - 3 * estimate.error <= claim * (1 + 1e-3) + 1e-9
+            at_least = max(at_least, estimate.value / claim)
+    assert at_least > 0.3  # the oracle knows the rate
+    attack = LinearLosses().evidence(event, relation, lambda text: None)
+    assert attack.delta(0.1) <= guarantee.delta(0.1)
+
+
+def test_dice_sgd_follows_the_rate():
+    event = dice_events.run(batch_size=3, dataset_size=16, sampling_rate=0.25)
+    twin = dice_events.run(batch_size=3, dataset_size=12)  # the bound knows n by the rate only
+    for relation in NeighboringRelation:
+        claim = DiceSgd().guarantee(event, relation)
+        assert claim.epsilon(1e-5) == DiceSgd().guarantee(twin, relation).epsilon(1e-5)
+        evidence = DiceOutlier().evidence(event, relation, lambda text: None)
+        assert 0 < evidence.delta(0.2) <= claim.delta(0.2)
+    rarely = dice_events.run(batch_size=3, dataset_size=16, sampling_rate=0.05)
+    assert DiceSgd().guarantee(rarely, SPECIAL).epsilon(1e-5) < claim.epsilon(1e-5)
+    unmet = DiceSgd("published").check(rarely, SPECIAL)
+    assert [u.condition for u in unmet] == ["sampling rate", "error_clip_norm"]
+    with pytest.raises(ValueError, match="sampling_rate = None for FULL"):
+        dice_events.run(batch_size=8, batch_order="full", sampling_rate=0.5)
+    assert hsa.DiceSgdDpEvent.from_dict(event.to_dict()) == event
+
+
+def test_runs_record_it():
+    plain = hsa.RunRecorder(
+        batch_order="poisson", batch_size=63, dataset_size=60_000, sampling_rate=1 / 938
+    )
+    for _ in range(2):
+        plain.step(noise_multiplier=1.0, learning_rate=0.5, clip_norm=1.5)
+    assert plain.event().sampling_rate == 1 / 938
+    assert plain.sampled_rows() == [(1.0, 1 / 938, 2)]
+    dice = DiceSgdRun(
+        noise_multiplier=1.0, clip_norm=1.0, error_clip_norm=1.0, batch_size=3, dataset_size=16,
+        batch_order="poisson", sampling_rate=0.25,
+    )  # fmt: skip
+    again = DiceSgdRun.from_state_dict(dice.state_dict())
+    assert again.state_dict() == dice.state_dict()
+    assert again._template.sampling_rate == 0.25
+
+
+def test_statement_and_assumptions_say_it():
+    event = opacus_run(num_steps=2)
+    guarantee = Composition().guarantee(event, SPECIAL)
+    text = "63 of 60000 records, each drawn at a rate of 0.0010660981"
+    assert any(text in str(a) for a in guarantee.assumptions)
+    assert text in dict(hsa.RunRecorder.describe(event, SPECIAL, 1e-5, {}).facts)["run"]
+    dice = dice_events.run(sampling_rate=0.2)
+    assert "each drawn at a rate of 0.2" in DiceSgdRun.describe(dice, SPECIAL, 1e-5, {}).run
