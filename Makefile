@@ -17,6 +17,9 @@ WORKERS ?= 2
 DEEP_EXAMPLES ?= 18
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
 CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine))
+# Folders that answer in seconds. Those left out search at random (soundness, laws) or build TensorFlow graphs (keras).
+FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging \
+    keras/test_cyclic_optimizer.py keras/test_data.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
@@ -43,7 +46,7 @@ help:
 	@echo "make demo         train a private model with Opacus and print its hidden-state epsilon"
 	@echo "make test         everything that CI runs: lint, test-all, test-numpy2"
 	@echo "make test-all     the whole test suite"
-	@echo "make test-fast    the tests that are not marked slow; about nine minutes on two cores"
+	@echo "make test-fast    quick tests of the core, the command line and both adapters; under three minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
@@ -64,7 +67,7 @@ test-all: .venv/.test-installed
 	$(call PYTEST,.venv) $(PYTEST_ARGS) tests
 
 test-fast: .venv/.test-installed
-	$(call PYTEST,.venv) -m "not slow" $(PYTEST_ARGS) tests
+	$(call PYTEST,.venv) -m "not slow" $(PYTEST_ARGS) $(FAST_TESTS)
 
 test-numpy2: .venv-numpy2/.test-installed
 	$(call PYTEST,.venv-numpy2) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
