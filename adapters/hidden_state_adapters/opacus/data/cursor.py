@@ -131,7 +131,7 @@ class BatchCursor:
         if self._left_out or self._was_left_out:
             raise UnsupportedRunError(
                 "a piece of a batch was delivered, but no step was taken on it. Step once per "
-                "piece that BatchMemoryManager delivers."
+                "batch, empty ones included, and once per piece that BatchMemoryManager delivers."
             )
         index, do_skip = self._pieces.popleft() if self._pieces else (self._delivered, False)
         if not do_skip and not self._is_kept:
@@ -144,8 +144,8 @@ class BatchCursor:
         if self._was_left_out or (self._has_taken and self._is_incomplete()):
             raise UnsupportedRunError(
                 f"Pieces of an epoch were announced ({len(self._pieces)} are waiting), but no step "
-                "was taken on them. Step once per piece that BatchMemoryManager delivers; with "
-                "workers, ask for epsilon at the end of an epoch."
+                "was taken on them. Step once per batch and once per piece that BatchMemoryManager "
+                "delivers; with workers, ask for epsilon at the end of an epoch."
             )
 
     def _is_incomplete(self) -> bool:

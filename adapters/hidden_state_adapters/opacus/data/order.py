@@ -25,6 +25,7 @@ from hidden_state_adapters.opacus.data.plans import (
     ReshuffledPlan,
     SampledPlan,
 )
+from hidden_state_adapters.opacus.data.watch import samples_as
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -63,7 +64,7 @@ def plan_batches(
             deals equal batches and the loader does not say ``drop_last=True``.
     """
     records = _record_order(data_loader, batch_order)
-    _refuse_repeated_records(data_loader.dataset)
+    refuse_repeated_records(data_loader.dataset)
     size = len(records)
     if size == 0:
         raise UnsupportedRunError("Expected at least one record, got an empty data set.")
@@ -125,7 +126,7 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
             "Expected a DataLoader with a batch_size, got batch_size=None: without batches there "
             f"is no step to account. {_FIXED_ORDER}"
         )
-    if type(batches) is not BatchSampler:
+    if not samples_as(batches, BatchSampler):
         raise UnsupportedRunError(
             f"Expected a DataLoader with a batch_size, got batch_sampler={_name(batches)}, whose "
             f"batches may overlap or vary in size. {_FIXED_ORDER}"
@@ -155,10 +156,11 @@ def _copy(order: Sequence[int]) -> Sequence[int]:
     return order if isinstance(order, range) else tuple(int(index) for index in order)
 
 
-def _refuse_repeated_records(dataset: Any) -> None:
+def refuse_repeated_records(dataset: Any) -> None:
+    """Raises UnsupportedRunError if a data set holds a record twice, as far as torch says."""
     if isinstance(dataset, Subset):
         _refuse_repeated_indices(dataset.indices, "torch.utils.data.Subset")
-        _refuse_repeated_records(dataset.dataset)
+        refuse_repeated_records(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         if len({id(part) for part in dataset.datasets}) < len(dataset.datasets):
             raise UnsupportedRunError(
@@ -166,7 +168,7 @@ def _refuse_repeated_records(dataset: Any) -> None:
                 "data set twice: one person would count once but act twice. Remove the copy."
             )
         for part in dataset.datasets:
-            _refuse_repeated_records(part)
+            refuse_repeated_records(part)
 
 
 def _refuse_repeated_indices(indices: Sequence[int], where: str) -> None:

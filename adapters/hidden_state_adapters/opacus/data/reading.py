@@ -1,0 +1,195 @@
+"""What a loader that somebody else made says about its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
+from hidden_state_adapters.opacus.data.order import plan_batches, refuse_repeated_records
+from hidden_state_adapters.opacus.data.plans import BatchPlan
+from hidden_state_adapters.opacus.data.watch import samples_as
+
+# A seed that was drawn by the operating system has 64 bits, one that a person wrote has not.
+_LEAST_SECRET_SEED = 2**32
+_SEED_OF_NEW_GENERATORS = torch.Generator().initial_seed()  # a constant of torch
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class LoaderReading:
+    """How a loader deals its records.
+
+    Attributes:
+        order: FULL, CYCLIC, RESHUFFLED or POISSON.
+        dataset_size: n, the records that it deals.
+        batch_size: b; for POISSON what make_private divides by: n / num_batches, rounded down.
+        num_batches: Batches of one pass.
+        sampling_rate: The probability with which a record joins a POISSON batch; else None.
+        plan: The batches, where they are fixed; else None.
+        sampler: Deals the batches.
+    """
+
+    order: BatchOrder
+    dataset_size: int
+    batch_size: int
+    num_batches: int
+    sampling_rate: float | None = None
+    plan: BatchPlan | None = None
+    sampler: Any = attrs.field(repr=False)
+    _settings: tuple[Any, ...] = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_settings", _settings(self.sampler))
+
+    @property
+    def description(self) -> str:
+        """The batches in words."""
+        b, n = self.batch_size, self.dataset_size
+        return {
+            BatchOrder.FULL: f"all {n} records in every batch",
+            BatchOrder.CYCLIC: f"batches of {b} of {n} records, each once per epoch, in the same "
+            "order in every epoch",
+            BatchOrder.RESHUFFLED: f"batches of {b} of {n} records, each once per epoch, in an "
+            "order that is drawn anew for every epoch",
+            BatchOrder.POISSON: f"each of {n} records in every batch with probability "
+            f"{self.sampling_rate or 0:.8g}, independently",
+        }[self.order]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The arguments of a `RunRecorder` that it decides."""
+        is_exact = self.sampling_rate == self.batch_size / self.dataset_size
+        return {
+            "batch_order": self.order,
+            "dataset_size": self.dataset_size,
+            "batch_size": self.batch_size,
+            "sampling_rate": None if is_exact else self.sampling_rate,
+        }
+
+    def why_not(self) -> str:
+        """What is wrong with the loader now, or "": it was changed, or its order is known."""
+        if _settings(self.sampler) != self._settings:
+            return (
+                "the sampler of the loader was changed after it had been read. Call make_private "
+                "and declare_run again for another loader."
+            )
+        if self.order is not BatchOrder.RESHUFFLED:
+            return ""
+        generator = self.sampler.sampler.generator or torch.default_generator
+        seed = generator.initial_seed()
+        if seed >= _LEAST_SECRET_SEED and seed != _SEED_OF_NEW_GENERATORS:
+            return ""
+        return (
+            "the loader shuffles with a generator that a script seeded "
+            f"({'with ' + str(seed) if seed < _LEAST_SECRET_SEED else 'torch.Generator()'}): "
+            "whoever knows the seed knows which steps used a record, and no bound here is about "
+            "such orders. Do not seed torch, or give the DataLoader "
+            "generator=torch.Generator().manual_seed(secrets.randbits(63)), or use "
+            'HiddenStatePrivacyEngine with batch_order="reshuffled", which draws secret orders '
+            "from the operating system; without secrets, shuffle=False."
+        )
+
+
+def _settings(batches: Any) -> tuple[Any, ...]:
+    """What decides the batches of a sampler, but for the records in a fixed order."""
+    sampler = getattr(batches, "sampler", None)
+    names = ("batch_size", "drop_last", "sample_rate", "num_samples", "total_size")
+    return (
+        sampler,
+        *(getattr(batches, name, None) for name in names),
+        *(getattr(sampler, name, None) for name in ("replacement", "num_samples", "generator")),
+    )
+
+
+def is_poisson(data_loader: Any) -> bool | None:
+    """Whether a loader samples as Opacus does for Poisson batches; None if nobody can tell."""
+    batches = getattr(data_loader, "batch_sampler", None)
+    if samples_as(batches, BatchSampler):
+        return False
+    return True if _is_poisson_sampler(batches) else None
+
+
+def _is_poisson_sampler(batches: Any) -> bool:
+    return samples_as(batches, UniformWithReplacementSampler) or _is_distributed_sampler(batches)
+
+
+def _is_distributed_sampler(batches: Any) -> bool:
+    return samples_as(batches, DistributedUniformWithReplacementSampler)
+
+
+def draws_from_shares(data_loader: Any) -> bool:
+    """Whether every process draws Poisson batches from a share of the records of its own."""
+    return _is_distributed_sampler(getattr(data_loader, "batch_sampler", None))
+
+
+def read_loader(data_loader: Any) -> LoaderReading:
+    """Reads the batches of a torch DataLoader or of Opacus' DPDataLoader.
+
+    Args:
+        data_loader: With torch's sampler of batches over a sampler that is fixed or
+            RandomSampler, or with one of Opacus' Poisson samplers.
+
+    Raises:
+        UnsupportedRunError: It is another loader, which cannot be read, or it deals batches that
+            no bound here is about; the text says what to use.
+    """
+    if not isinstance(data_loader, DataLoader):
+        raise UnsupportedRunError(
+            f"Expected a torch.utils.data.DataLoader, got {type(data_loader).__name__}: its "
+            "batches cannot be read. Put the records into a DataLoader."
+        )
+    if _is_poisson_sampler(data_loader.batch_sampler):
+        return _read_poisson(data_loader)
+    if isinstance(data_loader.batch_sampler, OrderedBatchSampler):
+        raise UnsupportedRunError(
+            f"Expected a loader of your own, got the {type(data_loader).__name__} that "
+            "HiddenStatePrivacyEngine made for another run. Pass the one that it was made from."
+        )
+    return _read_equal_batches(data_loader)
+
+
+def _read_poisson(data_loader: DataLoader) -> LoaderReading:
+    refuse_repeated_records(data_loader.dataset)
+    batches: Any = data_loader.batch_sampler
+    size = batches.total_size if draws_from_shares(data_loader) else batches.num_samples
+    # As in Opacus' make_private, to the last bit.
+    batch_size = int(size * (1 / len(data_loader)))
+    return LoaderReading(
+        order=BatchOrder.POISSON,
+        dataset_size=size,
+        batch_size=max(1, batch_size),
+        num_batches=len(data_loader),
+        sampling_rate=float(batches.sample_rate),
+        sampler=batches,
+    )
+
+
+def _read_equal_batches(data_loader: DataLoader) -> LoaderReading:
+    sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
+    shuffles = type(sampler) is RandomSampler
+    plan = plan_batches(data_loader, BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC)
+    size = len(plan.records)
+    if shuffles and size < len(data_loader.dataset):  # type: ignore[arg-type]
+        raise UnsupportedRunError(
+            f"Expected a batch_size that divides the {len(data_loader.dataset)} records, got "  # type: ignore[arg-type]
+            f"{plan.batch_size}: with shuffle=True, drop_last=True leaves out other records in "
+            "every epoch, and no bound here is about that. Leave the same records out with "
+            f"torch.utils.data.Subset(dataset, range({size})), or use poisson_sampling=True."
+        )
+    is_full = plan.num_batches == 1
+    return LoaderReading(
+        order=BatchOrder.FULL if is_full else plan.order,
+        dataset_size=size,
+        batch_size=plan.batch_size,
+        num_batches=plan.num_batches,
+        plan=None if shuffles else plan,
+        sampler=data_loader.batch_sampler,
+    )

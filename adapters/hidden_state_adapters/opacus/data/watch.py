@@ -1,0 +1,181 @@
+"""A loader that somebody else made, watched: what it deals, and which batch a step is about.
+
+The sampler of its batches becomes one of a class that tells, and deals what it dealt before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
+from torch.utils.data import BatchSampler, DataLoader
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.data.cursor import BatchCursor
+
+_FETCHED_AHEAD = 1  # batches that a loop may take from the loader before it steps on them
+
+
+class LoaderWatch:
+    """Follows the batches of a loader, from its sampler to the step.
+
+    The sampler may be ahead of the loop, by what workers prefetch and by one batch that the loop
+    itself fetches in advance (as Lightning's does). A batch that was left out is therefore noticed
+    at the end of its pass at the latest.
+
+    Nothing is raised while the loader is iterated, which may be for another purpose; only a step
+    is refused.
+
+    Args:
+        data_loader: One that `reading.read_loader` reads.
+        num_batches: Batches of one pass.
+        counts_steps: Whether batches are drawn for every step, and have no place in an epoch.
+        batch: Gives the indices of a batch by its place in the epoch, where they are fixed.
+        why_not: Looks at the loader when a pass starts; returns what is wrong with it, or "".
+    """
+
+    def __init__(
+        self,
+        data_loader: DataLoader,
+        num_batches: int,
+        *,
+        counts_steps: bool,
+        batch: Callable[[int], Sequence[int]] | None,
+        why_not: Callable[[], str],
+    ):
+        prefetched = data_loader.num_workers * (data_loader.prefetch_factor or 0)
+        self._cursor = BatchCursor(
+            num_batches, prefetched + _FETCHED_AHEAD, counts_steps=counts_steps
+        )
+        self._is_kept = num_batches == 1 and not counts_steps
+        self._batch, self._why_not = batch, why_not
+        self._rows: dict[int, int] = {}
+        self._problem = ""  # of the pass at hand
+        self._sampler = data_loader.batch_sampler
+        self._was = _unwatched(type(self._sampler))
+        self._sampler.watch = self
+        self._sampler.__class__ = _WATCHED[self._was]
+
+    def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a pass that starts now, as they are."""
+        pass_id, first = self._cursor.start_pass(), self._cursor.first_index
+        self._rows.clear()
+        self._problem = self._why_not()  # what went wrong before concerned passes that are over
+        return self._batches(batches, pass_id, first)
+
+    def _batches(self, batches: Iterable[Any], pass_id: int, first: int) -> Iterator[Any]:
+        for index, batch in enumerate(batches, first):
+            if self._cursor.pass_id == pass_id:
+                self._announce(index, batch)
+            else:
+                self._note(
+                    "a pass over the loader went on after another one had been started, so the "
+                    "batches of both mix. Finish an epoch before the next one, and evaluate on a "
+                    "loader of its own."
+                )
+            yield batch
+        if self._cursor.pass_id == pass_id:
+            self._cursor.exhaust()
+
+    def _announce(self, index: int, batch: Sequence[int]) -> None:
+        if self._batch is not None and list(batch) != list(self._batch(index)):
+            self._note(
+                f"batch {index} of the loader holds other records than when the loader was read. "
+                "Call make_private and declare_run again for another loader."
+            )
+        self._rows[index] = len(batch)
+        if self._is_kept:
+            self._cursor.deliver(index)
+        else:
+            self._cursor.emit(index)
+            self._cursor.signal(False)
+
+    def _note(self, problem: str) -> None:
+        self._problem = self._problem or problem
+
+    def take(self) -> int:
+        """The rows of the batch that the step at hand has to be about.
+
+        Raises:
+            UnsupportedRunError: It is about none, or about another one.
+        """
+        if self._problem:
+            raise UnsupportedRunError(self._problem)
+        expected = self._cursor.expected_index
+        index, _ = self._cursor.take()
+        if index is None or index != expected:
+            raise UnsupportedRunError(
+                f"it used {'no new batch' if index is None else f'batch {index}'} of the loader "
+                f"that make_private returned, expected batch {expected}: every batch is used in "
+                "order, exactly once per epoch. Iterate that loader itself, to its end, and step "
+                "once per batch."
+            )
+        return self._rows[index]
+
+    def stepped(self, steps: int) -> None:
+        """The step was recorded; now there are `steps`."""
+        self._cursor.steps_taken = steps
+
+    def resume(self, steps: int) -> None:
+        """The run goes on after `steps` steps."""
+        self._cursor.resume_at(steps)
+
+    def check_finished(self) -> None:
+        """Raises UnsupportedRunError if batches were left out in a pass that has ended."""
+        self._cursor.check_finished()
+
+    def close(self) -> None:
+        """Leaves the sampler as it was."""
+        if self._sampler.__dict__.get("watch") is self:
+            self._sampler.__class__ = self._was
+            del self._sampler.watch
+
+
+# One base each and nothing new to hold: a sampler has to be able to become one of these.
+
+
+class WatchedBatchSampler(BatchSampler):
+    """torch's sampler of fixed-size batches, which tells a watch about every pass."""
+
+    watch: LoaderWatch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.watch.follow(super().__iter__())
+
+
+class WatchedPoissonSampler(UniformWithReplacementSampler):
+    """Opacus' Poisson sampler, likewise."""
+
+    watch: LoaderWatch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.watch.follow(super().__iter__())
+
+
+class WatchedDistributedPoissonSampler(DistributedUniformWithReplacementSampler):
+    """Opacus' Poisson sampler for several processes, likewise."""
+
+    watch: LoaderWatch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.watch.follow(super().__iter__())
+
+
+_WATCHED: dict[type, type] = {
+    BatchSampler: WatchedBatchSampler,
+    UniformWithReplacementSampler: WatchedPoissonSampler,
+    DistributedUniformWithReplacementSampler: WatchedDistributedPoissonSampler,
+}
+
+
+def _unwatched(kind: type) -> type:
+    return next((own for own, watched in _WATCHED.items() if watched is kind), kind)
+
+
+def samples_as(batch_sampler: Any, kind: type) -> bool:
+    """Whether a sampler is exactly of a kind that can be watched, watched or not."""
+    return _unwatched(type(batch_sampler)) is kind
