@@ -12,6 +12,7 @@ from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_stock import DECLARED, DELTA, KINDS, epsilon, event, resume, step
+from opacus_stock_loops import secret_generator
 from torch import nn
 
 import hidden_state_accountants as hsa
@@ -87,13 +88,6 @@ def test_momentum_mid_run_raises(train):
         step(model, private, batches)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_poisson_loader_is_not_cyclic(train, kind):
-    optimizer, arguments = KINDS[kind]
-    with pytest.raises(hsa.UnsupportedRunError, match=r"step \d+ used \d+ rows, expected"):
-        train(DECLARED, optimizer=optimizer, poisson_sampling=True, epochs=5, **arguments)
-
-
 @pytest.mark.parametrize("max_physical_batch_size", [2, 100])
 def test_composition_of_poisson_batches_in_pieces(train, max_physical_batch_size):
     declared = {**DECLARED, "batch_order": "poisson"}
@@ -160,24 +154,12 @@ def test_what_the_accountant_cannot_see_is_declared(train):
         lines = [str(assumption) for assumption in accountant.guarantee.assumptions]
         assert len(set(lines)) == len(lines)
         for text in (
-            "batches of 10 of 60 records in the same order in every epoch, each once",
-            "one optimizer step per batch",
+            "every per-example gradient is that of the loss at one record",
             "initial model",
             "changed by the private optimizer only",
             "ball of radius 50",
         ):
             assert any(line.startswith("declared") and text in line for line in lines), text
-
-
-@pytest.mark.parametrize(
-    ("order", "size", "text"),
-    [("full", 60, "all 60 records in every batch"), ("poisson", 10, "probability 0.166667")],
-)
-def test_the_declared_order_is_an_assumption(train, order, size, text):
-    declared = {**DECLARED, "batch_order": order, "batch_size": size}
-    engine, *_ = train(declared, loader={"batch_size": size}, poisson_sampling=order == "poisson")
-    lines = [str(assumption) for assumption in engine.accountant.guarantee.assumptions]
-    assert any(text in line for line in lines)
 
 
 def test_scaled_loss_raises(train):
@@ -217,17 +199,9 @@ def test_memory_manager_is_left_to_the_engine(train):
             step(model, private, [next(pieces)])
 
 
-@pytest.mark.parametrize(
-    ("changes", "arguments", "text"),
-    [
-        ({"batch_size": 12}, {}, "divides by 10, expected batch_size = 12"),
-        ({}, {"max_grad_norm": 2.0}, "Raise max_grad_norm"),
-        ({"dataset_size": 99, "batch_order": "poisson"}, {"poisson_sampling": True}, "sample rate"),
-    ],
-)  # fmt: skip
-def test_a_run_that_differs_from_the_declaration_raises(train, changes, arguments, text):
-    with pytest.raises(hsa.UnsupportedRunError, match=text):
-        train({**DECLARED, **changes}, **arguments)
+def test_a_clip_norm_at_the_bound_raises(train):
+    with pytest.raises(hsa.UnsupportedRunError, match="Raise max_grad_norm"):
+        train(DECLARED, max_grad_norm=2.0)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +211,7 @@ def test_a_run_that_differs_from_the_declaration_raises(train, changes, argument
         ({"batch_order": "reshuffled", "batch_size": 7}, hsa.UnsupportedRunError, "divides"),
         ({"batch_size": 7}, hsa.UnsupportedRunError, "divides dataset_size"),
         ({"batch_order": "full"}, ValueError, "FULL"),
-        ({"loss_geometry": "auto"}, TypeError, "LossGeometry"),
+        ({"loss_geometry": "convex"}, TypeError, "LossGeometry"),
         ({"projection_radius": -1.0}, ValueError, "domain_diameter"),
     ],
 )
@@ -246,13 +220,10 @@ def test_declarations_that_are_refused(changes, error, text):
         HiddenStateAccountant().declare_run(**{**DECLARED, **changes})
 
 
-@pytest.mark.parametrize("order", ["reshuffled", "shuffled_once", "without_replacement"])
-def test_orders_that_the_loader_keeps_secret(train, order):
-    engine, *_ = train({**DECLARED, "batch_order": order}, loader={"shuffle": True})
-    assert engine.get_epsilon(DELTA) == epsilon(event(batch_order=order))
-    text = engine.accountant.guarantee.explain()
-    assert "the loader" in text
-    assert "nobody ever learns" in text
+def test_a_fixed_order_that_is_kept_secret(train):
+    engine, *_ = train({**DECLARED, "batch_order": "shuffled_once"})
+    assert engine.get_epsilon(DELTA) == epsilon(event(batch_order="shuffled_once"))
+    assert "nobody ever learns it or its seed" in engine.accountant.guarantee.explain()
 
 
 def test_poisson_batches_with_a_loss_are_hidden_too(train):
@@ -261,22 +232,14 @@ def test_poisson_batches_with_a_loss_are_hidden_too(train):
     assert engine.get_epsilon(DELTA) == epsilon(event(batch_order="poisson", num_steps=48))
 
 
-def test_a_divisor_below_the_declared_batch_size_leaves_composition(train, caplog):
-    """n/b = 60/11 gives Opacus 6 batches: q = 1/6, the divisor 10. A shorter divisor stretches."""
-    declared = {**DECLARED, "batch_order": "poisson", "batch_size": 11}
-    engine, *_ = train(declared, poisson_sampling=True, loader={"batch_size": 11})
-    assert "divides by 10, less than batch_size = 11" in caplog.text
-    composed = event(batch_order="poisson", batch_size=11, loss=None, weight_decay=0.0)
-    assert engine.get_epsilon(DELTA) == epsilon(composed)
-
-
 @pytest.mark.parametrize(
     ("order", "epochs", "text"),
     [("shuffled_once", 1, "another order"), ("reshuffled", 1, "end of an epoch")],
 )
 def test_secret_orders_do_not_go_on_in_a_stock_loader(train, order, epochs, text):
     declared = {**DECLARED, "batch_order": order}
-    engine, *private = train(declared, epochs=epochs)
+    loader = {"shuffle": True, "generator": secret_generator()} if order == "reshuffled" else {}
+    engine, *private = train(declared, epochs=epochs, loader=loader)
     if order == "reshuffled":
         step(*private)
     other = HiddenStateAccountant()
@@ -345,21 +308,3 @@ def test_opacus_calibration_terminates(target):
     accountant.history = [(noise, 0.05, 40)]
     assert accountant.history == [(noise, 0.05, 40)]
     assert target - 0.01 <= accountant.get_epsilon(DELTA) <= target
-
-
-def test_make_private_with_epsilon(make_loader):
-    engine = PrivacyEngine(accountant="hidden_state")
-    engine.accountant.declare_run(**DECLARED)
-    model = nn.Linear(5, 3)
-    with pytest.warns(UserWarning, match="A declared run has another epsilon"):
-        _, private, loader = engine.make_private_with_epsilon(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            data_loader=make_loader(),
-            target_epsilon=0.5,
-            target_delta=DELTA,
-            epochs=3,
-            max_grad_norm=1.0,
-        )
-    assert private.noise_multiplier > 0.5
-    assert len(loader) == 6

@@ -137,7 +137,7 @@ def test_declaring_again_keeps_runs_with_steps(train):
 def test_a_written_history_warns_once_that_it_assumes_poisson_sampling():
     accountant = HiddenStateAccountant()
     accountant.history = [(2.0, 0.1, 6)]
-    with pytest.warns(UserWarning, match=r"make_private_with_epsilon.*Poisson.*declared"):
+    with pytest.warns(UserWarning, match=r"make_private_with_epsilon.*Poisson.*another order"):
         accountant.get_epsilon(DELTA)
     accountant.history = [(3.0, 0.1, 6)]
     with warnings.catch_warnings():

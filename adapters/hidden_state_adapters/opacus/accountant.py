@@ -10,6 +10,8 @@ import attrs
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.utils.data import DataLoader
 
 from hidden_state_accountants import (
     Assumption,
@@ -19,7 +21,6 @@ from hidden_state_accountants import (
     LossGeometry,
     UnsupportedRunError,
 )
-from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
@@ -31,40 +32,44 @@ from hidden_state_adapters.opacus.run.accounted import (
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.run.stock import StockRun
+from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
+from hidden_state_adapters.opacus.run.stock_loop import StockLoop
 
 MECHANISM = "hidden_state"
 
 _UNDECLARED = (
     "No run was declared: epsilon is that of composition under Poisson sampling (every iterate may "
-    "be released) and holds for Poisson loaders only (poisson_sampling=True). For other loaders, "
-    "and for the last iterate, call engine.accountant.declare_run(batch_order=..., "
-    "dataset_size=..., batch_size=..., loss_geometry=...) before training."
+    "be released) and holds for Poisson loaders only (poisson_sampling=True). For the last iterate "
+    "call engine.accountant.declare_run(criterion=..., feature_norm=...) before training; for "
+    "other loaders declare_run() without arguments reads them."
 )
 _WRITTEN = (
     "The history was written directly, as make_private_with_epsilon does: epsilon is that of "
-    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. A declared run has another epsilon: "
-    "find its noise with dp_accounting.calibrate_dp_mechanism and "
-    "hidden_state_accountants.LastIterateAccountant, and call make_private."
+    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. Batches in another order have "
+    "another epsilon: find their noise with HiddenStatePrivacyEngine.make_private_with_epsilon, or "
+    "with hidden_state_accountants.calibrate_noise, and call make_private."
 )
 
 
 class HiddenStateAccountant(IAccountant):
     """Accounts runs of which only the last iterate is released; runs compose.
 
-    With a stock engine, declare what the accountant cannot see, before training:
+    With a stock engine, declare the loss, before training; the batches are read:
 
         engine = PrivacyEngine(accountant="hidden_state")
-        engine.accountant.declare_run(batch_order="cyclic", dataset_size=1500, batch_size=500,
-                                      loss_geometry=hsa.LossGeometry.softmax_cross_entropy(1.0))
+        model, optimizer, loader = engine.make_private(...)
+        engine.accountant.declare_run(criterion=criterion, feature_norm=1.0)
 
     Formal guarantees:
-      - Declared: those of the recorded `LastIterateDpEvent` under `neighboring_relation`; the
-        loader and the projection are the user's word. Optimizers that no last-iterate theorem
-        covers are accounted by composition.
+      - Declared: those of the recorded `LastIterateDpEvent` under `neighboring_relation`. Data set
+        size, batch size, order and sampling rate are read off the loader that make_private
+        returned, which is then followed: a step about another batch is refused. Optimizers that no
+        last-iterate theorem covers are accounted by composition. The projection, and that nothing
+        else changes the parameters, are the user's word.
       - Undeclared, and for a `history` that was written directly (as Opacus' calibration does):
         composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE, which is what
-        stock Opacus accountants assume; every iterate may be released. It holds for Poisson loaders
-        only, so `make_private_with_epsilon` does not calibrate a declared run.
+        stock Opacus accountants assume; every iterate may be released. Steps on a loader that is
+        seen not to deal Poisson batches are refused, and so is make_private_with_epsilon on one.
 
     Args:
         neighboring_relation: The relation of declared runs.
@@ -74,10 +79,11 @@ class HiddenStateAccountant(IAccountant):
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
     ):
         self._runs: list[AccountedRun] = []
+        self._declared: StockRun | None = None  # the newest; not among the runs until it is read
+        self._loop: StockLoop | None = None  # that Opacus made last
         super().__init__()
         LastIterateAccountant(neighboring_relation)  # validates
         self.neighboring_relation = neighboring_relation
-        self._unclaimed: StockRun | None = None
         self._warned: set[str] = set()
         self._refusals: list[str] = []
         self._guarantees = RunGuarantees(neighboring_relation)
@@ -90,45 +96,79 @@ class HiddenStateAccountant(IAccountant):
     def declare_run(
         self,
         *,
-        batch_order: BatchOrder | str,
-        dataset_size: int,
-        batch_size: int,
-        loss_geometry: LossGeometry | None = None,
+        criterion: Any = None,
+        feature_norm: float | None = None,
+        loss_geometry: LossGeometry | str | None = None,
         projection_radius: float | None = None,
+        data_loader: DataLoader | None = None,
+        module: nn.Module | None = None,
+        batch_order: BatchOrder | str | None = None,
+        dataset_size: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
-        """Declares the run of the next private optimizer that steps; before its first step.
+        """Declares the run of the last make_private, or of the next one if that has steps.
+
+        What the loader deals is read: "cyclic" for a loader that does not shuffle, "reshuffled"
+        for one with shuffle=True and a generator that was not seeded by a script, "poisson" for
+        the one that Opacus makes (poisson_sampling=True), "full" for one batch of all records. A
+        loader that cannot be read is refused.
 
         Args:
-            batch_order: "cyclic" (batches of b in the same order in every epoch: shuffle=False,
-                poisson_sampling=False), "reshuffled" (shuffle=True, poisson_sampling=False, drawn
-                from a generator whose seed nobody learns), "full", "poisson", "shuffled_once" or
-                "without_replacement".
-            dataset_size: n.
-            batch_size: b; for "poisson" the expected size.
-            loss_geometry: What is known about the loss; None gives composition.
+            criterion: The loss of the training loop, from which the loss geometry is derived; see
+                loss_geometry="auto" of `HiddenStatePrivacyEngine.make_private`. The loop has to
+                call this very object, once per batch on the whole output of the model.
+            feature_norm: Bound on the norm of every record at the linear layer; checked at every
+                step. With criterion only.
+            loss_geometry: A LossGeometry, instead of a criterion; "auto" or None with one. Neither
+                gives composition.
             projection_radius: Radius of the ball around 0 on which ALL parameters together are
                 projected after every step, by you.
+            data_loader: The loader of the training loop, where make_private of an
+                `opacus.PrivacyEngine` did not make it; otherwise it has to be that one.
+            module: The private model, likewise; needed with criterion.
+            batch_order: Compared with what is read. "shuffled_once" says of a fixed order that it
+                was drawn uniformly and nobody ever learns it.
+            dataset_size: Compared with what is read: n.
+            batch_size: Compared with what is read: b; for "poisson" that of your loader.
 
         Raises:
-            UnsupportedRunError: No bound covers the order, or steps were taken undeclared.
-            TypeError, ValueError: As `LastIterateDpEvent`.
+            UnsupportedRunError: The loader cannot be read or is not what was declared, no bound
+                covers it, or steps were taken undeclared. Of a run that is declared before
+                make_private, it is raised there.
+            TypeError, ValueError: An argument has an impossible value.
         """
-        order = parse_batch_order(batch_order)
-        if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
-            raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
-        self._refuse_undeclared_steps("declare_run")
-        run = StockRun(
-            batch_order=order,
-            dataset_size=dataset_size,
-            batch_size=batch_size,
+        declaration = StockDeclaration(
+            criterion=criterion,
+            feature_norm=feature_norm,
             loss_geometry=loss_geometry,
             projection_radius=projection_radius,
+            data_loader=data_loader,
+            module=module,
+            batch_order=batch_order,  # type: ignore[arg-type]
+            dataset_size=dataset_size,
+            batch_size=batch_size,
         )
-        run.recorder.check_relation(self.neighboring_relation)
-        if self._unclaimed is not None and not self._unclaimed.recorder.num_steps:
-            self._runs.pop()
-        self._unclaimed = run
-        self._runs.append(AccountedRun(run, assumptions=run.assumptions))
+        self._refuse_undeclared_steps("declare_run")
+        run = StockRun(declaration)
+        if run.is_known:
+            run.recorder.check_relation(self.neighboring_relation)
+        if self._loop is not None and not self._loop.has_begun:
+            self._loop.start(run, self.neighboring_relation)
+        self._replace_declared(run)
+        self._list(run)
+
+    def _replace_declared(self, run: StockRun | None) -> None:
+        """The run that was declared before ends; without steps it never was."""
+        old, self._declared = self._declared, run
+        if old is None or old is run:
+            return
+        old.close()
+        if old.is_known and not old.recorder.num_steps:
+            self._runs = [known for known in self._runs if known.source is not old]
+
+    def _list(self, run: StockRun) -> None:
+        if run.is_known and all(known.source is not run for known in self._runs):
+            self._runs.append(AccountedRun(run, run.check))
 
     def add_run(
         self,
@@ -147,15 +187,15 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: Steps were taken undeclared.
         """
         self._refuse_undeclared_steps("the run")
+        self._replace_declared(None)
+        self._loop = None
         self._runs = [attrs.evolve(run, check=nothing) for run in self._runs]
         self._runs.append(AccountedRun(recorder, check, schedule=schedule or DeclaredSchedule()))
-        self._unclaimed = None
 
     def assume(self, text: str) -> None:
         """Adds something that the user declared about the last run to its assumptions."""
-        declared = (Assumption.declared(text),)
-        merged = merge_assumptions([self._runs[-1].assumptions, declared])
-        self._runs[-1] = attrs.evolve(self._runs[-1], assumptions=merged)
+        told = merge_assumptions([self._runs[-1].told, (Assumption.declared(text),)])
+        self._runs[-1] = attrs.evolve(self._runs[-1], told=told)
 
     def refuse(self, reason: str) -> None:
         """From now on there is no guarantee: something happened that no theorem covers."""
@@ -194,9 +234,10 @@ class HiddenStateAccountant(IAccountant):
 
     @history.setter
     def history(self, rows: list[Row]) -> None:
-        if self._runs:
+        if self._runs or self._declared is not None:
+            count = len(self._runs) or 1
             raise ValueError(
-                f"Expected no runs when history is overwritten, got {len(self._runs)}: the figure "
+                f"Expected no runs when history is overwritten, got {count}: the figure "
                 "of the history would stand for theirs. Use a fresh accountant."
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
@@ -211,7 +252,7 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             UnsupportedRunError: A run was declared: it is recorded through the optimizer's hook.
         """
-        if self._runs:
+        if self._runs or self._declared is not None:
             raise UnsupportedRunError(
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
                 "direct call of step(), which does not say enough about the step."
@@ -224,41 +265,55 @@ class HiddenStateAccountant(IAccountant):
             self._history.append((*row, 1))
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
-        """The hook that records a step of one optimizer; see `IAccountant`."""
-        claimed: list[tuple[DPOptimizer, StockRun]] = []
+        """The hook that records a step of one optimizer; see `IAccountant`.
+
+        Raises:
+            UnsupportedRunError: The loader that make_private makes now is not that of the declared
+                run, or its noise was found for other batches.
+        """
+        loop = StockLoop.of_caller(self, sample_rate)
+        loop.check_calibration()
+        run = self._declared
+        if run is not None and not run.has_begun and not _records_itself(loop.optimizer):
+            loop.start(run, self.neighboring_relation)
+            if self._loop is not None and self._loop.run is run:
+                self._loop.run = None  # make_private was called again
+            self._list(run)
+        self._loop = loop
 
         def hook_fn(optimizer: DPOptimizer) -> None:
-            if getattr(optimizer, "records_itself", False):
-                return
-            if not self._runs:
-                rate = sample_rate * optimizer.accumulated_iterations
-                self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
-                return
-            if not claimed:
-                claimed.append((optimizer, self._claim()))
-            owner, run = claimed[0]
-            if owner is not optimizer:
-                raise UnsupportedRunError(
-                    "Expected the steps of one optimizer, got those of a second through the same "
-                    "hook. Call make_private and declare_run for each."
-                )
-            if run is not self._runs[-1].source:
+            if not _records_itself(optimizer):
+                self._record_step(loop, optimizer)
+
+        return hook_fn
+
+    def _record_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+        run = loop.run
+        if run is None:
+            self._record_undeclared_step(loop, optimizer)
+        else:
+            if run is not self._declared:
                 raise UnsupportedRunError(
                     "This run ended when the next one was declared; its last iterate was taken as "
                     "released then."
                 )
-            run.observe(optimizer, sample_rate)
+            loop.check_owner(optimizer)
+            run.observe(optimizer)
+        loop.has_begun = True
 
-        return hook_fn
-
-    def _claim(self) -> StockRun:
-        run, self._unclaimed = self._unclaimed, None
-        if run is None:
+    def _record_undeclared_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+        if self._runs or self._declared is not None:
             raise UnsupportedRunError(
-                "Expected one declare_run for every make_private, got a second optimizer on the "
-                "same run. Call engine.accountant.declare_run(...) before its first step."
+                "Expected one declare_run for every make_private, got an optimizer without one. "
+                "Call engine.accountant.declare_run(...) after make_private, before its first step."
             )
-        return run
+        loop.check_undeclared()
+        reason = loop.why_not_poisson(optimizer)
+        if reason:
+            self.refuse(reason)
+            raise UnsupportedRunError(reason)
+        rate = loop.sample_rate * optimizer.accumulated_iterations
+        self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
         """The epsilon of everything recorded, at `delta`; further arguments are ignored.
@@ -336,9 +391,18 @@ class HiddenStateAccountant(IAccountant):
             self._is_written = False
 
     def _load_runs(self, states: list[Any]) -> None:
+        if self._declared is not None and not self._declared.is_known:
+            raise ValueError(
+                "Expected a run whose loader was read, got one that was only declared. Call "
+                "make_private before the state is loaded."
+            )
         current, last = self._runs[-1:], states[-1]
         ended = [AccountedRun.ended(state) for state in (states[:-1] if current else states)]
         for run in current:
             run.source.load_state_dict(last)
         self._history = []
         self._runs = ended + [run.with_assumptions_of(last) for run in current]
+
+
+def _records_itself(optimizer: Any) -> bool:
+    return getattr(optimizer, "records_itself", False)

@@ -15,7 +15,7 @@ from hidden_state_accountants import Assumption, Guarantee, compose_guarantees
 from hidden_state_accountants.bounds.assumptions import COMMON
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
-from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.run.stock import StockRun
@@ -34,13 +34,19 @@ class AccountedRun:
 
     source: Run | StockRun
     check: Callable[[], None] = nothing  # raises unless the model is the accounted iterate
-    assumptions: tuple[Assumption, ...] = ()  # added to those of the bound; all declared
+    told: tuple[Assumption, ...] = ()  # what was declared besides
     schedule: DeclaredSchedule = DeclaredSchedule()
 
     @property
     def recorder(self) -> Run:
         """The record of the steps."""
         return self.source.recorder if isinstance(self.source, StockRun) else self.source
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What is added to the assumptions of the bound."""
+        own = self.source.assumptions if isinstance(self.source, StockRun) else ()
+        return merge_assumptions([own, self.told])
 
     def guarantee(self, relation: NeighboringRelation) -> Guarantee:
         """Of what was recorded, with everything that is taken on trust."""
@@ -49,13 +55,14 @@ class AccountedRun:
         return attrs.evolve(guarantee, assumptions=merge_assumptions([own, self.assumptions]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The recorder's, with the assumptions."""
-        return {**self.recorder.state_dict(), "assumptions": [a.text for a in self.assumptions]}
+        """The recorder's, with what is taken on trust."""
+        declared = [a.text for a in self.assumptions if a.status is Status.DECLARED]
+        return {**self.recorder.state_dict(), "assumptions": declared}
 
     def with_assumptions_of(self, state: Any) -> AccountedRun:
         """The run, with the assumptions of a `state_dict` beside its own."""
         stored = tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
-        return attrs.evolve(self, assumptions=merge_assumptions([self.assumptions, stored]))
+        return attrs.evolve(self, told=merge_assumptions([self.told, stored]))
 
     @classmethod
     def ended(cls, state: Any) -> AccountedRun:

@@ -6,7 +6,6 @@ import math
 import numbers
 
 import attrs
-import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
@@ -20,6 +19,7 @@ from hidden_state_adapters.opacus.gradients.norms import joint_norm
 from hidden_state_adapters.opacus.guards.forward import check_batch_norm
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.run.arguments import RunArguments
+from hidden_state_adapters.opacus.run.processes import num_processes
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -105,8 +105,7 @@ def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
 
 def _refuse_distributed(module: nn.Module) -> None:
     """Raises UnsupportedRunError for more than one process."""
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    workers = torch.distributed.get_world_size() if initialized else 1
+    workers = num_processes()
     # Covers torch's, Opacus' and FSDP's wrappers.
     wrapped = any(word in type(module).__name__ for word in ("DataParallel", "FSDP"))
     if workers > 1 or wrapped:

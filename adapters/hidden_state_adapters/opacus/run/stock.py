@@ -1,179 +1,248 @@
-"""A run declared to the accountant of a stock Opacus PrivacyEngine."""
+"""A run of Opacus' own engine, as far as its step hook and its loader show it."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from opacus.optimizers import (
-    AdaClipDPOptimizer,
-    DPOptimizer,
-    DPOptimizerFastGradientClipping,
-)
+from dp_accounting import NeighboringRelation
+from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import (
     Assumption,
     BatchOrder,
-    LossGeometry,
     RunRecorder,
     UnsupportedRunError,
 )
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
-from hidden_state_adapters.opacus.gradients.figures import read
+from hidden_state_adapters.opacus.data.reading import read_loader
+from hidden_state_adapters.opacus.data.watch import LoaderWatch
 from hidden_state_adapters.opacus.gradients.norms import joint_norm
 from hidden_state_adapters.opacus.gradients.sums import gradient_norms
-from hidden_state_adapters.opacus.guards.gradients import (
-    GradientGuard,
-    check_clip_margin,
-    gradient_rows,
-)
-from hidden_state_adapters.opacus.guards.precision import check_arithmetic, check_precision
+from hidden_state_adapters.opacus.guards.base import Piece, at_step
+from hidden_state_adapters.opacus.guards.gradients import GradientGuard, check_clip_margin
+from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.guards.projection import check_inside
-from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.guards.settings import sgd_options
+from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.run.stock_account import StockAccount
+from hidden_state_adapters.opacus.run.stock_assumptions import batch_assumptions, unseen
+from hidden_state_adapters.opacus.run.stock_checks import (
+    USE_ENGINE,
+    check_finite,
+    count_rows,
+    hides_rows,
+    is_in_pieces,
+    refuse_adaptive_clipping,
+    why_composition,
+)
+from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
+from hidden_state_adapters.opacus.run.stock_loss import WatchedLoss
 
 _logger = logging.getLogger("hidden_state_accountants")
 
-_USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which sees the loader."
-
 
 class StockRun:
-    """Records from Opacus' step hook, which sees the optimizer but not the loader.
+    """Records from Opacus' step hook; the batches are read off the loader, and followed.
 
     If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
     layer), the run is recorded without a loss geometry, so that only composition applies; a log
-    line says so. Opacus' ghost clipping hides the rows of a batch: it needs batch_order="poisson".
-    What reaches a gradient past the hooks of the layers is not clipped there.
+    line says so. Opacus' ghost clipping hides the rows of a batch: it needs Poisson batches. What
+    reaches a gradient past the hooks of the layers is not clipped there.
 
     Args:
-        batch_order: A BatchOrder or its value.
-        dataset_size: n.
-        batch_size: b.
-        loss_geometry: A LossGeometry or None.
-        projection_radius: Radius of the ball around 0 on which the user projects, or None.
+        declared: What cannot be read, and what is compared with what is read.
+
+    Attributes:
+        has_begun: Whether a step was taken here.
     """
 
-    def __init__(
-        self,
-        *,
-        batch_order: BatchOrder | str,
-        dataset_size: int,
-        batch_size: int,
-        loss_geometry: LossGeometry | None,
-        projection_radius: float | None,
-    ):
-        self._order = BatchOrder(batch_order)
-        self._size, self._batch_size = dataset_size, batch_size
-        self._loss, self._radius = loss_geometry, projection_radius
+    def __init__(self, declared: StockDeclaration):
+        self._declared = declared
+        self._account: StockAccount | None = None
+        self._record: RunRecorder | None = None
+        self._watch: LoaderWatch | None = None
+        self._watched_loss: WatchedLoss | None = None
+        self._batch_assumptions: tuple[Assumption, ...] = ()
         self._is_composition: bool | None = None
-        self.recorder = self._new_recorder(loss_geometry, projection_radius)
+        self._is_ghost = self.has_begun = False
+        if declared.batches is not None:  # a state can be restored into it at once
+            radius = declared.projection_radius
+            self._account = StockAccount(declared.batches, declared.given_loss, radius)
+            self._record = self._account.recorder()
 
-    def _new_recorder(self, loss: LossGeometry | None, radius: float | None) -> RunRecorder:
-        return RunRecorder(
-            batch_order=self._order,
-            dataset_size=self._size,
-            batch_size=self._batch_size,
-            loss=loss,
-            domain_diameter=math.inf if radius is None else 2 * radius,
-        )
+    @property
+    def is_known(self) -> bool:
+        """Whether the batches are known, so that there is a record."""
+        return self._record is not None
+
+    @property
+    def recorder(self) -> RunRecorder:
+        """The record of the steps, once the batches are known."""
+        assert self._record is not None
+        return self._record
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What the accountant of a stock engine cannot see and takes on the user's word."""
-        n, b = self._size, self._batch_size
-        batches = {
-            BatchOrder.CYCLIC: f"the loader delivers batches of {b} of {n} records in the same "
-            "order in every epoch, each once per epoch",
-            BatchOrder.FULL: f"the loader delivers all {n} records in every batch",
-            BatchOrder.SHUFFLED_ONCE: f"the loader delivers batches of {b} of {n} records in one "
-            "uniform order, the same in every epoch; nobody ever learns it or its seed",
-            BatchOrder.RESHUFFLED: f"the loader delivers batches of {b} of {n} records in a fresh "
-            "uniform order in every epoch; nobody ever learns the orders or their seed",
-            BatchOrder.WITHOUT_REPLACEMENT: f"the loader draws {b} of {n} records uniformly, "
-            "afresh for every batch; nobody ever learns which, or the seed",
-            BatchOrder.POISSON: "the loader draws every record for every batch independently with "
-            f"probability {b / n:g}",
-        }
-        texts = [
-            batches[self._order],
-            "one optimizer step per batch, from one backward pass",
-            "every per-example gradient is that of the loss at one record of the delivered batch",
-            "the initial model and the order of the records do not depend on the records",
-            "parameters changed by the private optimizer only",
-        ]
-        if self._radius is not None:
-            texts[-1] += (
-                ", except that the user puts all of them together back into the ball of radius "
-                f"{self._radius:g} around 0 after every step"
+        """What was read and is checked, and what the accountant takes on the user's word."""
+        own = () if self._watched_loss is None else self._watched_loss.assumptions
+        radius = self._declared.projection_radius
+        return (*self._batch_assumptions, *unseen(radius=radius, is_ghost=self._is_ghost), *own)
+
+    # The loader
+
+    def start(
+        self,
+        relation: NeighboringRelation,
+        *,
+        data_loader: Any,
+        module: Any,
+        optimizer: DPOptimizer | None,
+    ) -> None:
+        """Reads the loader, and follows its batches from now on; nothing is changed if it raises.
+
+        Args:
+            relation: Of the guarantee.
+            data_loader: What make_private returned; None if that is not known.
+            module: Likewise.
+            optimizer: Likewise.
+
+        Raises:
+            UnsupportedRunError: The loader cannot be read, deals other batches than were declared,
+                or no bound covers them.
+            TypeError, ValueError: As `LastIterateDpEvent`; or steps that were restored before are
+                those of another run.
+        """
+        loader = self._the_loader(data_loader)
+        check_processes(loader, num_processes(optimizer))
+        reading = read_loader(loader)
+        batches = self._declared.compared_with(reading)
+        if reading.why_not():
+            raise UnsupportedRunError(reading.why_not())
+        loss = self._derive_loss(module, optimizer)
+        geometry = self._declared.given_loss if loss is None else loss.geometry
+        account = StockAccount(batches, geometry, self._declared.projection_radius)
+        record = account.recorder()
+        record.check_relation(relation)
+        is_composition = None
+        if self._record is not None and self._record.num_steps:
+            record, is_composition = account.restored(self._record.state_dict())
+        self.close()
+        self._account, self._record, self._is_composition = account, record, is_composition
+        self._watched_loss = loss
+        self._batch_assumptions = batch_assumptions(reading, account.order, relation)
+        if loss is not None:
+            loss.watch()
+        self._watch = LoaderWatch(
+            loader,
+            reading.num_batches,
+            counts_steps=reading.order is BatchOrder.POISSON,
+            batch=None if reading.plan is None else reading.plan.batch,
+            why_not=reading.why_not,
+        )
+        self._watch.resume(record.num_steps)
+
+    def _the_loader(self, found: Any) -> Any:
+        given = self._declared.data_loader
+        if found is None and given is None:
+            raise UnsupportedRunError(
+                "Expected a loader to read, got none: the steps do not come from make_private of "
+                "an opacus.PrivacyEngine. Pass data_loader= to declare_run (and module= with a "
+                f"criterion), the objects that the loop uses. {USE_ENGINE}"
             )
-        if self._order is BatchOrder.POISSON:
-            texts.append(
-                "with Opacus' ghost clipping: the loss has one entry per record, and gradients "
-                "come from it through the layers alone (no penalty, no hook on a layer)"
+        if found is not None and given is not None and given is not found:
+            raise UnsupportedRunError(
+                "Expected data_loader to be the loader that make_private returned, got another "
+                "one, whose batches are not those of the run. Leave it out, and train on the "
+                "loader that make_private returned."
             )
-        return tuple(Assumption.declared(text) for text in texts)
+        return given if found is None else found
+
+    def _derive_loss(self, module: Any, optimizer: DPOptimizer | None) -> WatchedLoss | None:
+        declared = self._declared
+        if declared.criterion is None:
+            return None
+        module = module if declared.module is None else declared.module
+        loss = WatchedLoss(module, declared.criterion, declared.feature_norm)
+        return None if optimizer is not None and why_composition(optimizer) else loss
+
+    def close(self) -> None:
+        """Leaves loader, model and criterion as they were."""
+        for watch in (self._watch, self._watched_loss):
+            if watch is not None:
+                watch.close()
+
+    def check(self) -> None:
+        """Raises UnsupportedRunError if batches were left out in a pass that has ended."""
+        if self._watch is not None:
+            self._watch.check_finished()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state of a recorder into a run without steps.
 
         Raises:
-            ValueError: As `RunRecorder.load_state_dict`, or the state is not of the end of an
-                epoch. Nothing is changed then.
+            ValueError: As `RunRecorder.load_state_dict`, or the batches are not known yet, or the
+                state is not of the end of an epoch. Nothing is changed then.
         """
-        recorder = self._new_recorder(self._loss, self._radius)
-        fallback = self._new_recorder(None, None)
-        stored = state.get("declared")
-        is_fallback = _declared(recorder) != stored == _declared(fallback)
-        if is_fallback:
-            recorder = fallback
-        recorder.load_state_dict(state)
-        if self._order is BatchOrder.SHUFFLED_ONCE and recorder.num_steps:
+        if self._account is None or self.recorder.num_steps:
             raise ValueError(
-                f"Expected no steps to restore for shuffled_once, got {recorder.num_steps}: the "
-                "stock loader would draw another order. Use HiddenStatePrivacyEngine, whose "
-                "checkpoints can hold the order."
+                "Expected a run whose loader was read and which has no steps, got another one. "
+                "Call make_private on a fresh engine, then load."
             )
-        per_epoch = -(-self._size // self._batch_size)
-        position = recorder.num_steps % per_epoch if self._order in EPOCH_ORDERS else 0
-        if position:
-            raise ValueError(
-                f"Expected a state at the end of an epoch, got one before batch "
-                f"{position}: the stock loader would start again at batch 0. "
-                "Use HiddenStatePrivacyEngine, whose loader goes on where it was."
-            )
-        self.recorder, self._is_composition = recorder, is_fallback or None
+        self._record, self._is_composition = self._account.restored(state)
+        if self._watch is not None:
+            self._watch.resume(self._record.num_steps)
 
-    def observe(self, optimizer: DPOptimizer, sample_rate: float) -> None:
+    # The steps
+
+    def observe(self, optimizer: DPOptimizer) -> None:
         """Records the step that `optimizer` is about to take.
 
         Raises:
-            UnsupportedRunError: What can be seen differs from what was declared.
+            UnsupportedRunError: It is not one of the run.
         """
-        self._check_sampling(optimizer, sample_rate)
-        self._check_finite(optimizer)
-        reason = self._why_composition(optimizer)
+        step = self.recorder.num_steps + 1
+        refuse_adaptive_clipping(optimizer, step)
+        rows = self._take_batch(optimizer, step)
+        check_finite(optimizer, step)
+        reason = why_composition(optimizer)
         if self._is_composition is None:
             self._is_composition = self._becomes_composition(reason)
         if self._is_composition:
             # The update rule is post-processing; any positive learning rate stands for it.
-            rows = self._composition_rows(optimizer)
-            self._record(optimizer, clip_norm=1.0, learning_rate=1.0, rows=rows)
-            return
-        if reason:
+            self._add(optimizer, clip_norm=1.0, learning_rate=1.0, weight_decay=0.0, rows=rows)
+        elif reason:
             raise UnsupportedRunError(
-                f"step {self.recorder.num_steps + 1} changed the optimizer: {reason}. Keep one "
-                "update rule during a run."
+                f"step {step} changed the optimizer: {reason}. Keep one update rule during a run."
             )
-        self._record_last_iterate(optimizer)
+        else:
+            self._add_last_iterate(optimizer, step, rows)
+        self.has_begun = True
+
+    def _take_batch(self, optimizer: DPOptimizer, step: int) -> int | None:
+        """The rows of the batch that the step is about; None if it does not show them."""
+        assert self._account is not None
+        assert self._watch is not None
+        self._is_ghost = hides_rows(optimizer)
+        is_poisson = self._account.order is BatchOrder.POISSON
+        rows = count_rows(optimizer, step, is_poisson=is_poisson)
+        expected = at_step(step, self._watch.take)
+        if rows not in (None, expected):
+            raise UnsupportedRunError(
+                f"step {step} used {rows} rows, expected the {expected} records of its batch: "
+                "another batch, or one whose rows were left out or repeated. Train on the batches "
+                "of the loader that make_private returned, as they are."
+            )
+        return rows
 
     def _becomes_composition(self, reason: str) -> bool:
-        """Decides at the first step seen here, which may follow loaded ones."""
+        """Decides at the first step seen here, which may follow restored ones."""
+        assert self._account is not None
         has_steps = self.recorder.num_steps > 0
-        if not reason or (has_steps and self._loss is not None):
+        if not reason or (has_steps and self._account.loss is not None):
             return False
         if not has_steps:
-            self.recorder = self._new_recorder(None, None)
+            self._record = self._account.composed().recorder()
         _logger.warning(
             "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
             "composition.",
@@ -181,94 +250,24 @@ class StockRun:
         )
         return True
 
-    def _why_composition(self, optimizer: DPOptimizer) -> str:
-        if type(optimizer) is not DPOptimizer:
-            return f"Expected DPOptimizer, got {type(optimizer).__name__}"
-        try:
-            sgd_options(optimizer.original_optimizer)
-        except UnsupportedUpdateError as error:
-            return error.what
-        divisor = optimizer.expected_batch_size
-        if (
-            self._order is BatchOrder.POISSON
-            and self._loss is not None
-            and optimizer.loss_reduction == "mean"
-            and divisor < self._batch_size
-        ):  # a larger divisor only shortens the step; a smaller one stretches it
-            return f"it divides by {divisor}, less than batch_size = {self._batch_size}"
-        return ""
-
-    def _check_sampling(self, optimizer: DPOptimizer, sample_rate: float) -> None:
-        step, b = self.recorder.num_steps + 1, self._batch_size
-        if isinstance(optimizer, AdaClipDPOptimizer):
-            raise UnsupportedRunError(
-                f"step {step} uses adaptive clipping, which also publishes how many gradients were "
-                "clipped: noise_multiplier does not cover that under every neighboring relation. "
-                'Use clipping="flat" or "per_layer".'
-            )
-        if self._order is BatchOrder.POISSON:
-            if sample_rate > b / self._size * (1 + 1e-9):
-                raise UnsupportedRunError(
-                    f"step {step} has sample rate {sample_rate:g}, expected at most "
-                    f"batch_size/dataset_size = {b / self._size:g}. Correct declare_run."
-                )
-            return
-        if optimizer.loss_reduction == "mean" and optimizer.expected_batch_size != b:
-            raise UnsupportedRunError(
-                f"step {step} divides by {optimizer.expected_batch_size}, expected batch_size = "
-                f"{b}: the batch size must divide the data set. {_USE_ENGINE}"
-            )
-
-    def _check_finite(self, optimizer: DPOptimizer) -> None:
-        gradients = [p.grad for p in optimizer.params if p.grad is not None]
-        figures = {str(i): g.isfinite().all() for i, g in enumerate(gradients)}
-        if not all(read(figures).values()):
-            raise UnsupportedRunError(
-                f"step {self.recorder.num_steps + 1} has a gradient that is not finite, which no "
-                "clip bounds and no noise hides. Look for a division by 0, or scale the loss down."
-            )
-
-    def _composition_rows(self, optimizer: DPOptimizer) -> int:
-        if not isinstance(optimizer, DPOptimizerFastGradientClipping):
-            return self._rows(optimizer)
-        if self._order is not BatchOrder.POISSON:
-            raise UnsupportedRunError(
-                f"step {self.recorder.num_steps + 1} uses ghost clipping, which hides how many "
-                f"rows a {self._order.value} batch had, expected per-example gradients. Use "
-                'grad_sample_mode="hooks", or Poisson batches with batch_order="poisson".'
-            )
-        check_arithmetic(optimizer.params)
-        return 0  # of any number: Poisson batches are not counted
-
-    def _rows(self, optimizer: DPOptimizer) -> int:
-        """The rows of the batch; for Poisson batches maybe those of its last piece."""
-        step = self.recorder.num_steps + 1
-        if self._order is not BatchOrder.POISSON and optimizer._is_last_step_skipped:
-            raise UnsupportedRunError(
-                f"step {step} used a batch in several pieces, whose rows the accountant cannot "
-                f"count. {_USE_ENGINE}"
-            )
-        try:
-            return gradient_rows(optimizer.params)
-        except UnsupportedRunError as error:
-            raise UnsupportedRunError(f"step {step}: {error}") from None
-
-    def _record_last_iterate(self, optimizer: DPOptimizer) -> None:
-        step, params = self.recorder.num_steps + 1, optimizer.params
-        options = sgd_options(optimizer.original_optimizer)
+    def _add_last_iterate(self, optimizer: DPOptimizer, step: int, rows: int | None) -> None:
+        account, params = self._account, optimizer.params
+        assert account is not None
         for param in params:
             check_precision("parameters", param)
-        rows = self._rows(optimizer)
-        lipschitz = None if self._loss is None else self._loss.lipschitz
+        lipschitz = None if account.loss is None else account.loss.lipschitz
         check_clip_margin(float(optimizer.max_grad_norm), lipschitz)
-        if lipschitz is not None and rows:
-            largest = float(gradient_norms(params).max())
-            GradientGuard.of_lipschitz(lipschitz).check(step, largest)
-        if self._radius is not None:
-            remedy = f" Project all parameters together after every step. {_USE_ENGINE}"
-            check_inside(step, float(joint_norm(params)), self._radius, remedy)
-        scale = 1 if optimizer.loss_reduction == "mean" else self._batch_size
-        self._record(
+        self._check_gradients(optimizer, step, lipschitz)
+        if account.radius is not None:
+            remedy = f" Project all parameters together after every step. {USE_ENGINE}"
+            check_inside(step, float(joint_norm(params)), account.radius, remedy)
+        options = sgd_options(optimizer.original_optimizer)
+        # Events divide by batch_size, Opacus by expected_batch_size or not at all.
+        divisor = 1.0
+        if optimizer.loss_reduction == "mean":
+            divisor = float(optimizer.expected_batch_size)
+        scale = float(account.batches["batch_size"]) / divisor
+        self._add(
             optimizer,
             clip_norm=float(optimizer.max_grad_norm),
             learning_rate=options["lr"] * scale,
@@ -276,24 +275,38 @@ class StockRun:
             rows=rows,
         )
 
-    def _record(
+    def _check_gradients(self, optimizer: DPOptimizer, step: int, lipschitz: float | None) -> None:
+        params = optimizer.params
+        if self._watched_loss is not None and is_in_pieces(optimizer):
+            raise UnsupportedRunError(
+                f"step {step} used a batch in several pieces, of which only the last can be held "
+                f"against the criterion. Declare a LossGeometry. {USE_ENGINE}"
+            )
+        if lipschitz is None and self._watched_loss is None:
+            return
+        norms = gradient_norms(params)
+        if len(norms):
+            GradientGuard.of_lipschitz(lipschitz).check(step, float(norms.max()))
+        if self._watched_loss is not None:
+            piece = Piece(step=step, params=params, rows=len(norms), norms=norms)
+            self._watched_loss.check(piece, optimizer.loss_reduction)
+
+    def _add(
         self,
         optimizer: DPOptimizer,
         *,
         clip_norm: float,
         learning_rate: float,
-        weight_decay: float = 0.0,
-        rows: int,
+        weight_decay: float,
+        rows: int | None,
     ) -> None:
+        assert self._watch is not None
         self.recorder.step(
             noise_multiplier=float(optimizer.noise_multiplier),
             learning_rate=learning_rate,
             clip_norm=clip_norm,
             weight_decay=weight_decay,
             batch_index=self.recorder.expected_batch_index,
-            batch_rows=None if self._order is BatchOrder.POISSON else rows,
+            batch_rows=rows,
         )
-
-
-def _declared(recorder: RunRecorder) -> Any:
-    return recorder.state_dict()["declared"]
+        self._watch.stepped(self.recorder.num_steps)

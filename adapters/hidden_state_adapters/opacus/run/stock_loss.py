@@ -1,0 +1,76 @@
+"""The loss of a run of a stock engine, derived from a criterion and watched in every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus.grad_sample import AbstractGradSampleHooks
+
+from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
+from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.guards.base import Guard, Guards, Piece
+from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGradientGuard
+from hidden_state_adapters.opacus.guards.forward import ForwardGuard, check_batch_norm
+from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
+
+
+class WatchedLoss:
+    """A linear head and a known criterion, and what has to be true of them in every step.
+
+    Args:
+        module: The private model.
+        criterion: The loss of the training loop.
+        feature_norm: Bound on the norm of every record at the head.
+
+    Attributes:
+        geometry: The constants of the loss.
+
+    Raises:
+        UnsupportedRunError: They are not known.
+        TypeError, ValueError: `feature_norm` is not a positive number.
+    """
+
+    def __init__(self, module: Any, criterion: Any, feature_norm: float | None):
+        if module is None:
+            raise UnsupportedRunError(
+                "Expected the model that make_private returned, got none: the constants of the "
+                "criterion are those of a linear head. Pass module= to declare_run."
+            )
+        inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
+        self._inner, self._criterion = inner, criterion
+        reduction = getattr(criterion, "reduction", "mean")
+        self._feature_norm = feature_norm
+        self.geometry: LossGeometry = geometry.auto_loss_geometry(
+            inner, criterion, feature_norm, reduction
+        )
+        check_batch_norm(inner)
+        self._guards = Guards([])
+        self._hooks: tuple[Guard, ...] = ()
+
+    def watch(self) -> None:
+        """Hangs the guards on model and criterion; `close` undoes it."""
+        assert self._feature_norm is not None
+        head = HeadWatch(self._inner, geometry.linear_head(self._inner), is_output=True)
+        forward = ForwardGuard(self._inner, head)
+        criterion = CriterionGuard(self._criterion, forward)
+        features = FeatureGuard(float(self._feature_norm), lambda: forward.largest_feature_norm)
+        self._hooks = (forward, criterion)
+        self._guards = Guards([forward, criterion, features, LossGradientGuard(criterion)])
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What is verified at every step, and what is taken on trust about a frozen backbone."""
+        return self._guards.assumptions
+
+    def check(self, piece: Piece, loss_reduction: str) -> None:
+        """Raises UnsupportedRunError if a whole batch did not go through the criterion as it is."""
+        geometry.check_reduction(self._criterion, loss_reduction)
+        self._guards.before(piece)
+        self._guards.check_values(piece)
+        self._guards.used(piece)
+        self._guards.after(piece.step)
+
+    def close(self) -> None:
+        """Leaves model and criterion as they were."""
+        for guard in self._hooks:
+            guard.close()
