@@ -1,8 +1,10 @@
-"""An ordinary Opacus script whose accountant was swapped: five lines, marked with "swap".
+"""An ordinary Opacus script whose accountant was swapped: three lines, marked with "swap".
 
-The engine, the optimizer and the training loop stay Opacus' own. What the accountant cannot see
-from inside Opacus (the loader, the loss) is declared and listed as an assumption;
-HiddenStatePrivacyEngine checks it instead (examples/linear_probe_opacus.py).
+Engine, optimizer and training loop stay Opacus' own. The batches are read off the loader that
+make_private returned, and the loss is derived from the criterion, which is watched. What cannot be
+seen from inside Opacus (other changes of the model) is listed as an assumption;
+HiddenStatePrivacyEngine checks it instead (examples/linear_probe_opacus.py). With Opacus' own
+accountant epsilon is 1.63 after the 60 epochs, and goes on growing.
 
     python examples/swap_accountant_opacus.py [--epochs 60] [--noise-multiplier 6.0]
 """
@@ -17,8 +19,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import hidden_state_accountants as hsa  # swap 1
-import hidden_state_adapters.opacus  # noqa: F401  swap 2: registers the accountant
+import hidden_state_adapters.opacus  # noqa: F401  swap 1: registers the accountant
 
 RECORDS, BATCH, DELTA = 1500, 150, 1e-5
 
@@ -45,23 +46,19 @@ def main():
     train, (test_features, test_labels) = load_data()
     model = nn.Linear(64, 10, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.005)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.02)
     loader = DataLoader(train, batch_size=BATCH)
     criterion = nn.CrossEntropyLoss()
 
-    engine = PrivacyEngine(accountant="hidden_state")  # swap 3: was accountant="prv"
-    engine.accountant.declare_run(  # swap 4
-        batch_order="cyclic", dataset_size=RECORDS, batch_size=BATCH,
-        loss_geometry=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
-    )  # fmt: skip
+    engine = PrivacyEngine(accountant="hidden_state")  # swap 2: was accountant="prv"
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
         data_loader=loader,
         noise_multiplier=options.noise_multiplier,
         max_grad_norm=1.4143,
-        poisson_sampling=False,  # swap 5: the loader's own fixed batches
     )
+    engine.accountant.declare_run(criterion=criterion, feature_norm=1.0)  # swap 3
     for epoch in range(1, options.epochs + 1):
         for features, labels in loader:
             optimizer.zero_grad()
