@@ -313,6 +313,10 @@ class BlockCoordinateAccount:
         """What was done; raises ValueError before the first step, and UnsupportedRunError."""
         raise NotImplementedError
 
+    def _assumptions(self) -> tuple[Assumption, ...]:
+        """What it adds to the assumptions of the bound."""
+        return (Assumption.checked(self._checked),)
+
     def privacy_event(
         self,
         *,
@@ -362,7 +366,7 @@ class BlockCoordinateAccount:
         event = run.event(dataset_size=dataset_size, block_loss=block_loss)
         run.check_relation(neighboring_relation)
         guarantee = best_guarantee(event, neighboring_relation)
-        assumptions = (Assumption.checked(self._checked), *guarantee.assumptions)
+        assumptions = (*self._assumptions(), *guarantee.assumptions)
         return statement_of([event], guarantee, assumptions, delta).lines()
 
 

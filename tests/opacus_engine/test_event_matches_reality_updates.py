@@ -119,7 +119,7 @@ def hook_on_all_optimizers(run):
 
 def seeded_every_epoch(run):
     for _ in range(2):
-        torch.manual_seed(0)
+        run.optimizer.generator.manual_seed(0)
         run.epoch()
 
 
@@ -225,6 +225,7 @@ RAISES = [
 ARGUMENTS = {
     plateau: {"learning_rate_schedule": 0.5},
     more_steps_than_declared: {"num_steps": 6},
+    seeded_every_epoch: {"noise_generator": torch.Generator()},
 }
 
 

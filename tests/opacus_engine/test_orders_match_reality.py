@@ -176,7 +176,7 @@ def hook_replaced(run):
 
 def noise_seeded_every_epoch(run):
     for _ in range(2):
-        torch.manual_seed(0)
+        run.optimizer.generator.manual_seed(0)
         run.epoch()
 
 
@@ -216,7 +216,7 @@ RAISES = [
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_different_loop_raises(make_run, loop, order, text):
-    run = make_run(batch_order=order)
+    run = make_run(batch_order=order, noise_generator=torch.Generator())
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         loop(run)
 

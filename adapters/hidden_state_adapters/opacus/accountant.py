@@ -28,12 +28,14 @@ from hidden_state_adapters.opacus.run.accounted import (
     AccountedRun,
     Row,
     RunGuarantees,
+    declared_texts,
     nothing,
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.run.stock import StockRun
 from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
 from hidden_state_adapters.opacus.run.stock_loop import StockLoop
+from hidden_state_adapters.opacus.run.stock_noise import StockNoise
 
 MECHANISM = "hidden_state"
 
@@ -86,6 +88,7 @@ class HiddenStateAccountant(IAccountant):
         self.neighboring_relation = neighboring_relation
         self._warned: set[str] = set()
         self._refusals: list[str] = []
+        self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
         self._guarantees = RunGuarantees(neighboring_relation)
 
     @classmethod
@@ -194,8 +197,15 @@ class HiddenStateAccountant(IAccountant):
 
     def assume(self, text: str) -> None:
         """Adds something that the user declared about the last run to its assumptions."""
-        told = merge_assumptions([self._runs[-1].told, (Assumption.declared(text),)])
+        self._assume(Assumption.declared(text))
+
+    def _assume(self, assumption: Assumption) -> None:
+        told = merge_assumptions([self._runs[-1].told, (assumption,)])
         self._runs[-1] = attrs.evolve(self._runs[-1], told=told)
+
+    def _assume_undeclared(self, assumption: Assumption) -> None:
+        if assumption not in self._of_undeclared:
+            self._of_undeclared = (*self._of_undeclared, assumption)
 
     def refuse(self, reason: str) -> None:
         """From now on there is no guarantee: something happened that no theorem covers."""
@@ -280,16 +290,18 @@ class HiddenStateAccountant(IAccountant):
                 self._loop.run = None  # make_private was called again
             self._list(run)
         self._loop = loop
+        noise = StockNoise()
 
         def hook_fn(optimizer: DPOptimizer) -> None:
             if not _records_itself(optimizer):
-                self._record_step(loop, optimizer)
+                self._record_step(loop, optimizer, noise.take_over(optimizer))
 
         return hook_fn
 
-    def _record_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+    def _record_step(self, loop: StockLoop, optimizer: DPOptimizer, noise: Assumption) -> None:
         run = loop.run
         if run is None:
+            self._assume_undeclared(noise)
             self._record_undeclared_step(loop, optimizer)
         else:
             if run is not self._declared:
@@ -299,6 +311,8 @@ class HiddenStateAccountant(IAccountant):
                 )
             loop.check_owner(optimizer)
             run.observe(optimizer)
+            if not loop.has_begun:
+                self._assume(noise)
         loop.has_begun = True
 
     def _record_undeclared_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
@@ -341,7 +355,9 @@ class HiddenStateAccountant(IAccountant):
                 "fresh accountant for each."
             )
         if self._history:
-            return undeclared_guarantee(tuple(self._history))
+            guarantee = undeclared_guarantee(tuple(self._history))
+            merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
+            return attrs.evolve(guarantee, assumptions=merged)
         for run in self._runs:
             run.check()
         return self._guarantees.compose(runs)
@@ -358,6 +374,7 @@ class HiddenStateAccountant(IAccountant):
         destination["neighboring_relation"] = self.neighboring_relation.name
         destination["runs"] = [run.state_dict() for run in self._runs]
         destination["refusals"] = list(self._refusals)
+        destination["assumptions"] = declared_texts(self._of_undeclared)
         return destination
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -389,6 +406,8 @@ class HiddenStateAccountant(IAccountant):
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
             self.history = state_dict["history"]
             self._is_written = False
+            for text in state_dict.get("assumptions", ()):
+                self._assume_undeclared(Assumption.declared(text))
 
     def _load_runs(self, states: list[Any]) -> None:
         if self._declared is not None and not self._declared.is_known:

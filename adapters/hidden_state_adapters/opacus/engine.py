@@ -33,6 +33,7 @@ from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loaders import private_loader
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
+from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import check_parameters
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
@@ -277,6 +278,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         inner, optimizer = unwrapped(arguments)
         mechanism.check_arguments(arguments, inner, optimizer)
         check_parameters(inner, optimizer)
+        trained = [p for p in inner.parameters() if p.requires_grad]
+        check_noise_source(trained, arguments.opacus.get("noise_generator"))
         declared = DeclaredRun.of(arguments, inner, optimizer)
         planned = declared.schedule.num_steps or 1
         check_covered(mechanism.event(declared, 1.0, planned), relation)
@@ -313,6 +316,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._modules = (arguments.module, declared.inner, result[0])
         self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
         note_trained(context.parameters.params, self._token, run)
+        if arguments.opacus.get("noise_generator") is not None:
+            self.accountant.assume(GIVEN_NOISE.text)
         if was_refused:
             self.accountant.assume(
                 "that the first step of an earlier attempt was refused does not depend on the "

@@ -13,6 +13,11 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.gradients.noise import (
+    OwnNoise,
+    add_noise,
+    check_noise_source,
+)
 from hidden_state_adapters.opacus.gradients.sums import gradient_norms, is_ghost
 from hidden_state_adapters.opacus.guards.base import Guards, Piece
 from hidden_state_adapters.opacus.guards.batch import RowsGuard
@@ -49,7 +54,7 @@ class PrivateOptimizer(DPOptimizer):
         max_grad_norm: Clip norm.
         expected_batch_size: The divisor.
         loss_reduction: "mean" or "sum".
-        generator: Source of the noise; None is torch's.
+        generator: Source of the noise; None is one of our own, which no seed reaches.
         secure_mode: Needs torchcsprng.
         context: See above; for the engine.
         **options: Of the mechanism.
@@ -75,6 +80,11 @@ class PrivateOptimizer(DPOptimizer):
         context: RunContext | None = None,
         **options: Any,
     ):
+        check_noise_source(
+            (p for group in optimizer.param_groups for p in group["params"]),
+            generator,
+            is_secure=secure_mode,
+        )
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -84,6 +94,7 @@ class PrivateOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
+        self._noise = OwnNoise()
         self.context = context
         self.mechanism = self.mechanism_type(self, **options)
         self._settings = SettingsGuard(
@@ -264,7 +275,7 @@ class PrivateOptimizer(DPOptimizer):
         assert self._piece is not None
         self.guards.before_noise(self._piece)
         self.mechanism.before_noise(self._piece)
-        super().add_noise()
+        add_noise(self, self._noise)
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
         """Takes the hook of the engine, which has nothing to do here; refuses any other.

@@ -173,9 +173,7 @@ def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) 
     )
 
 
-def check_options(
-    loss_reduction: Any, generator: Any, secure_mode: Any, expected_batch_size: Any = 1
-) -> None:
+def check_options(loss_reduction: Any, secure_mode: Any, expected_batch_size: Any = 1) -> None:
     """Checks the arguments that Opacus takes as they come; one process only.
 
     Raises:
@@ -185,10 +183,6 @@ def check_options(
     validate.integer("expected_batch_size", expected_batch_size, minimum=1)
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"Expected generator to be a torch.Generator or None, got {type(generator).__name__}."
-        )
     if not isinstance(secure_mode, bool):
         raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

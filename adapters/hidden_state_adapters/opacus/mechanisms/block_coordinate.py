@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import (
+    Assumption,
     BatchOrder,
     BlockCoordinateDpEvent,
     LossGeometry,
@@ -102,7 +103,7 @@ class BlockCoordinate(Mechanism):
         """Checks everything that the optimizer checks, before anything is changed."""
         _learning_rate(optimizer)
         _blocks_of(optimizer)
-        check_options(arguments.loss_reduction, arguments.opacus.get("noise_generator"), False)
+        check_options(arguments.loss_reduction, False)
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         check_clip_norms(
             [p for p in module.parameters() if p.requires_grad], max_grad_norm=clip_norm
@@ -408,7 +409,7 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
         l2: Weight of the squared norm, >= 0: r is l2-strongly convex.
         nonnegative: Whether the parameters are kept >= 0.
         loss_reduction: "mean" or "sum", that of the loss.
-        generator: Source of the noise; None is torch's.
+        generator: Source of the noise; None is one of our own, which no seed reaches.
         secure_mode: As in Opacus.
 
     Raises:
@@ -445,7 +446,7 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
                 f"Expected torch.optim.SGD, got {type(optimizer).__name__}. Pass its "
                 "original_optimizer."
             )
-        check_options(loss_reduction, generator, secure_mode, expected_batch_size)
+        check_options(loss_reduction, secure_mode, expected_batch_size)
         self.module = module
         if context is None:
             self.module = _plain_module(module)
@@ -476,6 +477,9 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
     def step_size(self) -> float:
         """The step size eta of the mean gradient."""
         return self.mechanism.step_size
+
+    def _assumptions(self) -> tuple[Assumption, ...]:
+        return (*super()._assumptions(), *self.guards.assumptions)
 
     def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
         self.check_not_refused()

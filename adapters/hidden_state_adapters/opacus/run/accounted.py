@@ -34,7 +34,7 @@ class AccountedRun:
 
     source: Run | StockRun
     check: Callable[[], None] = nothing  # raises unless the model is the accounted iterate
-    told: tuple[Assumption, ...] = ()  # what was declared besides
+    told: tuple[Assumption, ...] = ()  # what was declared besides, and where the noise is from
     schedule: DeclaredSchedule = DeclaredSchedule()
 
     @property
@@ -55,9 +55,8 @@ class AccountedRun:
         return attrs.evolve(guarantee, assumptions=merge_assumptions([own, self.assumptions]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The recorder's, with what is taken on trust."""
-        declared = [a.text for a in self.assumptions if a.status is Status.DECLARED]
-        return {**self.recorder.state_dict(), "assumptions": declared}
+        """The recorder's, with what was declared; what is checked is checked again."""
+        return {**self.recorder.state_dict(), "assumptions": declared_texts(self.assumptions)}
 
     def with_assumptions_of(self, state: Any) -> AccountedRun:
         """The run, with the assumptions of a `state_dict` beside its own."""
@@ -97,6 +96,11 @@ class RunGuarantees:
         return self._composed[1]
 
 
+def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
+    """What of `assumptions` is somebody's word, as a state holds it."""
+    return [a.text for a in assumptions if a.status is Status.DECLARED]
+
+
 @functools.lru_cache(maxsize=16)
 def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
     """Composition of Poisson-sampled Gaussian mechanisms, as stock Opacus accountants assume.
@@ -111,6 +115,9 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
         assumptions=(
             *COMMON,
             Assumption.declared("every record joins every batch independently (Poisson sampling)"),
+            Assumption.declared(
+                "every per-example gradient is that of the loss at one record of the batch"
+            ),
         ),
     )
 

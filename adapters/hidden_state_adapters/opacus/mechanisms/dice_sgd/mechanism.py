@@ -99,7 +99,7 @@ class DiceSgd(Mechanism):
         check_type(arguments.optimizer_class.__name__, optimizer, cls.base_types)
         refuse_step_hooks(optimizer)
         refuse_per_layer(error_max_grad_norm=arguments.error_max_grad_norm)
-        check_options(arguments.loss_reduction, arguments.opacus.get("noise_generator"), False)
+        check_options(arguments.loss_reduction, False)
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         params = [p for p in module.parameters() if p.requires_grad]
         error_clip = _error_clip(arguments, clip_norm)

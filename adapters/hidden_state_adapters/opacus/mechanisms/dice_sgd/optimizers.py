@@ -48,7 +48,7 @@ class DiceOptimizer(PrivateOptimizer):
         **kwargs: Any,
     ):
         check_type(type(self).__name__, optimizer, self.mechanism_type.base_types)
-        check_options(loss_reduction, generator, secure_mode, expected_batch_size)
+        check_options(loss_reduction, secure_mode, expected_batch_size)
         refuse_per_layer(max_grad_norm=max_grad_norm, error_max_grad_norm=error_max_grad_norm)
         self.error_max_grad_norm = (
             max_grad_norm if error_max_grad_norm is None else error_max_grad_norm
@@ -135,7 +135,11 @@ class DiceOptimizer(PrivateOptimizer):
         return statement_of(
             [event],
             guarantee,
-            (Assumption.checked(self.mechanism.checked), *guarantee.assumptions),
+            (
+                Assumption.checked(self.mechanism.checked),
+                *self.guards.assumptions,
+                *guarantee.assumptions,
+            ),
             delta,
             update_rule=type(self.original_optimizer).__name__,
         ).lines()
@@ -249,7 +253,7 @@ class DiceSGDOptimizer(DiceOptimizer):
         automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
             use.
         loss_reduction: "mean", or "sum": p.grad is then B times larger.
-        generator: Source of the noise; None is torch's.
+        generator: Source of the noise; None is one of our own, which no seed reaches.
         secure_mode: As in Opacus.
 
     Raises:

@@ -1,0 +1,143 @@
+"""Noise from generators of our own, which no seed of a program reaches."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import (
+    _check_processed_flag,
+    _generate_noise,
+    _mark_as_processed,
+)
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+
+OWN_NOISE = Assumption.checked(
+    "noise from a generator of its own, whose state the operating system drew and no seed of the "
+    "program reaches (a fast generator, not a cryptographic one: that is secure_mode=True)"
+)
+GIVEN_NOISE = Assumption.declared(
+    "noise_generator has a random seed that nobody else ever knows, and gives no other noise"
+)
+
+SECURE_NOISE = Assumption.declared(
+    "secure_mode: its generator reads the operating system's cryptographic source"
+)
+
+_DEVICES = ("cpu", "cuda")
+_WORDS = 624  # of a Mersenne Twister
+_PLACE = slice(24, 24 + 8 * _WORDS)  # of the words in the bytes of torch's state
+
+
+class OwnGenerator(torch.Generator):
+    """A torch.Generator whose state the operating system draws, once, and nobody knows.
+
+    Who knows the state, or sets it to what it was, knows the noise or repeats it. So the generator
+    can be neither seeded, read, copied nor pickled.
+
+    On a CPU all 19937 bits of the Mersenne Twister are drawn: `manual_seed` reads 32 bits of a seed
+    there, and so few can all be tried. On a CUDA device Philox gets a seed of 64 bits, the most
+    that it takes, and an offset of 60 bits (in multiples of 4, as it wants them). Neither is
+    cryptographic: `secure_mode` is.
+
+    Args:
+        device: "cpu" or a CUDA device.
+    """
+
+    def __init__(self, device: torch.device):
+        state = super().get_state()
+        if self.device.type == "cpu":
+            words = np.frombuffer(os.urandom(4 * _WORDS), dtype=np.uint32).astype(np.uint64)
+            state[_PLACE] = torch.from_numpy(words.view(np.uint8))
+        else:
+            seed_and_offset = [secrets.randbits(64), 4 * secrets.randbits(60)]
+            state = torch.from_numpy(np.array(seed_and_offset, dtype=np.uint64).view(np.uint8))
+        super().set_state(state)
+
+    def _refuse(self, *args: Any) -> Any:
+        raise UnsupportedRunError(
+            "The noise generator of a run cannot be seeded, read, copied or pickled: noise that is "
+            "known or repeated protects nobody. Seed the rest of the program as you like; for "
+            "noise of your own pass noise_generator=."
+        )
+
+    manual_seed = seed = get_state = set_state = clone_state = _refuse
+    get_offset = set_offset = graphsafe_get_state = graphsafe_set_state = _refuse
+    __reduce__ = __reduce_ex__ = _refuse
+
+
+class OwnNoise:
+    """The generators of the noise of one run: one for each device that has parameters."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, OwnGenerator] = {}
+        self._process = os.getpid()
+
+    def generator(self, device: torch.device) -> OwnGenerator:
+        """The generator for parameters on `device`."""
+        if self._process != os.getpid():  # a fork, whose noise would be that of its parent
+            self._generators, self._process = {}, os.getpid()
+        if device not in self._generators:
+            self._generators[device] = OwnGenerator(device)
+        return self._generators[device]
+
+
+def add_noise(optimizer: DPOptimizer, own: OwnNoise) -> None:
+    """DPOptimizer.add_noise, with `own` noise unless the optimizer was given a generator."""
+    std = optimizer.noise_multiplier * optimizer.max_grad_norm
+    given = optimizer.generator
+    for p in optimizer.params:
+        _check_processed_flag(p.summed_grad)
+        noise = _generate_noise(
+            std=std,
+            reference=p.summed_grad,
+            generator=own.generator(p.summed_grad.device) if given is None else given,
+            secure_mode=optimizer.secure_mode,
+        )
+        p.grad = (p.summed_grad + noise).view_as(p)
+        _mark_as_processed(p.summed_grad)
+
+
+def check_noise_source(
+    params: Iterable[torch.Tensor], generator: Any, *, is_secure: bool = False
+) -> None:
+    """Checks, before a run starts, that its noise can be drawn.
+
+    Args:
+        params: The trainable parameters.
+        generator: What the user passed, or None.
+        is_secure: Whether the generator is torchcsprng's, which serves all devices.
+
+    Raises:
+        TypeError: `generator` is no torch.Generator.
+        ValueError: It is on another device than the parameters.
+        UnsupportedRunError: The parameters are where no noise can be drawn.
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            "Expected noise_generator to be a torch.Generator or None, got "
+            f"{type(generator).__name__}."
+        )
+    for device in dict.fromkeys(p.device for p in params):
+        if device.type not in _DEVICES:
+            raise UnsupportedRunError(
+                f"Expected parameters on the CPU or on a CUDA device, got {device}: private noise "
+                "is not supported there. Move the model before make_private, with "
+                'model.to("cpu").'
+            )
+        if generator is not None and not is_secure and not _serves(generator.device, device):
+            raise ValueError(
+                f"Expected a noise_generator on {device}, where the parameters are, got one on "
+                f"{generator.device}. Leave it out, or make it with torch.Generator({str(device)!r}"
+                ")."
+            )
+
+
+def _serves(own: torch.device, device: torch.device) -> bool:
+    return own.type == device.type and own.index in (None, device.index)

@@ -1,0 +1,324 @@
+"""Noise comes from generators that no seed reaches, or from one that the user vouches for."""
+
+import copy
+import multiprocessing
+import pickle
+import types
+
+import numpy as np
+import pytest
+import torch
+from opacus import GradSampleModule, PrivacyEngine
+from opacus_block_coordinate import make as make_by_hand
+from opacus_block_coordinate import train as train_by_hand
+from opacus_stock import DECLARED
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import (
+    BlockCoordinateOptimizer,
+    DiceAdamOptimizer,
+    DiceSGDOptimizer,
+    HiddenStatePrivacyEngine,
+)
+from hidden_state_adapters.opacus.gradients.noise import (
+    OwnGenerator,
+    OwnNoise,
+    check_noise_source,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA, BATCH, RECORDS, SEED = 1e-5, 10, 60, 42
+# So that the records do not matter: what differs between two models is noise.
+NOISE = {"noise_multiplier": 1000.0, "max_grad_norm": 0.1}
+CPU = torch.device("cpu")
+
+
+class Loop:
+    """A public script: it seeds torch, makes a softmax model private and trains it."""
+
+    def __init__(self, kind, changed_record=0.0, **arguments):
+        torch.manual_seed(SEED)
+        self.criterion = nn.CrossEntropyLoss()
+        features = torch.randn(RECORDS, 5)
+        features[0] += changed_record
+        features = nn.functional.normalize(features)
+        data = TensorDataset(features, torch.arange(RECORDS) % 3)
+        self.model, self.loader = nn.Linear(5, 3), DataLoader(data, batch_size=BATCH)
+        self.start = self.weights()
+        self.private, self.optimizer = self.model, None
+        getattr(self, "_make_" + kind.partition(" ")[0])(kind, arguments)
+
+    def _make_engine(self, kind, arguments):
+        base = torch.optim.Adam if "DiceAdam" in kind else torch.optim.SGD
+        classes = {
+            "engine DiceSGD": {"optimizer_class": DiceSGDOptimizer},
+            "engine DiceAdam": {"optimizer_class": DiceAdamOptimizer},
+            "engine DP-MBCD": {"optimizer_class": BlockCoordinateOptimizer},
+            "engine Poisson": {"batch_order": "poisson"},
+        }
+        self.engine = HiddenStatePrivacyEngine()
+        self.private, self.optimizer, self.loader = self.engine.make_private(
+            module=self.model,
+            optimizer=base(self.model.parameters(), lr=0.01),
+            data_loader=self.loader,
+            **NOISE | classes.get(kind, {}) | arguments,
+        )
+
+    def _make_stock(self, kind, arguments):
+        self.engine = PrivacyEngine(accountant="hidden_state")
+        if kind == "stock declared":
+            self.engine.accountant.declare_run(**DECLARED)
+        self.private, self.optimizer, self.loader = self.engine.make_private(
+            module=self.model,
+            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.01),
+            data_loader=self.loader,
+            poisson_sampling=False,
+            **NOISE | arguments,
+        )
+
+    def _make_hand(self, kind, arguments):
+        self.private = GradSampleModule(self.model)
+        base = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        settings = NOISE | {"expected_batch_size": BATCH} | arguments
+        if kind == "hand DiceSGD":
+            self.optimizer = DiceSGDOptimizer(base, **settings)
+        else:
+            self.optimizer = BlockCoordinateOptimizer(base, module=self.private, **settings)
+
+    def epoch(self):
+        for features, labels in self.loader:
+            self.optimizer.zero_grad()
+            self.criterion(self.private(features), labels).backward()
+            self.optimizer.step()
+        return self
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+KINDS = [
+    "engine",
+    "engine Poisson",
+    "engine DiceSGD",
+    "engine DiceAdam",
+    "engine DP-MBCD",
+    "hand DiceSGD",
+    "hand DP-MBCD",
+    "stock",
+    "stock declared",
+]
+
+
+def assert_independent(one, other):
+    """Two moves by noise: half of the square of their difference is that of each of them."""
+    assert (one != other).all()
+    ratio = float((one - other).norm() / one.norm())
+    assert 0.4 < ratio < 5.0  # of equal noise it is 0, of independent noise about 1.4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_seed_and_neighbouring_data(kind):
+    """Otherwise who knows the seed subtracts the noise, and sees the record."""
+    one, other = (Loop(kind, changed_record=change).epoch() for change in (0.0, 1.0))
+    torch.testing.assert_close(one.start, other.start, rtol=0, atol=0)
+    assert_independent(one.weights() - one.start, other.weights() - other.start)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_before_every_epoch(kind):
+    """Otherwise the noise of one epoch is that of the other, and cancels."""
+    loop, moves = Loop(kind), []
+    for _ in range(2):
+        before = loop.weights()
+        torch.manual_seed(SEED)
+        moves.append(loop.epoch().weights() - before)
+    assert_independent(*moves)
+
+
+def test_a_run_that_goes_on_draws_other_noise(tmp_path):
+    """Also with all private state: the generator is in no file."""
+    first = Loop("engine DiceSGD").epoch()
+    path = tmp_path / "checkpoint.pt"
+    first.engine.save_checkpoint(path=path, stays_private=True, include_private_state=True)
+    before, moves = first.weights(), [first.epoch().weights()]
+    for _ in range(2):
+        again = Loop("engine DiceSGD")
+        again.engine.load_checkpoint(path=path, discard_later_steps=True)
+        moves.append(again.epoch().weights())
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert_independent(moves[one] - before, moves[other] - before)
+
+
+def _draw(connection, noise):
+    connection.send(torch.randn(5, generator=noise.generator(CPU)).tolist())
+
+
+def test_a_forked_process_draws_other_noise():
+    noise, fork = OwnNoise(), multiprocessing.get_context("fork")
+    noise.generator(CPU)
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_draw, args=(theirs, noise))
+    process.start()
+    there = ours.recv()
+    process.join()
+    here = torch.randn(5, generator=noise.generator(CPU)).tolist()
+    assert not set(here) & set(there)
+    assert noise.generator(CPU) is noise.generator(CPU)
+
+
+# --- the generator --------------------------------------------------------------------------------
+
+
+def words_of(generator):
+    state = torch.Generator.get_state(generator).numpy()
+    return state[24 : 24 + 8 * 624].view(np.uint64)
+
+
+def test_why_no_seed_is_enough_on_a_cpu():
+    """torch reads 32 bits of it: all noises could be tried."""
+    seeds = (SEED, SEED + 2**32)
+    one, other = (torch.Generator().manual_seed(seed) for seed in seeds)
+    assert torch.equal(torch.randn(5, generator=one), torch.randn(5, generator=other))
+
+
+def test_the_whole_state_is_drawn():
+    one, other = (words_of(OwnGenerator(CPU)) for _ in range(2))
+    assert (one < 2**32).all()
+    assert np.mean(one != other) > 0.99
+    assert 0.4 < np.mean(np.unpackbits(one.astype(np.uint32).view(np.uint8))) < 0.6
+
+
+def test_the_whole_state_is_used():
+    """The same numbers as numpy's Mersenne Twister with this state."""
+    generator = OwnGenerator(CPU)
+    twister = np.random.MT19937()
+    words = words_of(generator).astype(np.uint32)
+    twister.state = {**twister.state, "state": {"key": words, "pos": 624}}
+    numbers = torch.randint(2**20, (2000,), generator=generator)
+    assert (twister.random_raw(2000) % 2**20 == numbers.numpy()).all()
+
+
+def test_the_numbers_are_normal():
+    numbers = torch.randn(200_000, generator=OwnGenerator(CPU))
+    assert abs(float(numbers.mean())) < 0.02
+    assert abs(float(numbers.std()) - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda generator: generator.manual_seed(0),
+        lambda generator: generator.seed(),
+        lambda generator: generator.get_state(),
+        lambda generator: generator.set_state(torch.Generator().get_state()),
+        lambda generator: generator.clone_state(),
+        lambda generator: generator.graphsafe_get_state(),
+        lambda generator: generator.graphsafe_set_state(torch.Generator()),
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+    ],
+)
+def test_it_stays_where_it_is(misuse):
+    generator = OwnGenerator(CPU)
+    before = words_of(generator)
+    with pytest.raises(hsa.UnsupportedRunError, match="cannot be seeded, read, copied or pickled"):
+        misuse(generator)
+    assert (words_of(generator) == before).all()
+
+
+@pytest.mark.cuda
+def test_it_is_drawn_on_a_gpu():
+    device = torch.device("cuda:0")
+    states = [torch.Generator.get_state(OwnGenerator(device)).view(torch.int64) for _ in range(2)]
+    assert (states[0] != states[1]).all()
+    assert all(int(state[1]) % 4 == 0 for state in states)
+    torch.cuda.manual_seed_all(0)
+    noise = OwnNoise()
+    one = torch.randn(5, generator=noise.generator(device), device=device)
+    torch.cuda.manual_seed_all(0)
+    assert (one != torch.randn(5, generator=noise.generator(device), device=device)).all()
+    with pytest.raises(ValueError, match="noise_generator on cuda:0"):
+        check_noise_source([one], torch.Generator())
+
+
+def test_nobody_gets_it_from_the_optimizer():
+    loop = Loop("engine").epoch()
+    assert loop.optimizer.generator is None
+    loop.optimizer.generator = torch.Generator()
+    with pytest.raises(hsa.UnsupportedRunError, match="another noise generator"):
+        loop.epoch()
+
+
+# --- a generator of the user's own ----------------------------------------------------------------
+
+OWN, GIVEN = "noise from a generator of its own", "noise_generator has a random seed that nobody"
+
+
+def listed(assumptions):
+    return [str(a) for a in assumptions if "generator" in str(a)]
+
+
+def test_whose_noise_it_is_is_listed(tmp_path):
+    own, given = Loop("engine").epoch(), Loop("engine", noise_generator=torch.Generator()).epoch()
+    (line,) = listed(own.engine.assumptions)
+    assert line.startswith(f"checked: {OWN}")
+    (line,) = listed(given.engine.assumptions)
+    assert line.startswith(f"declared: {GIVEN}")
+    assert GIVEN in given.engine.report(DELTA)
+    assert listed(given.engine.accountant.guarantee.assumptions) == listed(given.engine.assumptions)
+    given.engine.save_checkpoint(path=tmp_path / "checkpoint.pt")
+    later = HiddenStatePrivacyEngine()
+    later.load_checkpoint(path=tmp_path / "checkpoint.pt", module=own.private)
+    assert listed(later.assumptions) == listed(given.engine.assumptions)
+
+
+def test_whose_noise_it_is_is_listed_by_hand():
+    dice = {"dataset_size": RECORDS, "batch_order": "cyclic"}
+    assert OWN in Loop("hand DiceSGD").epoch().optimizer.report(DELTA, **dice)
+    given = Loop("hand DiceSGD", generator=torch.Generator()).epoch()
+    assert GIVEN in given.optimizer.report(DELTA, **dice)
+    for generator, line in ((None, OWN), (torch.Generator(), GIVEN)):
+        model, optimizer = make_by_hand(noise_multiplier=2.0, generator=generator)
+        train_by_hand(model, optimizer, [(torch.ones(4, 3).double(),) * 2])
+        assert line in optimizer.report(DELTA, dataset_size=4)
+
+
+@pytest.mark.parametrize("kind", ["engine", "engine DiceSGD", "engine DP-MBCD"])
+def test_a_generator_that_is_none(kind):
+    with pytest.raises(TypeError, match=r"noise_generator to be a torch.Generator or None, got in"):
+        Loop(kind, noise_generator=3)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_a_generator_on_another_device(device):
+    """Found at make_private, not in the first step."""
+    param = types.SimpleNamespace(device=torch.device(device))
+    with pytest.raises(ValueError, match=f"noise_generator on {device}, where .* got one on cpu"):
+        check_noise_source([param], torch.Generator())
+    check_noise_source([param], torch.Generator(), is_secure=True)  # serves every device
+    check_noise_source([param], None)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "meta"])
+def test_devices_without_private_noise(device):
+    param = types.SimpleNamespace(device=torch.device(device))
+    with pytest.raises(hsa.UnsupportedRunError, match=f"got {device}: private noise is not supp"):
+        check_noise_source([param], None)
+
+
+@pytest.mark.parametrize("cls", [None, DiceSGDOptimizer, BlockCoordinateOptimizer])
+def test_a_model_without_private_noise_is_refused_at_once(cls):
+    model = nn.Linear(5, 3, device="meta")
+    data = TensorDataset(torch.randn(RECORDS, 5), torch.arange(RECORDS) % 3)
+    with pytest.raises(hsa.UnsupportedRunError, match="private noise is not supported there"):
+        HiddenStatePrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data, batch_size=BATCH),
+            optimizer_class=cls,
+            **NOISE,
+        )

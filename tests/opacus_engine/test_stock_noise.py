@@ -1,0 +1,280 @@
+"""Noise of our own in the optimizers that Opacus makes, from the first step on."""
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.optimizers import DPOptimizer, FSDPOptimizerFastGradientClipping
+from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus_stock import DECLARED
+from torch import distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStateAccountant
+from hidden_state_adapters.opacus.gradients.noise import OwnNoise
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+BATCH, RECORDS, SEED = 10, 60, 42
+PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [1.0, 1.0]}
+ADAPTIVE = {
+    "clipping": "adaptive",
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 10.0,
+    "min_clipbound": 0.1,
+    "unclipped_num_std": 10.0,
+}
+# What make_private is told, by the optimizer that it makes.
+KINDS = {
+    "DPOptimizer": {},
+    "DPPerLayerOptimizer": PER_LAYER,
+    "AdaClipDPOptimizer": ADAPTIVE,
+    "DPOptimizerFastGradientClipping": {"grad_sample_mode": "ghost"},
+    "DistributedDPOptimizer": {},
+    "SimpleDistributedPerLayerOptimizer": PER_LAYER,
+    "DistributedDPOptimizerFastGradientClipping": {"grad_sample_mode": "ghost"},
+}
+
+
+class Loop:
+    """A script with a stock engine; it seeds torch."""
+
+    def __init__(self, kind, engine=None, **arguments):
+        torch.manual_seed(SEED)
+        self.engine = engine or PrivacyEngine(accountant="hidden_state")
+        self.model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
+        module = DPDDP(self.model) if "Distributed" in kind else self.model
+        features = nn.functional.normalize(torch.randn(RECORDS, 4))
+        data = TensorDataset(features, torch.arange(RECORDS) % 3)
+        self.module, self.optimizer, *rest = self.engine.make_private(
+            module=module,
+            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1),
+            criterion=criterion,
+            data_loader=DataLoader(data, batch_size=BATCH),
+            poisson_sampling=False,
+            **{"noise_multiplier": 2.0, "max_grad_norm": 1.0} | KINDS.get(kind, {}) | arguments,
+        )
+        self.loader, self.criterion = rest[-1], rest[0] if len(rest) == 2 else criterion
+        assert kind in ("Ghost", type(self.optimizer).__name__)
+
+    def backward(self, batch):
+        features, labels = batch
+        self.optimizer.zero_grad()
+        self.criterion(self.module(features), labels).backward()
+
+    def steps(self, loader=None):
+        for batch in loader or self.loader:
+            self.backward(batch)
+            self.optimizer.step()
+            yield self.noise()
+
+    def noise(self):
+        """Of the step that was taken; each number over its standard deviation, up to a factor."""
+        params = self.optimizer.params
+        return torch.cat([(p.grad * BATCH - p.summed_grad).flatten() for p in params])
+
+    @property
+    def assumptions(self):
+        return [str(a) for a in self.engine.accountant.guarantee.assumptions]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one process."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def seeded(monkeypatch):
+    """Our generator gives known numbers; returns one that gives them once more."""
+    generator = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(OwnNoise, "generator", lambda self, device: generator)
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_has_noise_of_ours_alone(kind, alone, seeded):
+    """In units of its standard deviation: what torch's default generator drew is gone."""
+    loop = Loop(kind)
+    params = list(loop.model.parameters())
+    for noise in loop.steps():
+        expected = torch.cat([torch.randn(p.shape, generator=seeded).flatten() for p in params])
+        if kind == "AdaClipDPOptimizer":
+            torch.randn((), generator=seeded)  # of the count
+        units = noise / expected
+        torch.testing.assert_close(units, units.mean().expand_as(units), rtol=2e-3, atol=0)
+        assert 1.0 < float(units.mean()) < 4.0  # noise_multiplier * max_grad_norm, or thereabouts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_tells_nothing(kind, alone):
+    one, other = (torch.stack(list(Loop(kind).steps())) for _ in range(2))
+    assert (one != other).all()
+    assert 0.7 < float((one - other).norm() / one.norm()) < 3.0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "Distributed" in kind])
+def test_a_process_that_adds_no_noise(kind, alone):
+    """Its gradient is a view of its sum: dividing twice would change it."""
+    loop = Loop(kind)
+    loop.optimizer.rank = 1
+    for batch in loop.loader:
+        loop.backward(batch)
+        loop.optimizer.clip_and_accumulate()
+        sums = [p.summed_grad for p in loop.optimizer.params]
+        if sums[0] is None:  # with ghost clipping the gradients are sums already
+            sums = [p.grad for p in loop.optimizer.params]
+        expected = [total.clone() / BATCH for total in sums]
+        loop.optimizer.clip_and_accumulate = lambda: None
+        loop.optimizer.step()
+        del loop.optimizer.clip_and_accumulate
+        for p, gradient in zip(loop.optimizer.params, expected, strict=True):
+            torch.testing.assert_close(p.grad, gradient)
+
+
+def test_the_first_step_of_a_batch_in_pieces(seeded):
+    loop = Loop("DPOptimizer")
+    with BatchMemoryManager(
+        data_loader=loop.loader, max_physical_batch_size=4, optimizer=loop.optimizer
+    ) as pieces:
+        for index, batch in enumerate(pieces):
+            loop.backward(batch)
+            loop.optimizer.step()
+            if index == 2:  # the batch is complete
+                break
+    expected = torch.cat([torch.randn(n, generator=seeded) for n in (12, 3)])
+    torch.testing.assert_close(loop.noise(), 2.0 * expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_generator_that_the_optimizer_holds_cannot_be_seeded():
+    loop = Loop("DPOptimizer")
+    next(loop.steps())
+    with pytest.raises(hsa.UnsupportedRunError, match="cannot be seeded"):
+        loop.optimizer.generator.manual_seed(0)
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_another_generator_on_the_way(generator):
+    loop = Loop("DPOptimizer")
+    steps = loop.steps()
+    next(steps)
+    loop.optimizer.generator = generator
+    with pytest.raises(hsa.UnsupportedRunError, match="another noise generator"):
+        next(steps)
+
+
+def test_two_optimizers_behind_one_hook():
+    loop, other = Loop("DPOptimizer"), Loop("DPOptimizer")
+    other.optimizer.attach_step_hook(loop.optimizer.step_hook)
+    next(loop.steps())
+    with pytest.raises(hsa.UnsupportedRunError, match="a second through the same hook"):
+        next(other.steps())
+
+
+# --- whose noise it is ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_it_is_listed(declared, given):
+    engine = PrivacyEngine(accountant="hidden_state")
+    if declared:
+        engine.accountant.declare_run(**DECLARED)
+    generator = torch.Generator() if given else None
+    loop = Loop("DPOptimizer", engine, noise_generator=generator)
+    list(loop.steps())
+    (line,) = [line for line in loop.assumptions if "generator" in line]
+    words = "declared: noise_generator has a" if given else "checked: noise from a generator of its"
+    assert line.startswith(words)
+    assert loop.optimizer.generator is generator or not given
+    plain = HiddenStateAccountant()
+    plain.load_state_dict(engine.accountant.state_dict())
+    kept = [str(a) for a in plain.guarantee.assumptions if "noise" in str(a)]
+    assert kept == ([line] if given else [])  # what is checked is checked again where it goes on
+
+
+def test_a_given_generator_that_is_seeded_again():
+    """Row 23, in a stock engine."""
+    loop = Loop("DPOptimizer", noise_generator=torch.Generator().manual_seed(SEED))
+    list(loop.steps())
+    loop.optimizer.generator.manual_seed(SEED)
+    with pytest.raises(hsa.UnsupportedRunError, match="gave the noise of an earlier step"):
+        list(loop.steps())
+
+
+def test_undeclared_steps_rest_on_gradients_of_one_record():
+    loop = Loop("DPOptimizer")
+    list(loop.steps())
+    assert any("is that of the loss at one record" in line for line in loop.assumptions)
+
+
+# --- optimizers whose noise would not be ours -----------------------------------------------------
+
+
+class OtherNoise(DPOptimizer):
+    """Noise from torch's default generator, whatever it was given."""
+
+    def add_noise(self):
+        generator, self.generator = self.generator, None
+        super().add_noise()
+        self.generator = generator
+
+
+def test_an_optimizer_with_noise_of_its_own(monkeypatch):
+    monkeypatch.setattr("opacus.privacy_engine.get_optimizer_class", lambda **_: OtherNoise)
+    loop = Loop("OtherNoise")
+    with pytest.raises(hsa.UnsupportedRunError, match="got OtherNoise, which adds noise in a way"):
+        next(loop.steps())
+
+
+def test_fsdp_is_refused_by_name(alone):
+    """Its ranks hold pieces of one noise: theirs has to be the same."""
+    base = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    optimizer = FSDPOptimizerFastGradientClipping(
+        base, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=2
+    )
+    hook = HiddenStateAccountant().get_optimizer_hook_fn(sample_rate=0.1)
+    with pytest.raises(hsa.UnsupportedRunError, match="got FSDPOptimizerFastGradientClipping"):
+        hook(optimizer)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_ghost_clipping_with_an_adaptive_norm(declared):
+    """Counts clipped gradients with noise of torch's default generator in backward()."""
+    engine = PrivacyEngineAdaptiveClipping(accountant="hidden_state")
+    if declared:
+        engine.accountant.declare_run(**DECLARED)
+    loop = Loop("Ghost", engine, grad_sample_mode="ghost", noise_multiplier=0.5)
+    with pytest.raises(hsa.UnsupportedRunError, match="got PrivacyEngineAdaptiveClipping"):
+        next(loop.steps())
+
+
+def test_a_device_without_private_noise():
+    optimizer = DPOptimizer(
+        torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))], lr=0.1),
+        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=2,
+    )  # fmt: skip
+    hook = HiddenStateAccountant().get_optimizer_hook_fn(sample_rate=0.1)
+    for _ in range(2):
+        with pytest.raises(hsa.UnsupportedRunError, match="private noise is not supported there"):
+            hook(optimizer)
+
+
+def test_parameters_on_two_devices(monkeypatch):
+    monkeypatch.setattr(
+        "hidden_state_adapters.opacus.run.stock_noise.check_noise_source", lambda *_: None
+    )
+    params = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cpu", "meta")]
+    optimizer = DPOptimizer(
+        torch.optim.SGD(params, lr=0.1),
+        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=2,
+    )  # fmt: skip
+    hook = HiddenStateAccountant().get_optimizer_hook_fn(sample_rate=0.1)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"one device, got \['cpu', 'meta'\]"):
+        hook(optimizer)
