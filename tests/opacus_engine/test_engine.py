@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import NeighboringRelation
+from opacus.accountants import RDPAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -17,7 +18,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
 from hidden_state_accountants.runs.contraction import no_contraction_line
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.guards.projection import project_on_ball
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -344,6 +345,31 @@ def test_noise_generator_is_used(make_run):
         run.epoch()
         weights.append(run.plain_model.weight.detach())
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_the_accountant_cannot_be_replaced(make_run):
+    """Row 62: the steps would be missing from the new one, and epsilon be 0."""
+    run = make_run()
+    run.epoch()
+    epsilon, own = run.engine.get_epsilon(DELTA), run.engine.accountant
+    for other in (HiddenStateAccountant(), RDPAccountant()):
+        with pytest.raises(hsa.UnsupportedRunError, match=f"got another {type(other).__name__}"):
+            run.engine.accountant = other
+    with pytest.raises(AttributeError):
+        del run.engine.accountant
+    assert run.engine.accountant is own
+    assert run.engine.get_epsilon(DELTA) == epsilon > 0
+
+
+def test_an_engine_of_the_users_own(make_run):
+    class Engine(HiddenStatePrivacyEngine):
+        def __init__(self):
+            super().__init__(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+
+    run = make_run(engine=Engine())
+    run.epoch()
+    assert run.engine.accountant.neighboring_relation is NeighboringRelation.REPLACE_ONE
+    assert run.engine.get_epsilon(DELTA) > 0
 
 
 @pytest.mark.parametrize("stop", [2, 6, 9])

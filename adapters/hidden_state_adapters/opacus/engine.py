@@ -97,13 +97,33 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "use opacus.PrivacyEngine."
             )
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
-        self.accountant = HiddenStateAccountant(neighboring_relation)
+        self._accountant = HiddenStateAccountant(neighboring_relation)
         self._noise = NoiseMemory()
         self._token = object()  # stands for this engine where it must not be kept alive
         self._optimizer: PrivateOptimizer | None = None
         self._modules: tuple[Any, ...] = ()
         self._run_id = ""
         self._fields: dict[str, Any] = {}
+
+    @property
+    def accountant(self) -> HiddenStateAccountant:
+        """What accounts the runs of this engine; it cannot be replaced.
+
+        Raises:
+            UnsupportedRunError: If something is assigned: the steps so far would be missing there.
+        """
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, accountant: HiddenStateAccountant) -> None:
+        if "_accountant" in vars(self):
+            raise UnsupportedRunError(
+                f"Expected engine.accountant to stay what it is, got another "
+                f"{type(accountant).__name__}: the steps of this engine are recorded in its own, "
+                "and epsilon would lack them. Make another engine for another relation; for "
+                "another accountant use opacus.PrivacyEngine."
+            )
+        self._accountant = accountant  # Opacus' constructor
 
     # 1. make_private, and the seams that it goes through in Opacus
 
