@@ -30,6 +30,7 @@ from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.batch import EqualRowsGuard, RowsGuard
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard, SameInputsGuard
+from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard, check_parameters
 from hidden_state_adapters.opacus.guards.precision import check_convolutions
 from hidden_state_adapters.opacus.guards.settings import check_options, sgd_options
@@ -175,7 +176,7 @@ class BlockCoordinate(Mechanism):
         module = self.optimizer.module
         parameters = ParameterGuard(module, self.base)
         self._forward = ForwardGuard(module, parameters=parameters)
-        return (parameters, self._forward)
+        return (parameters, self._forward, IndependenceGuard(module, self._forward))
 
     # Its part of a step
 

@@ -19,6 +19,7 @@ from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGr
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
 from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
+from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
 from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
 from hidden_state_adapters.opacus.guards.projection import ProjectionGuard
@@ -38,6 +39,7 @@ class RunContext:
         cursor: Says which batch the loop is working on.
         parameters: Looks at the parameters between steps.
         forward: Looks at the training passes.
+        independence: Looks at whether records act on each other.
         batch: Looks at the batches.
         criterion: Looks at the calls of the criterion, or None if its constants were declared.
         noise: What noise has to differ from, over all runs of the engine.
@@ -48,6 +50,7 @@ class RunContext:
     cursor: BatchCursor
     parameters: ParameterGuard
     forward: ForwardGuard
+    independence: IndependenceGuard
     batch: BatchGuard
     criterion: CriterionGuard | None
     noise: NoiseMemory = attrs.field(repr=False)
@@ -82,6 +85,14 @@ class RunContext:
             loader.num_workers * (loader.prefetch_factor or 0),
             counts_steps=plan.draws_every_step,
         )
+        guard = None if criterion is None else CriterionGuard(criterion, forward)
+        arguments = declared.arguments
+        independence = IndependenceGuard(
+            inner,
+            forward,
+            criterion=arguments.criterion,
+            dim=0 if arguments.opacus.get("batch_first", True) else 1,
+        )
         is_add_or_remove = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
         return cls(
             run=run,
@@ -89,8 +100,9 @@ class RunContext:
             cursor=cursor,
             parameters=parameters,
             forward=forward,
+            independence=independence,
             batch=BatchGuard(plan, cursor, divisor_is_public=is_add_or_remove),
-            criterion=None if criterion is None else CriterionGuard(criterion, forward),
+            criterion=guard,
             noise=noise,
         )
 
@@ -112,6 +124,7 @@ class RunContext:
             self.parameters,
             self.batch,
             self.forward,
+            self.independence,
             *([] if criterion is None else [criterion]),
             *own,
         ]
@@ -141,6 +154,6 @@ class RunContext:
 
     def close(self) -> None:
         """Leaves the module and the criterion as they were."""
-        for guard in (self.forward, self.criterion, self.parameters):
+        for guard in (self.forward, self.independence, self.criterion, self.parameters):
             if guard is not None:
                 guard.close()
