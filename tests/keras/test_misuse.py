@@ -231,6 +231,9 @@ class KerasTrial(Trial):
             return getattr(self.optimizer._dp_sum_query, IN_QUERY[name])
         return getattr(self.optimizer, ATTRIBUTES.get(name, name), None)
 
+    def seed_the_program(self):
+        tf.random.set_seed(0)
+
     def reseed(self):
         self.optimizer._dp_sum_query._generator.reset_from_seed(0)
 

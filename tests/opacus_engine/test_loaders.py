@@ -169,7 +169,7 @@ class Stream(IterableDataset):
             lambda: DataLoader(Subset(Subset(numbers(4), [1, 1, 2]), [0, 1]), batch_size=2),
             "index twice",
         ),
-        (lambda: DataLoader(ConcatDataset([(d := numbers(2)), d]), batch_size=2), "same data set"),
+        (lambda: DataLoader(ConcatDataset([(d := numbers(2)), d]), batch_size=2), "a record twice"),
     ],
 )  # fmt: skip
 def test_orders_that_are_refused(loader, text):

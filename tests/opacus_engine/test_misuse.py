@@ -42,8 +42,23 @@ class Counts(nn.Module):
         return features
 
 
+class Mixes(nn.Module):
+    """Computes with its whole batch, in eval() mode, too, where no validator looks."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.eval()
+
+    def forward(self, features):
+        return self.function(features)
+
+
 LAYERS = {
     "": nn.Identity,
+    "statistics": lambda: Mixes(lambda x: nn.functional.batch_norm(x, None, None, training=True)),
+    "mean": lambda: Mixes(lambda x: 0.5 * (x - x.mean(0))),
+    "largest": lambda: Mixes(lambda x: x / x.norm(dim=1).max()),
     "batch_norm": lambda: nn.BatchNorm1d(FEATURES, affine=False),
     "counts": Counts,
 }
@@ -105,7 +120,7 @@ class OpacusTrial(Trial):
         torch.manual_seed(0)
         self.model, self.criterion = Model(self.layer), nn.CrossEntropyLoss()
         self.engine = HiddenStatePrivacyEngine()
-        self.generator = torch.Generator().manual_seed(SEED)
+        self.generator = None
         self.private, self.optimizer, self.loader = self.made_private(self.engine)
 
     def made_private(self, engine, module=None):
@@ -212,10 +227,20 @@ class OpacusTrial(Trial):
         group = self.optimizer.param_groups[0]
         own = getattr(self.optimizer, ATTRIBUTES.get(name, name), None)
         value = group.get(IN_GROUPS[name]) if name in IN_GROUPS else own
-        is_absent = value is None and name not in ("step_hook", "grad_scale")
+        is_absent = value is None and name not in ("generator", "step_hook", "grad_scale")
         if is_absent or (name == "weight_decay" and not value):
             raise NotImplementedError(f"has no {name}")
         return value
+
+    def pass_a_generator(self):
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.private, self.optimizer, self.loader = self.made_private(self.engine, self.private)
+
+    def seed_the_program(self):
+        torch.manual_seed(SEED)
+
+    def write_records(self):
+        self.loader.dataset.tensors[0].mul_(0.5)
 
     def reseed(self):
         self.generator.manual_seed(SEED)
@@ -271,7 +296,6 @@ class OpacusTrial(Trial):
         self.made_private(HiddenStatePrivacyEngine())
 
     def start_another_run(self):
-        self.generator = torch.Generator().manual_seed(SEED + 1)
         self.made_private(self.engine, self.private)
 
     # The account

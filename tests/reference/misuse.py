@@ -209,6 +209,10 @@ def no_rows(trial):
         trial.step(trial.rows(batch, []))
 
 
+def records_written(trial):
+    trial.epoch(between=trial.write_records)
+
+
 def a_second_pass(trial):
     """Row i of the gradient then belongs to two records."""
     trial.epoch(before=trial.unused_gradients)
@@ -411,12 +415,20 @@ def coarse_products(trial):
 # --- rows 22, 23, 26: noise, several runs ---------------------------------------------------------
 
 
+def program_seeded_for_every_step(trial):
+    for index in range(STEPS):
+        trial.epoch(at=index, between=trial.seed_the_program)
+    return {"num_steps": STEPS * STEPS}
+
+
 def noise_seeded_again(trial):
+    trial.pass_a_generator()
     for _ in range(2):
         trial.epoch(between=trial.reseed)
 
 
 def noise_seeded_for_every_step(trial):
+    trial.pass_a_generator()
     trial.epoch(at=1, between=trial.reseed)
     trial.epoch(at=2, between=trial.reseed)
 
@@ -534,6 +546,11 @@ MISUSES = (
            "not trained was changed", layer="counts"),
     Misuse(33, one_epoch, "BatchNorm1d|batch statistics", "no trainable batch normalisation",
            layer="batch_norm"),
+    # Records that act on each other, or change.
+    Misuse(63, one_epoch, "the model mixes the records", None, layer="statistics"),
+    Misuse(63, one_epoch, "the model mixes the records", None, layer="mean"),
+    Misuse(63, one_epoch, "the model mixes the records", None, layer="largest"),
+    Misuse(64, records_written, "a write to the tensors of the data set", None),
     # Settings and noise.
     Misuse(14, changes("learning_rate", 0.5), "uses lr = ", CONSTANT, setting="learning_rate"),
     Misuse(14, changes("noise_multiplier", 0.5), "uses noise_multiplier", CONSTANT,
@@ -545,7 +562,8 @@ MISUSES = (
     Misuse(14, changes("divisor", 2), "expected_batch_size", None),
     Misuse(14, becomes("step_hook", print), "step_hook", None),
     Misuse(14, becomes("grad_scale", 1.0), "GradScaler", None, goes_on=OPACUS),
-    Misuse(23, becomes("generator", None), "generator", None),
+    Misuse(23, becomes("generator", "another"), "another noise generator", None),
+    Misuse(60, program_seeded_for_every_step, ACCOUNTED, ACCOUNTED),
     Misuse(23, noise_seeded_again, "noise generator is in a state", REPEATED),
     Misuse(23, noise_seeded_for_every_step, "noise generator is in a state", REPEATED),
     # Several runs, and runs that ended.

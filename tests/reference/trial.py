@@ -54,6 +54,10 @@ class Trial:
         """A forward pass that trains nothing."""
         raise NotImplementedError
 
+    def write_records(self):
+        """Changes the records in place."""
+        raise NotImplementedError("the records are copies")
+
     # The model
 
     def weights(self):
@@ -105,8 +109,15 @@ class Trial:
     def get(self, name):
         raise NotImplementedError
 
+    def pass_a_generator(self):
+        """Goes on with a noise generator of the user's own, where the framework takes one."""
+
     def reseed(self):
         """The noise generator, always with the same seed."""
+        raise NotImplementedError
+
+    def seed_the_program(self):
+        """The framework's random numbers, always with the same seed."""
         raise NotImplementedError
 
     def copy(self):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -14,6 +15,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
 )
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
@@ -162,13 +164,47 @@ def refuse_repeated_records(dataset: Any) -> None:
         _refuse_repeated_indices(dataset.indices, "torch.utils.data.Subset")
         refuse_repeated_records(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
-        if len({id(part) for part in dataset.datasets}) < len(dataset.datasets):
-            raise UnsupportedRunError(
-                "Expected every record once per epoch, got a ConcatDataset that holds the same "
-                "data set twice: one person would count once but act twice. Remove the copy."
-            )
         for part in dataset.datasets:
-            refuse_repeated_records(part)
+             refuse_repeated_records(part)
+        if _has_repeated_records(dataset):
+            raise UnsupportedRunError(
+                "Expected every record once per epoch, got a ConcatDataset that holds a record "
+                "twice (the same data set, the same tensors behind two, or subsets that overlap): "
+                "one person would count once but act twice. Remove the copy."
+            )
+
+
+def _has_repeated_records(dataset: ConcatDataset) -> bool:
+    """Whether parts of `dataset` share a record: an element of a data set, or rows in memory."""
+    found: dict[Hashable, list[np.ndarray]] = {}
+    for part in dataset.datasets:
+        for source, places in _places(part):
+            found.setdefault(source, []).append(places)
+    return any(
+        len(np.unique(np.concatenate(groups))) < sum(map(len, groups))
+        for groups in found.values()
+        if len(groups) > 1
+    )
+
+
+def _places(dataset: Any) -> Iterator[tuple[Hashable, np.ndarray]]:
+    """Where the records of a data set lie: sources, and the places of records in each."""
+    if isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _places(part)
+    else:
+        indices: Any = np.arange(len(dataset))
+        while isinstance(dataset, Subset):
+            indices = np.asarray(dataset.indices)[indices]
+            dataset = dataset.dataset
+        yield _source(dataset), indices
+
+
+def _source(dataset: Any) -> Hashable:
+    """Equal for data sets whose elements with the same index are the same records."""
+    if isinstance(dataset, TensorDataset):
+        return tuple((t.data_ptr(), t.stride()) for t in dataset.tensors)
+    return id(dataset)
 
 
 def _refuse_repeated_indices(indices: Sequence[int], where: str) -> None:

@@ -23,6 +23,7 @@ from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
 from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
 from hidden_state_adapters.opacus.guards.projection import ProjectionGuard
+from hidden_state_adapters.opacus.guards.records import RecordsGuard
 from hidden_state_adapters.opacus.guards.schedule import ScheduleGuard
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
@@ -123,6 +124,7 @@ class RunContext:
             ScheduleGuard(self.declared.schedule, self.declared.optimizer),
             self.parameters,
             self.batch,
+            RecordsGuard(arguments.data_loader.dataset),
             self.forward,
             self.independence,
             *([] if criterion is None else [criterion]),
