@@ -199,3 +199,27 @@ def test_looking_needs_a_run():
         HiddenStatePrivacyEngine().evaluate_on_private_data(),
     ):
         pass
+
+
+@pytest.mark.parametrize("order", ["cyclic", "poisson"])
+def test_a_public_checkpoint_says_what_it_costs(make_run, tmp_path, caplog, order):
+    """Row 65."""
+    run = make_run(batch_order=order)
+    path = tmp_path / "checkpoint.pt"
+    run.engine.save_checkpoint(path=path)  # nothing was trained
+    run.epoch()
+    run.engine.save_checkpoint(path=path, stays_private=True)
+    assert "counts as a release" not in caplog.text
+    run.engine.save_checkpoint(path=path)
+    (line,) = [r.getMessage() for r in caplog.records if "counts as a release" in r.getMessage()]
+    assert "The checkpoint after step 6" in line
+    assert "its epsilon grows" in line
+    assert "stays_private=True avoids it" in line
+    assert run.engine.privacy_event.num_steps == 6
+
+
+def test_a_public_checkpoint_of_dice_sgd_costs_nothing(make_dice, tmp_path, caplog):
+    run = make_dice()
+    run.epoch()
+    run.engine.save_checkpoint(path=tmp_path / "checkpoint.pt")
+    assert "counts as a release" not in caplog.text

@@ -622,6 +622,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 self.accountant.assume(_PRIVATE_CHECKPOINTS)
             else:
                 self.release()
+                _log_release(self._optimizer.run)
             module, optimizer = module or self._modules[-1], optimizer or self._optimizer
             checkpoint_dict = {
                 **(checkpoint_dict or {}),
@@ -758,6 +759,17 @@ def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> N
             "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
             "ADD_OR_REMOVE_ONE: the divisor would be the number of records, which is what adding "
             "or removing changes. Use REPLACE_SPECIAL (a record against one with zero gradient)."
+        )
+
+
+def _log_release(run: Run) -> None:
+    """Says what a public checkpoint costs, where it costs anything."""
+    if run.num_steps and not run.releases_every_iterate:
+        _logger.warning(
+            "The checkpoint after step %d counts as a release. If this was the last step, that "
+            "costs nothing; if the run goes on, its epsilon grows, because it covers this model "
+            "and the last one. stays_private=True avoids it for a file that nobody else sees.",
+            run.num_steps,
         )
 
 
