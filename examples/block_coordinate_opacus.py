@@ -79,8 +79,7 @@ def main():
     logging.basicConfig(format="%(message)s")
     for message in ("Secure RNG turned off", "Full backward hook"):
         warnings.filterwarnings("ignore", message=message)
-    # Makes the output repeatable. Never seed the noise of a model that you release.
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # repeats the initial models; the noise has a generator of its own
     data, test = load_data()
 
     linear = nn.Linear(data.tensors[0].shape[1], CLASSES, bias=False)

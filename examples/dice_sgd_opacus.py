@@ -101,11 +101,9 @@ def main():
     parser.add_argument("--clip-norm", type=float, default=0.2, help="C1, and C2 of the error")
     parser.add_argument("--batch-size", type=int, default=150)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="of the noise; batches have none")
     options = parser.parse_args()
     # Known and harmless here: Opacus' backward hook on a first layer, and secure mode is off.
     warnings.filterwarnings("ignore", message="Full backward hook|Secure RNG turned off")
-    torch.manual_seed(options.seed)
 
     data, test = load_data()
     clip, bound = options.clip_norm, GRADIENT_BOUND

@@ -92,8 +92,6 @@ def main():
     # the RDP accountant that its PRV accountant starts from.
     for message in ("Secure RNG turned off", "Full backward hook", "Optimal order is the largest"):
         warnings.filterwarnings("ignore", message=message)
-    # Makes the output repeatable. Never seed the noise of a model that you release.
-    torch.manual_seed(0)
 
     data, test = load_data()
     criterion = nn.CrossEntropyLoss()

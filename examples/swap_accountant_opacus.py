@@ -41,7 +41,6 @@ def main():
     options = parser.parse_args()
     for message in ("Secure RNG turned off", "Full backward hook"):
         warnings.filterwarnings("ignore", message=message)
-    torch.manual_seed(0)  # to repeat the output; never seed the noise of a model that you release
 
     train, (test_features, test_labels) = load_data()
     model = nn.Linear(64, 10, bias=False)

@@ -153,7 +153,7 @@ def calibrated_without_declaration():
     train(target_epsilon=1.0, epochs=2)
 
 
-# --- row 60: loaders that cannot be read, or whose order is known ---------------------------------
+# --- row 66: loaders that cannot be read, or whose order is known ---------------------------------
 
 
 def drawn_with_replacement():
@@ -231,7 +231,7 @@ def loader_of_the_other_engine():
     loop.accountant.declare_run()
 
 
-# --- row 60: steps that are not about the batches of the loader -----------------------------------
+# --- row 66: steps that are not about the batches of the loader -----------------------------------
 
 
 def loop_on(**arguments):
@@ -351,30 +351,30 @@ MISUSES = [
     (57, two_processes(poisson_from_all_records_in_each), "Expected one process, got 2"),
     (58, calibrated_and_declared, "Expected a Poisson loader.*in make_private_with_epsilon"),
     (58, calibrated_without_declaration, "Expected a Poisson loader.*make_private_with_epsilon"),
-    (60, drawn_with_replacement, "sampler=WeightedRandomSampler"),
-    (60, batches_of_a_sampler_of_ones_own, "batch_sampler=OwnBatches"),
-    (60, records_repeated, "an index twice"),
-    (60, rest_dropped_after_shuffling, "drop_last=True leaves out other records"),
-    (60, rest_kept, "batch_size that divides the 65 records, got 10"),
-    (60, hook_by_hand, r"a loader to read, got none.*data_loader="),
-    (60, loader_of_the_other_engine, "OrderedDataLoader that HiddenStatePrivacyEngine made"),
-    (60, shuffled_by_a_seeded_script, r"a script seeded \(with 0\)"),
-    (60, shuffled_by_a_seeded_generator, r"a script seeded \(with 1\)"),
-    (60, shuffled_by_a_new_generator, r"a script seeded \(torch.Generator\(\)\)"),
-    (60, shuffled_by_a_generator_that_is_seeded_later, r"step 7: .*a script seeded \(with 1\)"),
-    (60, batch_left_out, r"1 are waiting\), but no step was taken"),
-    (60, poisson_batch_left_out, "no step was taken on it|rows, expected the"),
-    (60, batch_used_twice, f"step 2: .*{NO_NEW_BATCH} 1"),
-    (60, epoch_broken_off, "step 3: .*used batch 0 of the loader"),
-    (60, other_loader, f"step 1: .*{NO_NEW_BATCH} 0"),
-    (60, original_loader, f"step 1: .*{NO_NEW_BATCH} 0"),
-    (60, two_passes_at_once, "went on after another one had been started"),
-    (60, batches_fetched_in_advance, "no step was taken on it"),
-    (60, rows_left_out, r"step 1 used \d+ rows, expected the \d+ records of its batch"),
-    (60, sampler_replaced, "step 7: the sampler of the loader was changed"),
-    (60, sampling_rate_raised, "step 1: the sampler of the loader was changed"),
-    (60, order_of_the_records_changed, "step 7: batch 0 of the loader holds other records"),
-    (60, pieces_with_a_criterion, "only the last can be held against the criterion"),
+    (66, drawn_with_replacement, "sampler=WeightedRandomSampler"),
+    (66, batches_of_a_sampler_of_ones_own, "batch_sampler=OwnBatches"),
+    (66, records_repeated, "an index twice"),
+    (66, rest_dropped_after_shuffling, "drop_last=True leaves out other records"),
+    (66, rest_kept, "batch_size that divides the 65 records, got 10"),
+    (66, hook_by_hand, r"a loader to read, got none.*data_loader="),
+    (66, loader_of_the_other_engine, "OrderedDataLoader that HiddenStatePrivacyEngine made"),
+    (66, shuffled_by_a_seeded_script, r"a script seeded \(with 0\)"),
+    (66, shuffled_by_a_seeded_generator, r"a script seeded \(with 1\)"),
+    (66, shuffled_by_a_new_generator, r"a script seeded \(torch.Generator\(\)\)"),
+    (66, shuffled_by_a_generator_that_is_seeded_later, r"step 7: .*a script seeded \(with 1\)"),
+    (66, batch_left_out, r"1 are waiting\), but no step was taken"),
+    (66, poisson_batch_left_out, "no step was taken on it|rows, expected the"),
+    (66, batch_used_twice, f"step 2: .*{NO_NEW_BATCH} 1"),
+    (66, epoch_broken_off, "step 3: .*used batch 0 of the loader"),
+    (66, other_loader, f"step 1: .*{NO_NEW_BATCH} 0"),
+    (66, original_loader, f"step 1: .*{NO_NEW_BATCH} 0"),
+    (66, two_passes_at_once, "went on after another one had been started"),
+    (66, batches_fetched_in_advance, "no step was taken on it"),
+    (66, rows_left_out, r"step 1 used \d+ rows, expected the \d+ records of its batch"),
+    (66, sampler_replaced, "step 7: the sampler of the loader was changed"),
+    (66, sampling_rate_raised, "step 1: the sampler of the loader was changed"),
+    (66, order_of_the_records_changed, "step 7: batch 0 of the loader holds other records"),
+    (66, pieces_with_a_criterion, "only the last can be held against the criterion"),
 ]
 
 

@@ -165,7 +165,7 @@ def refuse_repeated_records(dataset: Any) -> None:
         refuse_repeated_records(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
-             refuse_repeated_records(part)
+            refuse_repeated_records(part)
         if _has_repeated_records(dataset):
             raise UnsupportedRunError(
                 "Expected every record once per epoch, got a ConcatDataset that holds a record "
