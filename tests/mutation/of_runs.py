@@ -31,8 +31,8 @@ MUTATIONS = (
     Mutation(
         "dice_looks_like_dp_sgd_in_a_history",
         "runs/dice_sgd.py",
-        "[(0.0, self",
-        "[(1.0, self",
+        "[(0.0, told",
+        "[(1.0, told",
         _RUN_TESTS,
     ),
     Mutation(

@@ -75,7 +75,7 @@ class Loop:
             module=self.model,
             optimizer=torch.optim.SGD(self.model.parameters(), lr=0.01),
             data_loader=self.loader,
-            poisson_sampling=False,
+            poisson_sampling=kind != "stock declared",
             **NOISE | arguments,
         )
 

@@ -278,3 +278,46 @@ def test_parameters_on_two_devices(monkeypatch):
     hook = HiddenStateAccountant().get_optimizer_hook_fn(sample_rate=0.1)
     with pytest.raises(hsa.UnsupportedRunError, match=r"one device, got \['cpu', 'meta'\]"):
         hook(optimizer)
+
+
+# --- which records a batch holds ------------------------------------------------------------------
+
+
+def sizes_of_batches(**arguments):
+    loop = Loop("DPOptimizer", **arguments)
+    torch.manual_seed(SEED)
+    return [len(labels) for _ in range(8) for _, labels in loop.loader]
+
+
+def test_a_seed_tells_nothing_about_the_batches():
+    """Whoever knows which batches hold a record gains all that sampling takes away."""
+    assert sizes_of_batches() != sizes_of_batches()
+
+
+def test_a_generator_of_the_loader_stays():
+    generator = torch.Generator().manual_seed(SEED)
+    data = TensorDataset(torch.randn(RECORDS, 4), torch.arange(RECORDS) % 3)
+    loader = DataLoader(data, batch_size=BATCH, generator=generator)
+    engine = PrivacyEngine(accountant="hidden_state")
+    model = nn.Linear(4, 3)
+    *_, made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+    )
+    assert made.batch_sampler.generator is generator
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_whose_coins_they_are_is_listed(is_own):
+    loop = Loop("DPOptimizer")
+    if not is_own:
+        loop.loader.batch_sampler.generator = torch.Generator()
+    loop.engine.accountant.declare_run()
+    list(loop.steps())
+    checked = "checked: Poisson batches drawn by a generator of the run's own"
+    declared = "declared: nobody ever learns the seed of the generator that drew the Poisson"
+    assert any(line.startswith(checked if is_own else declared) for line in loop.assumptions)
+    assert not any(line.startswith(declared if is_own else checked) for line in loop.assumptions)

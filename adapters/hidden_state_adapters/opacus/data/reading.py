@@ -101,7 +101,7 @@ class LoaderReading:
 def _settings(batches: Any) -> tuple[Any, ...]:
     """What decides the batches of a sampler, but for the records in a fixed order."""
     sampler = getattr(batches, "sampler", None)
-    names = ("batch_size", "drop_last", "sample_rate", "num_samples", "total_size")
+    names = ("batch_size", "drop_last", "sample_rate", "num_samples", "total_size", "generator")
     return (
         sampler,
         *(getattr(batches, name, None) for name in names),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, BatchOrder
+from hidden_state_adapters.opacus.data.coins import has_own_coins
 from hidden_state_adapters.opacus.data.reading import LoaderReading
 
 _SECRETS = {
@@ -12,9 +13,13 @@ _SECRETS = {
     "or its seed",
     BatchOrder.RESHUFFLED: "nobody ever learns the orders of the batches, or the seed of torch's "
     "generator that drew them",
-    BatchOrder.POISSON: "nobody ever learns which records were drawn, the sizes of the batches, or "
-    "the seed of torch's generator that drew them",
+    BatchOrder.POISSON: "nobody ever learns which records were drawn, or the sizes of the batches",
 }
+_SEED = "nobody ever learns the seed of the generator that drew the Poisson batches"
+OWN_COINS = Assumption.checked(
+    "Poisson batches drawn by a generator of the run's own, whose state the operating system drew "
+    "and no seed of the program reaches"
+)
 
 
 def batch_assumptions(
@@ -22,10 +27,14 @@ def batch_assumptions(
 ) -> tuple[Assumption, ...]:
     """What was read about the batches and is followed in every step, and who knows them."""
     texts = [_SECRETS[order]] if order in _SECRETS else []
+    are_own = has_own_coins(reading.sampler)
+    if order is BatchOrder.POISSON and not are_own:
+        texts.append(_SEED)
     if order is BatchOrder.POISSON and relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
         texts.append("the sampling rate and the divisor of the batches are public constants")
     return (
         Assumption.checked(f"the loader deals {reading.description}; one step for each batch"),
+        *([OWN_COINS] if are_own else []),
         *(Assumption.declared(text) for text in texts),
     )
 

@@ -11,6 +11,7 @@ from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.coins import take_over_coins
 from hidden_state_adapters.opacus.data.reading import is_poisson, read_loader
 from hidden_state_adapters.opacus.guards.row_counts import RowCounts
 from hidden_state_adapters.opacus.run.stock import StockRun
@@ -56,6 +57,7 @@ class StockLoop:
         if frame is None:
             return cls(sample_rate)
         made = frame.f_locals
+        take_over_coins(made.get("data_loader"))
         calibration = _frame_of("make_private_with_epsilon", accountant, frame)
         return cls(
             sample_rate,
