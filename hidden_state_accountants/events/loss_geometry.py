@@ -180,7 +180,7 @@ class LossGeometry:
             feature_norm: B, a bound on the L2 norm of every record's features.
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         return cls.generalized_linear(square / 4, math.sqrt(square))
 
     @classmethod
@@ -189,7 +189,7 @@ class LossGeometry:
 
         Any number of classes; the targets may be probabilities. See `logistic` for the arguments.
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         return cls.convex(square / 2, math.sqrt(2 * square))
 
     @classmethod
@@ -203,7 +203,7 @@ class LossGeometry:
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
             scale: 1 for half the squared error, 2 for torch.nn.MSELoss with one output.
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         return cls.generalized_linear(validate.real("scale", scale, above=0) * square)
 
     @classmethod
@@ -215,7 +215,7 @@ class LossGeometry:
             threshold: The residual at which the loss turns linear (torch.nn.HuberLoss: delta).
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         threshold = validate.real("threshold", threshold, above=0)
         return cls.generalized_linear(square, threshold * math.sqrt(square))
 
@@ -298,7 +298,8 @@ class LossGeometry:
     to_named_tuple = dp_event.DpEvent.to_named_tuple
 
 
-def _square_norm(feature_norm: float, bias: bool) -> float:
+def square_norm(feature_norm: float, bias: bool) -> float:
+    """The largest square of the norm of a record's features, with a 1 appended for a bias."""
     if not isinstance(bias, bool):
         raise TypeError(f"Expected bias to be True or False, got {bias!r}.")
     norm = validate.real("feature_norm", feature_norm, above=0)
@@ -314,7 +315,7 @@ def _envelope(
     longest: float,
 ) -> tuple[float, float]:
     """Smoothness and gradient bound of an envelope of a loss with gradients up to `longest`."""
-    square = _square_norm(feature_norm, bias)
+    square = square_norm(feature_norm, bias)
     smoothing = validate.magnitude("smoothing", smoothing)
     clip_norm = min(validate.magnitude("clip_norm", clip_norm, positive=True), longest)
     return square / (inverse_curvature + smoothing), clip_norm * math.sqrt(square)

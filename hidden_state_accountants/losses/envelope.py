@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.losses import scalar
 from hidden_state_accountants.losses.arrays import NUMPY
 from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
 
+LEAST_SOFTMAX_CLIP_NORM = 0.01
 _BLOCK = 2**15  # numbers of an array that is worked on: all of them together fit into the cache
 
 
@@ -36,13 +38,20 @@ class LossValues:
     gradient: np.ndarray
 
 
-def check_clip_norm(value: object) -> float:
-    """Returns a clip norm: a positive number.
+def check_clip_norm(value: object, *, least: float = 0.0) -> float:
+    """Returns a clip norm: a positive number, not below `least`.
 
     Raises:
         TypeError, ValueError: It is none.
     """
-    return validate.magnitude("clip_norm", value, positive=True)
+    clip_norm = validate.magnitude("clip_norm", value, positive=True)
+    if clip_norm < least:
+        raise ValueError(
+            f"Expected clip_norm >= {least:g} for softmax cross-entropy, got {clip_norm!r}: the "
+            "difference of probabilities and target loses too many digits in shorter gradients. "
+            "Raise it; it is the norm in the logits, for gradients of up to sqrt(2)."
+        )
+    return clip_norm
 
 
 def check_smoothing(value: object, *, needed_by: str = "") -> float:
@@ -101,8 +110,7 @@ def envelope_smoothing(
         )
     curvature = validate.real("curvature", curvature, above=0, allow_inf=True)
     stretch = validate.real("batch_stretch", batch_stretch, minimum=1)
-    square = validate.real("feature_norm", feature_norm, above=0) ** 2 + (1.0 if bias else 0.0)
-    needed = rate * stretch * square / (2 * (1 - rate * decay))
+    needed = rate * stretch * square_norm(feature_norm, bias) / (2 * (1 - rate * decay))
     # Rounded up, so that no rounding later makes the step longer than what was asked for.
     return max(0.0, needed * (1 + 1e-12) - 1 / curvature)
 
@@ -118,7 +126,7 @@ def softmax_cross_entropy(
     Args:
         logits: Shape (records, classes), at least two classes.
         targets: Classes, shape (records,), or probabilities, shape (records, classes).
-        clip_norm: C.
+        clip_norm: C, from 0.01 on.
         smoothing: m >= 0.
 
     Raises:
@@ -130,9 +138,8 @@ def softmax_cross_entropy(
             f"Expected logits of shape (records, classes) with two classes or more, got {z.shape}."
         )
     t = _probabilities(np.asarray(targets), z.shape)
-    return LossValues(
-        *softmax_envelope(z, t, check_clip_norm(clip_norm), check_smoothing(smoothing))
-    )
+    clip_norm = check_clip_norm(clip_norm, least=LEAST_SOFTMAX_CLIP_NORM)
+    return LossValues(*softmax_envelope(z, t, clip_norm, check_smoothing(smoothing)))
 
 
 def softmax_envelope(

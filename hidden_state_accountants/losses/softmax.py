@@ -31,8 +31,6 @@ TOLERANCE = 1e-12
 SMALL_STEP = 1e-13
 """Square of a step after which everything is solved: Newton's method is quadratic."""
 
-_LARGEST_DISTANCE = 2.0  # of two points of a simplex is sqrt(2): more is no bound
-
 
 class Point(NamedTuple):
     """Where the search for the gradients is.
@@ -70,9 +68,15 @@ class SoftmaxEnvelope:
     def of(
         cls, arrays: Arrays, logits: Array, targets: Array, clip_norm: float, smoothing: float
     ) -> SoftmaxEnvelope:
-        """The problems for logits that need not be centred."""
+        """The problems for logits that need not be centred.
+
+        No two points of the simplex are further apart than sqrt(2), so that a larger clip norm is
+        none. One a little below cuts off so little that nothing certifies where: 1.41 takes its
+        place, and no gradient is longer than what was asked for.
+        """
         centred = logits - arrays.largest(logits)
-        return cls(arrays, centred, targets, min(clip_norm, _LARGEST_DISTANCE), smoothing)
+        clip_norm = min(clip_norm, 2.0 if clip_norm >= math.sqrt(2) else 1.41)
+        return cls(arrays, centred, targets, clip_norm, smoothing)
 
     def start(self) -> tuple[Point, Array]:
         """The softmax, pulled towards the target until it lies in the ball.
@@ -192,15 +196,18 @@ class SoftmaxEnvelope:
 
     def rescue_start(self) -> Rescue:
         """The bracket that holds r."""
-        xp, z, m = self.arrays, self.logits, self.smoothing
+        xp, z = self.arrays, self.logits
         classes = z.shape[0]
         centred = z - xp.total(z) / classes
         c = self.clip_norm
         most = xp.sqrt(xp.total(centred * centred)) / c + math.log(classes) / c**2
-        most = xp.maximum(most, m) * (1 + 1e-9)
-        least = m + 0.0 * most
-        ridge = xp.maximum(least, 1e-9)
-        return Rescue(ridge, least, most, -ridge / TINY, most < 0)
+        most = xp.maximum(most, self._least_ridge) * (1 + 1e-9)
+        least = self._least_ridge + 0.0 * most
+        return Rescue(least, least, most, 0.0 * most - math.inf, most < 0)
+
+    @property
+    def _least_ridge(self) -> float:
+        return max(self.smoothing, TINY)  # it has a logarithm
 
     def rescue_step(self, state: Rescue) -> Rescue:
         """One step in lambda, or where lambda is solved in r."""
@@ -214,7 +221,7 @@ class SoftmaxEnvelope:
         y = p - t
         squares = xp.total(y * y)
         excess = xp.sqrt(squares) / c - 1.0
-        is_least = (r <= self.smoothing + 1e-9) & (excess <= 0)
+        is_least = (r <= self._least_ridge) & (excess <= 0)
         ends = (xp.abs(excess) <= 3e-15) | (most - least <= 4e-16 * most) | is_least
         done = done | (is_level & ends)
         least = xp.where(is_level & (excess > 0), r, least)
@@ -229,8 +236,12 @@ class SoftmaxEnvelope:
         return Rescue(ridge, least, most, level, done)
 
     def rescue_end(self, state: Rescue) -> Point:
-        """What the bracket closed on."""
-        return self._at(state.ridge, state.level)[0]
+        """What the bracket closed on, after one of Newton's steps where that is better."""
+        found = self._at(state.ridge, state.level)[0]._replace(ridge=state.ridge - TINY)
+        polished, _ = self.newton_step(found)
+        is_better = self.error(polished) < self.error(found)
+        where = self.arrays.where
+        return Point(*(where(is_better, a, b) for a, b in zip(polished, found, strict=True)))
 
     def _at(self, ridge: Array, level: Array) -> tuple[Point, Array, Array]:
         """p for (r, lambda), normalised; lambda, not below every root; and the sum before."""

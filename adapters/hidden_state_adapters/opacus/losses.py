@@ -76,10 +76,11 @@ class EnvelopeLoss(nn.Module):
 
     curvature: float
     _kink: ClassVar[str] = ""
+    _least_clip_norm: ClassVar[float] = 0.0
 
     def __init__(self, clip_norm: float, smoothing: float = 0.0, reduction: str = "mean"):
         super().__init__()
-        self.clip_norm = envelope.check_clip_norm(clip_norm)
+        self.clip_norm = envelope.check_clip_norm(clip_norm, least=self._least_clip_norm)
         self.smoothing = envelope.check_smoothing(smoothing, needed_by=self._kink)
         if reduction not in _REDUCTIONS:
             raise ValueError(
@@ -131,7 +132,7 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     logits of the record); one that is not is not a number.
 
     Args:
-        clip_norm: C; from sqrt(2) on it never acts.
+        clip_norm: C, from 0.01 on; from sqrt(2) on it never acts.
         smoothing: m >= 0; of more than 0 is a smaller Lipschitz constant of the gradient.
         reduction: As for torch's criteria.
 
@@ -140,6 +141,7 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     """
 
     curvature = 0.5
+    _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
         """See `EnvelopeLoss.geometry`."""

@@ -61,6 +61,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
     curvature: float
     _kink: ClassVar[str] = ""
+    _least_clip_norm: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
         name: str | None = None,
     ):
         super().__init__(reduction=reduction, name=name)
-        self.clip_norm = envelope.check_clip_norm(clip_norm)
+        self.clip_norm = envelope.check_clip_norm(clip_norm, least=self._least_clip_norm)
         self.smoothing = envelope.check_smoothing(smoothing, needed_by=self._kink)
 
     def get_config(self) -> dict[str, Any]:
@@ -99,7 +100,9 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
         @tf.custom_gradient
         def losses(predictions: Any) -> tuple[Any, Callable[[Any], Any]]:
-            values, gradients = self._evaluate(tf.cast(predictions, tf.float64), y_true)
+            # A tape would follow every step of the solver, only to be told the gradients below.
+            known = tf.cast(tf.stop_gradient(predictions), tf.float64)
+            values, gradients = self._evaluate(known, y_true)
             gradients = tf.cast(gradients, predictions.dtype)
 
             def backward(weights: Any) -> Any:
@@ -123,7 +126,7 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
     to 1e-12 (1 + the largest difference of two logits of the example).
 
     Args:
-        clip_norm: C; from sqrt(2) on it never acts.
+        clip_norm: C, from 0.01 on; from sqrt(2) on it never acts.
         smoothing: m >= 0; of more than 0 is a smaller Lipschitz constant of the gradient.
         reduction: As for Keras' losses; "none" for private training.
         name: Of the loss.
@@ -133,6 +136,7 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
     """
 
     curvature = 0.5
+    _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
         """See `EnvelopeLoss.geometry`."""
