@@ -247,14 +247,15 @@ def squared_error(
         TypeError, ValueError: An argument has an impossible value.
     """
     z, t = _same_shape(predictions, targets)
-    value, gradient = scalar.squared_error(
-        NUMPY,
-        z.reshape(len(z), -1).T,
-        t.reshape(len(t), -1).T,
-        check_clip_norm(clip_norm),
-        check_smoothing(smoothing),
-        validate.real("scale", scale, above=0),
-    )
+    with np.errstate(over="ignore"):
+        value, gradient = scalar.squared_error(
+            NUMPY,
+            z.reshape(len(z), -1).T,
+            t.reshape(len(t), -1).T,
+            check_clip_norm(clip_norm),
+            check_smoothing(smoothing),
+            validate.real("scale", scale, above=0),
+        )
     return LossValues(value, gradient.T.reshape(z.shape))
 
 

@@ -88,16 +88,17 @@ class SoftmaxEnvelope:
         xp, z, t = self.arrays, self.logits, self.targets
         exponentials = xp.exp(z)
         sums = xp.total(exponentials)
-        log_p = z - xp.log(sums)
-        y = exponentials / sums - t
+        log_softmax, softmax = z - xp.log(sums), exponentials / sums
+        y = softmax - t
         share = xp.minimum(self.clip_norm / xp.maximum(xp.sqrt(xp.total(y * y)), TINY), 1.0)
+        is_pulled = share < 1.0
         y = share * y
-        p = t + y
+        p = (1.0 - share) * t + share * softmax
         # Where p underflows its logarithm is that of the softmax and the share.
-        log_p = xp.maximum(xp.log(xp.maximum(p, TINY)), log_p + xp.log(share))
+        log_p = xp.maximum(xp.log(xp.maximum(p, TINY)), log_softmax + xp.log(share))
+        log_p = xp.where(is_pulled, log_p, log_softmax)
         # The ridge for which z - log p - ridge * y is as short as possible.
         ridge = xp.total((z - log_p) * y) / xp.maximum(xp.total(y * y), TINY)
-        is_pulled = share < 1.0
         ridge = xp.where(is_pulled, xp.maximum(ridge, self.smoothing), self.smoothing + 0.0 * share)
         return Point(log_p, p, ridge), is_pulled
 
