@@ -152,7 +152,7 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         probabilities = _probabilities(predictions, targets)
         c, m = self.clip_norm, self.smoothing
-        if predictions.device.type == "cpu":
+        if _is_on_host(predictions):
             pair = envelope.softmax_envelope(predictions.numpy(), probabilities.numpy(), c, m)
             return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
         logits, probabilities = predictions.T.double().contiguous(), probabilities.T.contiguous()
@@ -331,12 +331,17 @@ def _columns(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double().reshape(len(tensor), tensor.shape[1] if tensor.dim() == 2 else 1).T
 
 
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether NumPy can have it, whose operations on small arrays cost half as much."""
+    return tensor.device.type == "cpu"
+
+
 def _arrays(tensor: torch.Tensor) -> Arrays:
-    return NUMPY if tensor.device.type == "cpu" else _TORCH
+    return NUMPY if _is_on_host(tensor) else _TORCH
 
 
 def _host(tensor: torch.Tensor) -> Array:
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    return tensor.numpy() if _is_on_host(tensor) else tensor
 
 
 def _back(array: Array) -> torch.Tensor:
