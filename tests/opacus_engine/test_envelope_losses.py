@@ -26,10 +26,6 @@ from hidden_state_adapters.opacus import (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def tensors(*arrays, dtype=torch.float64):
-    return tuple(torch.tensor(a, dtype=dtype) for a in arrays)
-
-
 def losses_and_gradients(criterion, predictions, targets):
     predictions = predictions.clone().requires_grad_()
     value = criterion(predictions, targets)
