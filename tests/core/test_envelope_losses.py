@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import NeighboringRelation
 from envelopes import batch, bisected_gradient
 from scipy.optimize import minimize, minimize_scalar
 
@@ -14,6 +15,7 @@ from hidden_state_accountants.losses import envelope, scalar
 from hidden_state_accountants.losses import softmax as solver
 from hidden_state_accountants.losses.arrays import NUMPY
 from hidden_state_accountants.process.geometry import update_lipschitz
+from hidden_state_accountants.process.noisy_process import sampled_process
 
 SETTINGS = list(itertools.product([0.03, 0.3, 1.0, 1.35, 5.0], [0.0, 0.5, 20.0]))
 
@@ -258,14 +260,14 @@ def test_scalar_values_are_the_infimal_convolution(name, smoothing, clip_norm):
         assert value == pytest.approx(best.fun, rel=1e-8, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", SCALARS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.05, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize(
+    ("name", "smoothing"),
+    [*itertools.product(SCALARS, [0.05, 1.0, 30.0, 1e6]), ("logistic", 0.0), ("squared", 0.0)],
+)
 @pytest.mark.parametrize("clip_norm", [0.1, 0.7, 5.0])
 def test_scalar_gradients(name, smoothing, clip_norm):
     """Slopes of the values, no longer than C, nondecreasing, with slopes of at most M'."""
     _, loss, targets, curvature = SCALARS[name]
-    if name == "hinge" and smoothing == 0:
-        pytest.skip("the hinge loss needs a smoothing")
     z = np.sort(np.concatenate([np.linspace(-8, 8, 801), [-1e4, -200.0, 200.0, 1e4, 1e7]]))
     for t in targets:
         found = loss(z, np.full_like(z, t), clip_norm=clip_norm, smoothing=smoothing)
@@ -381,6 +383,27 @@ def test_the_smoothing_makes_the_step_contract_as_decay_does(curvature, rate, de
         assert modulus(smoothing * 0.999 - 1e-3) > 1 - rate * decay
     else:
         assert modulus(0.0) == pytest.approx(1 - rate * decay, rel=1e-14)
+
+
+def test_poisson_batches_up_to_their_cap_contract_as_decay_does():
+    smoothing = hsa.envelope_smoothing(
+        6.0, curvature=0.5, feature_norm=1.0, weight_decay=0.01, batch_stretch=14 / 10
+    )
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=2.0,
+        learning_rate=6.0,
+        weight_decay=0.01,
+        clip_norm=0.3,
+        batch_size=10,
+        dataset_size=100,
+        num_steps=20,
+        batch_order="poisson",
+        max_batch_size=14,
+        loss=LossGeometry.envelope_softmax_cross_entropy(1.0, clip_norm=0.3, smoothing=smoothing),
+    )
+    relation = NeighboringRelation.REPLACE_SPECIAL
+    np.testing.assert_allclose(sampled_process(event, relation, 14).contraction, 0.94, rtol=1e-14)
+    assert sampled_process(event, relation, 16).contraction.min() > 0.94
 
 
 @pytest.mark.parametrize(
