@@ -28,6 +28,7 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.losses.envelope import envelope_smoothing
 from hidden_state_accountants.paper_accountants import (
     BlockCoordinateAccountant,
     ChienLiAccountant,
@@ -75,5 +76,6 @@ __all__ = [
     "clipped_update_lipschitz",
     "compare",
     "compose_guarantees",
+    "envelope_smoothing",
     "shifted_gdp_mu",
 ]

@@ -65,13 +65,15 @@ def _loss_fields(
         float | None, _option("Gradient norm bound before clipping.", _LOSS)
     ] = None,
     feature_norm: Annotated[
-        float | None, _option("Of logistic, softmax_cross_entropy, squared_error, huber.", _LOSS)
+        float | None, _option("Of the losses of linear models: logistic, huber, ...", _LOSS)
     ] = None,
     bias: Annotated[
         bool | None, _option("Whether a bias is trained as well.", _LOSS, "--bias/--no-bias")
     ] = None,
     threshold: Annotated[float | None, _option("Of huber.", _LOSS)] = None,
     scale: Annotated[float | None, _option("Of squared_error.", _LOSS)] = None,
+    loss_clip_norm: Annotated[float | None, _option("Of envelope losses.", _LOSS)] = None,
+    smoothing: Annotated[float | None, _option("Of envelope losses.", _LOSS)] = None,
 ) -> None: ...
 
 
@@ -121,6 +123,7 @@ def with_run(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(**values: Any) -> Any:
         fields = {name: values.pop(name) for name in _RUN_FIELDS}
         losses = {name: values.pop(name) for name in _LOSS_FIELDS}
+        losses["clip_norm"] = losses.pop("loss_clip_norm")  # --clip-norm is that of the run
         delta, relation = (
             values.pop(name) if name in accounting else None for name in ("delta", "relation")
         )

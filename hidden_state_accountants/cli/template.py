@@ -25,6 +25,11 @@ feature_norm = 1.0          # every record's features have at most this norm
 # kind = "logistic"         # feature_norm, bias
 # kind = "squared_error"    # feature_norm, bias, scale
 # kind = "huber"            # feature_norm, threshold, bias
+# The envelope losses of the adapters: feature_norm, clip_norm (of the loss), smoothing, bias.
+# kind = "envelope_softmax_cross_entropy"
+# kind = "envelope_logistic"
+# kind = "envelope_hinge"
+# kind = "envelope_squared_error"  # and scale
 # kind = "convex"           # smoothness, lipschitz (optional in all that follow)
 # kind = "strongly_convex"  # smoothness, strong_convexity
 # kind = "weakly_convex"    # smoothness, weak_convexity

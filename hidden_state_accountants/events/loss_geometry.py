@@ -180,7 +180,7 @@ class LossGeometry:
             feature_norm: B, a bound on the L2 norm of every record's features.
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         return cls.generalized_linear(square / 4, math.sqrt(square))
 
     @classmethod
@@ -189,7 +189,7 @@ class LossGeometry:
 
         Any number of classes; the targets may be probabilities. See `logistic` for the arguments.
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         return cls.convex(square / 2, math.sqrt(2 * square))
 
     @classmethod
@@ -203,7 +203,7 @@ class LossGeometry:
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
             scale: 1 for half the squared error, 2 for torch.nn.MSELoss with one output.
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         return cls.generalized_linear(validate.real("scale", scale, above=0) * square)
 
     @classmethod
@@ -215,9 +215,68 @@ class LossGeometry:
             threshold: The residual at which the loss turns linear (torch.nn.HuberLoss: delta).
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
         """
-        square = _square_norm(feature_norm, bias)
+        square = square_norm(feature_norm, bias)
         threshold = validate.real("threshold", threshold, above=0)
         return cls.generalized_linear(square, threshold * math.sqrt(square))
+
+    @classmethod
+    def envelope_softmax_cross_entropy(
+        cls, feature_norm: float, bias: bool = False, *, clip_norm: float, smoothing: float = 0.0
+    ) -> LossGeometry:
+        """The envelope of softmax cross-entropy; M = B**2/(2 + smoothing), gradient norm C*B.
+
+        The envelope of a loss is convex and has no gradient longer than clip_norm in the logits,
+        so that a clip norm of at least C*B in the parameters never acts: docs/theory/envelope.md.
+        `hidden_state_accountants.envelope_smoothing` chooses the smoothing for a learning rate.
+
+        Args:
+            feature_norm: B, a bound on the L2 norm of every record's features.
+            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+            clip_norm: C, of the loss; at most sqrt(2) matters here.
+            smoothing: m >= 0.
+        """
+        bounds = _envelope(feature_norm, bias, 2.0, clip_norm, smoothing, math.sqrt(2))
+        return cls.convex(*bounds)
+
+    @classmethod
+    def envelope_logistic(
+        cls, feature_norm: float, bias: bool = False, *, clip_norm: float, smoothing: float = 0.0
+    ) -> LossGeometry:
+        """The envelope of binary cross-entropy; M = B**2/(4 + smoothing), gradient norm C*B.
+
+        See `envelope_softmax_cross_entropy`; at most a clip norm of 1 matters here.
+        """
+        bounds = _envelope(feature_norm, bias, 4.0, clip_norm, smoothing, 1.0)
+        return cls.generalized_linear(*bounds)
+
+    @classmethod
+    def envelope_hinge(
+        cls, feature_norm: float, bias: bool = False, *, clip_norm: float, smoothing: float
+    ) -> LossGeometry:
+        """The envelope of the hinge loss; M = B**2/smoothing, gradient norm C*B.
+
+        See `envelope_softmax_cross_entropy`; at most a clip norm of 1 matters here.
+        """
+        smoothing = validate.magnitude("smoothing", smoothing, positive=True)
+        bounds = _envelope(feature_norm, bias, 0.0, clip_norm, smoothing, 1.0)
+        return cls.generalized_linear(*bounds)
+
+    @classmethod
+    def envelope_squared_error(
+        cls,
+        feature_norm: float,
+        bias: bool = False,
+        *,
+        clip_norm: float,
+        smoothing: float = 0.0,
+        scale: float = 1.0,
+    ) -> LossGeometry:
+        """The envelope of (scale/2) |prediction - target|**2, of any number of outputs.
+
+        M = B**2/(1/scale + smoothing), gradient norm C*B. See `envelope_softmax_cross_entropy`.
+        """
+        inverse = 1 / validate.real("scale", scale, above=0)
+        return cls.convex(*_envelope(feature_norm, bias, inverse, clip_norm, smoothing, math.inf))
 
     def __repr__(self) -> str:
         arguments = [
@@ -239,8 +298,24 @@ class LossGeometry:
     to_named_tuple = dp_event.DpEvent.to_named_tuple
 
 
-def _square_norm(feature_norm: float, bias: bool) -> float:
+def square_norm(feature_norm: float, bias: bool) -> float:
+    """The largest square of the norm of a record's features, with a 1 appended for a bias."""
     if not isinstance(bias, bool):
         raise TypeError(f"Expected bias to be True or False, got {bias!r}.")
     norm = validate.real("feature_norm", feature_norm, above=0)
     return norm * norm + (1.0 if bias else 0.0)
+
+
+def _envelope(
+    feature_norm: float,
+    bias: bool,
+    inverse_curvature: float,
+    clip_norm: float,
+    smoothing: float,
+    longest: float,
+) -> tuple[float, float]:
+    """Smoothness and gradient bound of an envelope of a loss with gradients up to `longest`."""
+    square = square_norm(feature_norm, bias)
+    smoothing = validate.magnitude("smoothing", smoothing)
+    clip_norm = min(validate.magnitude("clip_norm", clip_norm, positive=True), longest)
+    return square / (inverse_curvature + smoothing), clip_norm * math.sqrt(square)

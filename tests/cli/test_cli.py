@@ -119,6 +119,10 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
         ("logistic --feature-norm 2 --bias", hsa.LossGeometry.logistic(2.0, True)),
         ("huber --feature-norm 2 --threshold 1", hsa.LossGeometry.huber(2.0, 1.0)),
         (
+            "envelope-logistic --feature-norm 2 --loss-clip-norm 0.3 --smoothing 1.5",
+            hsa.LossGeometry.envelope_logistic(2.0, clip_norm=0.3, smoothing=1.5),
+        ),
+        (
             "squared-error --feature-norm 1 --scale 2",
             hsa.LossGeometry.squared_error(1.0, scale=2.0),
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import of_composition
 import of_curves
+import of_envelopes
 import of_moves
 import of_oracles
 import of_runs
@@ -22,4 +23,5 @@ MUTATIONS = (
     *of_composition.MUTATIONS,
     *of_oracles.MUTATIONS,
     *of_runs.MUTATIONS,
+    *of_envelopes.MUTATIONS,
 )

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +7,12 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.opacus import (
+    EnvelopeBCEWithLogitsLoss,
+    EnvelopeCrossEntropyLoss,
+    EnvelopeHingeLoss,
+    EnvelopeSquaredErrorLoss,
+)
 from hidden_state_adapters.opacus.geometry import auto_loss_geometry
 
 LINEAR = nn.Linear(4, 1)
@@ -21,6 +28,14 @@ MANY = nn.Linear(4, 3)
         (nn.BCEWithLogitsLoss(), 1, LossGeometry.logistic),
         (nn.MSELoss(), 1, lambda norm, bias: LossGeometry.squared_error(norm, bias, scale=2.0)),
         (nn.HuberLoss(delta=0.3), 1, lambda norm, bias: LossGeometry.huber(norm, 0.3, bias)),
+        (EnvelopeCrossEntropyLoss(0.3, 2.0), 3,
+         partial(LossGeometry.envelope_softmax_cross_entropy, clip_norm=0.3, smoothing=2.0)),
+        (EnvelopeBCEWithLogitsLoss(0.3, 2.0), 1,
+         partial(LossGeometry.envelope_logistic, clip_norm=0.3, smoothing=2.0)),
+        (EnvelopeHingeLoss(0.3, 2.0), 1,
+         partial(LossGeometry.envelope_hinge, clip_norm=0.3, smoothing=2.0)),
+        (EnvelopeSquaredErrorLoss(0.3, 2.0, 3.0), 3,
+         partial(LossGeometry.envelope_squared_error, clip_norm=0.3, smoothing=2.0, scale=3.0)),
     ],
 )  # fmt: skip
 def test_known_criteria(criterion, outputs, expected, bias):
@@ -41,6 +56,9 @@ def test_smooth_l1():
 TARGETS = {
     nn.CrossEntropyLoss: lambda n: torch.randint(0, 3, (n,)),
     nn.BCEWithLogitsLoss: lambda n: torch.randint(0, 2, (n, 1)).double(),
+    EnvelopeCrossEntropyLoss: lambda n: torch.randint(0, 3, (n,)),
+    EnvelopeBCEWithLogitsLoss: lambda n: torch.randint(0, 2, (n, 1)).double(),
+    EnvelopeHingeLoss: lambda n: 2.0 * torch.randint(0, 2, (n, 1)).double() - 1,
 }
 
 
@@ -49,6 +67,9 @@ TARGETS = {
     [
         nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.3), nn.BCEWithLogitsLoss(),
         nn.MSELoss(), nn.HuberLoss(delta=0.7), nn.SmoothL1Loss(beta=0.25),
+        EnvelopeCrossEntropyLoss(1.2, 0.7), EnvelopeBCEWithLogitsLoss(0.4, 0.7),
+        EnvelopeHingeLoss(0.4, 0.7),
+        EnvelopeSquaredErrorLoss(0.4, 0.7, 2.0),
     ],
     ids=str,
 )  # fmt: skip
@@ -56,7 +77,7 @@ def test_constants_hold_for_torch_gradients(criterion):
     """Gradients of single records, and their differences at random pairs of parameters."""
     torch.manual_seed(0)
     norm, n = 1.5, 200
-    model = nn.Linear(4, 3 if isinstance(criterion, nn.CrossEntropyLoss) else 1).double()
+    model = nn.Linear(4, 3 if "CrossEntropy" in type(criterion).__name__ else 1).double()
     loss = auto_loss_geometry(model, criterion, norm)
     features = torch.randn(n, 4, dtype=torch.float64)
     features *= norm / features.norm(dim=1, keepdim=True)

@@ -17,6 +17,12 @@ from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, Order
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.hoelder_estimate import HoelderEstimate, estimate_hoelder
+from hidden_state_adapters.opacus.losses import (
+    EnvelopeBCEWithLogitsLoss,
+    EnvelopeCrossEntropyLoss,
+    EnvelopeHingeLoss,
+    EnvelopeSquaredErrorLoss,
+)
 from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
     DiceAdamOptimizer,
@@ -30,6 +36,10 @@ __all__ = [
     "BlockCoordinateOptimizer",
     "DiceAdamOptimizer",
     "DiceSGDOptimizer",
+    "EnvelopeBCEWithLogitsLoss",
+    "EnvelopeCrossEntropyLoss",
+    "EnvelopeHingeLoss",
+    "EnvelopeSquaredErrorLoss",
     "GhostGradSampleModule",
     "HiddenStateAccountant",
     "HiddenStateOptimizer",

@@ -8,6 +8,13 @@ from typing import Any
 from torch import nn
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_adapters.opacus.losses import (
+    EnvelopeBCEWithLogitsLoss,
+    EnvelopeCrossEntropyLoss,
+    EnvelopeHingeLoss,
+    EnvelopeLoss,
+    EnvelopeSquaredErrorLoss,
+)
 
 _DECLARE = (
     "Or declare the loss yourself: loss_geometry= takes a hidden_state_accountants.LossGeometry, "
@@ -90,9 +97,10 @@ def auto_loss_geometry(
 
     Args:
         module: The module itself, not Opacus' wrapper.
-        criterion: nn.CrossEntropyLoss, or with one output nn.BCEWithLogitsLoss, nn.MSELoss,
-            nn.HuberLoss or nn.SmoothL1Loss; no weights. The loop must use this very criterion, with
-            targets that are class indices or probabilities.
+        criterion: nn.CrossEntropyLoss, EnvelopeCrossEntropyLoss or EnvelopeSquaredErrorLoss, or
+            with one output nn.BCEWithLogitsLoss, nn.MSELoss, nn.HuberLoss, nn.SmoothL1Loss,
+            EnvelopeBCEWithLogitsLoss or EnvelopeHingeLoss; no weights. The loop must use this very
+            criterion, with targets that are class indices or probabilities.
         feature_norm: Bound on the L2 norm of every record at the linear layer.
         loss_reduction: "mean" or "sum", as given to make_private.
 
@@ -113,7 +121,9 @@ def auto_loss_geometry(
     layer = linear_head(module)
     rule = _RULES.get(type(criterion))
     if rule is None:
-        known = ", ".join(f"nn.{kind.__name__}" for kind in _RULES)
+        known = ", ".join(
+            f"{'' if issubclass(kind, EnvelopeLoss) else 'nn.'}{kind.__name__}" for kind in _RULES
+        )
         raise UnsupportedRunError(
             f'loss_geometry="auto" knows {known}, got {type(criterion).__name__}. {_DECLARE}'
         )
@@ -124,7 +134,7 @@ def auto_loss_geometry(
                 f'loss_geometry="auto" needs {name} = None in the criterion: it scales the '
                 f"gradients of some records. Remove it. {_DECLARE}"
             )
-    if not isinstance(criterion, nn.CrossEntropyLoss) and layer.out_features != 1:
+    if not isinstance(criterion, _OF_MANY_OUTPUTS) and layer.out_features != 1:
         raise UnsupportedRunError(
             f'loss_geometry="auto" needs one output for {type(criterion).__name__}, got '
             f"{layer.out_features}. {_DECLARE}"
@@ -166,10 +176,20 @@ def _smooth_l1(criterion: nn.SmoothL1Loss, norm: float, bias: bool) -> LossGeome
     )
 
 
+def _envelope(criterion: EnvelopeLoss, norm: float, bias: bool) -> LossGeometry:
+    return criterion.geometry(norm, bias)
+
+
+_OF_MANY_OUTPUTS = (nn.CrossEntropyLoss, EnvelopeCrossEntropyLoss, EnvelopeSquaredErrorLoss)
+
 _RULES: dict[type, Callable[[Any, float, bool], LossGeometry]] = {
     nn.CrossEntropyLoss: _cross_entropy,
     nn.BCEWithLogitsLoss: lambda criterion, norm, bias: LossGeometry.logistic(norm, bias),
     nn.MSELoss: lambda criterion, norm, bias: LossGeometry.squared_error(norm, bias, scale=2.0),
     nn.HuberLoss: lambda criterion, norm, bias: LossGeometry.huber(norm, criterion.delta, bias),
     nn.SmoothL1Loss: _smooth_l1,
+    EnvelopeCrossEntropyLoss: _envelope,
+    EnvelopeBCEWithLogitsLoss: _envelope,
+    EnvelopeSquaredErrorLoss: _envelope,
+    EnvelopeHingeLoss: _envelope,
 }

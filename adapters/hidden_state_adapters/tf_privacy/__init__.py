@@ -21,6 +21,13 @@ from hidden_state_adapters.tf_privacy import requirements
 if TYPE_CHECKING:
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
+    from hidden_state_adapters.tf_privacy.losses import (
+        EnvelopeBinaryCrossentropy,
+        EnvelopeCategoricalCrossentropy,
+        EnvelopeHinge,
+        EnvelopeSparseCategoricalCrossentropy,
+        EnvelopeSquaredError,
+    )
     from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.optimizer import (
         BlockCoordinateKerasOptimizer,
     )
@@ -37,6 +44,11 @@ _MODULES = {
     "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
     "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
     "DiceKerasSGDOptimizer": "mechanisms.dice_sgd.variants",
+    "EnvelopeBinaryCrossentropy": "losses",
+    "EnvelopeCategoricalCrossentropy": "losses",
+    "EnvelopeHinge": "losses",
+    "EnvelopeSparseCategoricalCrossentropy": "losses",
+    "EnvelopeSquaredError": "losses",
     "HiddenStateCallback": "callback",
     "HiddenStateRecorder": "recorder",
     "compute_last_iterate_privacy_statement": "statement",
@@ -49,6 +61,11 @@ __all__ = [
     "CyclicDPKerasSGDOptimizer",
     "DiceKerasAdamOptimizer",
     "DiceKerasSGDOptimizer",
+    "EnvelopeBinaryCrossentropy",
+    "EnvelopeCategoricalCrossentropy",
+    "EnvelopeHinge",
+    "EnvelopeSparseCategoricalCrossentropy",
+    "EnvelopeSquaredError",
     "HiddenStateCallback",
     "HiddenStateRecorder",
     "compute_last_iterate_privacy_statement",

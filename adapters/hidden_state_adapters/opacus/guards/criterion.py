@@ -17,6 +17,7 @@ _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 _ELEMENTWISE = (nn.MSELoss, nn.HuberLoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss)
 _SETTINGS = (
     "reduction", "ignore_index", "label_smoothing", "delta", "beta", "weight", "pos_weight",
+    "clip_norm", "smoothing", "scale",
 )  # fmt: skip
 
 
@@ -162,8 +163,8 @@ class CriterionGuard(Guard):
             )
         if isinstance(module, _ELEMENTWISE):
             _check_equal_shapes(output, target)
-        else:
-            self._has_bad_target = _has_bad_class(target, self._criterion.ignore_index)
+        elif isinstance(module, nn.CrossEntropyLoss):
+            self._has_bad_target = _has_bad_class(target, module.ignore_index)
         self._calls += 1
         self._rows = len(output) if output.dim() else 1
         left = self._forward.output

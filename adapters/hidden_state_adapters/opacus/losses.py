@@ -1,0 +1,348 @@
+r"""Losses whose per-example gradient is bounded and smooth: no clip acts, and c = 1 - lr * decay.
+
+They are used like torch's own criteria. Each is the Huber envelope of the loss in its name,
+
+.. math:: L(z) = \min_u\; l(u) + h(z - u), \qquad
+    h(v) = |v|^2/(2m) \text{ up to } |v| = mC, \text{ then } C|v| - mC^2/2
+
+(docs/theory/envelope.md): convex, with gradients in the predictions no longer than `clip_norm` and
+Lipschitz with the constant 1/(1/M + smoothing), M being that of the plain loss. Values and
+gradients are computed in float64, on a CPU with NumPy. How long that takes depends on the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants.losses import envelope, scalar
+from hidden_state_accountants.losses.arrays import NUMPY, Array, Arrays
+from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
+
+_REDUCTIONS = ("mean", "sum", "none")
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+_TORCH = Arrays(
+    exp=torch.exp,
+    log=torch.log,
+    sqrt=torch.sqrt,
+    abs=torch.abs,
+    where=torch.where,
+    maximum=lambda array, least: array.clamp(min=least),
+    minimum=lambda array, most: array.clamp(max=most),
+    total=lambda array: array.sum(dim=0),
+    largest=lambda array: array.amax(dim=0),
+    when=lambda holds, function, array: function() if holds.any() else array,
+)
+
+
+class _Losses(torch.autograd.Function):
+    """The losses of records and, found together with them, their gradients."""
+
+    @staticmethod
+    def forward(
+        predictions: torch.Tensor, targets: torch.Tensor, evaluate: Callable[..., _Pair]
+    ) -> _Pair:
+        values, gradients = evaluate(predictions, targets)
+        return values.to(predictions), gradients.to(predictions)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: _Pair) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, weights: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None]:
+        (gradients,) = ctx.saved_tensors
+        shape = (*weights.shape, *[1] * (gradients.dim() - weights.dim()))
+        return weights.reshape(shape) * gradients, None, None
+
+
+class EnvelopeLoss(nn.Module):
+    """What the envelopes have in common.
+
+    Attributes:
+        clip_norm: C.
+        smoothing: m.
+        reduction: "mean" or "sum" over the records, or "none".
+        curvature: M, the Lipschitz constant of the plain loss' gradient in the predictions; for
+            `hidden_state_accountants.envelope_smoothing`.
+    """
+
+    curvature: float
+    _kink: ClassVar[str] = ""
+    _least_clip_norm: ClassVar[float] = 0.0
+
+    def __init__(self, clip_norm: float, smoothing: float = 0.0, reduction: str = "mean"):
+        super().__init__()
+        self.clip_norm = envelope.check_clip_norm(clip_norm, least=self._least_clip_norm)
+        self.smoothing = envelope.check_smoothing(smoothing, needed_by=self._kink)
+        if reduction not in _REDUCTIONS:
+            raise ValueError(
+                f"Expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}."
+            )
+        self.reduction = reduction
+
+    def extra_repr(self) -> str:
+        return (
+            f"clip_norm={self.clip_norm:g}, smoothing={self.smoothing:g}, "
+            f"reduction={self.reduction!r}"
+        )
+
+    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """The loss of a linear model, as a function of its parameters.
+
+        Args:
+            feature_norm: A bound on the L2 norm of every record's features.
+            bias: Whether a bias is trained as well.
+        """
+        raise NotImplementedError
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch.
+
+        Raises:
+            TypeError, ValueError: Predictions or targets that the loss is not made for.
+        """
+        if input.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"Expected predictions in float32 or float64, got {input.dtype}. Compute the loss "
+                "outside of autocast."
+            )
+        losses: torch.Tensor = _Losses.apply(input, target, self._evaluate)[0]
+        if self.reduction == "none":
+            return losses
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
+        """Values and gradients of the records."""
+        raise NotImplementedError
+
+
+class EnvelopeCrossEntropyLoss(EnvelopeLoss):
+    """The envelope of nn.CrossEntropyLoss; any number of classes.
+
+    Called with logits of shape (records, classes) and classes (records,) or probabilities
+    (records, classes). The gradients are certified to 1e-12 (1 + the largest difference of two
+    logits of the record); one that is not is not a number.
+
+    Args:
+        clip_norm: C, from 0.01 on; from sqrt(2) on it never acts.
+        smoothing: m >= 0; of more than 0 is a smaller Lipschitz constant of the gradient.
+        reduction: As for torch's criteria.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+
+    curvature = 0.5
+    _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
+
+    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """See `EnvelopeLoss.geometry`."""
+        return LossGeometry.envelope_softmax_cross_entropy(
+            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
+        )
+
+    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
+        probabilities = _probabilities(predictions, targets)
+        c, m = self.clip_norm, self.smoothing
+        if _is_on_host(predictions):
+            pair = envelope.softmax_envelope(predictions.numpy(), probabilities.numpy(), c, m)
+            return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
+        logits, probabilities = predictions.T.double().contiguous(), probabilities.T.contiguous()
+        problem = SoftmaxEnvelope.of(_TORCH, logits, probabilities, c, m)
+        point = solve(problem)
+        return problem.value(point), problem.gradient(point).T
+
+
+def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The targets as probabilities in float64, of the shape of the logits."""
+    if logits.dim() != 2 or logits.shape[1] < 2:
+        raise ValueError(
+            "Expected logits of shape (records, classes) with two classes or more, got "
+            f"{tuple(logits.shape)}."
+        )
+    records, classes = logits.shape
+    if targets.is_floating_point():
+        _check_shape(targets, logits, "probabilities")
+        targets = targets.double()
+        sums = targets.sum(dim=1, keepdim=True)
+        if not bool(((targets >= 0).all(dim=1, keepdim=True) & ((sums - 1).abs() < 1e-5)).all()):
+            raise ValueError("Expected targets >= 0 that sum to 1 for every record, got others.")
+        return targets / sums
+    if targets.shape != (records,):
+        raise ValueError(
+            f"Expected one class for each of the {records} records, got targets of shape "
+            f"{tuple(targets.shape)}."
+        )
+    if records and not bool(((targets >= 0) & (targets < classes)).all()):
+        raise ValueError(
+            f"Expected classes from 0 to {classes - 1}, got {int(targets.min())} to "
+            f"{int(targets.max())}. No class is ignored: remove such records beforehand."
+        )
+    zeros = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    return zeros.scatter_(1, targets.long().unsqueeze(1), 1.0)
+
+
+def _check_shape(targets: torch.Tensor, predictions: torch.Tensor, name: str) -> None:
+    if targets.shape != predictions.shape:
+        raise ValueError(
+            f"Expected {name} of the shape {tuple(predictions.shape)} of the predictions, got "
+            f"{tuple(targets.shape)}. Use target.reshape(output.shape)."
+        )
+
+
+class EnvelopeBCEWithLogitsLoss(EnvelopeLoss):
+    """The envelope of nn.BCEWithLogitsLoss, for every entry by itself; for one output.
+
+    Called with logits and targets in [0, 1] of one shape.
+
+    Args:
+        clip_norm: C; from 1 on it never acts.
+        smoothing: m >= 0.
+        reduction: As for torch's criteria.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+
+    curvature = 0.25
+
+    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """See `EnvelopeLoss.geometry`."""
+        return LossGeometry.envelope_logistic(
+            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
+        )
+
+    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
+        _check_shape(targets, predictions, "targets")
+        if not bool(((targets >= 0) & (targets <= 1)).all()):
+            raise ValueError("Expected targets from 0 to 1, got others.")
+        return _elementwise(scalar.logistic, predictions, targets, self.clip_norm, self.smoothing)
+
+
+class EnvelopeHingeLoss(EnvelopeLoss):
+    """The envelope of max(0, 1 - target * prediction), for every entry by itself; for one output.
+
+    Called with predictions and targets -1 or 1 of one shape.
+
+    Args:
+        clip_norm: C; from 1 on it never acts.
+        smoothing: m > 0.
+        reduction: As for torch's criteria.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+
+    curvature = float("inf")
+    _kink = "hinge"
+
+    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """See `EnvelopeLoss.geometry`."""
+        return LossGeometry.envelope_hinge(
+            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
+        )
+
+    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
+        _check_shape(targets, predictions, "targets")
+        if not bool((targets.abs() == 1).all()):
+            raise ValueError(
+                "Expected targets -1 and 1, got others. Use 2 * target - 1 for 0 and 1."
+            )
+        return _elementwise(scalar.hinge, predictions, targets, self.clip_norm, self.smoothing)
+
+
+class EnvelopeSquaredErrorLoss(EnvelopeLoss):
+    """The envelope of (scale/2) |prediction - target|**2 of a record; any number of outputs.
+
+    Called with predictions and targets of one shape, (records,) or (records, outputs). The squares
+    of a record's outputs are added up (nn.MSELoss takes their mean), and the clip acts on the
+    gradient in all of them.
+
+    Args:
+        clip_norm: C.
+        smoothing: m >= 0.
+        scale: 1 for half the squared error; nn.MSELoss of one output has 2.
+        reduction: As for torch's criteria.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+
+    def __init__(
+        self,
+        clip_norm: float,
+        smoothing: float = 0.0,
+        scale: float = 1.0,
+        reduction: str = "mean",
+    ):
+        super().__init__(clip_norm, smoothing, reduction)
+        self.scale = validate.real("scale", scale, above=0)
+
+    @property
+    def curvature(self) -> float:  # type: ignore[override]
+        """M."""
+        return self.scale
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale:g}"
+
+    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
+        """See `EnvelopeLoss.geometry`."""
+        return LossGeometry.envelope_squared_error(
+            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing, scale=self.scale
+        )
+
+    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
+        _check_shape(targets, predictions, "targets")
+        if predictions.dim() not in (1, 2):
+            raise ValueError(
+                "Expected predictions of shape (records,) or (records, outputs), got "
+                f"{tuple(predictions.shape)}."
+            )
+        z, t = (_host(_columns(tensor)) for tensor in (predictions, targets))
+        values, gradients = scalar.squared_error(
+            _arrays(predictions), z, t, self.clip_norm, self.smoothing, self.scale
+        )
+        return _back(values), _back(gradients).T.reshape(predictions.shape)
+
+
+def _elementwise(
+    loss: Callable[..., tuple[Array, Array]],
+    predictions: torch.Tensor,
+    targets: torch.Tensor,
+    clip_norm: float,
+    smoothing: float,
+) -> _Pair:
+    z, t = _host(predictions.double()), _host(targets.double())
+    values, gradients = loss(_arrays(predictions), z, t, clip_norm, smoothing)
+    return _back(values), _back(gradients)
+
+
+def _columns(tensor: torch.Tensor) -> torch.Tensor:
+    """One column for each record, in float64."""
+    return tensor.double().reshape(len(tensor), tensor.shape[1] if tensor.dim() == 2 else 1).T
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether NumPy can have it, whose operations on small arrays cost half as much."""
+    return tensor.device.type == "cpu"
+
+
+def _arrays(tensor: torch.Tensor) -> Arrays:
+    return NUMPY if _is_on_host(tensor) else _TORCH
+
+
+def _host(tensor: torch.Tensor) -> Array:
+    return tensor.numpy() if _is_on_host(tensor) else tensor
+
+
+def _back(array: Array) -> torch.Tensor:
+    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)

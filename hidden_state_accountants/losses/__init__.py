@@ -1,0 +1,1 @@
+"""Losses whose gradient is bounded and smooth: what a clip would do, without its curvature."""

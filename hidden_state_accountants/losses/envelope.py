@@ -1,0 +1,271 @@
+r"""Huber envelopes of convex losses: what a clip would do, as the gradient of a convex loss.
+
+The envelope of a convex loss l with an M-Lipschitz gradient is
+
+.. math:: L(z) = \min_u\; l(u) + h(z - u), \qquad
+    h(v) = \begin{cases} |v|^2/(2m) & |v| \le mC \\ C|v| - mC^2/2 & \text{else} \end{cases}
+
+with the clip norm C and the smoothing m >= 0. L is convex, its gradient is nowhere longer than C,
+and it is Lipschitz with the constant M/(1 + mM). Proofs: docs/theory/envelope.md.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.events.loss_geometry import square_norm
+from hidden_state_accountants.losses import scalar
+from hidden_state_accountants.losses.arrays import NUMPY
+from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
+
+LEAST_SOFTMAX_CLIP_NORM = 0.01
+_BLOCK = 2**15  # numbers of an array that is worked on: all of them together fit into the cache
+
+
+@attrs.frozen(eq=False)
+class LossValues:
+    """The losses of a batch, float64.
+
+    Attributes:
+        value: Shape (records,).
+        gradient: In the predictions, of their shape. Not a number where it was not found.
+    """
+
+    value: np.ndarray
+    gradient: np.ndarray
+
+
+def check_clip_norm(value: object, *, least: float = 0.0) -> float:
+    """Returns a clip norm: a positive number, not below `least`.
+
+    Raises:
+        TypeError, ValueError: It is none.
+    """
+    clip_norm = validate.magnitude("clip_norm", value, positive=True)
+    if clip_norm < least:
+        raise ValueError(
+            f"Expected clip_norm >= {least:g} for softmax cross-entropy, got {clip_norm!r}: the "
+            "difference of probabilities and target loses too many digits in shorter gradients. "
+            "Raise it; it is the norm in the logits, for gradients of up to sqrt(2)."
+        )
+    return clip_norm
+
+
+def check_smoothing(value: object, *, needed_by: str = "") -> float:
+    """Returns a smoothing: a number >= 0, and > 0 for a loss with a kink.
+
+    Raises:
+        TypeError, ValueError: It is none.
+    """
+    smoothing = validate.magnitude("smoothing", value)
+    if needed_by and not smoothing:
+        raise ValueError(
+            f"Expected smoothing > 0 for the {needed_by} loss, which has a kink, got {value!r}. "
+            "envelope_smoothing says how much a learning rate needs."
+        )
+    return smoothing
+
+
+def envelope_smoothing(
+    learning_rate: float,
+    *,
+    curvature: float,
+    feature_norm: float,
+    bias: bool = False,
+    weight_decay: float = 0.0,
+    batch_stretch: float = 1.0,
+) -> float:
+    r"""The least smoothing with which a step of a linear model stretches no distance.
+
+    .. math:: m = \max\Bigl(0,\; \frac{\eta k F^2}{2 (1 - \eta w)} - \frac1M\Bigr)
+
+    Then the modulus of the update is c = 1 - learning_rate * weight_decay for every smaller
+    learning rate as well, if the clip norm of the optimizer is not below the envelope's.
+
+    Args:
+        learning_rate: eta, the largest of the run, for the mean of the gradients of a batch.
+        curvature: M, the Lipschitz constant of the plain loss' gradient in the prediction: 1/2 for
+            softmax cross-entropy, 1/4 for the logistic loss, `scale` for the squared error,
+            infinite for the hinge loss.
+        feature_norm: F, a bound on the L2 norm of every record's features.
+        bias: Whether a bias is trained as well (F**2 becomes F**2 + 1).
+        weight_decay: w, with learning_rate * weight_decay < 1.
+        batch_stretch: k, how many times the batch size the largest batch may be: more than 1 for
+            Poisson batches, whose gradients are divided by their mean size.
+
+    Returns:
+        m, to be passed as `smoothing`.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+    rate = validate.magnitude("learning_rate", learning_rate)
+    decay = validate.magnitude("weight_decay", weight_decay)
+    if not rate * decay < 1:
+        raise ValueError(
+            f"Expected learning_rate * weight_decay < 1, got {rate * decay:g}. Lower one of them."
+        )
+    curvature = validate.real("curvature", curvature, above=0, allow_inf=True)
+    stretch = validate.real("batch_stretch", batch_stretch, minimum=1)
+    needed = rate * stretch * square_norm(feature_norm, bias) / (2 * (1 - rate * decay))
+    # Rounded up, so that no rounding later makes the step longer than what was asked for.
+    return max(0.0, needed * (1 + 1e-12) - 1 / curvature)
+
+
+def softmax_cross_entropy(
+    logits: npt.ArrayLike, targets: npt.ArrayLike, *, clip_norm: float, smoothing: float = 0.0
+) -> LossValues:
+    """The envelope of softmax cross-entropy.
+
+    The gradients are exact up to a certified error of 1e-12 (1 + the largest difference of two
+    logits of the record).
+
+    Args:
+        logits: Shape (records, classes), at least two classes.
+        targets: Classes, shape (records,), or probabilities, shape (records, classes).
+        clip_norm: C, from 0.01 on.
+        smoothing: m >= 0.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+    z = np.asarray(logits, dtype=np.float64)
+    if z.ndim != 2 or z.shape[1] < 2:
+        raise ValueError(
+            f"Expected logits of shape (records, classes) with two classes or more, got {z.shape}."
+        )
+    t = _probabilities(np.asarray(targets), z.shape)
+    clip_norm = check_clip_norm(clip_norm, least=LEAST_SOFTMAX_CLIP_NORM)
+    return LossValues(*softmax_envelope(z, t, clip_norm, check_smoothing(smoothing)))
+
+
+def softmax_envelope(
+    logits: np.ndarray, targets: np.ndarray, clip_norm: float, smoothing: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values and gradients, of arguments that were checked.
+
+    Args:
+        logits: Shape (records, classes), of any float type.
+        targets: Probabilities, of the same shape.
+        clip_norm: C.
+        smoothing: m.
+    """
+    records, classes = logits.shape
+    value, gradient = np.empty(records), np.empty((records, classes))
+    size = max(1, _BLOCK // classes)
+    with np.errstate(all="ignore"):
+        for first in range(0, records, size):
+            part = slice(first, first + size)
+            z, t = (np.array(a[part].T, dtype=np.float64, order="C") for a in (logits, targets))
+            problem = SoftmaxEnvelope.of(NUMPY, z, t, clip_norm, smoothing)
+            point = solve(problem)
+            value[part], gradient[part] = problem.value(point), problem.gradient(point).T
+    return value, gradient
+
+
+def _probabilities(targets: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    records, classes = shape
+    if targets.dtype.kind in "iu":
+        if targets.shape != (records,) or (targets < 0).any() or (targets >= classes).any():
+            raise ValueError(
+                f"Expected {records} classes from 0 to {classes - 1}, got {targets!r}."
+            )
+        return np.eye(classes)[targets]
+    t = targets.astype(np.float64)
+    if t.shape != shape or (t < 0).any() or not np.allclose(t.sum(axis=1), 1, rtol=0, atol=1e-5):
+        raise ValueError(
+            f"Expected probabilities of shape {shape}, got {targets!r}. Rows sum to 1."
+        )
+    return t / t.sum(axis=1, keepdims=True)
+
+
+def logistic(
+    logits: npt.ArrayLike, targets: npt.ArrayLike, *, clip_norm: float, smoothing: float = 0.0
+) -> LossValues:
+    """The envelope of binary cross-entropy.
+
+    Args:
+        logits: Shape (records,).
+        targets: In [0, 1], of the same shape.
+        clip_norm: C.
+        smoothing: m >= 0.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+    z, t = _same_shape(logits, targets)
+    if not ((t >= 0) & (t <= 1)).all():
+        raise ValueError(f"Expected targets in [0, 1], got {targets!r}.")
+    with np.errstate(all="ignore"):
+        return LossValues(
+            *scalar.logistic(NUMPY, z, t, check_clip_norm(clip_norm), check_smoothing(smoothing))
+        )
+
+
+def hinge(
+    predictions: npt.ArrayLike, targets: npt.ArrayLike, *, clip_norm: float, smoothing: float
+) -> LossValues:
+    """The envelope of the hinge loss.
+
+    Args:
+        predictions: Shape (records,).
+        targets: -1 or 1, of the same shape.
+        clip_norm: C.
+        smoothing: m > 0.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+    z, t = _same_shape(predictions, targets)
+    if not (np.abs(t) == 1).all():
+        raise ValueError(f"Expected targets -1 and 1, got {targets!r}.")
+    smoothing = check_smoothing(smoothing, needed_by="hinge")
+    return LossValues(*scalar.hinge(NUMPY, z, t, check_clip_norm(clip_norm), smoothing))
+
+
+def squared_error(
+    predictions: npt.ArrayLike,
+    targets: npt.ArrayLike,
+    *,
+    clip_norm: float,
+    smoothing: float = 0.0,
+    scale: float = 1.0,
+) -> LossValues:
+    """The envelope of (scale/2) |prediction - target|**2.
+
+    Args:
+        predictions: Shape (records,) or (records, outputs).
+        targets: Of the same shape.
+        clip_norm: C.
+        smoothing: m >= 0.
+        scale: 1 for half the squared error.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+    """
+    z, t = _same_shape(predictions, targets)
+    with np.errstate(over="ignore"):
+        value, gradient = scalar.squared_error(
+            NUMPY,
+            z.reshape(len(z), -1).T,
+            t.reshape(len(t), -1).T,
+            check_clip_norm(clip_norm),
+            check_smoothing(smoothing),
+            validate.real("scale", scale, above=0),
+        )
+    return LossValues(value, gradient.T.reshape(z.shape))
+
+
+def _same_shape(
+    predictions: npt.ArrayLike, targets: npt.ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
+    z, t = np.asarray(predictions, dtype=np.float64), np.asarray(targets, dtype=np.float64)
+    if z.shape != t.shape or z.ndim == 0:
+        raise ValueError(
+            f"Expected predictions and targets of one shape with a row per record, got {z.shape} "
+            f"and {t.shape}."
+        )
+    return z, t

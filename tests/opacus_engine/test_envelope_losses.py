@@ -1,0 +1,369 @@
+"""Envelope losses in torch and in the engine."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from envelopes import batch
+from opacus_ghost import flat, make_private, records, train
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.losses import envelope
+from hidden_state_accountants.process.noisy_process import noisy_process
+from hidden_state_adapters.opacus import (
+    EnvelopeBCEWithLogitsLoss,
+    EnvelopeCrossEntropyLoss,
+    EnvelopeHingeLoss,
+    EnvelopeSquaredErrorLoss,
+    losses,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def losses_and_gradients(criterion, predictions, targets):
+    predictions = predictions.clone().requires_grad_()
+    value = criterion(predictions, targets)
+    (gradient,) = torch.autograd.grad(value.sum(), predictions)
+    return value.detach(), gradient
+
+
+RANDOM = np.random.default_rng(0)
+LOGITS, TARGETS = batch(40, 6, 4.0, 0, soft=True)
+LINE, PAIRS = RANDOM.normal(size=(40, 1)) * 4, RANDOM.normal(size=(2, 40, 3)) * 2
+CASES = {
+    "probabilities": (
+        EnvelopeCrossEntropyLoss, envelope.softmax_cross_entropy, LOGITS, TARGETS, {},
+    ),
+    "classes": (
+        EnvelopeCrossEntropyLoss, envelope.softmax_cross_entropy, LOGITS,
+        RANDOM.integers(6, size=40), {},
+    ),
+    "logistic": (
+        EnvelopeBCEWithLogitsLoss, envelope.logistic, LINE, RANDOM.random(size=(40, 1)), {},
+    ),
+    "hinge": (
+        EnvelopeHingeLoss, envelope.hinge, LINE, RANDOM.choice([-1.0, 1.0], size=(40, 1)), {},
+    ),
+    "squared": (EnvelopeSquaredErrorLoss, envelope.squared_error, *PAIRS, {"scale": 3.0}),
+}  # fmt: skip
+
+
+def as_tensors(predictions, targets, dtype=torch.float64):
+    is_class = targets.dtype.kind == "i"
+    kind = torch.int64 if is_class else dtype
+    return torch.tensor(predictions, dtype=dtype), torch.tensor(targets, dtype=kind)
+
+
+# --- values and gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+@pytest.mark.parametrize(("clip_norm", "smoothing"), [(0.3, 0.7), (5.0, 10.0)])
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_those_of_numpy(name, clip_norm, smoothing, is_on_host, monkeypatch):
+    """With NumPy on the host, and with torch's operations as on other devices."""
+    monkeypatch.setattr(losses, "_is_on_host", lambda tensor: is_on_host)
+    kind, reference, predictions, targets, more = CASES[name]
+    criterion = kind(clip_norm, smoothing, reduction="none", **more)
+    found = losses_and_gradients(criterion, *as_tensors(predictions, targets))
+    expected = reference(predictions, targets, clip_norm=clip_norm, smoothing=smoothing, **more)
+    np.testing.assert_allclose(found[0], expected.value, rtol=1e-12)
+    np.testing.assert_allclose(found[1], expected.gradient, atol=1e-13)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_those_of_numpy_on_cuda(name):
+    kind, reference, predictions, targets, more = CASES[name]
+    criterion = kind(0.3, 0.7, reduction="none", **more)
+    given = [tensor.cuda() for tensor in as_tensors(predictions, targets)]
+    found = losses_and_gradients(criterion, *given)
+    expected = reference(predictions, targets, clip_norm=0.3, smoothing=0.7, **more)
+    np.testing.assert_allclose(found[0].cpu(), expected.value, rtol=1e-12)
+    np.testing.assert_allclose(found[1].cpu(), expected.gradient, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reductions_are_those_of_torch(name):
+    kind, _, predictions, targets, more = CASES[name]
+    given = as_tensors(predictions, targets)
+    found = {
+        reduction: losses_and_gradients(kind(0.3, 0.7, reduction=reduction, **more), *given)
+        for reduction in ("none", "sum", "mean")
+    }
+    torch.testing.assert_close(found["sum"][0], found["none"][0].sum())
+    torch.testing.assert_close(found["mean"][0], found["none"][0].mean())
+    torch.testing.assert_close(found["sum"][1], found["none"][1])
+    torch.testing.assert_close(found["mean"][1] * 40, found["none"][1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_single_precision_is_the_rounded_double(name):
+    kind, _, predictions, targets, more = CASES[name]
+    criterion = kind(0.3, 0.7, reduction="none", **more)
+    single = as_tensors(predictions, targets, torch.float32)
+    double = [t.double() if t.is_floating_point() else t for t in single]
+    found = losses_and_gradients(criterion, *single)
+    expected = losses_and_gradients(criterion, *double)
+    assert {tensor.dtype for tensor in found} == {torch.float32}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    ("criterion", "plain", "name"),
+    [
+        (EnvelopeCrossEntropyLoss(2.0), functional.cross_entropy, "probabilities"),
+        (EnvelopeCrossEntropyLoss(2.0), functional.cross_entropy, "classes"),
+        (EnvelopeBCEWithLogitsLoss(2.0), functional.binary_cross_entropy_with_logits, "logistic"),
+    ],
+)
+def test_without_clip_and_smoothing_they_are_those_of_torch(criterion, plain, name, reduction):
+    criterion.reduction = reduction
+    given = as_tensors(*CASES[name][2:4])
+    found = losses_and_gradients(criterion, *given)
+    expected = losses_and_gradients(lambda *a: plain(*a, reduction=reduction), *given)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_half_the_squared_error():
+    z, t = as_tensors(LINE, LINE[::-1].copy())
+    found = losses_and_gradients(EnvelopeSquaredErrorLoss(1e6, scale=2.0), z, t)
+    expected = losses_and_gradients(functional.mse_loss, z, t)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_functional_gradients():
+    criterion = EnvelopeCrossEntropyLoss(0.3, 0.7, reduction="sum")
+    z, t = as_tensors(LOGITS, TARGETS)
+    found = torch.func.grad(criterion)(z, t)
+    torch.testing.assert_close(found, losses_and_gradients(criterion, z, t)[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_empty_batch(name):
+    kind, _, predictions, targets, more = CASES[name]
+    given = as_tensors(predictions[:0], targets[:0])
+    value, gradient = losses_and_gradients(kind(0.3, 0.7, reduction="sum", **more), *given)
+    assert value == 0
+    assert gradient.shape == predictions[:0].shape
+
+
+SOFTMAX, LOGISTIC = EnvelopeCrossEntropyLoss(0.3), EnvelopeBCEWithLogitsLoss(0.3)
+HINGE, SQUARED = EnvelopeHingeLoss(0.3, 1.0), EnvelopeSquaredErrorLoss(0.3)
+COLUMN, ROW = torch.zeros(4, 1), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "predictions", "targets", "error", "text"),
+    [
+        (SOFTMAX, torch.zeros(4, 3).half(), torch.zeros(4).long(), TypeError, "float32 or float64"),
+        (SOFTMAX, ROW, torch.zeros(4).long(), ValueError, "shape \\(records, classes\\)"),
+        (SOFTMAX, COLUMN, torch.zeros(4).long(), ValueError, "two classes or more"),
+        (SOFTMAX, torch.zeros(4, 3), torch.zeros(3).long(), ValueError, "each of the 4 records"),
+        (SOFTMAX, torch.zeros(4, 3), torch.full((4,), 3), ValueError, "from 0 to 2, got 3 to 3"),
+        (SOFTMAX, torch.zeros(4, 3), torch.full((4,), -100), ValueError, "No class is ignored"),
+        (SOFTMAX, torch.zeros(4, 3), torch.zeros(4, 3), ValueError, "sum to 1"),
+        (SOFTMAX, torch.zeros(1, 2), torch.tensor([[1.5, -0.5]]), ValueError, "targets >= 0"),
+        (SOFTMAX, torch.zeros(4, 3), torch.ones(4, 1), ValueError, "probabilities of the shape"),
+        (LOGISTIC, COLUMN, ROW, ValueError, "Use target.reshape\\(output.shape\\)"),
+        (LOGISTIC, ROW, ROW - 1, ValueError, "targets from 0 to 1"),
+        (HINGE, COLUMN, ROW, ValueError, "of the shape \\(4, 1\\)"),
+        (HINGE, ROW, ROW, ValueError, "targets -1 and 1"),
+        (SQUARED, COLUMN, ROW, ValueError, "of the shape \\(4, 1\\)"),
+        (SQUARED, torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), ValueError, "\\(records, outputs\\)"),
+    ],
+)
+def test_bad_predictions_and_targets(criterion, predictions, targets, error, text):
+    with pytest.raises(error, match=text):
+        criterion(predictions, targets)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: EnvelopeCrossEntropyLoss(0.0), "clip_norm > 0"),
+        (lambda: EnvelopeCrossEntropyLoss(0.001), "clip_norm >= 0.01 for softmax"),
+        (lambda: EnvelopeCrossEntropyLoss(0.3, -1.0), "smoothing >= 0"),
+        (lambda: EnvelopeCrossEntropyLoss(0.3, reduction="batchmean"), "one of mean, sum, none"),
+        (lambda: EnvelopeHingeLoss(0.3), "smoothing > 0 for the hinge loss"),
+        (lambda: EnvelopeSquaredErrorLoss(0.3, scale=0.0), "scale > 0"),
+    ],
+)
+def test_bad_settings(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_settings_are_shown():
+    assert repr(EnvelopeSquaredErrorLoss(0.3, 2.0, 3.0, "sum")) == (
+        "EnvelopeSquaredErrorLoss(clip_norm=0.3, smoothing=2, reduction='sum', scale=3)"
+    )
+    assert [c.curvature for c in (SOFTMAX, LOGISTIC, HINGE, SQUARED)] == [0.5, 0.25, math.inf, 1]
+
+
+# --- in the engine --------------------------------------------------------------------------------
+
+CLIP, RATE, DECAY = 0.3, 9.0, 0.01
+
+
+def envelope_run(mode="hooks", dtype=torch.float64, **changes):
+    """A learning rate that needs a smoothing, with a clip norm as small as the margin allows."""
+    smoothing = hsa.envelope_smoothing(
+        RATE, curvature=0.5, feature_norm=1.0, bias=True, weight_decay=DECAY
+    )
+    criterion = EnvelopeCrossEntropyLoss(CLIP, smoothing)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).to(dtype)
+    arguments = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=DECAY),
+        "data_loader": DataLoader(records(dtype), batch_size=10),
+        "max_grad_norm": criterion.geometry(1.0, bias=True).lipschitz * (1 + 2e-6) + 1.1e-6,
+        "criterion": criterion,
+        **changes,
+    }
+    return make_private(mode, model=model, dtype=dtype, **arguments)
+
+
+def contraction(event):
+    process = noisy_process(event, NeighboringRelation.REPLACE_SPECIAL)
+    (c,) = set(process.contraction.tolist())
+    return c
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_private_run_contracts_as_decay_does(mode, dtype):
+    engine, *run = envelope_run(mode, dtype, noise_multiplier=3.0)
+    train(*run, epochs=2)
+    event = engine.privacy_event
+    assert event.num_steps == 12
+    assert contraction(event) == pytest.approx(1 - RATE * DECAY, rel=1e-12)
+    texts = {a.text for a in engine.assumptions}
+    assert f"per-example gradient norms at most {CLIP * math.sqrt(2):g}" in texts
+
+
+def test_the_clip_of_the_optimizer_never_acts():
+    """The same trajectory with a clip that is a hundred times wider, without noise."""
+    ends = []
+    for changes in ({}, {"max_grad_norm": 100.0}):
+        _, *run = envelope_run(**changes)
+        train(*run)
+        ends.append(flat(run[0].parameters()))
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-12, atol=1e-13)
+
+
+def test_every_mode_makes_the_same_steps():
+    ends = []
+    for mode in ("hooks", "functorch", "ew", "ghost"):
+        _, *run = envelope_run(mode)
+        train(*run)
+        ends.append(flat(run[0].parameters()))
+    for other in ends[1:]:
+        np.testing.assert_allclose(other, ends[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_the_update_is_that_of_numpy(mode):
+    _, model, optimizer, criterion, loader = envelope_run(mode)
+    weights = [p.detach().numpy().copy() for p in model.parameters()]
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    logits = x.numpy() @ weights[0].T + weights[1]
+    gradient = envelope.softmax_cross_entropy(
+        logits, y.numpy(), clip_norm=CLIP, smoothing=criterion.smoothing
+    ).gradient
+    means = [gradient.T @ x.numpy() / 10, gradient.mean(axis=0)]
+    for param, old, mean in zip(model.parameters(), weights, means, strict=True):
+        expected = (1 - RATE * DECAY) * old - RATE * mean
+        np.testing.assert_allclose(param.detach().numpy(), expected, atol=1e-13)
+
+
+def test_the_same_clip_of_the_plain_loss_costs_more():
+    """At a rate where the plain loss contracts without a clip: its clipped update expands."""
+    epsilons = []
+    for criterion in (nn.CrossEntropyLoss(), EnvelopeCrossEntropyLoss(CLIP)):
+        model = nn.Linear(5, 3)
+        engine, *run = make_private(
+            "hooks",
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=DECAY),
+            criterion=criterion,
+            noise_multiplier=3.0,
+            max_grad_norm=0.43,
+        )
+        train(*run, epochs=20)
+        epsilons.append(engine.get_epsilon(1e-5))
+    assert epsilons[1] < 0.75 * epsilons[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_norm", 0.31), ("smoothing", 0.0)])
+def test_settings_that_change_during_a_run_are_noticed(name, value):
+    _, *run = envelope_run()
+    train(*run, epochs=1)
+    setattr(run[2], name, value)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the criterion as it was"):
+        train(*run, epochs=1)
+
+
+def test_a_gradient_that_is_longer_than_its_bound_is_noticed():
+    """As if the loss were another one than its geometry says."""
+    criterion = EnvelopeCrossEntropyLoss(CLIP)
+    declared = EnvelopeCrossEntropyLoss(CLIP / 2).geometry(1.0, bias=True)
+    _, *run = make_private(
+        "hooks", criterion=criterion, loss_geometry=declared, feature_norm=1.0, max_grad_norm=1.0
+    )
+    with pytest.raises(hsa.UnsupportedRunError, match="per-example gradient of norm"):
+        train(*run, epochs=1)
+
+
+def test_a_prediction_that_is_not_a_number_is_refused():
+    _, *run = envelope_run()
+    with torch.no_grad():
+        run[0]._module.weight[0, 0] = math.nan
+    with pytest.raises(hsa.UnsupportedRunError):
+        train(*run, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targets"),
+    [
+        (EnvelopeBCEWithLogitsLoss(0.3, 1.0), lambda y: (y > 0).double()[:, None]),
+        (EnvelopeHingeLoss(0.3, 1.0), lambda y: (2.0 * (y > 0) - 1).double()[:, None]),
+        (EnvelopeSquaredErrorLoss(0.3, 1.0), lambda y: y.double()[:, None]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_losses_in_the_engine(criterion, targets):
+    model = nn.Linear(5, 1).double()
+    x, y = records(torch.float64).tensors
+    data = torch.utils.data.TensorDataset(x, targets(y))
+    engine, *run = make_private(
+        "hooks",
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=DECAY),
+        data_loader=DataLoader(data, batch_size=10),
+        criterion=criterion,
+        max_grad_norm=0.43,
+        noise_multiplier=2.0,
+    )
+    train(*run, epochs=1)
+    assert engine.privacy_event.loss == criterion.geometry(1.0, bias=True)
+    assert contraction(engine.privacy_event) == pytest.approx(1 - 0.5 * DECAY, rel=1e-12)
+
+
+def test_the_constants_do_not_cover_more_outputs_of_losses_of_one():
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match="needs one output for EnvelopeBCE"):
+        make_private("hooks", model=model, criterion=EnvelopeBCEWithLogitsLoss(0.3))
