@@ -11,10 +11,10 @@ from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.opacus.data.coins import take_over_coins
 from hidden_state_adapters.opacus.data.reading import is_poisson, read_loader
 from hidden_state_adapters.opacus.guards.row_counts import RowCounts
 from hidden_state_adapters.opacus.run.stock import StockRun
+from hidden_state_adapters.opacus.run.stock_coins import take_over_coins
 
 _DECLARE = (
     "Call engine.accountant.declare_run() before the first step: it reads the loader, and without "

@@ -17,7 +17,7 @@ def take_over_coins(data_loader: Any) -> None:
     which batches held a record, and sampling amplifies nothing. A generator that the user gave the
     loader stays, and so do those of several processes, which have to toss the same coins.
     """
-    sampler = getattr(data_loader, "batch_sampler", None)
+    sampler: Any = getattr(data_loader, "batch_sampler", None)
     if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
         sampler.generator = OwnGenerator(torch.device("cpu"))
 
