@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
 from hidden_state_adapters.opacus.guards import precision
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
@@ -49,6 +50,7 @@ class ForwardGuard(Guard):
     Attributes:
         keeps_output: Whether `output` is set.
         output: What the last training pass returned, and its version then.
+        inputs: The tensors that the last training pass was called with.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class ForwardGuard(Guard):
         self._checks_convolutions = checks_convolutions
         self._has_frozen_backbone = any(not p.requires_grad for p in module.parameters())
         self._is_inside = False
+        self.inputs: tuple[torch.Tensor, ...] = ()
         self._handles = [
-            module.register_forward_pre_hook(self._count),
+            module.register_forward_pre_hook(self._count, with_kwargs=True),
             module.register_forward_hook(self._leave, always_call=True),
         ]
         for part in self._owners:
@@ -91,9 +94,10 @@ class ForwardGuard(Guard):
         """Whether what is computed now may belong to the next step."""
         return self.passes > 0 and self._is_training()
 
-    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._is_training():
             return
+        self.inputs = tuple(tensors_of((args, kwargs)))
         check_batch_norm(module)
         self._check_unfrozen(module)
         precision.check_arithmetic(self._trainable)
@@ -178,7 +182,7 @@ class ForwardGuard(Guard):
         return None if self._head is None else self._head.largest_feature_norm
 
     def _reset(self) -> None:
-        self.passes, self.output = 0, None
+        self.passes, self.output, self.inputs = 0, None, ()
         if self._head is not None:
             self._head.reset()
         self._has_other_parameters = False

@@ -32,9 +32,11 @@ def gradient_rows(params: Sequence[nn.Parameter]) -> int:
         if isinstance(sample, list):
             if len(sample) != 1:
                 raise UnsupportedRunError(
-                    f"got the gradients of {len(sample)} batches, expected 1. Call "
-                    "optimizer.zero_grad() after every step and backward() once per batch: "
-                    "gradient accumulation is not accounted."
+                    f"got the gradients of {len(sample)} batches, expected 1: gradient "
+                    "accumulation (several backward() before one step()) is not accounted. Call "
+                    "optimizer.zero_grad() after every step and backward() once per batch. For "
+                    "batches that do not fit into memory raise the batch_size of the DataLoader "
+                    "and let opacus.utils.batch_memory_manager.BatchMemoryManager split them."
                 )
             sample = sample[0]
         if sample is None:

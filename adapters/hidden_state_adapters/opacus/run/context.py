@@ -102,7 +102,9 @@ class RunContext:
             parameters=parameters,
             forward=forward,
             independence=independence,
-            batch=BatchGuard(plan, cursor, divisor_is_public=is_add_or_remove),
+            batch=BatchGuard(
+                plan, cursor, lambda: forward.inputs, divisor_is_public=is_add_or_remove
+            ),
             criterion=guard,
             noise=noise,
         )
