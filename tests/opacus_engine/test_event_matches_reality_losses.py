@@ -24,13 +24,6 @@ def sum_instead_of_mean(run):
     run.epoch()
 
 
-def loss_without_the_criterion(run):
-    for features, labels in run.loader:
-        run.optimizer.zero_grad()
-        nn.functional.cross_entropy(run.model(features), labels).backward()
-        run.optimizer.step()
-
-
 def criterion_on_half_of_the_batch(run):
     # Twice the gradient for these, none for the others.
     for features, labels in run.loader:
@@ -44,17 +37,6 @@ def criterion_called_twice(run):
         run.optimizer.zero_grad()
         output = run.model(features)
         (run.criterion(output, labels) - run.criterion(output.flip(0), labels)).backward()
-        run.optimizer.step()
-
-
-def criterion_in_eval_mode(run):
-    for features, labels in run.loader:
-        run.optimizer.zero_grad()
-        output = run.model(features)
-        run.model.eval()
-        loss = run.criterion(output, labels)
-        run.model.train()
-        loss.backward()
         run.optimizer.step()
 
 
@@ -145,13 +127,7 @@ def not_a_number(run):
 
 
 RAISES = [
-    (4, sum_instead_of_mean, "step 1: the criterion passed to make_private was not called", 0),
-    (
-        4,
-        loss_without_the_criterion,
-        "step 1: the criterion passed to make_private was not called",
-        0,
-    ),
+    (4, sum_instead_of_mean, "step 1 has a per-example gradient of norm", 0),
     (
         4,
         criterion_on_half_of_the_batch,
@@ -159,7 +135,6 @@ RAISES = [
         0,
     ),
     (4, criterion_called_twice, "step 1 follows 2 calls of the criterion", 0),
-    (4, criterion_in_eval_mode, "step 1: the criterion passed to make_private was not called", 0),
     (4, criterion_changed, "Expected the criterion as it was at make_private", 6),
     (4, ignored_target, "step 7 has a target that equals ignore_index = -100", 6),
     (4, target_with_mass_two, "step 1 has a target .* no vector of probabilities", 0),

@@ -112,17 +112,29 @@ ENDS = {
     "in place": lambda head, x: head(x).mul_(5.0),
     "twice": lambda head, x: head(x) - head(x.flip(0)),
     "by hand": lambda head, x: nn.functional.linear(x, head.weight, head.bias),
-    "tuple": lambda head, x: (head(x),),
-    "transposed": lambda head, x: head(x[:3]).T.T.flip(0),
+    "mixed": lambda head, x: head(x).flip(0),
+    "other columns": lambda head, x: head(x).flip(1),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_output_of_the_head_is_the_output_of_the_model(make_run, end):
+def test_the_loss_is_that_of_the_output_of_the_head(make_run, end):
     # Elsewhere torch itself refuses to write into what a backward hook returned.
     mode = "ew" if end == "in place" else "hooks"
     run = make_run(model=Probe(end=ENDS[end]), grad_sample_mode=mode)
-    with pytest.raises(hsa.UnsupportedRunError, match="output of the model to be that of its lin"):
+    text = "something else than the output of the linear head|Expected one call of the linear head"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        run.epoch()
+    assert run.steps == 0
+
+
+@pytest.mark.parametrize("end", sorted(ENDS.keys() - {"mixed", "other columns"}))
+def test_the_gradient_tells_where_the_criterion_is_not_called(make_run, end):
+    mode = "ew" if end == "in place" else "hooks"
+    run = make_run(model=Probe(end=ENDS[end]), grad_sample_mode=mode, max_grad_norm=1.0)
+    run.criterion = nn.functional.cross_entropy
+    text = "gradients of another loss|Expected one call of the linear head|gradient of norm"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
         run.epoch()
     assert run.steps == 0
 

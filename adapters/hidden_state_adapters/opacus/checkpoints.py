@@ -10,6 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.base import run_of
+from hidden_state_adapters.opacus.criteria import KnownCriterion
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import check_later_steps
@@ -25,7 +26,7 @@ def fields_of(
     declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
 ) -> dict[str, Any]:
     """What has to be the same when a run goes on, beside what its recorder compares."""
-    criterion, arguments = declared.watched_criterion, declared.arguments
+    known, arguments = declared.known_criterion, declared.arguments
     optimizer_class = arguments.optimizer_class
     return {
         "neighboring_relation": relation.name,
@@ -36,12 +37,7 @@ def fields_of(
         "options": arguments.given_options(),
         "update_rule": type(declared.optimizer).__name__,
         "feature_norm": None if arguments.feature_norm is None else float(arguments.feature_norm),
-        "criterion": None
-        if criterion is None
-        else {
-            "type": type(criterion).__name__,
-            **{k: getattr(criterion, k) for k in _CRITERION_SETTINGS if hasattr(criterion, k)},
-        },
+        "criterion": None if known is None else _criterion_fields(known),
         **declared.schedule.fields(),
         "has_order_seed": declared.plan.is_seeded,
         "order_of_the_records": declared.plan.fingerprint(),
@@ -51,6 +47,15 @@ def fields_of(
             if p.requires_grad
         },
     }
+
+
+def _criterion_fields(known: KnownCriterion) -> dict[str, Any]:
+    """Plain types; weights only where there are some, as in checkpoints from before them."""
+    criterion = known.criterion
+    settings = {k: getattr(criterion, k) for k in _CRITERION_SETTINGS if hasattr(criterion, k)}
+    weights = {k: getattr(criterion, k, None) for k in ("weight", "pos_weight")}
+    given = {k: weight.tolist() for k, weight in weights.items() if weight is not None}
+    return {"type": type(criterion).__name__, **settings, **given}
 
 
 def run_state(

@@ -48,8 +48,6 @@ class ForwardGuard(Guard):
         checks_convolutions: Whether convolutions and recurrent layers have to be exact, too.
 
     Attributes:
-        keeps_output: Whether `output` is set.
-        output: What the last training pass returned, and its version then.
         inputs: The tensors that the last training pass was called with.
     """
 
@@ -65,8 +63,6 @@ class ForwardGuard(Guard):
         self.passes = 0
         self._head = head
         self._has_other_parameters: Figure = False
-        self.keeps_output = False
-        self.output: tuple[torch.Tensor, int] | None = None
         self._owners = [
             part
             for part in module.modules()
@@ -124,9 +120,7 @@ class ForwardGuard(Guard):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_inside and self._head is not None:
-            self._head.end_pass(output)
-        if self._is_inside and self.keeps_output and isinstance(output, torch.Tensor):
-            self.output = output, output._version
+            self._head.end_pass()
         self._is_inside = False
 
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -182,7 +176,7 @@ class ForwardGuard(Guard):
         return None if self._head is None else self._head.largest_feature_norm
 
     def _reset(self) -> None:
-        self.passes, self.output, self.inputs = 0, None, ()
+        self.passes, self.inputs = 0, ()
         if self._head is not None:
             self._head.reset()
         self._has_other_parameters = False

@@ -72,11 +72,11 @@ class RunContext:
             noise: Of the engine.
             relation: Of the guarantee.
         """
-        inner, criterion = declared.inner, declared.watched_criterion
+        inner, known = declared.inner, declared.known_criterion
         parameters = ParameterGuard(inner, declared.optimizer)
         head = None
         if declared.head is not None:
-            head = HeadWatch(inner, declared.head, is_output=criterion is not None)
+            head = HeadWatch(inner, declared.head, is_followed=known is not None)
         # Of a linear head every gradient is a matrix product.
         is_general = declared.loss is not None and find_linear_head(inner) is None
         forward = ForwardGuard(inner, head, parameters, checks_convolutions=is_general)
@@ -86,7 +86,15 @@ class RunContext:
             loader.num_workers * (loader.prefetch_factor or 0),
             counts_steps=plan.draws_every_step,
         )
-        guard = None if criterion is None else CriterionGuard(criterion, forward)
+        criterion = None
+        if known is not None and head is not None:
+            criterion = CriterionGuard(
+                known,
+                forward,
+                head,
+                lambda: () if cursor.taken is None else cursor.taken.tensors,
+                divides=declared.arguments.loss_reduction == "mean",
+            )
         arguments = declared.arguments
         independence = IndependenceGuard(
             inner,
@@ -105,7 +113,7 @@ class RunContext:
             batch=BatchGuard(
                 plan, cursor, lambda: forward.inputs, divisor_is_public=is_add_or_remove
             ),
-            criterion=guard,
+            criterion=criterion,
             noise=noise,
         )
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
 from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.gradients.norms import joint_norm
@@ -52,10 +53,12 @@ class DeclaredRun:
         return None if self.loss is None else self.loss.lipschitz
 
     @property
-    def watched_criterion(self) -> nn.Module | None:
+    def known_criterion(self) -> KnownCriterion | None:
         """The criterion that the constants of the loss were taken from."""
         arguments = self.arguments
-        return arguments.criterion if arguments.loss_geometry == "auto" else None
+        if arguments.loss_geometry != "auto":
+            return None
+        return known_criterion(as_module(arguments.criterion))
 
     @property
     def scale(self) -> int:
