@@ -168,7 +168,8 @@ class LossGeometry:
         (Or the squared error of several such predictions, equally weighted: docs/theory/moduli.md.)
         Keeps the unclipped modulus under clipping (theory, clipped generalized linear model), if
         all parameters are clipped together as one vector, one record per clipped unit: not for
-        micro-batches, several augmentations of a record, multi-output heads with another loss, or per-layer clipping.
+        micro-batches, several augmentations of a record, other losses of several outputs, or
+        per-layer clipping.
         `smoothness` must be at least loss''(z) * |features|**2 for every record.
         """
         return cls(kind=LossKind.GENERALIZED_LINEAR, smoothness=smoothness, lipschitz=lipschitz)

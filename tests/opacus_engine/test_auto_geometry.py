@@ -146,7 +146,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "module"), FUNCTIONS, ids=str)
+@pytest.mark.parametrize(("function", "module"), FUNCTIONS)
 def test_functions_are_their_modules(function, module):
     assert auto_loss_geometry(MANY, function, 1.0) == auto_loss_geometry(MANY, module, 1.0)
 

@@ -381,7 +381,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss()], ids=str)
+@pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss()])
 @pytest.mark.parametrize("loss", OTHERS)
 def test_another_loss_is_refused(make, loss, criterion):
     run = make(criterion=criterion)
