@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.criteria import KnownCriterion
+from hidden_state_adapters.opacus.criteria import KnownCriterion, SquaredCriterion
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
@@ -212,6 +212,9 @@ class CriterionGuard(Guard):
         for handle in self._handles:
             handle.remove()
 
+    def __reduce__(self) -> Any:
+        return _idle_watch, ()  # a copy of the criterion belongs to no run
+
     def _check_settings(self, where: str) -> None:
         now = [getattr(self._criterion, name) for name in self.known.settings]
         if not all(map(_is_equal, now, self._settings)):
@@ -269,6 +272,15 @@ class CriterionGuard(Guard):
             )
         if rows and not self.gradient.is_complete:
             raise _other_gradient(step)
+
+
+def _idle_watch() -> CriterionGuard:
+    head, forward = nn.Linear(1, 1), ForwardGuard(nn.Identity())
+    known = SquaredCriterion(nn.MSELoss())
+    watch = CriterionGuard(known, forward, HeadWatch(head, head, False), tuple, divides=False)
+    for guard in (forward, watch):
+        guard.close()
+    return watch
 
 
 class LossGradientGuard(Guard):
