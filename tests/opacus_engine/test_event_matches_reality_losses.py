@@ -244,8 +244,12 @@ WITH_STATE = {
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (nn.BatchNorm1d(5), "BatchNorm1d 'state' in train"),
+        (nn.BatchNorm1d(5), "BatchNorm1d 'state' in train.. mode with those of its initialisation"),
         (nn.BatchNorm1d(5, affine=False), "BatchNorm1d 'state' in train"),
+        (
+            nn.BatchNorm1d(5, track_running_stats=False),
+            "BatchNorm1d 'state' without running statistics",
+        ),
         (nn.BatchNorm1d(5, track_running_stats=False).eval(), "without running statistics"),
     ],
 )
@@ -254,13 +258,21 @@ def test_batch_statistics_are_refused(make_run, layer, text):
         make_run(model=WithState(layer), **WITH_STATE)
 
 
-def test_batch_norm_may_only_evaluate(make_run):
+def test_batch_norm_only_evaluates(make_run):
     run = make_run(model=WithState(nn.BatchNorm1d(5).eval()), **WITH_STATE)
     run.epoch()
-    run.model.train()  # switches the batch norm back
-    with pytest.raises(hsa.UnsupportedRunError, match=r"Call \.eval\(\) on this part"):
+    run.model.train()  # would switch the batch norm back
+    run.epoch()
+    assert run.steps == 12
+    assert not run.plain_model.state.training
+    # What has no parameters is not frozen: its statistics may be meant.
+    layer = nn.BatchNorm1d(5, affine=False)
+    model = nn.Sequential(layer.eval(), nn.Linear(5, 3))
+    run = make_run(model=model, loss_geometry=None)
+    run.epoch()
+    run.model.train()
+    with pytest.raises(hsa.UnsupportedRunError, match=r"BatchNorm1d '0' in train\(\) mode"):
         run.epoch()
-    assert run.steps == 6
 
 
 def test_state_that_training_writes_is_noticed(make_run):

@@ -277,7 +277,7 @@ class CriterionGuard(Guard):
 def _idle_watch() -> CriterionGuard:
     head, forward = nn.Linear(1, 1), ForwardGuard(nn.Identity())
     known = SquaredCriterion(nn.MSELoss())
-    watch = CriterionGuard(known, forward, HeadWatch(head, head, False), tuple, divides=False)
+    watch = CriterionGuard(known, forward, HeadWatch(head, False), tuple, divides=False)
     for guard in (forward, watch):
         guard.close()
     return watch

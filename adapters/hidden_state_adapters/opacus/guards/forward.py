@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
@@ -15,23 +14,9 @@ from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
 from hidden_state_adapters.opacus.guards import precision
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import HeadWatch
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
-
-
-def check_batch_norm(module: nn.Module) -> None:
-    """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch."""
-    for name, part in module.named_modules():
-        if not isinstance(part, _BatchNorm):
-            continue
-        if part.training or part.running_mean is None:
-            raise UnsupportedRunError(
-                f"Expected no batch statistics, got {type(part).__name__} {name!r} "
-                f"{'in train() mode' if part.training else 'without running statistics'}, frozen "
-                "or not: one record then changes the gradients of all others, and the statistics "
-                "are stored without noise. Call .eval() on this part of the model after every "
-                "model.train(), or use nn.GroupNorm."
-            )
 
 
 class ForwardGuard(Guard):
@@ -45,6 +30,7 @@ class ForwardGuard(Guard):
         module: The module itself, not Opacus' wrapper.
         head: Measures the features of a linear layer, or None.
         parameters: The watch of the module's parameters.
+        frozen: What is kept in eval() mode, or None for nothing.
         checks_convolutions: Whether convolutions and recurrent layers have to be exact, too.
 
     Attributes:
@@ -56,10 +42,12 @@ class ForwardGuard(Guard):
         module: nn.Module,
         head: HeadWatch | None = None,
         parameters: ParameterGuard | None = None,
+        frozen: FrozenPart | None = None,
         *,
         checks_convolutions: bool = False,
     ):
         self._parameters = parameters
+        self._frozen = FrozenPart(nn.Identity()) if frozen is None else frozen
         self.passes = 0
         self._head = head
         self._has_other_parameters: Figure = False
@@ -94,7 +82,8 @@ class ForwardGuard(Guard):
         if not self._is_training():
             return
         self.inputs = tuple(tensors_of((args, kwargs)))
-        check_batch_norm(module)
+        self._frozen.hold()
+        self._frozen.check_batch_norm(module)
         self._check_unfrozen(module)
         precision.check_arithmetic(self._trainable)
         if self._checks_convolutions:
@@ -139,6 +128,9 @@ class ForwardGuard(Guard):
                 "the frozen part of the model is public: it was not fitted to the private records, "
                 "and it maps every record by itself"
             )
+
+        if self._frozen:
+            yield Assumption.checked("the frozen part of the model in eval() mode")
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless the gradients are of one training pass."""

@@ -14,39 +14,24 @@ from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, row_norms
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
-# Modules of torch.nn whose forward pass is the same in train() and eval() mode.
-_SAME_IN_BOTH_MODES = {
-    "activation", "container", "conv", "flatten", "linear", "normalization", "padding", "pooling",
-    "sparse",
-}  # fmt: skip
-_EXCEPT = (nn.RReLU, nn.MultiheadAttention)
-
 
 class HeadWatch:
     """Measures the features that reach a linear head; optionally follows its output.
 
     Args:
-        module: The module itself, not Opacus' wrapper.
-        head: Its linear layer.
+        head: The linear layer of a module.
         is_followed: Whether the loss geometry was derived from the head: it is then called once in
-            a training pass, its output is followed to the loss, and everything before it is frozen
-            and in eval() mode (where it would otherwise draw random numbers or mix the records of a
-            batch).
+            a training pass, and its output is followed to the loss.
 
     Attributes:
         follow_output: Told the output in a training pass, if it is followed.
     """
 
-    def __init__(self, module: nn.Module, head: nn.Linear, is_followed: bool):
+    def __init__(self, head: nn.Linear, is_followed: bool):
         self.largest_feature_norm: torch.Tensor | None = None
         self.follow_output: Callable[[torch.Tensor], None] | None = None
         self._is_followed, self._is_open, self._is_idle = is_followed, False, False
         self._calls = 0
-        self._backbone = [
-            (name, part)
-            for name, part in module.named_modules()
-            if not any(inner is head for inner in part.modules()) and not _is_stateless(part)
-        ]
         self._handles = [
             head.register_forward_pre_hook(self._measure, with_kwargs=True),
             head.register_forward_hook(self._keep),
@@ -55,14 +40,6 @@ class HeadWatch:
     def start_pass(self) -> None:
         """A training pass through the module begins."""
         self._calls, self._is_open = 0, True
-        for name, part in self._backbone if self._is_followed else ():
-            if part.training:
-                raise UnsupportedRunError(
-                    f"Expected everything before the linear head in eval() mode, got "
-                    f"{type(part).__name__} {name!r} in train() mode: it may draw random numbers "
-                    "or mix the records of a batch. Call .eval() on this part of the model after "
-                    "every model.train()."
-                )
 
     def end_pass(self) -> None:
         """The pass is over.
@@ -148,18 +125,9 @@ class FeatureGuard(Guard):
             )
 
 
-def _is_stateless(part: nn.Module) -> bool:
-    package, _, name = type(part).__module__.rpartition(".")
-    return (
-        package == "torch.nn.modules"
-        and name in _SAME_IN_BOTH_MODES
-        and not isinstance(part, _EXCEPT)
-    )
-
-
 def _idle_watch() -> HeadWatch:
     head = nn.Linear(1, 1)
-    watch = HeadWatch(head, head, False)
+    watch = HeadWatch(head, False)
     watch.remove()
     watch._is_idle = True  # Opacus calls copies of the head, with their hooks, inside vmap
     return watch

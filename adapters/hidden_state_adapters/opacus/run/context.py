@@ -76,10 +76,12 @@ class RunContext:
         parameters = ParameterGuard(inner, declared.optimizer)
         head = None
         if declared.head is not None:
-            head = HeadWatch(inner, declared.head, is_followed=known is not None)
+            head = HeadWatch(declared.head, is_followed=known is not None)
         # Of a linear head every gradient is a matrix product.
         is_general = declared.loss is not None and find_linear_head(inner) is None
-        forward = ForwardGuard(inner, head, parameters, checks_convolutions=is_general)
+        frozen = declared.frozen
+        frozen.hold(tells=True)
+        forward = ForwardGuard(inner, head, parameters, frozen, checks_convolutions=is_general)
         plan, loader = declared.plan, declared.arguments.data_loader
         cursor = BatchCursor(
             plan.num_batches,

@@ -17,7 +17,7 @@ from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, kno
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.gradients.norms import joint_norm
-from hidden_state_adapters.opacus.guards.forward import check_batch_norm
+from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.processes import num_processes
@@ -34,6 +34,7 @@ class DeclaredRun:
         plan: The batches.
         loss: The geometry of the loss, or None.
         head: The linear layer whose inputs are measured, or None.
+        frozen: What is kept in eval() mode.
         diameter: Twice the projection radius, or inf.
         schedule: What was declared about learning rates and the number of steps.
     """
@@ -44,6 +45,7 @@ class DeclaredRun:
     plan: BatchPlan
     loss: LossGeometry | None
     head: nn.Linear | None
+    frozen: FrozenPart
     diameter: float
     schedule: DeclaredSchedule
 
@@ -73,8 +75,9 @@ class DeclaredRun:
             TypeError, ValueError: An argument has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
-        check_batch_norm(inner)
         loss, head = _resolve_loss(inner, arguments)
+        frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
+        frozen.check_batch_norm(inner)
         return cls(
             arguments=arguments,
             inner=inner,
@@ -88,6 +91,7 @@ class DeclaredRun:
             ),
             loss=loss,
             head=head,
+            frozen=frozen,
             diameter=_domain_diameter(inner, arguments.projection_radius),
             schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
         )
