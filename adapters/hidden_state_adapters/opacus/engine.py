@@ -168,6 +168,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 step.
             projection_radius: Projects all parameters together on the ball of this radius around 0
                 after every step (the event's domain_diameter is twice that).
+            projection: Another projection after every step: BoxProjection(low, high),
+                ParameterBallsProjection(radius), BallProjection(radius), or a function that changes
+                the list of the trainable parameters in place. That a function is nonexpansive is
+                your word; what an iterate can show of it is checked.
+            projection_diameter: Of the set that the function maps to (math.inf if it is not
+                bounded). The diameters of the others are known.
             poisson_sampling: None, or what batch_order says.
             max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The
                 chance that the cap acts is added to delta.

@@ -30,6 +30,8 @@ class RunOptions(TypedDict, total=False):
     criterion: Any
     loss_geometry: LossGeometry | str | None
     feature_norm: float | None
+    projection: Any
+    projection_diameter: float | None
     projection_radius: float | None
     poisson_sampling: bool | None
     max_batch_size: int | None
@@ -74,6 +76,8 @@ class RunArguments:
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
+    projection: Any = None
+    projection_diameter: float | None = None
     projection_radius: float | None = None
     poisson_sampling: bool | None = None
     max_batch_size: int | None = None

@@ -148,8 +148,8 @@ class RunContext:
         guards.append(GradientGuard.of_lipschitz(self.lipschitz))
         if criterion is not None:
             guards.append(LossGradientGuard(criterion))
-        if arguments.projection_radius is not None:
-            guards.append(ProjectionGuard(self.parameters.params, arguments.projection_radius))
+        if self.declared.projection is not None:
+            guards.append(ProjectionGuard(self.parameters.params, self.declared.projection))
         guards.append(NoiseGuard(optimizer, self.noise))
         return Guards(guards)
 
