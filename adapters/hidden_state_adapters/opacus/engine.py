@@ -174,7 +174,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 your word; what an iterate can show of it is checked.
             projection_diameter: Of the set that the function maps to (math.inf if it is not
                 bounded). The diameters of the others are known.
-            poisson_sampling: None, or what batch_order says.
+            poisson_sampling: None, or what batch_order says. True without batch_order means
+                "poisson".
             max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The
                 chance that the cap acts is added to delta.
             order_seed: Fixes a random order, which is then known to whoever knows the seed:

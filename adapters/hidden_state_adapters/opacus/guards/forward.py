@@ -137,8 +137,10 @@ class ForwardGuard(Guard):
         if self.passes != 1:
             raise UnsupportedRunError(
                 f"step {piece.step} follows {self.passes} training passes through the model or a "
-                "layer of it, expected 1: every record passes once, in its own row. Evaluate in "
-                "eval() mode or under torch.no_grad()."
+                "layer of it, expected 1: every record passes once, in its own row. (A look at the "
+                "outputs without torch.no_grad(), gradient accumulation, two losses with a pass "
+                "each, a layer that is called by itself?) Evaluate in eval() mode or under "
+                "torch.no_grad(), and step once per pass."
             )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:

@@ -42,7 +42,9 @@ def gradient_rows(params: Sequence[nn.Parameter]) -> int:
         if sample is None:
             raise UnsupportedRunError(
                 "got no per-example gradients for a trainable parameter. Call the private model in "
-                "train() mode and backward() before step(), and let every parameter take part."
+                "train() mode and backward() before step(), and let every parameter take part. (If "
+                "that is so: a second pass without backward(), for an accuracy or a log, makes "
+                "Opacus wait for its gradients. Look at outputs under torch.no_grad().)"
             )
         check_precision("per-example gradients", sample)
         rows.add(len(sample))

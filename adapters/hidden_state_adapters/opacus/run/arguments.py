@@ -103,6 +103,8 @@ class RunArguments:
         """
         known = {field.name for field in attrs.fields(cls)} - {"opacus"}
         own = {name: value for name, value in arguments.items() if name in known}
+        if own.get("poisson_sampling") is True:  # Opacus' word for an order, here by itself
+            own.setdefault("batch_order", BatchOrder.POISSON)
         opacus = {name: value for name, value in arguments.items() if name not in known}
         unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
         if unknown:
