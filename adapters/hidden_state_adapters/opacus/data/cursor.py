@@ -60,6 +60,7 @@ class BatchCursor:
         #   _has_taken     a step used a piece of this pass             take             start_pass
         #   _left_out      a piece of this pass was passed over         deliver, signal  start_pass
         #   _is_exhausted  the sampler has no more pieces in this pass  exhaust          start_pass
+        #   _was_delivered the private loader handed over a batch       deliver          start_pass
         #   _is_over       the loader has no more batches in this pass  deliver          start_pass
         #   _was_left_out  one was passed over in an earlier pass in    start_pass       -
         #                  which steps were taken
@@ -112,6 +113,7 @@ class BatchCursor:
         self.was_fetched_ahead = False
         self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
         self._left_out = self._is_exhausted = self._has_taken = self._is_over = False
+        self._was_delivered = False
         return self._pass_id
 
     def check_pass(self, pass_id: int) -> None:
@@ -134,6 +136,7 @@ class BatchCursor:
     def deliver(self, index: int | None, tensors: Iterable[torch.Tensor] = ()) -> None:
         """The loader hands batch `index` to the loop; None at the end of the pass."""
         self._left_out |= bool(self._pieces)
+        self._was_delivered = True
         if index is None:
             self._is_over = True  # what was fetched ahead may still be used
             return
@@ -190,6 +193,11 @@ class BatchCursor:
         is_new = self.taken.steps_before == self._times_taken
         self.was_fetched_ahead = not (is_newest and is_new)
         self._waiting.popleft()
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether a loader that is not the private one asked for the batches of this pass."""
+        return self._emitted is not None and not self._was_delivered
 
     def forget(self) -> None:
         """The step is over, and the tensors of its batch are no longer needed."""

@@ -67,6 +67,9 @@ class OrderedDataLoader(DataLoader):
     """
 
     batch_sampler: OrderedBatchSampler
+    # Accelerator.prepare would build another loader around the batch sampler, whose batches could
+    # not be told apart; what carries this mark it returns as it is. (The loop moves the batches.)
+    _is_accelerate_prepared = True
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         first = self.batch_sampler.cursor.first_index

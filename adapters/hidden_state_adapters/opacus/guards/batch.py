@@ -153,11 +153,17 @@ class BatchGuard(RowsGuard):
             "delivered, moved, cast or reshaped. Transform the records in the data set, the "
             "collate_fn or the model, and fetch at most one batch ahead."
         )
+        bypass = (
+            " Here another loader was built around the private batches, as a Trainer does that "
+            "replaces samplers: give it the private loader in a way that leaves it alone."
+        )
+        hint = ahead if self._cursor.was_fetched_ahead else ""
+        if self._cursor.is_bypassed:
+            hint = bypass
         return UnsupportedRunError(
             f"step {step} used {used}, expected batch {expected}: every batch of the private "
             f"loader is used in order, exactly once per epoch{empty}. Iterate the loader that "
-            "make_private returned to its end and step once per batch."
-            f"{ahead if self._cursor.was_fetched_ahead else ''}"
+            f"make_private returned to its end and step once per batch.{hint}"
         )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:

@@ -70,6 +70,9 @@ def refuse_second_pass(param: Any) -> None:
 class SumsGuard(Guard):
     """Notices a sum of clipped gradients that does not come from the pieces of the batch.
 
+    Those of a finished step, which nobody touched, are dropped: a loop that calls model.zero_grad()
+    in place of optimizer.zero_grad() leaves them.
+
     Args:
         params: All trainable parameters.
     """
@@ -77,17 +80,20 @@ class SumsGuard(Guard):
     def __init__(self, params: Sequence[nn.Parameter]):
         self._params = params
         self._versions: list[tuple[torch.Tensor, int] | None] = [None] * len(params)
+        self._finished = self._versions
 
     def _now(self) -> list[tuple[torch.Tensor, int] | None]:
         sums = (p.summed_grad for p in self._params)  # type: ignore[attr-defined]
         return [None if total is None else (total, total._version) for total in sums]
 
     def before(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if somebody else wrote the sums, or did not clear them."""
+        """Raises UnsupportedRunError if somebody else wrote the sums."""
+        if all(map(_is_same_sum, self._now(), self._finished)):
+            for param in self._params:
+                param.summed_grad = None  # type: ignore[attr-defined]
+        self._finished = [None] * len(self._params)
         for now, then in zip(self._now(), self._versions, strict=True):
-            if (now is None) != (then is None) or (
-                now and then and (now[0] is not then[0] or now[1] != then[1])
-            ):
+            if not _is_same_sum(now, then):
                 raise UnsupportedRunError(
                     f"step {piece.step} starts with a sum of clipped gradients that does not come "
                     "from the pieces of its batch. Call optimizer.zero_grad() after every step, "
@@ -100,16 +106,24 @@ class SumsGuard(Guard):
 
     def after(self, step: int) -> None:
         """The next batch starts without sums."""
-        self._versions = [None] * len(self._params)
+        self._finished, self._versions = self._versions, [None] * len(self._params)
 
     def resume(self, steps: int) -> None:
         """Pieces from before the checkpoint was loaded belong to no batch of the run."""
-        self.after(steps)
+        self._finished = self._versions = [None] * len(self._params)
 
     @property
     def is_between_batches(self) -> bool:
         """Whether no piece of a batch waits for the others."""
         return not any(self._versions)
+
+
+def _is_same_sum(
+    now: tuple[torch.Tensor, int] | None, then: tuple[torch.Tensor, int] | None
+) -> bool:
+    if now is None or then is None:
+        return now is then
+    return now[0] is then[0] and now[1] == then[1]
 
 
 class GradientGuard(Guard):
