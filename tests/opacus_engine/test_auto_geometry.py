@@ -202,6 +202,13 @@ def test_what_auto_does_not_know(model, criterion, feature_norm, text):
         auto_loss_geometry(model, criterion, feature_norm)
 
 
+def test_other_callables_are_left_alone(make_run):
+    """With a declared geometry the criterion may be anything."""
+    criterion = functools.partial(torch.add, torch.ones(()))
+    loss = LossGeometry.convex(1.0)
+    make_run(criterion=criterion, loss_geometry=loss, feature_norm=None)
+
+
 def test_the_way_out_is_spelled_out():
     with pytest.raises(hsa.UnsupportedRunError) as error:
         auto_loss_geometry(MANY, nn.MultiMarginLoss(), 1.0)

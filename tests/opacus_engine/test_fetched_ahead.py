@@ -79,6 +79,41 @@ def test_two_empty_poisson_batches_in_a_row(make_run):
     assert run.engine.privacy_event == event("poisson", 60, batch_size=1)
 
 
+ONE_BATCH_A_PASS = {"loader": {"batch_size": 60}, "max_batch_size": 30}
+
+
+@pytest.mark.parametrize(
+    ("order", "arguments"),
+    [
+        ("cyclic", {}),
+        ("reshuffled", {}),
+        ("without_replacement", {}),
+        ("poisson", {}),
+        ("poisson", ONE_BATCH_A_PASS),
+    ],
+)
+def test_a_loop_that_fetches_beyond_the_end_of_a_pass(make_run, order, arguments):
+    """A random batch is dealt again there, and would be used for the one after it."""
+
+    def forever(loader):
+        while True:
+            yield from loader
+
+    run = make_run(batch_order=order, **arguments)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step \d used .* expected batch \d"):
+        run.epoch(itertools.islice(ahead(forever(run.loader)), 15))
+    assert run.steps < 10
+
+
+def test_a_batch_that_was_looked_at_first(make_run):
+    """In a plain loop, which may then transform what the loader delivers."""
+    run = make_run(batch_order="poisson")
+    next(iter(run.loader))
+    for features, labels in run.loader:
+        run.step((0.5 * features, labels))
+    assert run.steps == 6
+
+
 # What the loop may do to a batch that it fetched ahead.
 
 

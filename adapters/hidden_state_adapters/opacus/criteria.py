@@ -43,7 +43,7 @@ def as_module(criterion: Any) -> Any:
     """
     options: dict[str, Any] = {}
     function: Any = criterion
-    if isinstance(criterion, functools.partial):
+    if isinstance(criterion, functools.partial) and _module_of(criterion.func) is not None:
         if criterion.args:
             raise UnsupportedRunError(
                 f"Expected settings of the criterion by keyword, got {len(criterion.args)} by "
@@ -51,7 +51,7 @@ def as_module(criterion: Any) -> Any:
                 "label_smoothing=0.1)."
             )
         function, options = criterion.func, dict(criterion.keywords)
-    kind = _MODULES.get(function) if callable(function) else None
+    kind = _module_of(function)
     if kind is not None:
         try:
             criterion = kind(**options)
@@ -67,6 +67,10 @@ def as_module(criterion: Any) -> Any:
             reduction=criterion.reduction,
         )
     return criterion
+
+
+def _module_of(function: Any) -> type[nn.Module] | None:
+    return next((kind for known, kind in _MODULES.items() if function is known), None)
 
 
 @attrs.frozen(eq=False)

@@ -65,6 +65,10 @@ class BatchCursor:
         #   _was_left_out  one was passed over in an earlier pass in    start_pass       -
         #                  which steps were taken
         #
+        # _fetches_ahead is set by the first batch that was fetched ahead, and stays set: every later
+        # batch is compared with what went in. (A loop that fetches beyond the end of a pass
+        # is dealt a random batch again, and would use it for the one after it.)
+        #
         # A pass that is only looked at leaves nothing out. Pieces that wait when the sampler is
         # exhausted were passed over, too; before that they may still be prefetched ones.
         self._num_batches, self._prefetched = num_batches, prefetched
@@ -73,7 +77,8 @@ class BatchCursor:
         self.steps_taken = 0
         self.first_batch = 0
         self._pass_id = self._times_taken = 0
-        self._was_left_out = self._has_taken = False
+        self._was_left_out = self._has_taken = self._fetches_ahead = False
+        self._waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
         self.start_pass()
 
     @property
@@ -108,7 +113,9 @@ class BatchCursor:
         self._was_left_out |= self._has_taken and self._is_incomplete()
         self._pass_id += 1
         self._emitted: int | None = None
-        self._waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
+        # In passes of one batch nothing else tells a loop that fetches ahead.
+        self._fetches_ahead |= self._num_batches == 1 and bool(self._waiting)
+        self._waiting.clear()
         self.taken: Delivery | None = None
         self.was_fetched_ahead = False
         self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
@@ -191,7 +198,8 @@ class BatchCursor:
             return
         is_newest = len(self._waiting) == 1 and not self._is_over
         is_new = self.taken.steps_before == self._times_taken
-        self.was_fetched_ahead = not (is_newest and is_new)
+        self._fetches_ahead |= not (is_newest and is_new)
+        self.was_fetched_ahead = self._fetches_ahead
         self._waiting.popleft()
 
     @property

@@ -151,7 +151,7 @@ class BatchGuard(RowsGuard):
         ahead = (
             " This loop fetches ahead: what goes into the model then has to be what the loader "
             "delivered, moved, cast or reshaped. Transform the records in the data set, the "
-            "collate_fn or the model, and fetch at most one batch ahead."
+            "collate_fn or the model, and fetch at most one batch ahead, within a pass."
         )
         bypass = (
             " Here another loader was built around the private batches, as a Trainer does that "
