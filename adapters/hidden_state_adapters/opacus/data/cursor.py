@@ -65,9 +65,9 @@ class BatchCursor:
         #   _was_left_out  one was passed over in an earlier pass in    start_pass       -
         #                  which steps were taken
         #
-        # _fetches_ahead is set by the first batch that was fetched ahead, and stays set: every later
-        # batch is compared with what went in. (A loop that fetches beyond the end of a pass
-        # is dealt a random batch again, and would use it for the one after it.)
+        # _fetches_ahead is set by the first batch that was fetched ahead and stays set: every later
+        # batch is compared with what went in. (A loop that fetches beyond the end of a pass is
+        # dealt a random batch again, and would use it for the one after it.)
         #
         # A pass that is only looked at leaves nothing out. Pieces that wait when the sampler is
         # exhausted were passed over, too; before that they may still be prefetched ones.
