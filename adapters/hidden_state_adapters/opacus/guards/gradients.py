@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import OPACUS_CLIP_OFFSET, ROUNDING
+from hidden_state_adapters.opacus.gradients.sums import were_used
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.precision import check_arithmetic, check_precision
 
@@ -80,18 +82,15 @@ class SumsGuard(Guard):
     def __init__(self, params: Sequence[nn.Parameter]):
         self._params = params
         self._versions: list[tuple[torch.Tensor, int] | None] = [None] * len(params)
-        self._finished = self._versions
+        self._finished: list[tuple[weakref.ReferenceType[torch.Tensor], int] | None] = []
 
     def _now(self) -> list[tuple[torch.Tensor, int] | None]:
         sums = (p.summed_grad for p in self._params)  # type: ignore[attr-defined]
         return [None if total is None else (total, total._version) for total in sums]
 
     def before(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if somebody else wrote the sums."""
-        if all(map(_is_same_sum, self._now(), self._finished)):
-            for param in self._params:
-                param.summed_grad = None  # type: ignore[attr-defined]
-        self._finished = [None] * len(self._params)
+        """Raises UnsupportedRunError if somebody else wrote the sums, or used the gradients."""
+        self._drop_finished(piece)
         for now, then in zip(self._now(), self._versions, strict=True):
             if not _is_same_sum(now, then):
                 raise UnsupportedRunError(
@@ -100,17 +99,28 @@ class SumsGuard(Guard):
                     "and leave summed_grad alone."
                 )
 
+    def _drop_finished(self, piece: Piece) -> None:
+        finished, self._finished = self._finished, []
+        pairs = zip(self._now(), finished, strict=False)
+        is_left = finished and all(
+            then is not None and _is_same_sum(now, (then[0](), then[1])) for now, then in pairs
+        )
+        if is_left and not were_used(piece.params):
+            for param in self._params:
+                param.summed_grad = None  # type: ignore[attr-defined]
+
     def used(self, piece: Piece) -> None:
         """Remembers what the piece left."""
         self._versions = self._now()
 
     def after(self, step: int) -> None:
         """The next batch starts without sums."""
-        self._finished, self._versions = self._versions, [None] * len(self._params)
+        self._finished = [v and (weakref.ref(v[0]), v[1]) for v in self._versions]
+        self._versions = [None] * len(self._params)
 
     def resume(self, steps: int) -> None:
         """Pieces from before the checkpoint was loaded belong to no batch of the run."""
-        self._finished = self._versions = [None] * len(self._params)
+        self._finished, self._versions = [], [None] * len(self._params)
 
     @property
     def is_between_batches(self) -> bool:
@@ -119,7 +129,7 @@ class SumsGuard(Guard):
 
 
 def _is_same_sum(
-    now: tuple[torch.Tensor, int] | None, then: tuple[torch.Tensor, int] | None
+    now: tuple[torch.Tensor, int] | None, then: tuple[torch.Tensor | None, int] | None
 ) -> bool:
     if now is None or then is None:
         return now is then
