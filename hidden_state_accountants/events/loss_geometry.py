@@ -165,9 +165,11 @@ class LossGeometry:
     def generalized_linear(cls, smoothness: float, lipschitz: float | None = None) -> LossGeometry:
         """Convex function of ONE scalar prediction that is affine in the parameters.
 
+        (Or the squared error of several such predictions, equally weighted: docs/theory/moduli.md.)
         Keeps the unclipped modulus under clipping (theory, clipped generalized linear model), if
         all parameters are clipped together as one vector, one record per clipped unit: not for
-        micro-batches, several augmentations of a record, multi-output heads or per-layer clipping.
+        micro-batches, several augmentations of a record, other losses of several outputs, or
+        per-layer clipping.
         `smoothness` must be at least loss''(z) * |features|**2 for every record.
         """
         return cls(kind=LossKind.GENERALIZED_LINEAR, smoothness=smoothness, lipschitz=lipschitz)
@@ -196,12 +198,13 @@ class LossGeometry:
     def squared_error(
         cls, feature_norm: float, bias: bool = False, *, scale: float = 1.0
     ) -> LossGeometry:
-        """(scale/2) * (prediction - target)**2 of one output; M = scale * B**2, not Lipschitz.
+        """(scale/2) * |prediction - target|**2 of any outputs; M = scale * B**2, not Lipschitz.
 
         Args:
             feature_norm: B, a bound on the L2 norm of every record's features.
             bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
-            scale: 1 for half the squared error, 2 for torch.nn.MSELoss with one output.
+            scale: 1 for half the squared error; 2/K for torch.nn.MSELoss with K outputs, whose
+                mean is over the outputs, too.
         """
         square = square_norm(feature_norm, bias)
         return cls.generalized_linear(validate.real("scale", scale, above=0) * square)

@@ -1,12 +1,15 @@
+import functools
 import math
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_adapters.opacus import (
     EnvelopeBCEWithLogitsLoss,
     EnvelopeCrossEntropyLoss,
@@ -54,34 +57,50 @@ def test_smooth_l1():
 
 
 TARGETS = {
-    nn.CrossEntropyLoss: lambda n: torch.randint(0, 3, (n,)),
-    nn.BCEWithLogitsLoss: lambda n: torch.randint(0, 2, (n, 1)).double(),
-    EnvelopeCrossEntropyLoss: lambda n: torch.randint(0, 3, (n,)),
-    EnvelopeBCEWithLogitsLoss: lambda n: torch.randint(0, 2, (n, 1)).double(),
-    EnvelopeHingeLoss: lambda n: 2.0 * torch.randint(0, 2, (n, 1)).double() - 1,
+    nn.CrossEntropyLoss: lambda n, outputs: torch.randint(0, outputs, (n,)),
+    nn.BCEWithLogitsLoss: lambda n, outputs: torch.randint(0, 2, (n, outputs)).double(),
+    EnvelopeCrossEntropyLoss: lambda n, outputs: torch.randint(0, outputs, (n,)),
+    EnvelopeBCEWithLogitsLoss: lambda n, outputs: torch.randint(0, 2, (n, 1)).double(),
+    EnvelopeHingeLoss: lambda n, outputs: 2.0 * torch.randint(0, 2, (n, 1)).double() - 1,
 }
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.3), nn.BCEWithLogitsLoss(),
-        nn.MSELoss(), nn.HuberLoss(delta=0.7), nn.SmoothL1Loss(beta=0.25),
-        EnvelopeCrossEntropyLoss(1.2, 0.7), EnvelopeBCEWithLogitsLoss(0.4, 0.7),
-        EnvelopeHingeLoss(0.4, 0.7),
-        EnvelopeSquaredErrorLoss(0.4, 0.7, 2.0),
+WEIGHTS = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+SUM = {"reduction": "sum"}
+CRITERIA = [
+    (nn.CrossEntropyLoss(), 3),
+    (nn.CrossEntropyLoss(label_smoothing=0.3), 3),
+    (nn.CrossEntropyLoss(WEIGHTS, **SUM), 3),
+    (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.3, **SUM), 3),
+    (EnvelopeCrossEntropyLoss(1.2, 0.7), 3),
+    (EnvelopeBCEWithLogitsLoss(0.4, 0.7), 1),
+    (EnvelopeHingeLoss(0.4, 0.7), 1),
+    (EnvelopeSquaredErrorLoss(0.4, 0.7, 2.0), 1),
+    *[
+        (criterion, outputs)
+        for outputs in (1, 3)
+        for criterion in (
+            nn.BCEWithLogitsLoss(), nn.BCEWithLogitsLoss(**SUM), nn.MSELoss(), nn.MSELoss(**SUM),
+            nn.HuberLoss(delta=0.7), nn.HuberLoss(delta=0.7, **SUM), nn.SmoothL1Loss(beta=0.25),
+        )
     ],
-    ids=str,
-)  # fmt: skip
-def test_constants_hold_for_torch_gradients(criterion):
+    (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), 3),
+    (nn.BCEWithLogitsLoss(WEIGHTS, pos_weight=WEIGHTS.flip(0), **SUM), 3),
+    (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS[2:]), 1),
+    (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS[0]), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("criterion", "outputs"), CRITERIA, ids=str)
+def test_constants_hold_for_torch_gradients(criterion, outputs):
     """Gradients of single records, and their differences at random pairs of parameters."""
     torch.manual_seed(0)
     norm, n = 1.5, 200
-    model = nn.Linear(4, 3 if "CrossEntropy" in type(criterion).__name__ else 1).double()
-    loss = auto_loss_geometry(model, criterion, norm)
+    model = nn.Linear(4, outputs).double()
+    loss = auto_loss_geometry(model, criterion, norm, criterion.reduction)
     features = torch.randn(n, 4, dtype=torch.float64)
     features *= norm / features.norm(dim=1, keepdim=True)
-    targets = TARGETS.get(type(criterion), lambda n: torch.randn(n, 1, dtype=torch.float64))(n)
+    targets = TARGETS.get(
+        type(criterion), lambda n, outputs: torch.randn(n, outputs, dtype=torch.float64)
+    )(n, outputs)
     names = [name for name, _ in model.named_parameters()]
 
     def gradient(values, x, y):
@@ -101,9 +120,57 @@ def test_constants_hold_for_torch_gradients(criterion):
         largest = max(largest, float(a.norm()))
         steepest = max(steepest, float((a - b).norm()) / distance)
     assert steepest <= loss.smoothness * (1 + 1e-9)
-    assert steepest > 0.3 * loss.smoothness
+    assert steepest > 0.2 * loss.smoothness
     if loss.lipschitz is not None:
         assert 0.5 * loss.lipschitz < largest <= loss.lipschitz * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_clip_keeps_squared_errors_in_their_class(outputs, reduction):
+    """The clipped gradient is that of another convex loss, no less smooth: moduli.md.
+
+    It is monotone, and as far apart as M times the distance at most; a clip of other losses of
+    several outputs (logistic ones) is not monotone everywhere.
+    """
+    torch.manual_seed(0)
+    loss = auto_loss_geometry(
+        nn.Linear(2, outputs, bias=False), nn.MSELoss(reduction=reduction), 1.0, reduction
+    )
+    assert loss.kind is LossKind.GENERALIZED_LINEAR
+    x = torch.nn.functional.normalize(torch.randn(2, dtype=torch.float64), dim=0)
+    scale = 2 / outputs if reduction == "mean" else 2
+
+    def clipped(weight):
+        gradient = torch.outer(scale * (weight @ x), x)
+        return gradient * min(1.0, 0.5 / (float(gradient.norm()) + 1e-6))
+
+    for _ in range(2000):
+        one, step = torch.randn(outputs, 2).double(), 0.3 * torch.randn(outputs, 2).double()
+        difference = clipped(one + step) - clipped(one)
+        # Cocoercive: what a symmetric Jacobian with eigenvalues in [0, M] gives.
+        inner = float((difference * step).sum())
+        assert inner >= float(difference.square().sum()) / loss.smoothness - 1e-12
+
+
+FUNCTIONS = [
+        (F.cross_entropy, nn.CrossEntropyLoss()),
+        (functools.partial(F.cross_entropy, label_smoothing=0.1),
+         nn.CrossEntropyLoss(label_smoothing=0.1)),
+        (F.nll_loss, nn.CrossEntropyLoss()),
+        (nn.NLLLoss(), nn.CrossEntropyLoss()),
+        (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()),
+        (functools.partial(F.binary_cross_entropy_with_logits, pos_weight=WEIGHTS),
+         nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)),
+        (F.mse_loss, nn.MSELoss()),
+        (functools.partial(F.huber_loss, delta=0.2), nn.HuberLoss(delta=0.2)),
+        (F.smooth_l1_loss, nn.SmoothL1Loss()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "module"), FUNCTIONS)
+def test_functions_are_their_modules(function, module):
+    assert auto_loss_geometry(MANY, function, 1.0) == auto_loss_geometry(MANY, module, 1.0)
 
 
 def hooked():
@@ -123,19 +190,25 @@ def half_frozen():
     [
         (MANY, None, 1.0, "needs the criterion"),
         (MANY, nn.CrossEntropyLoss(), None, "feature_norm="),
-        (MANY, nn.NLLLoss(), 1.0, "knows nn.CrossEntropyLoss"),
-        (MANY, nn.CrossEntropyLoss, 1.0, "got type"),
-        (MANY, nn.CrossEntropyLoss(weight=torch.ones(3)), 1.0, "weight = None"),
+        (MANY, nn.MultiMarginLoss(), 1.0, "knows nn.CrossEntropyLoss"),
+        (MANY, F.l1_loss, 1.0, "got l1_loss"),
+        (MANY, functools.partial(F.cross_entropy, None), 1.0, "by keyword, got 1 by position"),
+        (MANY, functools.partial(F.cross_entropy, beta=1.0), 1.0, "settings that nn.CrossEntr"),
+        (MANY, nn.CrossEntropyLoss, 1.0, "got the type CrossEntropyLoss instead of an object"),
+        (MANY, nn.CrossEntropyLoss(weight=torch.ones(3)), 1.0,
+         r'the label of one record rescales all others. Use CrossEntropyLoss\(.*reduction="sum"'),
         (MANY, nn.CrossEntropyLoss(ignore_index=0), 1.0, "ignore_index"),
         (MANY, nn.CrossEntropyLoss(reduction="sum"), 1.0, "reduction = 'mean'"),
         (MANY, nn.CrossEntropyLoss(reduction="none"), 1.0, "reduction = 'mean'"),
-        (LINEAR, nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), 1.0, "pos_weight = None"),
-        (LINEAR, nn.BCEWithLogitsLoss(weight=torch.ones(1)), 1.0, "weight = None"),
-        (MANY, nn.BCEWithLogitsLoss(), 1.0, "one output"),
-        (MANY, nn.MSELoss(), 1.0, "one output"),
+        (LINEAR, nn.BCEWithLogitsLoss(pos_weight=torch.ones(7)), 1.0, "pos_weight with one finite"),
+        (LINEAR, nn.BCEWithLogitsLoss(weight=torch.ones(7)), 1.0, "of single records belong"),
+        (MANY, nn.BCEWithLogitsLoss(weight=torch.ones(7, 1)), 1.0, "weight with one finite number"),
+        (MANY, nn.BCEWithLogitsLoss(pos_weight=-torch.ones(3)), 1.0, "finite number >= 0"),
+        (MANY, nn.BCEWithLogitsLoss(weight=torch.zeros(3)), 1.0, "not all 0"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
          "got trainable Linear, Linear"),
         (nn.Sequential(MANY, nn.ReLU()), nn.CrossEntropyLoss(), 1.0, "ReLU"),
+        (nn.Sequential(MANY, nn.LogSoftmax(1)), nn.MSELoss(), 1.0, "LogSoftmax"),
         (nn.Sequential(nn.Sequential(MANY), nn.Identity(), nn.Tanh()), nn.CrossEntropyLoss(), 1.0,
          "Tanh after it"),
         (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), 1.0, "got trainable Conv1d"),
@@ -151,9 +224,16 @@ def test_what_auto_does_not_know(model, criterion, feature_norm, text):
         auto_loss_geometry(model, criterion, feature_norm)
 
 
+def test_other_callables_are_left_alone(make_run):
+    """With a declared geometry the criterion may be anything."""
+    criterion = functools.partial(torch.add, torch.ones(()))
+    loss = LossGeometry.convex(1.0)
+    make_run(criterion=criterion, loss_geometry=loss, feature_norm=None)
+
+
 def test_the_way_out_is_spelled_out():
     with pytest.raises(hsa.UnsupportedRunError) as error:
-        auto_loss_geometry(MANY, nn.NLLLoss(), 1.0)
+        auto_loss_geometry(MANY, nn.MultiMarginLoss(), 1.0)
     assert "LossGeometry.convex(smoothness)" in str(error.value)
     assert "..." not in str(error.value)
 

@@ -19,7 +19,7 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
 from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.guards.projection import project_on_ball
+from hidden_state_adapters.opacus.projections import BallProjection
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -477,13 +477,13 @@ def test_projection_is_joint_and_inside(dtype):
     for scale in (0.1, 1.0, 50.0):
         params = [nn.Parameter(scale * torch.randn(40, 30, dtype=dtype)) for _ in range(3)]
         before = torch.cat([p.detach().double().flatten() for p in params])
-        project_on_ball(params, 7.0)
+        BallProjection(7.0).project(params)
         after = torch.cat([p.detach().double().flatten() for p in params])
         assert float(after.norm()) <= 7.0
         expected = before * min(1.0, 7.0 / float(before.norm()))
         torch.testing.assert_close(after, expected, rtol=16 * torch.finfo(dtype).eps, atol=0)
     zeros = [nn.Parameter(torch.zeros(3))]
-    project_on_ball(zeros, 1.0)
+    BallProjection(1.0).project(zeros)
     assert torch.equal(zeros[0], torch.zeros(3))
 
 

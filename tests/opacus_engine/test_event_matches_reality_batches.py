@@ -106,14 +106,6 @@ def memory_manager_piece_skipped(run):
                 run.step(batch)
 
 
-def one_batch_fetched_in_advance(run):
-    batches = iter(run.loader)
-    ahead = next(batches)
-    for batch in batches:
-        run.step(ahead)
-        ahead = batch
-
-
 def cycle_over_the_loader(run):
     for batch in itertools.islice(itertools.cycle(run.loader), 12):  # keeps the first epoch
         run.step(batch)
@@ -133,16 +125,20 @@ def backward_twice(run):
 
 RAISES = [
     (1, next_iter_every_step, "step 2 used batch 0, expected batch 1", 1),
-    (1, own_loader_around_the_private_batches, "step 1 used no new batch, expected batch 0", 0),
+    (1, own_loader_around_the_private_batches, "no new batch, expected batch 0.*another loader", 0),
     (1, copy_of_the_loader, "step 1 used no new batch, expected batch 0", 0),
     (1, evaluation_on_the_private_loader_mid_epoch, "second iterator", 1),
-    (1, gradient_accumulation, "step 1 used batch 1, expected batch 0", 0),
+    (
+        1,
+        gradient_accumulation,
+        "gradients of 2 batches, expected 1: gradient accumulation.*Memory",
+        0,
+    ),
     (1, no_zero_grad, "step 2: got the gradients of 2 batches, expected 1", 1),
     (1, two_passes_in_one_step, "step 1 follows 2 training passes", 0),
     (1, sum_changed_between_pieces, "step 1 starts with a sum of clipped gradients", 0),
     (1, memory_manager_left_early, "step 3 used batch 0, expected batch 2", 2),
     (1, memory_manager_piece_skipped, "step 2: a piece of a batch", 1),
-    (1, one_batch_fetched_in_advance, "step 1 used batch 1, expected batch 0", 0),
     (1, cycle_over_the_loader, "step 7 used no new batch, expected batch 0", 6),
     (1, backward_twice, "step 1 has gradients of another loss", 0),
 ]

@@ -1,6 +1,7 @@
 """loss_geometry="auto" for a linear head on a frozen, public feature map."""
 
 import copy
+import logging
 
 import numpy as np
 import pytest
@@ -112,17 +113,29 @@ ENDS = {
     "in place": lambda head, x: head(x).mul_(5.0),
     "twice": lambda head, x: head(x) - head(x.flip(0)),
     "by hand": lambda head, x: nn.functional.linear(x, head.weight, head.bias),
-    "tuple": lambda head, x: (head(x),),
-    "transposed": lambda head, x: head(x[:3]).T.T.flip(0),
+    "mixed": lambda head, x: head(x).flip(0),
+    "other columns": lambda head, x: head(x).flip(1),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_output_of_the_head_is_the_output_of_the_model(make_run, end):
+def test_the_loss_is_that_of_the_output_of_the_head(make_run, end):
     # Elsewhere torch itself refuses to write into what a backward hook returned.
     mode = "ew" if end == "in place" else "hooks"
     run = make_run(model=Probe(end=ENDS[end]), grad_sample_mode=mode)
-    with pytest.raises(hsa.UnsupportedRunError, match="output of the model to be that of its lin"):
+    text = "something else than the output of the linear head|Expected one call of the linear head"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        run.epoch()
+    assert run.steps == 0
+
+
+@pytest.mark.parametrize("end", sorted(ENDS.keys() - {"mixed", "other columns"}))
+def test_the_gradient_tells_where_the_criterion_is_not_called(make_run, end):
+    mode = "ew" if end == "in place" else "hooks"
+    run = make_run(model=Probe(end=ENDS[end]), grad_sample_mode=mode, max_grad_norm=1.0)
+    run.criterion = nn.functional.cross_entropy
+    text = "gradients of another loss|Expected one call of the linear head|gradient of norm"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
         run.epoch()
     assert run.steps == 0
 
@@ -132,26 +145,80 @@ class AlwaysTrains(Probe):
         return nn.Module.train(self, mode)
 
 
-@pytest.mark.parametrize(
-    "middle", [nn.Dropout(0.1), Unit(), nn.RReLU(), nn.Sequential(nn.Linear(8, 8), nn.Dropout())]
-)
-def test_the_backbone_is_in_eval_mode(make_run, middle):
-    run = make_run(model=AlwaysTrains(middle=middle))
-    run.model.train()
-    with pytest.raises(hsa.UnsupportedRunError, match=r"in eval\(\) mode, got \w+ 'backbone\."):
+class Shift(nn.Module):
+    """Draws in train() mode, by hand."""
+
+    def forward(self, features):
+        return features + torch.rand(1) if self.training else features
+
+
+def trained_batch_norm():
+    layer = nn.BatchNorm1d(8)
+    layer.running_mean += 0.1
+    return layer
+
+
+MIDDLES = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "rrelu": nn.RReLU,
+    "own": Shift,
+    "nested": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()),
+    "batch norm": trained_batch_norm,
+}
+
+
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_the_engine_keeps_the_backbone_in_eval_mode(make_run, caplog, middle):
+    """Whatever model.train() says: the loop that people have."""
+    model, other = AlwaysTrains(middle=MIDDLES[middle]()), Probe(middle=MIDDLES[middle]())
+    other.load_state_dict(model.state_dict())
+    model.train()
+    with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
+        run = make_run(model=model, noise_multiplier=0.0)
+        for _ in range(2):
+            run.model.train()
+            run.epoch()
+    lines = [r.message for r in caplog.records if "kept in eval() mode" in r.message]
+    assert len(lines) == 1
+    assert "backbone.2" in lines[0]
+    assert model.head.training
+    # As a loop that takes care itself.
+    plain = make_run(model=other, noise_multiplier=0.0)
+    plain.epoch()
+    plain.epoch()
+    assert run.engine.privacy_event == plain.engine.privacy_event
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_logged_where_nothing_is_switched(make_run, caplog):
+    with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
+        run = make_run(model=Probe(middle=nn.Dropout().eval()))
         run.epoch()
-    assert run.steps == 0
-    run.plain_model.backbone.eval()
-    run.step(next(iter(run.loader)))
-    assert run.steps == 1
+    assert not [r for r in caplog.records if "kept in eval() mode" in r.message]
+    assert any("in eval() mode" in a.text for a in run.engine.assumptions)
 
 
-def test_batch_statistics_in_the_backbone(make_run):
-    middle = nn.BatchNorm1d(8)
-    run = make_run(model=Probe(middle=middle))
+def test_without_a_geometry_what_is_frozen_is_kept_too(make_run):
+    """Dropout between trained layers is the user's own."""
+    backbone = nn.Sequential(nn.Linear(5, 8), trained_batch_norm(), nn.Dropout())
+    model = nn.Sequential(backbone.requires_grad_(False), nn.Dropout(), nn.Linear(8, 3))
+    run = make_run(model=model, loss_geometry=None)
+    run.model.train()
     run.epoch()
-    middle.train()
-    with pytest.raises(hsa.UnsupportedRunError, match="BatchNorm1d"):
+    assert not any(part.training for part in backbone[1:])
+    assert model[1].training
+    assert run.steps == 6
+
+
+def test_statistics_cannot_be_written(make_run):
+    model = AlwaysTrains(middle=trained_batch_norm())
+    run = make_run(model=model)
+    run.epoch()
+    with torch.no_grad():
+        model.train()
+        model.backbone(torch.randn(7, 5))  # past the model
+    with pytest.raises(hsa.UnsupportedRunError, match="A buffer of the module was changed"):
         run.epoch()
 
 

@@ -37,7 +37,7 @@ class Counts(nn.Module):
         self.register_buffer("seen", torch.zeros(FEATURES))
 
     def forward(self, features):
-        if self.training:
+        if torch.is_grad_enabled():  # in eval() mode, too
             self.seen += features.detach().sum(dim=0)
         return features
 

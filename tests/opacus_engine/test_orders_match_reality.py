@@ -199,7 +199,7 @@ RAISES = [
     (stale_iterator, SECRET, "second iterator"),
     (batch_kept_from_the_epoch_before, SECRET, "step 7 used no new batch"),
     (piece_skipped, SECRET, "a piece of a batch was delivered"),
-    (accumulated_batches, SECRET, "step 1 used batch 1, expected batch 0"),
+    (accumulated_batches, SECRET, "step 1: got the gradients of 2 batches"),
     (loader_copied, SECRET, "cannot be copied or pickled"),
     (plan_pickled, SECRET, "cannot be copied or pickled"),
     (divisor_is_the_actual_size, ["poisson"], "expected_batch_size"),

@@ -183,7 +183,7 @@ def long_features(loop, features, labels):
 
 LOSSES = [
     (other_loss, "the criterion passed to make_private was not called"),
-    (temperature, "something else than the output of the model"),
+    (temperature, "something else than the output of the linear head"),
     (scaled_loss, "gradients of another loss"),
     (long_features, "features of norm 1.1|gradient of norm"),
 ]
@@ -197,6 +197,18 @@ def test_the_criterion_is_watched(loss, text):
     loss(loop, features, labels).backward()
     with pytest.raises(hsa.UnsupportedRunError, match=f"step 1.*({text})"):
         loop.optimizer.step()
+
+
+def test_the_criterion_may_be_a_function():
+    loop, plain = make("cyclic"), make("cyclic")
+    loop.criterion = nn.functional.cross_entropy
+    for each in (loop, plain):
+        each.declare()
+        each.epoch()
+    assert loop.epsilon == plain.epsilon
+    assert loop.event == plain.event
+    with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
+        loop.step(next(iter(loop.loader)), factor=0.9)
 
 
 def test_a_model_that_is_not_wrapped():

@@ -177,6 +177,31 @@ def batches_fetched_in_advance(trial):
         trial.step(batch)
 
 
+def one_batch_ahead(trial):
+    """As Lightning, accelerate and prefetchers do: the loop knows which batch is the last."""
+    batches = trial.batches()
+    batch = next(batches)
+    for ahead in batches:
+        trial.step(batch)
+        batch = ahead
+    trial.step(batch)
+    return {"num_steps": STEPS}
+
+
+def one_batch_ahead_and_an_older_one_again(trial):
+    batches = trial.batches()
+    first, ahead = next(batches), next(batches)
+    trial.step(first)
+    trial.step(first)
+    trial.step(ahead)
+
+
+def one_batch_ahead_and_the_newer_one_used(trial):
+    batches = trial.batches()
+    next(batches)
+    trial.step(next(batches))
+
+
 def two_passes_at_once(trial):
     for batch, _ in zip(trial.batches(), trial.batches(), strict=True):
         trial.step(batch)
@@ -483,6 +508,7 @@ AT_OTHER_WEIGHTS = "TensorFlow's tapes do not say at which weights a loss was co
 MISUSES = (
     # What is right: the table can fail.
     Misuse(0, one_epoch, ACCOUNTED, ACCOUNTED),
+    Misuse(0, one_batch_ahead, ACCOUNTED, None),
     Misuse(0, evaluated_between_steps, ACCOUNTED, ACCOUNTED),
     Misuse(0, released_between_steps, ACCOUNTED, ACCOUNTED),
     Misuse(0, weights_averaged_on_the_side, ACCOUNTED, ACCOUNTED),
@@ -494,6 +520,10 @@ MISUSES = (
     Misuse(1, batch_used_after_the_pass, "no new batch, expected batch 0", r"took \d steps, but"),
     Misuse(1, other_loader, "used no new batch, expected batch 0", ONE_STEP_EACH),
     Misuse(1, batches_fetched_in_advance, "no new batch, expected batch 0", ONE_STEP_EACH),
+    Misuse(1, one_batch_ahead_and_an_older_one_again, "no new batch, expected batch 1",
+           ONE_STEP_EACH),
+    Misuse(1, one_batch_ahead_and_the_newer_one_used, "used batch 1, expected batch 0",
+           ONE_STEP_EACH),
     Misuse(1, two_passes_at_once, "second iterator", "begun before the last", goes_on=OPACUS),
     Misuse(1, older_pass_goes_on, "second iterator", "begun before the last", goes_on=OPACUS),
     Misuse(1, fewer_rows, "used 1 rows, expected batch_size = 2", "another number of rows"),

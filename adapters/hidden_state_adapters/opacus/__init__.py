@@ -29,11 +29,18 @@ from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
     DiceSGDOptimizer,
 )
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
+from hidden_state_adapters.opacus.projections import (
+    BallProjection,
+    BoxProjection,
+    ParameterBallsProjection,
+)
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
+    "BallProjection",
     "BlockCoordinateOptimizer",
+    "BoxProjection",
     "DiceAdamOptimizer",
     "DiceSGDOptimizer",
     "EnvelopeBCEWithLogitsLoss",
@@ -47,5 +54,6 @@ __all__ = [
     "HoelderEstimate",
     "OrderedBatchSampler",
     "OrderedDataLoader",
+    "ParameterBallsProjection",
     "estimate_hoelder",
 ]

@@ -119,7 +119,7 @@ class HiddenStateAccountant(IAccountant):
         Args:
             criterion: The loss of the training loop, from which the loss geometry is derived; see
                 loss_geometry="auto" of `HiddenStatePrivacyEngine.make_private`. The loop has to
-                call this very object, once per batch on the whole output of the model.
+                compute this loss of the whole output of the linear head.
             feature_norm: Bound on the norm of every record at the linear layer; checked at every
                 step. With criterion only.
             loss_geometry: A LossGeometry, instead of a criterion; "auto" or None with one. Neither

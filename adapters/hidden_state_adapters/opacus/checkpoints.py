@@ -10,6 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.base import run_of
+from hidden_state_adapters.opacus.criteria import KnownCriterion
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import check_later_steps
@@ -25,7 +26,7 @@ def fields_of(
     declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
 ) -> dict[str, Any]:
     """What has to be the same when a run goes on, beside what its recorder compares."""
-    criterion, arguments = declared.watched_criterion, declared.arguments
+    known, arguments = declared.known_criterion, declared.arguments
     optimizer_class = arguments.optimizer_class
     return {
         "neighboring_relation": relation.name,
@@ -36,12 +37,8 @@ def fields_of(
         "options": arguments.given_options(),
         "update_rule": type(declared.optimizer).__name__,
         "feature_norm": None if arguments.feature_norm is None else float(arguments.feature_norm),
-        "criterion": None
-        if criterion is None
-        else {
-            "type": type(criterion).__name__,
-            **{k: getattr(criterion, k) for k in _CRITERION_SETTINGS if hasattr(criterion, k)},
-        },
+        "projection": None if declared.projection is None else repr(declared.projection),
+        "criterion": None if known is None else _criterion_fields(known),
         **declared.schedule.fields(),
         "has_order_seed": declared.plan.is_seeded,
         "order_of_the_records": declared.plan.fingerprint(),
@@ -51,6 +48,15 @@ def fields_of(
             if p.requires_grad
         },
     }
+
+
+def _criterion_fields(known: KnownCriterion) -> dict[str, Any]:
+    """Plain types; weights only where there are some, as in checkpoints from before them."""
+    criterion = known.criterion
+    settings = {k: getattr(criterion, k) for k in _CRITERION_SETTINGS if hasattr(criterion, k)}
+    weights = {k: getattr(criterion, k, None) for k in ("weight", "pos_weight")}
+    given = {k: weight.tolist() for k, weight in weights.items() if weight is not None}
+    return {"type": type(criterion).__name__, **settings, **given}
 
 
 def run_state(
@@ -129,8 +135,9 @@ def check_state(
             f"The checkpoint is damaged: num_steps = {state['num_steps']}, but "
             f"{declared.num_steps} steps are recorded."
         )
-    # Checkpoints of version 0.1 hold no options; what matters to epsilon is in the record as well.
-    stored = {"options": fields["options"], **state["fields"]}
+    # Checkpoints of version 0.1 hold no options and no projection; what matters to epsilon is in
+    # the record as well.
+    stored = {name: fields[name] for name in ("options", "projection")} | state["fields"]
     for name, expected in fields.items():
         if stored.get(name) != expected:
             raise ValueError(

@@ -140,8 +140,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
-            module: float32 or float64 parameters; batch normalisation in eval() mode only, and no
-                buffers that change.
+            module: float32 or float64 parameters, and no buffers that change. What is frozen is
+                kept in eval() mode, whatever model.train() says: dropout is off there, and batch
+                normalisation uses the statistics that it has. Elsewhere batch normalisation is
+                refused.
             optimizer: A plain torch.optim.SGD over all trainable parameters. Its weight_decay acts
                 outside the clip, so it is decoupled decay. Learning rate and decay may change
                 between steps, equally in all groups, on a schedule that is fixed in advance. (Of a
@@ -159,8 +161,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "without_replacement" (b random records in every step) or "poisson" (every record
                 by itself with probability b/n in every step; the divisor is b). The last four are
                 drawn here and have to stay secret.
-            criterion: The loss of the training loop; needed for loss_geometry="auto". The loop has
-                to call this very object, once per batch on the whole output of the model.
+            criterion: The loss of the training loop; needed for loss_geometry="auto". A module of
+                torch.nn, or the function of torch.nn.functional for it (with settings bound by
+                functools.partial). The loop calls this object, once per batch on the output of the
+                linear head, or computes the same loss elsewhere (a function, inside the model): the
+                gradient there is then compared with the formula.
             loss_geometry: A LossGeometry, "auto" (a linear head, everything else frozen, and a
                 known criterion) or None, which leaves composition only. (Of DP-MBCD: as a function
                 of a block; of use for one block.)
@@ -168,7 +173,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 step.
             projection_radius: Projects all parameters together on the ball of this radius around 0
                 after every step (the event's domain_diameter is twice that).
-            poisson_sampling: None, or what batch_order says.
+            projection: Another projection after every step: BoxProjection(low, high),
+                ParameterBallsProjection(radius), BallProjection(radius), or a function that changes
+                the list of the trainable parameters in place. That a function is nonexpansive is
+                your word; what an iterate can show of it is checked.
+            projection_diameter: Of the set that the function maps to (math.inf if it is not
+                bounded). The diameters of the others are known.
+            poisson_sampling: None, or what batch_order says. True without batch_order means
+                "poisson".
             max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The
                 chance that the cap acts is added to delta.
             order_seed: Fixes a random order, which is then known to whoever knows the seed:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
-from hidden_state_adapters.opacus.losses import (
-    EnvelopeBCEWithLogitsLoss,
-    EnvelopeCrossEntropyLoss,
-    EnvelopeHingeLoss,
-    EnvelopeLoss,
-    EnvelopeSquaredErrorLoss,
+from hidden_state_adapters.opacus.criteria import (
+    KNOWN_NAMES,
+    SoftmaxCriterion,
+    as_module,
+    known_criterion,
 )
 
 _DECLARE = (
@@ -21,6 +20,8 @@ _DECLARE = (
     "for example LossGeometry.convex(smoothness)."
 )
 _PASSIVE = (nn.Flatten, nn.Identity)  # change neither values nor what a record is
+# Is part of the loss, and changes nothing where it was applied before.
+_PASSIVE_BEFORE_SOFTMAX = (*_PASSIVE, nn.LogSoftmax)
 
 
 def find_linear_head(module: nn.Module) -> nn.Linear | None:
@@ -33,11 +34,15 @@ def find_linear_head(module: nn.Module) -> nn.Linear | None:
     return owners[0] if len(owners) == 1 and type(owners[0]) is nn.Linear else None
 
 
-def linear_head(module: nn.Module) -> nn.Linear:
+def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Linear:
     """The linear layer that is all there is to train in `module`, and comes last.
 
-    What comes before it is frozen: a fixed public map of every record. That the head's output is
-    the model's output is checked in every training pass (`guards.head.HeadWatch`).
+    What comes before it is frozen: a fixed public map of every record. That the loss is that of the
+    head's output is checked at every step (`guards.criterion.CriterionGuard`).
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        passive: What may follow in an nn.Sequential.
 
     Raises:
         UnsupportedRunError: Something else is trained, or follows the head.
@@ -61,7 +66,7 @@ def linear_head(module: nn.Module) -> nn.Linear:
             'loss_geometry="auto" needs a linear layer that computes nothing else, got a forward '
             f"hook on Linear. {_DECLARE}"
         )
-    after = [type(part).__name__ for part in _after(module, head) if type(part) not in _PASSIVE]
+    after = [type(part).__name__ for part in _after(module, head) if type(part) not in passive]
     if after:
         raise UnsupportedRunError(
             'loss_geometry="auto" needs a model that ends with its linear layer, got '
@@ -91,16 +96,16 @@ def auto_loss_geometry(
 ) -> LossGeometry:
     """The loss of a linear model trained with `criterion` on features of bounded norm.
 
-    Proof sketch for softmax cross-entropy with label smoothing: the smoothed target y is a
-    probability vector, the gradient in the logits is p - y with |p - y| <= sqrt(2), and the Hessian
-    diag(p) - p p^T does not depend on y; so the constants are those of hard labels.
+    Constants: docs/theory/moduli.md, "Losses of a linear model".
 
     Args:
         module: The module itself, not Opacus' wrapper.
-        criterion: nn.CrossEntropyLoss, EnvelopeCrossEntropyLoss or EnvelopeSquaredErrorLoss, or
-            with one output nn.BCEWithLogitsLoss, nn.MSELoss, nn.HuberLoss, nn.SmoothL1Loss,
-            EnvelopeBCEWithLogitsLoss or EnvelopeHingeLoss; no weights. The loop must use this very
-            criterion, with targets that are class indices or probabilities.
+        criterion: nn.CrossEntropyLoss, nn.NLLLoss (behind log_softmax), nn.BCEWithLogitsLoss,
+            nn.MSELoss, nn.HuberLoss or nn.SmoothL1Loss, or the function of torch.nn.functional for
+            it, with any number of outputs; or an envelope loss of this package (those of one
+            prediction with one output). Weights are those of outputs; for cross-entropy they need
+            reduction="sum". The loop must use this loss, with targets that are class indices or
+            probabilities.
         feature_norm: Bound on the L2 norm of every record at the linear layer.
         loss_reduction: "mean" or "sum", as given to make_private.
 
@@ -118,78 +123,30 @@ def auto_loss_geometry(
             'loss_geometry="auto" needs a bound on the norm of the features, got none. Normalise '
             "the records and pass feature_norm=."
         )
-    layer = linear_head(module)
-    rule = _RULES.get(type(criterion))
-    if rule is None:
-        known = ", ".join(
-            f"{'' if issubclass(kind, EnvelopeLoss) else 'nn.'}{kind.__name__}" for kind in _RULES
-        )
+    known = known_criterion(as_module(criterion))
+    is_softmax = isinstance(known, SoftmaxCriterion)
+    layer = linear_head(module, _PASSIVE_BEFORE_SOFTMAX if is_softmax else _PASSIVE)
+    if known is None:
         raise UnsupportedRunError(
-            f'loss_geometry="auto" knows {known}, got {type(criterion).__name__}. {_DECLARE}'
+            f'loss_geometry="auto" knows {KNOWN_NAMES} and their functions in '
+            f"torch.nn.functional, got {_name(criterion)}. {_DECLARE}"
         )
     check_reduction(criterion, loss_reduction)
-    for name in ("weight", "pos_weight"):
-        if getattr(criterion, name, None) is not None:
-            raise UnsupportedRunError(
-                f'loss_geometry="auto" needs {name} = None in the criterion: it scales the '
-                f"gradients of some records. Remove it. {_DECLARE}"
-            )
-    if not isinstance(criterion, _OF_MANY_OUTPUTS) and layer.out_features != 1:
-        raise UnsupportedRunError(
-            f'loss_geometry="auto" needs one output for {type(criterion).__name__}, got '
-            f"{layer.out_features}. {_DECLARE}"
-        )
-    return rule(criterion, feature_norm, layer.bias is not None)
+    return known.geometry(feature_norm, layer.bias is not None, layer.out_features)
+
+
+def _name(criterion: Any) -> str:
+    if isinstance(criterion, type):
+        return f"the type {criterion.__name__} instead of an object"
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def check_reduction(criterion: Any, loss_reduction: str) -> None:
     """Raises UnsupportedRunError if the criterion and Opacus' loss_reduction differ."""
-    reduction = getattr(criterion, "reduction", loss_reduction)
+    reduction = getattr(as_module(criterion), "reduction", loss_reduction)
     if reduction != loss_reduction:
         raise UnsupportedRunError(
             f"Expected a criterion with reduction = {loss_reduction!r} (the loss_reduction of "
             f"make_private), got {reduction!r}: per-example gradients would be off by the batch "
             "size. Make the two agree."
         )
-
-
-def _cross_entropy(criterion: nn.CrossEntropyLoss, norm: float, bias: bool) -> LossGeometry:
-    default = nn.CrossEntropyLoss().ignore_index
-    if criterion.ignore_index != default:
-        raise UnsupportedRunError(
-            f'loss_geometry="auto" needs ignore_index = {default}, got {criterion.ignore_index}: '
-            "ignored records rescale the others. Remove those records beforehand."
-        )
-    return LossGeometry.softmax_cross_entropy(norm, bias)
-
-
-def _smooth_l1(criterion: nn.SmoothL1Loss, norm: float, bias: bool) -> LossGeometry:
-    if not criterion.beta > 0:
-        raise UnsupportedRunError(
-            f'loss_geometry="auto" needs beta > 0, got {criterion.beta!r}: the absolute value is '
-            "not smooth."
-        )
-    huber = LossGeometry.huber(norm, criterion.beta, bias)
-    assert huber.lipschitz is not None
-    return LossGeometry.generalized_linear(
-        huber.smoothness / criterion.beta, huber.lipschitz / criterion.beta
-    )
-
-
-def _envelope(criterion: EnvelopeLoss, norm: float, bias: bool) -> LossGeometry:
-    return criterion.geometry(norm, bias)
-
-
-_OF_MANY_OUTPUTS = (nn.CrossEntropyLoss, EnvelopeCrossEntropyLoss, EnvelopeSquaredErrorLoss)
-
-_RULES: dict[type, Callable[[Any, float, bool], LossGeometry]] = {
-    nn.CrossEntropyLoss: _cross_entropy,
-    nn.BCEWithLogitsLoss: lambda criterion, norm, bias: LossGeometry.logistic(norm, bias),
-    nn.MSELoss: lambda criterion, norm, bias: LossGeometry.squared_error(norm, bias, scale=2.0),
-    nn.HuberLoss: lambda criterion, norm, bias: LossGeometry.huber(norm, criterion.delta, bias),
-    nn.SmoothL1Loss: _smooth_l1,
-    EnvelopeCrossEntropyLoss: _envelope,
-    EnvelopeBCEWithLogitsLoss: _envelope,
-    EnvelopeSquaredErrorLoss: _envelope,
-    EnvelopeHingeLoss: _envelope,
-}

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
+
+import attrs
+import torch
 
 from hidden_state_accountants import UnsupportedRunError
+
+_AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
+
+
+@attrs.frozen(eq=False)
+class Delivery:
+    """A batch that the private loader handed to the loop.
+
+    Attributes:
+        index: Of the batch.
+        tensors: What it consists of; no copies.
+        steps_before: How many pieces had been used when it was handed over.
+    """
+
+    index: int
+    tensors: tuple[torch.Tensor, ...]
+    steps_before: int
 
 
 class BatchCursor:
     """Written by the loader in the main process, read by the optimizer at every step.
 
     There are two ways to the optimizer. The private loader calls `deliver` when it hands a batch
-    to the loop. Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and
-    announces every physical piece with `signal` when the sampler is asked for it; those
-    announcements queue up, so that prefetching workers cannot run ahead of the optimizer. Such a
-    loader asks for one more piece whenever it hands one over, so the queue is never longer than
-    what it prefetches, plus one, unless the loop left a piece out.
+    to the loop. A loop may fetch one batch ahead of its steps; which of the two it then used is not
+    known here, so that `take` answers with the older one and `was_fetched_ahead` tells whoever sees
+    the training passes to compare what went in (`guards.batch.BatchGuard`). Opacus'
+    BatchMemoryManager builds a loader of its own around the batch sampler and announces every
+    physical piece with `signal` when the sampler is asked for it; those announcements queue up, so
+    that prefetching workers cannot run ahead of the optimizer. Such a loader asks for one more
+    piece whenever it hands one over, so the queue is never longer than what it prefetches, plus
+    one, unless the loop left a piece out.
+
+    Attributes:
+        taken: The batch of the latest `take`; None for a piece, and where nothing was delivered.
+        was_fetched_ahead: Whether that batch is only presumably the one that the loop used.
 
     Args:
         num_batches: Batches per pass. A single fixed batch may be stepped on again and again.
@@ -32,8 +60,14 @@ class BatchCursor:
         #   _has_taken     a step used a piece of this pass             take             start_pass
         #   _left_out      a piece of this pass was passed over         deliver, signal  start_pass
         #   _is_exhausted  the sampler has no more pieces in this pass  exhaust          start_pass
+        #   _was_delivered the private loader handed over a batch       deliver          start_pass
+        #   _is_over       the loader has no more batches in this pass  deliver          start_pass
         #   _was_left_out  one was passed over in an earlier pass in    start_pass       -
         #                  which steps were taken
+        #
+        # _fetches_ahead is set by the first batch that was fetched ahead and stays set: every later
+        # batch is compared with what went in. (A loop that fetches beyond the end of a pass is
+        # dealt a random batch again, and would use it for the one after it.)
         #
         # A pass that is only looked at leaves nothing out. Pieces that wait when the sampler is
         # exhausted were passed over, too; before that they may still be prefetched ones.
@@ -42,8 +76,9 @@ class BatchCursor:
         self._is_kept = num_batches == 1 and not counts_steps
         self.steps_taken = 0
         self.first_batch = 0
-        self._pass_id = 0
-        self._was_left_out = self._has_taken = False
+        self._pass_id = self._times_taken = 0
+        self._was_left_out = self._has_taken = self._fetches_ahead = False
+        self._waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
         self.start_pass()
 
     @property
@@ -78,9 +113,14 @@ class BatchCursor:
         self._was_left_out |= self._has_taken and self._is_incomplete()
         self._pass_id += 1
         self._emitted: int | None = None
-        self._delivered: int | None = None
+        # In passes of one batch nothing else tells a loop that fetches ahead.
+        self._fetches_ahead |= self._num_batches == 1 and bool(self._waiting)
+        self._waiting.clear()
+        self.taken: Delivery | None = None
+        self.was_fetched_ahead = False
         self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
-        self._left_out = self._is_exhausted = self._has_taken = False
+        self._left_out = self._is_exhausted = self._has_taken = self._is_over = False
+        self._was_delivered = False
         return self._pass_id
 
     def check_pass(self, pass_id: int) -> None:
@@ -100,19 +140,24 @@ class BatchCursor:
         """The batch sampler has no more batches in this pass."""
         self._is_exhausted = True
 
-    def deliver(self, index: int | None) -> None:
+    def deliver(self, index: int | None, tensors: Iterable[torch.Tensor] = ()) -> None:
         """The loader hands batch `index` to the loop; None at the end of the pass."""
         self._left_out |= bool(self._pieces)
-        if index is not None or not self._is_kept:
-            self._delivered = index
+        self._was_delivered = True
+        if index is None:
+            self._is_over = True  # what was fetched ahead may still be used
+            return
+        if self._is_kept:
+            self._waiting.clear()
+        self._waiting.append(Delivery(index, tuple(tensors), self._times_taken))
 
     def signal(self, do_skip: bool) -> None:
         """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
-        if self._delivered is None:
+        if not self._waiting:
             self._left_out |= len(self._pieces) > self._prefetched
             self._pieces.append((self._emitted, do_skip))
         else:
-            self._pieces.append((self._delivered, do_skip))
+            self._pieces.append((self._waiting[-1].index, do_skip))
 
     @property
     def next_is_skipped(self) -> bool:
@@ -122,7 +167,7 @@ class BatchCursor:
     def take(self) -> tuple[int | None, bool]:
         """Consumes the next piece: the index of its batch, and whether more pieces follow.
 
-        The index is None if the loader delivered nothing since the last step.
+        The index is None if the loader delivered nothing that was not used.
 
         Raises:
             UnsupportedRunError: The loop left a piece out.
@@ -133,11 +178,43 @@ class BatchCursor:
                 "a piece of a batch was delivered, but no step was taken on it. Step once per "
                 "batch, empty ones included, and once per piece that BatchMemoryManager delivers."
             )
-        index, do_skip = self._pieces.popleft() if self._pieces else (self._delivered, False)
-        if not do_skip and not self._is_kept:
-            self._delivered = None
+        self.taken, self.was_fetched_ahead = None, False
+        if self._pieces:
+            index, do_skip = self._pieces.popleft()
+            if not do_skip and not self._is_kept:
+                self._waiting.clear()
+        else:
+            self._take_delivered()
+            index, do_skip = None if self.taken is None else self.taken.index, False
+        self._times_taken += 1
         self.first_batch = 0
         return index, do_skip
+
+    def _take_delivered(self) -> None:
+        if not self._waiting:
+            return
+        self.taken = self._waiting[0]
+        if self._is_kept:
+            return
+        is_newest = len(self._waiting) == 1 and not self._is_over
+        is_new = self.taken.steps_before == self._times_taken
+        self._fetches_ahead |= not (is_newest and is_new)
+        self.was_fetched_ahead = self._fetches_ahead
+        self._waiting.popleft()
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether a loader that is not the private one asked for the batches of this pass."""
+        return self._emitted is not None and not self._was_delivered
+
+    def forget(self) -> None:
+        """The step is over, and the tensors of its batch are no longer needed."""
+        self.taken = None
+
+    @property
+    def waiting(self) -> tuple[Delivery, ...]:
+        """The batches that were delivered and not taken."""
+        return tuple(self._waiting)
 
     def check_finished(self) -> None:
         """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""

@@ -10,6 +10,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.plans import BatchPlan
 
@@ -66,6 +67,9 @@ class OrderedDataLoader(DataLoader):
     """
 
     batch_sampler: OrderedBatchSampler
+    # Accelerator.prepare would build another loader around the batch sampler, whose batches could
+    # not be told apart; what carries this mark it returns as it is. (The loop moves the batches.)
+    _is_accelerate_prepared = True
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         first = self.batch_sampler.cursor.first_index
@@ -76,7 +80,7 @@ class OrderedDataLoader(DataLoader):
         cursor = self.batch_sampler.cursor
         for index, batch in enumerate(iterator, first):
             cursor.check_pass(pass_id)
-            cursor.deliver(index)
+            cursor.deliver(index, tensors_of(batch))
             yield batch
         if cursor.pass_id == pass_id:
             cursor.deliver(None)

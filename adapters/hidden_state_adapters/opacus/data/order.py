@@ -105,7 +105,9 @@ def _equal_batches(
         )
         raise UnsupportedRunError(
             f"Expected a batch_size that divides the {size} records, got {batch_size}: "
-            f"{batch_order.value} batches must all have the same size. {remedy}"
+            f"{batch_order.value} batches must all have the same size. {remedy} Or use "
+            'batch_order="poisson" (Opacus\' default) or "without_replacement", which take any '
+            "batch size."
         )
     _logger.info(
         "drop_last=True: batches of %d use the first %d of %d records; dataset_size is %d",
@@ -143,11 +145,15 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
     if isinstance(sampler, list | tuple | range):
         _refuse_repeated_indices(sampler, "the sampler")
         return _copy(sampler)
-    shuffles = (
-        "shuffle=True draws a new order in every epoch"
-        if (type(sampler) is RandomSampler)
-        else "a sampler may repeat, leave out or reorder records"
-    )
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        raise UnsupportedRunError(
+            f'Expected records in a fixed order with batch_order="{batch_order.value}", got '
+            "shuffle=True, which draws a new order in every epoch. "
+            'Pass batch_order="reshuffled" for a new secret order in every epoch, or '
+            'batch_order="poisson" for Opacus\' sampling; both are drawn here. For a fixed, public '
+            "order pass shuffle=False."
+        )
+    shuffles = "a sampler may repeat, leave out or reorder records"
     raise UnsupportedRunError(
         f"Expected records in the fixed order of the data set, got sampler={_name(sampler)}: "
         f"{shuffles}. {_FIXED_ORDER}"

@@ -34,6 +34,17 @@ def any_of(flags: Iterable[Figure]) -> Figure:
     return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any()
 
 
+def all_of(flags: Iterable[Figure]) -> Figure:
+    """Whether all of `flags` are true."""
+    flags = list(flags)
+    if any(not flag for flag in flags if not isinstance(flag, torch.Tensor)):
+        return False
+    tensors = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    if len(tensors) < 2:
+        return tensors[0] if tensors else True
+    return torch.stack([flag.to(tensors[0].device) for flag in tensors]).all()
+
+
 def read(figures: Mapping[str, Figure]) -> dict[str, float]:
     """The values of all `figures`; one transfer from each device that has some."""
     values = {k: v for k, v in figures.items() if not isinstance(v, torch.Tensor)}

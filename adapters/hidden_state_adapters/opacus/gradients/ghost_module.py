@@ -47,6 +47,11 @@ class GhostSample:
             use.check()
         return self._gradients
 
+    @property
+    def is_released(self) -> bool:
+        """Whether its sums were taken."""
+        return self._gradients is None
+
     def release(self) -> None:
         """Forgets the batch after its sums were taken."""
         self._gradients = None

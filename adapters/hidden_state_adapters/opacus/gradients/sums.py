@@ -84,6 +84,15 @@ def _sample(param: nn.Parameter) -> Any:
     return sample[0] if isinstance(sample, list) and len(sample) == 1 else sample
 
 
+def were_used(params: Sequence[nn.Parameter]) -> bool:
+    """Whether the gradients that `params` hold are in a sum already."""
+    samples = [_sample(p) for p in params]
+    return any(
+        sample.is_released if isinstance(sample, GhostSample) else hasattr(sample, "_processed")
+        for sample in samples
+    )
+
+
 def is_ghost(params: Sequence[nn.Parameter]) -> bool:
     """Whether the batch that `params` hold was kept by a `GhostGradSampleModule`.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
 
 from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.plans import BatchPlan
+from hidden_state_adapters.opacus.gradients.figures import Figure, all_of, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece, at_step
 from hidden_state_adapters.opacus.guards.gradients import gradient_rows
 
@@ -84,15 +87,28 @@ class EqualRowsGuard(RowsGuard):
 class BatchGuard(RowsGuard):
     """Checks, piece by piece, that a logical step uses the batch that the plan has for it.
 
+    A loop that fetches one batch ahead holds two when it steps. Every tensor that goes into the
+    model then has to be one of the batch whose turn it is: the same numbers, wherever they were
+    moved to and in whatever shape and type. In a loop that fetches and steps in turn there is
+    nothing to tell apart, and the loop may transform what the loader delivered.
+
     Args:
         plan: The batches.
         cursor: Says which batch the loop is working on.
+        inputs: The tensors that went into the model in the latest training pass.
         divisor_is_public: Whether the sampling probability has to be declared a public constant.
     """
 
-    def __init__(self, plan: BatchPlan, cursor: BatchCursor, *, divisor_is_public: bool = False):
+    def __init__(
+        self,
+        plan: BatchPlan,
+        cursor: BatchCursor,
+        inputs: Callable[[], Sequence[torch.Tensor]],
+        *,
+        divisor_is_public: bool = False,
+    ):
         super().__init__()
-        self._plan, self._cursor = plan, cursor
+        self._plan, self._cursor, self._inputs = plan, cursor, inputs
         self._divisor_is_public = divisor_is_public
 
     @property
@@ -121,20 +137,60 @@ class BatchGuard(RowsGuard):
     def _take(self, piece: Piece) -> None:
         expected = self._cursor.expected_index
         index, self.skips_step = at_step(piece.step, self._cursor.take)
+        if self._cursor.was_fetched_ahead and index != expected:
+            index = self._batch_of_the_pass()
         if index != expected:
-            raise UnsupportedRunError(
-                f"step {piece.step} used "
-                f"{'no new batch' if index is None else f'batch {index}'}, expected batch "
-                f"{expected}: every batch of the private loader is used in order, exactly once per "
-                "epoch. Iterate the loader that make_private returned to its end and step once per "
-                "batch."
-            )
+            raise self._other_batch(piece.step, index, expected)
         self.index = index
+
+    def _other_batch(
+        self, step: int, index: int | None, expected: int | None
+    ) -> UnsupportedRunError:
+        used = "no new batch" if index is None else f"batch {index}"
+        empty = " (an empty batch is a step, too)" if self._plan.order is BatchOrder.POISSON else ""
+        ahead = (
+            " This loop fetches ahead: what goes into the model then has to be what the loader "
+            "delivered, moved, cast or reshaped. Transform the records in the data set, the "
+            "collate_fn or the model, and fetch at most one batch ahead, within a pass."
+        )
+        bypass = (
+            " Here another loader was built around the private batches, as a Trainer does that "
+            "replaces samplers: give it the private loader in a way that leaves it alone."
+        )
+        hint = ahead if self._cursor.was_fetched_ahead else ""
+        if self._cursor.is_bypassed:
+            hint = bypass
+        return UnsupportedRunError(
+            f"step {step} used {used}, expected batch {expected}: every batch of the private "
+            f"loader is used in order, exactly once per epoch{empty}. Iterate the loader that "
+            f"make_private returned to its end and step once per batch.{hint}"
+        )
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """Whether the training pass was on something else than the batch whose turn it is."""
+        if piece.block > 0 or not self._cursor.was_fetched_ahead or self._cursor.taken is None:
+            return {"other_batch": False}
+        return {"other_batch": _holds_others(self._inputs(), self._cursor.taken.tensors)}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if it was."""
+        if values["other_batch"]:
+            raise self._other_batch(piece.step, self._batch_of_the_pass(), self.index)
+
+    def _batch_of_the_pass(self) -> int | None:
+        """Which of the delivered batches went into the model, for an error."""
+        taken = self._cursor.taken
+        for batch in (*([] if taken is None else [taken]), *self._cursor.waiting):
+            if not _holds_others(self._inputs(), batch.tensors):
+                return batch.index
+        return None
 
     def _check_rows(self, piece: Piece) -> None:
         size = self._plan.num_rows(piece.step - 1)
         rows = self.rows if piece.block == 0 else piece.rows
         if rows > size or not (self.skips_step or rows == size):
+            if self._cursor.was_fetched_ahead and self._batch_of_the_pass() != self.index:
+                raise self._other_batch(piece.step, self._batch_of_the_pass(), self.index)
             what = "batch_size =" if size == self._plan.batch_size else "the records of its batch,"
             raise UnsupportedRunError(
                 f"step {piece.step} used {rows} rows, expected {what} {size}."
@@ -144,6 +200,7 @@ class BatchGuard(RowsGuard):
         """The next batch is the one after step `step`."""
         super().after(step)
         self._cursor.steps_taken = step
+        self._cursor.forget()
 
     def resume(self, steps: int) -> None:
         """The loader goes on after `steps` steps."""
@@ -153,3 +210,20 @@ class BatchGuard(RowsGuard):
     def judge_iterate(self, steps: int, values: object) -> None:
         """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
         self._cursor.check_finished()
+
+
+def _holds_others(inputs: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> Figure:
+    """Whether `inputs` are none, or one of them is not a tensor of `batch`."""
+    if not inputs:
+        return True
+    return any_of([all_of([_differ(x, part) for part in batch]) for x in inputs])
+
+
+def _differ(value: torch.Tensor, part: torch.Tensor) -> Figure:
+    """Whether `value` is not `part`, moved to another device, cast or reshaped."""
+    if value is part:
+        return False
+    if value.numel() != part.numel() or value.shape[:1] != part.shape[:1]:
+        return True
+    part = part.detach().to(device=value.device, dtype=value.dtype)
+    return differ(value.detach().flatten(), part.flatten())

@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.criteria import KnownCriterion, SoftmaxCriterion, SquaredCriterion
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
+from hidden_state_adapters.opacus.guards.head import HeadWatch
 
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
-_ELEMENTWISE = (nn.MSELoss, nn.HuberLoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss)
-_SETTINGS = (
-    "reduction", "ignore_index", "label_smoothing", "delta", "beta", "weight", "pos_weight",
-    "clip_norm", "smoothing", "scale",
-)  # fmt: skip
 
 
 class LossGradient:
-    """Compares the gradient at the model's output with the one that the criterion sends back.
+    """What the backward pass sends to the output of the linear head.
 
-    They differ if the value of the criterion is scaled, weighted or wrapped before backward(), if
-    another loss uses the output as well, or if the criterion is called for the log only. The
-    constants of the criterion then say nothing about the loss that is trained.
+    Where the loop calls the criterion that it passed, the gradient that arrives has to be the one
+    that the criterion sends back. They differ if the value of the criterion is scaled, weighted or
+    wrapped before backward(), if another loss uses the output as well, or if the criterion is
+    called for the log only. In an honest loop both are the same memory, so that nothing is computed
+    but one comparison with 1.
 
-    In an honest loop both are the same memory, so that nothing is computed but one comparison with
-    1.
+    Where the loop computes the loss in another way (a function, or inside of the model), the
+    gradient that arrives has to be that of the criterion at the output, for some label of every
+    record.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the last backward pass."""
+        """Forgets the last pass."""
+        self.output: tuple[torch.Tensor, int] | None = None
         self._own: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
         self._seen = {"value": 0, "own": 0, "total": 0}
-        self.is_other: Figure = False
+        self._is_other: Figure = False
 
-    def follow_input(self, output: torch.Tensor, passed: torch.Tensor) -> torch.Tensor:
-        """What the criterion is to be called with instead of `passed`, the model's `output`."""
+    def follow_output(self, output: torch.Tensor) -> None:
+        """`output` is what the head returned in a training pass."""
+        self.output = output, output._version
+        if output.requires_grad:
+            output.register_hook(self._note_total)
+
+    def follow_input(self, passed: torch.Tensor) -> torch.Tensor:
+        """What the criterion is to be called with instead of `passed`, the head's output."""
         own = passed.view_as(passed)
         own.register_hook(self._note_own)
-        output.register_hook(self._note_total)
         return own
 
     def follow_value(self, value: torch.Tensor) -> None:
@@ -54,12 +61,39 @@ class LossGradient:
 
     @property
     def is_complete(self) -> bool:
-        """Whether one backward pass went from the value to the output."""
+        """Whether one backward pass went from the value of the criterion to the output."""
         return set(self._seen.values()) == {1}
+
+    def is_of_another_value(self) -> Figure:
+        """Whether the output got something else than the value of the criterion sent back."""
+        own, total = self._own, self._total
+        if own is None or total is None or own.numel() != total.numel():
+            return True
+        if own.data_ptr() == total.data_ptr():
+            return self._is_other
+        return any_of([self._is_other, differ(own.reshape(total.shape), total)])
+
+    def is_of_another_loss(
+        self, criterion: KnownCriterion, factor: float, targets: Iterable[torch.Tensor]
+    ) -> Figure:
+        """Whether the output got something else than the gradient of `criterion`.
+
+        Args:
+            criterion: What the gradient has to be of.
+            factor: What makes it the gradient of the loss of every record.
+            targets: What the targets may be, beside hard labels.
+        """
+        if self.output is None or self._total is None or self._seen["total"] != 1:
+            return True
+        output, version = self.output
+        if output._version != version:
+            return True
+        with torch.no_grad():
+            return criterion.is_other(output.detach(), factor * self._total, targets)
 
     def _note_value(self, gradient: torch.Tensor) -> None:
         self._seen["value"] += 1
-        self._add(differ(gradient, torch.ones_like(gradient)))
+        self._is_other = any_of([self._is_other, differ(gradient, torch.ones_like(gradient))])
 
     def _note_own(self, gradient: torch.Tensor) -> None:
         self._seen["own"] += 1
@@ -67,41 +101,49 @@ class LossGradient:
 
     def _note_total(self, gradient: torch.Tensor) -> None:
         self._seen["total"] += 1
-        own = self._own
-        if own is None or own.numel() != gradient.numel():
-            self.is_other = True
-        elif own.data_ptr() != gradient.data_ptr():
-            self._add(differ(own.reshape(gradient.shape), gradient))
-
-    def _add(self, flag: Figure) -> None:
-        self.is_other = any_of([self.is_other, flag])
+        self._total = gradient
 
 
 class CriterionGuard(Guard):
     """Checks that the loop computes its loss with the criterion whose constants are accounted.
 
-    The criterion is called once, on the output of the model as it is, and the gradient that reaches
-    that output is the one of the criterion and no other. Calls without gradients, in eval() mode
-    and on another model do not count.
+    If the loop calls the criterion, it does so once, on the output of the linear head as it is, and
+    the gradient that reaches that output is the one of the criterion and no other. If it does not,
+    the gradient that reaches the output is compared with the formula of the criterion. Calls
+    without gradients, in eval() mode and on another model do not count.
 
     Args:
-        criterion: One that `geometry.auto_loss_geometry` knows.
+        known: What is known of the criterion.
         forward: The guard of the model's training passes.
+        head: The watch of the linear head, whose output is followed.
+        delivered: The tensors of the batch that the loader delivered.
+        divides: Whether the loss of a batch is divided by its number of rows.
     """
 
-    def __init__(self, criterion: nn.Module, forward: ForwardGuard):
-        self._criterion, self._forward = criterion, forward
-        self._settings = self._current_settings()
+    def __init__(
+        self,
+        known: KnownCriterion,
+        forward: ForwardGuard,
+        head: HeadWatch,
+        delivered: Callable[[], Sequence[torch.Tensor]],
+        *,
+        divides: bool,
+    ):
+        self.known, self._forward = known, forward
+        self._delivered, self._divides = delivered, divides
+        self._criterion: Any = known.criterion
+        self._settings = [_copied(getattr(self._criterion, name)) for name in known.settings]
         self._handles = [
-            criterion.register_forward_pre_hook(self._check, with_kwargs=True),
-            criterion.register_forward_hook(self._follow),
+            self._criterion.register_forward_pre_hook(self._check, with_kwargs=True),
+            self._criterion.register_forward_hook(self._follow),
         ]
         self.gradient = LossGradient()
-        forward.keeps_output = True
+        head.follow_output = self.gradient.follow_output
+        self._was_called = self._was_computed = False  # in some step of the run
         self._reset()
 
     def _reset(self) -> None:
-        self._calls, self._rows = 0, 0
+        self.calls, self._rows = 0, 0
         self._is_followed = self._has_output = False
         self._has_bad_target: Figure = False
         self.gradient.reset()
@@ -109,13 +151,21 @@ class CriterionGuard(Guard):
     @property
     def assumptions(self) -> Iterable[Assumption]:
         """What is verified at every step."""
-        yield Assumption.checked(
-            "the criterion called once on all outputs, a target for each; no other loss"
-        )
+        if self._was_called or not self._was_computed:
+            yield Assumption.checked(
+                "the criterion called once on all outputs, a target for each; no other loss"
+            )
+        if self._was_computed:
+            yield Assumption.checked(
+                f"the gradient at the outputs that of {type(self._criterion).__name__}, for some "
+                "target of every record; no other loss"
+            )
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless the loss of the batch came from one call."""
-        self._check_calls(piece.step, piece.rows)
+        self._check_settings(f"step {piece.step}: ")
+        if self.calls:
+            self._check_call(piece.step, piece.rows)
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """Whether a target rescales the gradients of other records."""
@@ -123,16 +173,34 @@ class CriterionGuard(Guard):
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if one does."""
-        if values["bad_target"]:
-            raise UnsupportedRunError(
-                f"step {piece.step} has a target that equals ignore_index = "
-                f"{self._criterion.ignore_index} or is no vector of probabilities: ignored records "
-                "rescale the gradients of the others. The step was not taken. Remove those records "
-                "beforehand."
+        if not values["bad_target"]:
+            return
+        if self.known.is_elementwise:
+            what = "that is no probability: the constants of the loss are about labels in [0, 1]"
+        else:
+            what = (
+                f"that equals ignore_index = {self._criterion.ignore_index} or is no vector of "
+                "probabilities: ignored records rescale the gradients of the others"
             )
+        raise UnsupportedRunError(
+            f"step {piece.step} has a target {what}. The step was not taken. Remove those records "
+            "beforehand."
+        )
+
+    def is_another_loss(self, piece: Piece) -> Figure:
+        """Whether the gradient at the output is not that of the criterion."""
+        if not piece.rows:
+            return False
+        if self.calls:
+            return self.gradient.is_of_another_value()
+        factor = float(piece.rows) if self._divides else 1.0
+        return self.gradient.is_of_another_loss(self.known, factor, self._delivered())
 
     def used(self, piece: Piece) -> None:
         """Starts counting for the next piece."""
+        if piece.rows:
+            self._was_called |= self.calls > 0
+            self._was_computed |= self.calls == 0
         self._reset()
 
     def resume(self, steps: int) -> None:
@@ -144,8 +212,16 @@ class CriterionGuard(Guard):
         for handle in self._handles:
             handle.remove()
 
-    def _current_settings(self) -> list[Any]:
-        return [getattr(self._criterion, name, None) for name in _SETTINGS]
+    def __reduce__(self) -> Any:
+        return _idle_watch, ()  # a copy of the criterion belongs to no run
+
+    def _check_settings(self, where: str) -> None:
+        now = [getattr(self._criterion, name) for name in self.known.settings]
+        if not all(map(_is_equal, now, self._settings)):
+            raise UnsupportedRunError(
+                f"{where}Expected the criterion as it was at make_private, got {self._criterion}: "
+                "its constants were taken then. Call make_private again for another criterion."
+            )
 
     def _check(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -154,56 +230,61 @@ class CriterionGuard(Guard):
         if not self._forward.is_in_training_pass:
             return None
         output, target = (*args, *(kwargs[k] for k in ("input", "target") if k in kwargs))
-        if not output.requires_grad:
+        if not (isinstance(output, torch.Tensor) and output.requires_grad):
             return None
-        if self._current_settings() != self._settings:
-            raise UnsupportedRunError(
-                f"Expected the criterion as it was at make_private, got {module}: its constants "
-                "were taken then. Call make_private again for another criterion."
-            )
-        if isinstance(module, _ELEMENTWISE):
+        self._check_settings("")
+        if self.known.is_elementwise:
             _check_equal_shapes(output, target)
-        elif isinstance(module, nn.CrossEntropyLoss):
-            self._has_bad_target = _has_bad_class(target, module.ignore_index)
-        self._calls += 1
+        self._has_bad_target = self._is_bad(target)
+        self.calls += 1
         self._rows = len(output) if output.dim() else 1
-        left = self._forward.output
+        left = self.gradient.output
         self._has_output = left is not None and _is_same_numbers(output, *left)
-        if left is None or not self._has_output:
+        if not self._has_output:
             return None
         self._is_followed = True
-        return (self.gradient.follow_input(left[0], output), target), {}
+        return (self.gradient.follow_input(output), target), {}
+
+    def _is_bad(self, target: torch.Tensor) -> Figure:
+        if isinstance(self.known, SoftmaxCriterion):
+            return _has_bad_class(target, self._criterion.ignore_index)
+        if isinstance(self._criterion, nn.BCEWithLogitsLoss):
+            return ~((target >= 0) & (target <= 1)).all()
+        return False
 
     def _follow(self, module: nn.Module, args: Any, value: torch.Tensor) -> None:
         if self._is_followed:
             self.gradient.follow_value(value)
         self._is_followed = False
 
-    def _check_calls(self, step: int, rows: int) -> None:
-        if self._calls == 0:
+    def _check_call(self, step: int, rows: int) -> None:
+        if (self.calls, self._rows) != (1, rows):
             raise UnsupportedRunError(
-                f"step {step}: the criterion passed to make_private was not called, so the loss "
-                'has unknown constants. Compute the loss with this object, or replace "auto" by a '
-                "LossGeometry."
-            )
-        if (self._calls, self._rows) != (1, rows):
-            raise UnsupportedRunError(
-                f"step {step} follows {self._calls} calls of the criterion, the last one on "
+                f"step {step} follows {self.calls} calls of the criterion, the last one on "
                 f"{self._rows} rows, expected 1 call on all {rows} rows of the batch. Compute "
                 "other losses under torch.no_grad()."
             )
         if not self._has_output:
             raise UnsupportedRunError(
                 f"step {step}: the criterion was called with something else than the output of the "
-                "model as it is (a temperature, a sum of outputs, some of its columns?), so the "
-                "loss has unknown constants. Pass the output itself, or declare a LossGeometry."
+                "linear head as it is (a temperature, a sum of outputs, some of its columns?), so "
+                "the loss has unknown constants. Pass the output itself, or declare a LossGeometry."
             )
         if rows and not self.gradient.is_complete:
             raise _other_gradient(step)
 
 
+def _idle_watch() -> CriterionGuard:
+    head, forward = nn.Linear(1, 1), ForwardGuard(nn.Identity())
+    known = SquaredCriterion(nn.MSELoss())
+    watch = CriterionGuard(known, forward, HeadWatch(head, False), tuple, divides=False)
+    for guard in (forward, watch):
+        guard.close()
+    return watch
+
+
 class LossGradientGuard(Guard):
-    """Notices that the model's output got another gradient than that of the criterion.
+    """Notices that the head's output got another gradient than that of the criterion.
 
     It is asked after the gradients' norms were looked at, because they say more about the cause.
 
@@ -212,16 +293,28 @@ class LossGradientGuard(Guard):
     """
 
     def __init__(self, criterion: CriterionGuard):
-        self._gradient = criterion.gradient
+        self._criterion = criterion
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """Whether the gradients differ."""
-        return {"other_loss": self._gradient.is_other}
+        return {"other_loss": self._criterion.is_another_loss(piece)}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if they do."""
-        if values["other_loss"]:
+        if not values["other_loss"]:
+            return
+        if self._criterion.calls:
             raise _other_gradient(piece.step)
+        known = self._criterion.known
+        raise UnsupportedRunError(
+            f"step {piece.step} has gradients of another loss than {known.criterion}: the "
+            "criterion passed to make_private was not called, so that the gradient at the output "
+            "of the linear head was compared with its formula, and it fits no label and no tensor "
+            "of the batch as the loader delivered it. (A scaled, weighted, second or divided loss, "
+            "a temperature, ignored or transformed targets?) Pass the loss that the loop computes; "
+            "for targets that the loop transforms call the criterion object itself, on the output "
+            "as it is; or declare a LossGeometry."
+        )
 
 
 def _other_gradient(step: int) -> UnsupportedRunError:
@@ -260,3 +353,13 @@ def _has_bad_class(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         return (target == ignore_index).any()
     off = (target.detach().sum(dim=-1, dtype=torch.float64) - 1).abs()
     return ~((target >= 0).all() & (off <= _PROBABILITY_SLACK).all())
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_equal(value: Any, then: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(then, torch.Tensor):
+        return torch.equal(value.detach().to(then), then)
+    return not isinstance(value, torch.Tensor) and value == then

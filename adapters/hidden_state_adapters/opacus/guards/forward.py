@@ -7,30 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
 from hidden_state_adapters.opacus.guards import precision
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import HeadWatch
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
-
-
-def check_batch_norm(module: nn.Module) -> None:
-    """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch."""
-    for name, part in module.named_modules():
-        if not isinstance(part, _BatchNorm):
-            continue
-        if part.training or part.running_mean is None:
-            raise UnsupportedRunError(
-                f"Expected no batch statistics, got {type(part).__name__} {name!r} "
-                f"{'in train() mode' if part.training else 'without running statistics'}, frozen "
-                "or not: one record then changes the gradients of all others, and the statistics "
-                "are stored without noise. Call .eval() on this part of the model after every "
-                "model.train(), or use nn.GroupNorm."
-            )
 
 
 class ForwardGuard(Guard):
@@ -44,11 +30,11 @@ class ForwardGuard(Guard):
         module: The module itself, not Opacus' wrapper.
         head: Measures the features of a linear layer, or None.
         parameters: The watch of the module's parameters.
+        frozen: What is kept in eval() mode, or None for nothing.
         checks_convolutions: Whether convolutions and recurrent layers have to be exact, too.
 
     Attributes:
-        keeps_output: Whether `output` is set.
-        output: What the last training pass returned, and its version then.
+        inputs: The tensors that the last training pass was called with.
     """
 
     def __init__(
@@ -56,15 +42,15 @@ class ForwardGuard(Guard):
         module: nn.Module,
         head: HeadWatch | None = None,
         parameters: ParameterGuard | None = None,
+        frozen: FrozenPart | None = None,
         *,
         checks_convolutions: bool = False,
     ):
         self._parameters = parameters
+        self._frozen = FrozenPart(nn.Identity()) if frozen is None else frozen
         self.passes = 0
         self._head = head
         self._has_other_parameters: Figure = False
-        self.keeps_output = False
-        self.output: tuple[torch.Tensor, int] | None = None
         self._owners = [
             part
             for part in module.modules()
@@ -75,8 +61,9 @@ class ForwardGuard(Guard):
         self._checks_convolutions = checks_convolutions
         self._has_frozen_backbone = any(not p.requires_grad for p in module.parameters())
         self._is_inside = False
+        self.inputs: tuple[torch.Tensor, ...] = ()
         self._handles = [
-            module.register_forward_pre_hook(self._count),
+            module.register_forward_pre_hook(self._count, with_kwargs=True),
             module.register_forward_hook(self._leave, always_call=True),
         ]
         for part in self._owners:
@@ -91,10 +78,12 @@ class ForwardGuard(Guard):
         """Whether what is computed now may belong to the next step."""
         return self.passes > 0 and self._is_training()
 
-    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._is_training():
             return
-        check_batch_norm(module)
+        self.inputs = tuple(tensors_of((args, kwargs)))
+        self._frozen.hold()
+        self._frozen.check_batch_norm(module)
         self._check_unfrozen(module)
         precision.check_arithmetic(self._trainable)
         if self._checks_convolutions:
@@ -120,9 +109,7 @@ class ForwardGuard(Guard):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_inside and self._head is not None:
-            self._head.end_pass(output)
-        if self._is_inside and self.keeps_output and isinstance(output, torch.Tensor):
-            self.output = output, output._version
+            self._head.end_pass()
         self._is_inside = False
 
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -142,13 +129,18 @@ class ForwardGuard(Guard):
                 "and it maps every record by itself"
             )
 
+        if self._frozen:
+            yield Assumption.checked("the frozen part of the model in eval() mode")
+
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless the gradients are of one training pass."""
         if self.passes != 1:
             raise UnsupportedRunError(
                 f"step {piece.step} follows {self.passes} training passes through the model or a "
-                "layer of it, expected 1: every record passes once, in its own row. Evaluate in "
-                "eval() mode or under torch.no_grad()."
+                "layer of it, expected 1: every record passes once, in its own row. (A look at the "
+                "outputs without torch.no_grad(), gradient accumulation, two losses with a pass "
+                "each, a layer that is called by itself?) Evaluate in eval() mode or under "
+                "torch.no_grad(), and step once per pass."
             )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
@@ -178,7 +170,7 @@ class ForwardGuard(Guard):
         return None if self._head is None else self._head.largest_feature_norm
 
     def _reset(self) -> None:
-        self.passes, self.output = 0, None
+        self.passes, self.inputs = 0, ()
         if self._head is not None:
             self._head.reset()
         self._has_other_parameters = False

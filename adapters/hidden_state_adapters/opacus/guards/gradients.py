@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import OPACUS_CLIP_OFFSET, ROUNDING
+from hidden_state_adapters.opacus.gradients.sums import were_used
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.precision import check_arithmetic, check_precision
 
@@ -32,15 +34,19 @@ def gradient_rows(params: Sequence[nn.Parameter]) -> int:
         if isinstance(sample, list):
             if len(sample) != 1:
                 raise UnsupportedRunError(
-                    f"got the gradients of {len(sample)} batches, expected 1. Call "
-                    "optimizer.zero_grad() after every step and backward() once per batch: "
-                    "gradient accumulation is not accounted."
+                    f"got the gradients of {len(sample)} batches, expected 1: gradient "
+                    "accumulation (several backward() before one step()) is not accounted. Call "
+                    "optimizer.zero_grad() after every step and backward() once per batch. For "
+                    "batches that do not fit into memory raise the batch_size of the DataLoader "
+                    "and let opacus.utils.batch_memory_manager.BatchMemoryManager split them."
                 )
             sample = sample[0]
         if sample is None:
             raise UnsupportedRunError(
                 "got no per-example gradients for a trainable parameter. Call the private model in "
-                "train() mode and backward() before step(), and let every parameter take part."
+                "train() mode and backward() before step(), and let every parameter take part. (If "
+                "that is so: a second pass without backward(), for an accuracy or a log, makes "
+                "Opacus wait for its gradients. Look at outputs under torch.no_grad().)"
             )
         check_precision("per-example gradients", sample)
         rows.add(len(sample))
@@ -66,6 +72,9 @@ def refuse_second_pass(param: Any) -> None:
 class SumsGuard(Guard):
     """Notices a sum of clipped gradients that does not come from the pieces of the batch.
 
+    Those of a finished step, which nobody touched, are dropped: a loop that calls model.zero_grad()
+    in place of optimizer.zero_grad() leaves them.
+
     Args:
         params: All trainable parameters.
     """
@@ -73,22 +82,32 @@ class SumsGuard(Guard):
     def __init__(self, params: Sequence[nn.Parameter]):
         self._params = params
         self._versions: list[tuple[torch.Tensor, int] | None] = [None] * len(params)
+        self._finished: list[tuple[weakref.ReferenceType[torch.Tensor], int] | None] = []
 
     def _now(self) -> list[tuple[torch.Tensor, int] | None]:
         sums = (p.summed_grad for p in self._params)  # type: ignore[attr-defined]
         return [None if total is None else (total, total._version) for total in sums]
 
     def before(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if somebody else wrote the sums, or did not clear them."""
+        """Raises UnsupportedRunError if somebody else wrote the sums, or used the gradients."""
+        self._drop_finished(piece)
         for now, then in zip(self._now(), self._versions, strict=True):
-            if (now is None) != (then is None) or (
-                now and then and (now[0] is not then[0] or now[1] != then[1])
-            ):
+            if not _is_same_sum(now, then):
                 raise UnsupportedRunError(
                     f"step {piece.step} starts with a sum of clipped gradients that does not come "
                     "from the pieces of its batch. Call optimizer.zero_grad() after every step, "
                     "and leave summed_grad alone."
                 )
+
+    def _drop_finished(self, piece: Piece) -> None:
+        finished, self._finished = self._finished, []
+        pairs = zip(self._now(), finished, strict=False)
+        is_left = finished and all(
+            then is not None and _is_same_sum(now, (then[0](), then[1])) for now, then in pairs
+        )
+        if is_left and not were_used(piece.params):
+            for param in self._params:
+                param.summed_grad = None  # type: ignore[attr-defined]
 
     def used(self, piece: Piece) -> None:
         """Remembers what the piece left."""
@@ -96,16 +115,25 @@ class SumsGuard(Guard):
 
     def after(self, step: int) -> None:
         """The next batch starts without sums."""
+        self._finished = [v and (weakref.ref(v[0]), v[1]) for v in self._versions]
         self._versions = [None] * len(self._params)
 
     def resume(self, steps: int) -> None:
         """Pieces from before the checkpoint was loaded belong to no batch of the run."""
-        self.after(steps)
+        self._finished, self._versions = [], [None] * len(self._params)
 
     @property
     def is_between_batches(self) -> bool:
         """Whether no piece of a batch waits for the others."""
         return not any(self._versions)
+
+
+def _is_same_sum(
+    now: tuple[torch.Tensor, int] | None, then: tuple[torch.Tensor | None, int] | None
+) -> bool:
+    if now is None or then is None:
+        return now is then
+    return now[0] is then[0] and now[1] == then[1]
 
 
 class GradientGuard(Guard):

@@ -1,4 +1,4 @@
-"""What goes into the linear head of a model, and what becomes of its output."""
+"""What goes into the linear head of a model, and what comes out."""
 
 from __future__ import annotations
 
@@ -14,34 +14,24 @@ from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, row_norms
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
-# Modules of torch.nn whose forward pass is the same in train() and eval() mode.
-_SAME_IN_BOTH_MODES = {
-    "activation", "container", "conv", "flatten", "linear", "normalization", "padding", "pooling",
-    "sparse",
-}  # fmt: skip
-_EXCEPT = (nn.RReLU, nn.MultiheadAttention)
-
 
 class HeadWatch:
-    """Measures the features that reach a linear head; optionally checks that it is all there is.
+    """Measures the features that reach a linear head; optionally follows its output.
 
     Args:
-        module: The module itself, not Opacus' wrapper.
-        head: Its linear layer.
-        is_output: Whether the loss geometry was derived from the head: its output then has to be
-            the output of the module as it is, and everything before it is frozen and in eval()
-            mode (where it would otherwise draw random numbers or mix the records of a batch).
+        head: The linear layer of a module.
+        is_followed: Whether the loss geometry was derived from the head: it is then called once in
+            a training pass, and its output is followed to the loss.
+
+    Attributes:
+        follow_output: Told the output in a training pass, if it is followed.
     """
 
-    def __init__(self, module: nn.Module, head: nn.Linear, is_output: bool):
+    def __init__(self, head: nn.Linear, is_followed: bool):
         self.largest_feature_norm: torch.Tensor | None = None
-        self._is_output, self._is_open, self._is_idle = is_output, False, False
-        self._outputs: list[tuple[torch.Tensor, int]] = []
-        self._backbone = [
-            (name, part)
-            for name, part in module.named_modules()
-            if not any(inner is head for inner in part.modules()) and not _is_stateless(part)
-        ]
+        self.follow_output: Callable[[torch.Tensor], None] | None = None
+        self._is_followed, self._is_open, self._is_idle = is_followed, False, False
+        self._calls = 0
         self._handles = [
             head.register_forward_pre_hook(self._measure, with_kwargs=True),
             head.register_forward_hook(self._keep),
@@ -49,34 +39,29 @@ class HeadWatch:
 
     def start_pass(self) -> None:
         """A training pass through the module begins."""
-        self._outputs, self._is_open = [], True
-        for name, part in self._backbone if self._is_output else ():
-            if part.training:
-                raise UnsupportedRunError(
-                    f"Expected everything before the linear head in eval() mode, got "
-                    f"{type(part).__name__} {name!r} in train() mode: it may draw random numbers "
-                    "or mix the records of a batch. Call .eval() on this part of the model after "
-                    "every model.train()."
-                )
+        self._calls, self._is_open = 0, True
 
-    def end_pass(self, output: Any) -> None:
-        """The pass returned `output`.
+    def end_pass(self) -> None:
+        """The pass is over.
 
         Raises:
-            UnsupportedRunError: It is not the output of the head.
+            UnsupportedRunError: The head was not called once.
         """
-        outputs, self._outputs, self._is_open = self._outputs, [], False
-        if self._is_output and not (len(outputs) == 1 and _is_unchanged(*outputs[0], output)):
+        calls, self._calls, self._is_open = self._calls, 0, False
+        if self._is_followed and calls != 1:
             raise UnsupportedRunError(
-                f"Expected the output of the model to be that of its linear head, got the output "
-                f"of something else after {len(outputs)} calls of the head: the loss is then not "
-                'the one whose constants loss_geometry="auto" knows. Return self.head(features) '
-                "from forward, or declare a LossGeometry."
+                f"Expected one call of the linear head in a training pass, got {calls}: the loss "
+                'is then not the one whose constants loss_geometry="auto" knows. Compute '
+                "self.head(features) once in forward (not with functional.linear), or declare a "
+                "LossGeometry."
             )
 
     def _keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if self._is_open:
-            self._outputs.append((output, output._version))
+        if not self._is_open:
+            return
+        self._calls += 1
+        if self.follow_output is not None:
+            self.follow_output(output)
 
     def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_idle or not (torch.is_grad_enabled() and module.training):
@@ -140,31 +125,9 @@ class FeatureGuard(Guard):
             )
 
 
-def _is_unchanged(output: torch.Tensor, version: int, returned: Any) -> bool:
-    """Whether `returned` is `output`, or another view of the very same numbers.
-
-    Backward hooks make torch return such a view. Writing into it would raise the version of both.
-    """
-    return (
-        isinstance(returned, torch.Tensor)
-        and returned.data_ptr() == output.data_ptr()
-        and (returned.shape, returned.stride()) == (output.shape, output.stride())
-        and output._version == version
-    )
-
-
-def _is_stateless(part: nn.Module) -> bool:
-    package, _, name = type(part).__module__.rpartition(".")
-    return (
-        package == "torch.nn.modules"
-        and name in _SAME_IN_BOTH_MODES
-        and not isinstance(part, _EXCEPT)
-    )
-
-
 def _idle_watch() -> HeadWatch:
     head = nn.Linear(1, 1)
-    watch = HeadWatch(head, head, False)
+    watch = HeadWatch(head, False)
     watch.remove()
     watch._is_idle = True  # Opacus calls copies of the head, with their hooks, inside vmap
     return watch

@@ -114,8 +114,10 @@ class ParameterGuard(Guard):
         if values["changed"]:
             raise UnsupportedRunError(
                 f"The parameters were changed outside the private optimizer after step {steps}, so "
-                "the model is not the iterate that was accounted. Leave them alone during the run; "
-                "an earlier iterate may be used only if engine.release() was called there."
+                "the model is not the iterate that was accounted (load_state_dict, an average of "
+                "weights, another optimizer?). Load weights before make_private, or a run with "
+                "engine.load_checkpoint, and leave them alone then; an earlier iterate may be used "
+                "only if engine.release() was called there."
             )
         if values["buffers"]:
             raise UnsupportedRunError(

@@ -1,45 +1,62 @@
-"""Iterates that are projected on a ball."""
+"""Iterates that are projected on a convex set."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_accountants.guarantee import Topic
 from hidden_state_adapters.opacus.gradients.figures import Figure
-from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
+from hidden_state_adapters.opacus.gradients.norms import ROUNDING
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.projections import Projection
 
 
 class ProjectionGuard(Guard):
-    """Notices iterates outside the ball that the event's domain_diameter says they are in.
+    """Notices iterates outside the set that the event's domain_diameter says they are in.
 
     Args:
         params: All trainable parameters.
-        radius: Of the ball around 0.
+        projection: On the set.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], radius: float):
-        self._params, self._radius = params, radius
+    def __init__(self, params: Sequence[nn.Parameter], projection: Projection):
+        self._params, self._projection = params, projection
+        projection.start(params)
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is verified at every step."""
-        yield Assumption.checked(
-            f"all parameters together projected on the ball of radius {self._radius:g}",
-            Topic.DOMAIN,
-        )
+        """What is verified at every step and what is taken on trust."""
+        return self._projection.assumptions
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
-        """The norm of the iterate."""
-        return {"norm": joint_norm(self._params)}
+        """How far outside the iterate is."""
+        return {"outside": self._projection.figure(self._params)}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if it is outside."""
-        check_inside(piece.step, values["norm"], self._radius)
+        self._check(f"step {piece.step} starts", values["outside"])
+
+    def iterate_figures(self) -> Mapping[str, Figure]:
+        """How far outside the iterate is."""
+        return {"outside": self._projection.figure(self._params)}
+
+    def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if it is outside."""
+        self._check(f"The model after step {steps} is", values["outside"])
+
+    def _check(self, what: str, figure: float) -> None:
+        projection = self._projection
+        if not figure <= projection.limit:
+            raise UnsupportedRunError(
+                f"{what} outside {projection}: {projection.measure} is {figure:.8g}, expected at "
+                f"most {projection.limit:.8g}. Leave the parameters alone between the steps."
+            )
+
+    def resume(self, steps: int) -> None:
+        """Goes on from the loaded parameters."""
+        self._projection.start(self._params)
 
 
 def check_inside(step: int, norm: float, radius: float, remedy: str = "") -> None:
@@ -49,15 +66,3 @@ def check_inside(step: int, norm: float, radius: float, remedy: str = "") -> Non
             f"step {step} starts at norm {norm:.8g}, outside the ball of radius {radius:.8g}."
             f"{remedy}"
         )
-
-
-@torch.no_grad()
-def project_on_ball(params: Sequence[nn.Parameter], radius: float) -> None:
-    """Projects the JOINT vector of all parameters on the L2 ball around 0, in place.
-
-    The radius is lowered by two units of rounding, so that the result lies inside the ball.
-    """
-    eps = max(torch.finfo(param.dtype).eps for param in params)
-    factor = (radius * (1 - 2 * eps) / joint_norm(params)).clamp(max=1.0)
-    for param in params:
-        param.mul_(factor.to(device=param.device, dtype=param.dtype))

@@ -15,6 +15,10 @@ from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 _FORBIDDEN = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
 
+_CAUSES = {
+    "momentum": ", and OneCycleLR or CyclicLR with cycle_momentum=False (they set it otherwise)"
+}
+
 
 class UnsupportedUpdateError(UnsupportedRunError):
     """The wrapped optimizer moves in a way that no last-iterate theorem covers.
@@ -131,7 +135,7 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
             raise UnsupportedUpdateError(
                 f"Expected {name} = {neutral}, got {value!r}",
                 "no last-iterate theorem here covers it. Use torch.optim.SGD(params, lr, "
-                f"weight_decay=...) without {name}.",
+                f"weight_decay=...) without {name}{_CAUSES.get(name, '')}.",
             )
     refuse_step_hooks(optimizer)
     return groups[0]

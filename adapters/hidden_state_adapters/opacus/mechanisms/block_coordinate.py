@@ -54,6 +54,7 @@ class BlockCoordinate(Mechanism):
     base_types = (SGD,)
     options = frozenset({"l1", "l2", "nonnegative"})
     refused = {  # noqa: RUF012
+        "projection": "the event of DP-MBCD has no projection; use nonnegative or l2",
         "projection_radius": "the event of DP-MBCD has no projection; use nonnegative or l2",
         "learning_rate_schedule": "the bound on DP-MBCD is about a constant step size",
         "max_batch_size": "all batches of DP-MBCD are equal",

@@ -16,21 +16,21 @@ from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
 from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.gradients import SumsGuard, check_clip_margin
-from hidden_state_adapters.opacus.guards.projection import project_on_ball
 from hidden_state_adapters.opacus.guards.settings import sgd_options
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.projections import Projection
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
 
 class NoisySgd(Mechanism):
-    """Clips as Opacus does, moves along the noisy mean, and projects on a ball.
+    """Clips as Opacus does, moves along the noisy mean, and projects on a convex set.
 
     Args:
         optimizer: The private optimizer.
         lipschitz: The declared bound on the gradients, or None.
-        projection_radius: Radius of the ball around 0, or None.
+        projection: On the set, or None.
     """
 
     base_types = (SGD,)
@@ -41,10 +41,10 @@ class NoisySgd(Mechanism):
         self,
         optimizer: DPOptimizer,
         lipschitz: float | None = None,
-        projection_radius: float | None = None,
+        projection: Projection | None = None,
     ):
         super().__init__(optimizer)
-        self._lipschitz, self._radius = lipschitz, projection_radius
+        self._lipschitz, self._projection = lipschitz, projection
         self._clip_norm: float | None = None  # of the pieces of the current batch
 
     @classmethod
@@ -79,9 +79,8 @@ class NoisySgd(Mechanism):
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The declared bound and the ball."""
-        radius = declared.arguments.projection_radius
-        return {"lipschitz": declared.lipschitz, "projection_radius": radius}
+        """The declared bound and the projection."""
+        return {"lipschitz": declared.lipschitz, "projection": declared.projection}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
@@ -115,9 +114,9 @@ class NoisySgd(Mechanism):
             )
 
     def after_move(self, piece: Piece) -> None:
-        """Projects the joint vector of all parameters."""
-        if self._radius is not None:
-            project_on_ball(piece.params, self._radius)
+        """Projects all parameters."""
+        if self._projection is not None:
+            self._projection.project(piece.params)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
@@ -148,12 +147,12 @@ class HiddenStateOptimizer(PrivateOptimizer):
 
     One logical step of x is
 
-        x <- P_R((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise))
+        x <- P((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise))
 
     with noise of standard deviation noise_multiplier * max_grad_norm. torch.optim.SGD applies its
     `weight_decay` to the parameters, outside the clip: that is decoupled decay. (A penalty in the
-    loss is inside the clip and does not count.) P_R projects all parameters together on the ball
-    of `projection_radius`.
+    loss is inside the clip and does not count.) P is the projection of `make_private`: on the ball
+    of `projection_radius` for all parameters together, or another one.
 
     `HiddenStatePrivacyEngine.make_private` makes it.
 

@@ -30,6 +30,8 @@ class RunOptions(TypedDict, total=False):
     criterion: Any
     loss_geometry: LossGeometry | str | None
     feature_norm: float | None
+    projection: Any
+    projection_diameter: float | None
     projection_radius: float | None
     poisson_sampling: bool | None
     max_batch_size: int | None
@@ -74,6 +76,8 @@ class RunArguments:
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
+    projection: Any = None
+    projection_diameter: float | None = None
     projection_radius: float | None = None
     poisson_sampling: bool | None = None
     max_batch_size: int | None = None
@@ -99,6 +103,8 @@ class RunArguments:
         """
         known = {field.name for field in attrs.fields(cls)} - {"opacus"}
         own = {name: value for name, value in arguments.items() if name in known}
+        if own.get("poisson_sampling") is True:  # Opacus' word for an order, here by itself
+            own.setdefault("batch_order", BatchOrder.POISSON)
         opacus = {name: value for name, value in arguments.items() if name not in known}
         unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
         if unknown:

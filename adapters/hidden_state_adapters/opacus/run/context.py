@@ -72,21 +72,31 @@ class RunContext:
             noise: Of the engine.
             relation: Of the guarantee.
         """
-        inner, criterion = declared.inner, declared.watched_criterion
+        inner, known = declared.inner, declared.known_criterion
         parameters = ParameterGuard(inner, declared.optimizer)
         head = None
         if declared.head is not None:
-            head = HeadWatch(inner, declared.head, is_output=criterion is not None)
+            head = HeadWatch(declared.head, is_followed=known is not None)
         # Of a linear head every gradient is a matrix product.
         is_general = declared.loss is not None and find_linear_head(inner) is None
-        forward = ForwardGuard(inner, head, parameters, checks_convolutions=is_general)
+        frozen = declared.frozen
+        frozen.hold(tells=True)
+        forward = ForwardGuard(inner, head, parameters, frozen, checks_convolutions=is_general)
         plan, loader = declared.plan, declared.arguments.data_loader
         cursor = BatchCursor(
             plan.num_batches,
             loader.num_workers * (loader.prefetch_factor or 0),
             counts_steps=plan.draws_every_step,
         )
-        guard = None if criterion is None else CriterionGuard(criterion, forward)
+        criterion = None
+        if known is not None and head is not None:
+            criterion = CriterionGuard(
+                known,
+                forward,
+                head,
+                lambda: () if cursor.taken is None else cursor.taken.tensors,
+                divides=declared.arguments.loss_reduction == "mean",
+            )
         arguments = declared.arguments
         independence = IndependenceGuard(
             inner,
@@ -102,8 +112,10 @@ class RunContext:
             parameters=parameters,
             forward=forward,
             independence=independence,
-            batch=BatchGuard(plan, cursor, divisor_is_public=is_add_or_remove),
-            criterion=guard,
+            batch=BatchGuard(
+                plan, cursor, lambda: forward.inputs, divisor_is_public=is_add_or_remove
+            ),
+            criterion=criterion,
             noise=noise,
         )
 
@@ -136,8 +148,8 @@ class RunContext:
         guards.append(GradientGuard.of_lipschitz(self.lipschitz))
         if criterion is not None:
             guards.append(LossGradientGuard(criterion))
-        if arguments.projection_radius is not None:
-            guards.append(ProjectionGuard(self.parameters.params, arguments.projection_radius))
+        if self.declared.projection is not None:
+            guards.append(ProjectionGuard(self.parameters.params, self.declared.projection))
         guards.append(NoiseGuard(optimizer, self.noise))
         return Guards(guards)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 
 import attrs
 from opacus.grad_sample import AbstractGradSampleModule
@@ -13,11 +14,12 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
 from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.data.plans import BatchPlan
-from hidden_state_adapters.opacus.gradients.norms import joint_norm
-from hidden_state_adapters.opacus.guards.forward import check_batch_norm
+from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
+from hidden_state_adapters.opacus.projections import Projection, projection_of
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.processes import num_processes
 
@@ -33,7 +35,9 @@ class DeclaredRun:
         plan: The batches.
         loss: The geometry of the loss, or None.
         head: The linear layer whose inputs are measured, or None.
-        diameter: Twice the projection radius, or inf.
+        frozen: What is kept in eval() mode.
+        projection: What follows every step, or None.
+        diameter: Of the set that it maps to, or inf.
         schedule: What was declared about learning rates and the number of steps.
     """
 
@@ -43,6 +47,8 @@ class DeclaredRun:
     plan: BatchPlan
     loss: LossGeometry | None
     head: nn.Linear | None
+    frozen: FrozenPart
+    projection: Projection | None
     diameter: float
     schedule: DeclaredSchedule
 
@@ -52,10 +58,12 @@ class DeclaredRun:
         return None if self.loss is None else self.loss.lipschitz
 
     @property
-    def watched_criterion(self) -> nn.Module | None:
+    def known_criterion(self) -> KnownCriterion | None:
         """The criterion that the constants of the loss were taken from."""
         arguments = self.arguments
-        return arguments.criterion if arguments.loss_geometry == "auto" else None
+        if arguments.loss_geometry != "auto":
+            return None
+        return known_criterion(as_module(arguments.criterion))
 
     @property
     def scale(self) -> int:
@@ -70,8 +78,15 @@ class DeclaredRun:
             TypeError, ValueError: An argument has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
-        check_batch_norm(inner)
         loss, head = _resolve_loss(inner, arguments)
+        projection = projection_of(
+            arguments.projection, arguments.projection_radius, arguments.projection_diameter
+        )
+        params = [p for p in inner.parameters() if p.requires_grad]
+        diameter = math.inf if projection is None else projection.diameter(params)
+        _check_start(projection, params)
+        frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
+        frozen.check_batch_norm(inner)
         return cls(
             arguments=arguments,
             inner=inner,
@@ -85,7 +100,9 @@ class DeclaredRun:
             ),
             loss=loss,
             head=head,
-            diameter=_domain_diameter(inner, arguments.projection_radius),
+            frozen=frozen,
+            projection=projection,
+            diameter=diameter,
             schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
         )
 
@@ -142,19 +159,18 @@ def _resolve_loss(
     return loss_geometry, head
 
 
-def _domain_diameter(module: nn.Module, radius: float | None) -> float:
-    """Twice the radius, inf for None; the initial parameters must be inside."""
-    if radius is None:
-        return math.inf
-    _check_positive("projection_radius", radius)
-    norm = float(joint_norm([p for p in module.parameters() if p.requires_grad]))
-    if not norm <= radius:
+def _check_start(projection: Projection | None, params: Sequence[nn.Parameter]) -> None:
+    """Raises UnsupportedRunError unless the initial parameters are in the set."""
+    if projection is None:
+        return
+    projection.start(params)
+    figure = float(projection.figure(params))
+    if not figure <= projection.limit:
         raise UnsupportedRunError(
-            f"Expected an initial model inside the ball of projection_radius = {radius:g}, got "
-            f"norm {norm:.6g}. Scale the parameters down (zeros are a good start), or raise the "
-            "radius."
+            f"Expected an initial model inside {projection}, got one outside: "
+            f"{projection.measure} is {figure:.6g}, expected at most {projection.limit:g}. Scale "
+            "the parameters down (zeros are a good start), or enlarge the set."
         )
-    return 2 * float(radius)
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -8,9 +8,11 @@ from opacus.grad_sample import AbstractGradSampleHooks
 
 from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
 from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.criteria import as_module, known_criterion
 from hidden_state_adapters.opacus.guards.base import Guard, Guards, Piece
 from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGradientGuard
-from hidden_state_adapters.opacus.guards.forward import ForwardGuard, check_batch_norm
+from hidden_state_adapters.opacus.guards.forward import ForwardGuard
+from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
 
 
@@ -37,22 +39,30 @@ class WatchedLoss:
                 "criterion are those of a linear head. Pass module= to declare_run."
             )
         inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
-        self._inner, self._criterion = inner, criterion
-        reduction = getattr(criterion, "reduction", "mean")
+        self._inner, self._criterion = inner, as_module(criterion)
+        reduction = getattr(self._criterion, "reduction", "mean")
         self._feature_norm = feature_norm
         self.geometry: LossGeometry = geometry.auto_loss_geometry(
             inner, criterion, feature_norm, reduction
         )
-        check_batch_norm(inner)
+        head = geometry.find_linear_head(inner)
+        assert head is not None
+        self._head, self._frozen = head, FrozenPart(inner, head)
+        self._frozen.check_batch_norm(inner)
         self._guards = Guards([])
         self._hooks: tuple[Guard, ...] = ()
 
     def watch(self) -> None:
         """Hangs the guards on model and criterion; `close` undoes it."""
         assert self._feature_norm is not None
-        head = HeadWatch(self._inner, geometry.linear_head(self._inner), is_output=True)
-        forward = ForwardGuard(self._inner, head)
-        criterion = CriterionGuard(self._criterion, forward)
+        known = known_criterion(self._criterion)
+        assert known is not None
+        self._frozen.hold(tells=True)
+        head = HeadWatch(self._head, is_followed=True)
+        forward = ForwardGuard(self._inner, head, frozen=self._frozen)
+        divides = self._criterion.reduction == "mean"
+        # What the loader delivered is not seen here.
+        criterion = CriterionGuard(known, forward, head, tuple, divides=divides)
         features = FeatureGuard(float(self._feature_norm), lambda: forward.largest_feature_norm)
         self._hooks = (forward, criterion)
         self._guards = Guards([forward, criterion, features, LossGradientGuard(criterion)])

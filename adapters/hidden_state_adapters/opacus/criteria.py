@@ -1,0 +1,437 @@
+"""Criteria that `loss_geometry="auto"` knows: their constants, and their gradients in the output.
+
+Derivations: docs/theory/moduli.md, "Losses of a linear model".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_adapters.opacus.losses import (
+    EnvelopeBCEWithLogitsLoss,
+    EnvelopeCrossEntropyLoss,
+    EnvelopeHingeLoss,
+    EnvelopeLoss,
+    EnvelopeSquaredErrorLoss,
+)
+
+# Another formula for the same loss rounds in another way.
+_ROUNDING_UNITS = 100.0
+_PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
+
+_MODULES: dict[Callable[..., Any], type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.mse_loss: nn.MSELoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+}
+
+
+def as_module(criterion: Any) -> Any:
+    """The criterion as a module of torch.nn, whose attributes say what it computes.
+
+    Functions of torch.nn.functional, also with settings bound by functools.partial, become the
+    module of the same loss. nn.NLLLoss, which takes log-probabilities, becomes the cross-entropy
+    that it is on the outputs before log_softmax. Everything else is returned as it is.
+
+    Raises:
+        UnsupportedRunError: A partial binds an argument by its position.
+    """
+    options: dict[str, Any] = {}
+    function: Any = criterion
+    if isinstance(criterion, functools.partial) and _module_of(criterion.func) is not None:
+        if criterion.args:
+            raise UnsupportedRunError(
+                f"Expected settings of the criterion by keyword, got {len(criterion.args)} by "
+                "position in functools.partial. Write partial(F.cross_entropy, "
+                "label_smoothing=0.1)."
+            )
+        function, options = criterion.func, dict(criterion.keywords)
+    kind = _module_of(function)
+    if kind is not None:
+        try:
+            criterion = kind(**options)
+        except TypeError as error:
+            raise UnsupportedRunError(
+                f"Expected settings that nn.{kind.__name__} knows, got {sorted(options)} for the "
+                f"function {function.__name__}: {error}. Leave the others out."
+            ) from None
+    if type(criterion) is nn.NLLLoss:
+        return nn.CrossEntropyLoss(
+            weight=criterion.weight,
+            ignore_index=criterion.ignore_index,
+            reduction=criterion.reduction,
+        )
+    return criterion
+
+
+def _module_of(function: Any) -> type[nn.Module] | None:
+    return next((kind for known, kind in _MODULES.items() if function is known), None)
+
+
+@attrs.frozen(eq=False)
+class KnownCriterion:
+    """What is known of one criterion.
+
+    Attributes:
+        criterion: As a module.
+        settings: The attributes that its constants and gradients depend on.
+        is_elementwise: Whether every output has a target of its own.
+    """
+
+    criterion: Any
+    settings: ClassVar[tuple[str, ...]] = ()
+    is_elementwise: ClassVar[bool] = True
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """The loss of a record, as a function of the parameters of a linear layer.
+
+        Raises:
+            UnsupportedRunError: The loss of a record has no constants, or depends on others.
+        """
+        raise NotImplementedError
+
+    def share(self, outputs: int) -> float:
+        """What the loss of a record divides the sum over its outputs by."""
+        return float(outputs) if self.criterion.reduction == "mean" else 1.0
+
+    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Of the sum of the losses of all outputs, shape (n, outputs); NaN at forbidden targets."""
+        raise NotImplementedError
+
+    def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient at the label of each record that explains `gradient` best.
+
+        None for a loss that can have any gradient, at some target.
+        """
+        return None
+
+    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """How large the numbers are whose rounding shows in the gradient."""
+        raise NotImplementedError
+
+    def is_other(
+        self, output: torch.Tensor, gradient: torch.Tensor, targets: Iterable[torch.Tensor]
+    ) -> torch.Tensor | bool:
+        """Whether `gradient` is not that of this criterion, whatever the targets.
+
+        Args:
+            output: Of the linear layer, shape (n, outputs).
+            gradient: Of the loss of every record in it, the same shape.
+            targets: What the targets may be, beside hard labels.
+        """
+        share = self.share(output.shape[1])
+        gradient = gradient * share
+        flags = []
+        labelled = self.at_best_label(output, gradient)
+        if labelled is not None:
+            flags.append(_is_off(gradient, labelled, self.size(output, None)))
+        for target in targets:
+            if target.numel() == output.numel() and target.shape[:1] == output.shape[:1]:
+                own = target.detach().to(output).reshape(output.shape)
+                expected = self.gradient(output, own)
+                flags.append(_is_off(gradient, expected, self.size(output, own)))
+        return torch.stack(flags).all() if flags else True
+
+
+def _is_off(gradient: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    slack = _ROUNDING_UNITS * torch.finfo(gradient.dtype).eps * size
+    return ~((gradient - expected).abs() <= slack).all()
+
+
+class SoftmaxCriterion(KnownCriterion):
+    """nn.CrossEntropyLoss: with targets t and weights w the softmax p has gradient s p - w t."""
+
+    settings = ("reduction", "ignore_index", "label_smoothing", "weight")
+    is_elementwise = False
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        criterion, default = self.criterion, nn.CrossEntropyLoss().ignore_index
+        if criterion.ignore_index != default:
+            raise UnsupportedRunError(
+                f'loss_geometry="auto" needs ignore_index = {default}, got '
+                f"{criterion.ignore_index}: ignored records rescale the others. Remove those "
+                "records beforehand."
+            )
+        weight = _weights(criterion, "weight", (outputs,))
+        if weight is not None and criterion.reduction == "mean":
+            raise UnsupportedRunError(
+                'Expected reduction = "sum" of a CrossEntropyLoss with class weights, got "mean": '
+                "torch then divides by the sum of the weights of the batch, so that the label of "
+                'one record rescales all others. Use CrossEntropyLoss(weight=..., reduction="sum") '
+                'with make_private(..., loss_reduction="sum") and a learning rate divided by the '
+                "batch size. The weights must not be computed from the private labels."
+            )
+        largest = 1.0 if weight is None else float(weight.max())
+        return _scaled(LossGeometry.softmax_cross_entropy(norm, bias), largest)
+
+    def share(self, outputs: int) -> float:
+        """One loss for all outputs."""
+        return 1.0
+
+    def _weight(self, output: torch.Tensor) -> torch.Tensor:
+        weight = self.criterion.weight
+        return output.new_ones(output.shape[1]) if weight is None else weight.to(output)
+
+    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.gradient`; targets are probabilities."""
+        smoothing = self.criterion.label_smoothing
+        weighted = (1 - smoothing) * target + smoothing / output.shape[1]
+        weighted = weighted * self._weight(output)
+        gradient = output.softmax(dim=1) * weighted.sum(dim=1, keepdim=True) - weighted
+        off = (target.sum(dim=1) - 1).abs() > _PROBABILITY_SLACK
+        is_forbidden = off | (target < 0).any(dim=1)
+        return torch.where(is_forbidden[:, None], math.nan, gradient)
+
+    def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """See `KnownCriterion.at_best_label`."""
+        weight, smoothing = self._weight(output), self.criterion.label_smoothing
+        own = (1 - smoothing) * weight
+        spread = smoothing / output.shape[1] * weight
+        total = own + spread.sum()
+        probabilities = output.softmax(dim=1)
+        # Entry y of the gradient at label y, for every y.
+        label = (gradient - (probabilities * total - own - spread)).abs().argmin(dim=1)
+        at_label = probabilities * total[label, None] - spread
+        return at_label - own * F.one_hot(label, output.shape[1])
+
+    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """See `KnownCriterion.size`."""
+        return self._weight(output).max()
+
+
+class LogisticCriterion(KnownCriterion):
+    """nn.BCEWithLogitsLoss: one or several labels for each record."""
+
+    settings = ("reduction", "weight", "pos_weight")
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        shape = (outputs,)
+        largest = torch.ones(outputs, dtype=torch.float64)
+        positive = _weights(self.criterion, "pos_weight", shape)
+        if positive is not None:
+            largest = largest * positive.clamp(min=1)
+        weight = _weights(self.criterion, "weight", shape)
+        if weight is not None:
+            largest = largest * weight
+        one = LossGeometry.logistic(norm, bias)
+        if outputs == 1:
+            return _scaled(one, float(largest.max()))
+        return _sum_of(one, largest / self.share(outputs))
+
+    def _factors(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the slopes at label 0 and at label 1 are multiplied with."""
+        weight, positive = self.criterion.weight, self.criterion.pos_weight
+        ones = output.new_ones(output.shape[1])
+        weight = ones if weight is None else ones * weight.to(output)
+        return weight, weight if positive is None else weight * positive.to(output)
+
+    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.gradient`; targets are in [0, 1]."""
+        negative, positive = self._factors(output)
+        down = negative * (1 - target) * output.sigmoid()
+        up = positive * target * (-output).sigmoid()
+        is_allowed = (target >= 0) & (target <= 1)
+        return torch.where(is_allowed, down - up, math.nan)
+
+    def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """See `KnownCriterion.at_best_label`."""
+        negative, positive = self._factors(output)
+        at_zero, at_one = negative * output.sigmoid(), -positive * (-output).sigmoid()
+        is_one = (gradient - at_one).abs() < (gradient - at_zero).abs()
+        return torch.where(is_one, at_one, at_zero)
+
+    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """See `KnownCriterion.size`."""
+        return torch.maximum(*self._factors(output))
+
+
+class ResidualCriterion(KnownCriterion):
+    """A loss of prediction minus target, which can have any gradient at some target."""
+
+    def slope(self, residual: torch.Tensor) -> torch.Tensor:
+        """The derivative of the loss of one output."""
+        raise NotImplementedError
+
+    @property
+    def curvature(self) -> float:
+        """The largest second derivative of the loss of one output."""
+        return 1.0
+
+    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.gradient`."""
+        return self.slope(output - target)
+
+    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """See `KnownCriterion.size`."""
+        assert target is not None
+        return self.curvature * (output.abs() + target.abs())
+
+
+class SquaredCriterion(ResidualCriterion):
+    """nn.MSELoss: the square, without a factor 1/2."""
+
+    settings = ("reduction",)
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        return LossGeometry.squared_error(norm, bias, scale=2 / self.share(outputs))
+
+    def slope(self, residual: torch.Tensor) -> torch.Tensor:
+        """See `ResidualCriterion.slope`."""
+        return 2 * residual
+
+    @property
+    def curvature(self) -> float:
+        """See `ResidualCriterion.curvature`."""
+        return 2.0
+
+
+class HuberCriterion(ResidualCriterion):
+    """nn.HuberLoss."""
+
+    settings = ("reduction", "delta")
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        one = LossGeometry.huber(norm, self.criterion.delta, bias)
+        return one if outputs == 1 else _sum_of(one, torch.ones(outputs) / self.share(outputs))
+
+    def slope(self, residual: torch.Tensor) -> torch.Tensor:
+        """See `ResidualCriterion.slope`."""
+        return residual.clamp(-self.criterion.delta, self.criterion.delta)
+
+
+class SmoothL1Criterion(ResidualCriterion):
+    """nn.SmoothL1Loss: the Huber loss with delta = beta, divided by beta."""
+
+    settings = ("reduction", "beta")
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        beta = self.criterion.beta
+        if not beta > 0:
+            raise UnsupportedRunError(
+                f'loss_geometry="auto" needs beta > 0, got {beta!r}: the absolute value is not '
+                "smooth."
+            )
+        one = _scaled(LossGeometry.huber(norm, beta, bias), 1 / beta)
+        return one if outputs == 1 else _sum_of(one, torch.ones(outputs) / self.share(outputs))
+
+    def slope(self, residual: torch.Tensor) -> torch.Tensor:
+        """See `ResidualCriterion.slope`."""
+        return (residual / self.criterion.beta).clamp(-1, 1)
+
+    @property
+    def curvature(self) -> float:
+        """See `ResidualCriterion.curvature`."""
+        return 1 / float(self.criterion.beta)
+
+
+class EnvelopeCriterion(KnownCriterion):
+    """An envelope loss of this package; see docs/theory/envelope.md.
+
+    It checks its targets itself. The loop has to call the very object: what else has this gradient
+    is not looked for.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("reduction", "clip_norm", "smoothing")
+    is_elementwise = False
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        if isinstance(self.criterion, _OF_ONE_PREDICTION) and outputs != 1:
+            raise UnsupportedRunError(
+                f'loss_geometry="auto" needs one output for {type(self.criterion).__name__}, got '
+                f"{outputs}. Use EnvelopeCrossEntropyLoss for several classes."
+            )
+        return self.criterion.geometry(norm, bias)  # type: ignore[no-any-return]
+
+    def is_other(
+        self, output: torch.Tensor, gradient: torch.Tensor, targets: Iterable[torch.Tensor]
+    ) -> torch.Tensor | bool:
+        """See `KnownCriterion.is_other`."""
+        return True
+
+
+class EnvelopeSquaredCriterion(EnvelopeCriterion):
+    """EnvelopeSquaredErrorLoss."""
+
+    settings = (*EnvelopeCriterion.settings, "scale")
+
+
+_OF_ONE_PREDICTION = (EnvelopeBCEWithLogitsLoss, EnvelopeHingeLoss)
+
+_KNOWN: dict[type, type[KnownCriterion]] = {
+    nn.CrossEntropyLoss: SoftmaxCriterion,
+    nn.BCEWithLogitsLoss: LogisticCriterion,
+    nn.MSELoss: SquaredCriterion,
+    nn.HuberLoss: HuberCriterion,
+    nn.SmoothL1Loss: SmoothL1Criterion,
+    EnvelopeCrossEntropyLoss: EnvelopeCriterion,
+    EnvelopeBCEWithLogitsLoss: EnvelopeCriterion,
+    EnvelopeHingeLoss: EnvelopeCriterion,
+    EnvelopeSquaredErrorLoss: EnvelopeSquaredCriterion,
+}
+
+KNOWN_NAMES = ", ".join(
+    f"{'' if issubclass(kind, EnvelopeLoss) else 'nn.'}{kind.__name__}"
+    for kind in (*_KNOWN, nn.NLLLoss)
+)
+
+
+def known_criterion(criterion: Any) -> KnownCriterion | None:
+    """What is known of a module that `as_module` returned, or None."""
+    kind = _KNOWN.get(type(criterion))
+    return None if kind is None else kind(criterion)
+
+
+def _scaled(loss: LossGeometry, factor: float) -> LossGeometry:
+    """The geometry of `factor` times the loss."""
+    assert loss.lipschitz is not None
+    return attrs.evolve(
+        loss, smoothness=factor * loss.smoothness, lipschitz=factor * loss.lipschitz
+    )
+
+
+def _sum_of(one: LossGeometry, factors: torch.Tensor) -> LossGeometry:
+    """The geometry of a sum over outputs with parameters of their own, of factors times a loss."""
+    assert one.lipschitz is not None
+    return LossGeometry.convex(
+        float(factors.max()) * one.smoothness,
+        float(torch.linalg.vector_norm(factors, dtype=torch.float64)) * one.lipschitz,
+    )
+
+
+def _weights(criterion: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Weights of the outputs in float64, or None.
+
+    Raises:
+        UnsupportedRunError: They are not finite, or negative, or weights of something else.
+    """
+    weight = getattr(criterion, name)
+    if weight is None:
+        return None
+    values = weight.detach().to(device="cpu", dtype=torch.float64)
+    fits = values.numel() == 1 or tuple(values.shape) == shape
+    if not (fits and torch.isfinite(values).all() and (values >= 0).all() and values.any()):
+        raise UnsupportedRunError(
+            f'loss_geometry="auto" needs {name} with one finite number >= 0 for each of the '
+            f"{shape[0]} outputs, not all 0, got shape {tuple(values.shape)} with values from "
+            f"{float(values.min()):g} to {float(values.max()):g}. Weights of single records "
+            "belong into the data set, or leave them out."
+        )
+    return values.expand(shape)

@@ -1,0 +1,119 @@
+"""The part of a model that is not trained, in the mode in which it is a fixed map."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hidden_state_accountants import UnsupportedRunError
+
+_logger = logging.getLogger("hidden_state_accountants")
+
+# Modules of torch.nn whose forward pass is the same in train() and eval() mode.
+_SAME_IN_BOTH_MODES = {
+    "activation", "container", "conv", "flatten", "linear", "normalization", "padding", "pooling",
+    "sparse",
+}  # fmt: skip
+_EXCEPT = (nn.RReLU, nn.MultiheadAttention)
+_NAMED = 4  # modules in a line of the log
+
+
+class FrozenPart:
+    """Keeps in eval() mode what is not trained.
+
+    In train() mode batch normalisation mixes the records of a batch and writes them into its
+    statistics, and dropout draws another feature map in every step. A loop that calls
+    model.train() switches the frozen part as well; `hold` switches it back before every training
+    pass. Batch normalisation then uses the statistics that it has, which stay as they are.
+
+    Frozen is every module with parameters of which none is trained, with all that is inside it; of
+    a model whose loss geometry was derived from its linear head everything before the head.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: The linear head, or None.
+    """
+
+    def __init__(self, module: nn.Module, head: nn.Module | None = None):
+        frozen: dict[nn.Module, str] = {}
+        for name, part in module.named_modules():
+            is_before = head is not None and all(inner is not head for inner in part.modules())
+            if is_before or _is_frozen(part):
+                frozen.update((p, n) for n, p in part.named_modules(prefix=name) if p not in frozen)
+        self._parts = {part: name for part, name in frozen.items() if not _is_stateless(part)}
+
+    def check_batch_norm(self, module: nn.Module) -> None:
+        """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch.
+
+        What is frozen will not, if it has statistics to use instead.
+        """
+        for name, part in module.named_modules():
+            if not isinstance(part, _BatchNorm):
+                continue
+            is_held = part in self._parts
+            if part.running_mean is None or (part.training and not is_held):
+                how = "in train() mode"
+                if part.running_mean is None:
+                    how = "without running statistics"
+                raise UnsupportedRunError(
+                    f"Expected no batch statistics, got {type(part).__name__} {name!r} {how}: one "
+                    "record then changes the gradients of all others, and the statistics are "
+                    "stored without noise. Freeze the layer with requires_grad_(False) (it then "
+                    "uses the statistics that it has), call .eval() on it after every "
+                    "model.train(), or use nn.GroupNorm."
+                )
+            if part.training and _is_as_initialised(part):
+                raise UnsupportedRunError(
+                    f"Expected batch normalisation with statistics of its own, got "
+                    f"{type(part).__name__} {name!r} in train() mode with those of its "
+                    "initialisation: it is frozen, so that it would never learn others and change "
+                    "nothing. Load pretrained weights, call .eval() on it if that is meant, or use "
+                    "nn.GroupNorm."
+                )
+
+    def hold(self, *, tells: bool = False) -> None:
+        """Switches the frozen part to eval() mode.
+
+        Args:
+            tells: Whether to log what was in another mode.
+        """
+        switched = [part for part in self._parts if part.training]
+        for part in switched:
+            part.training = False
+        if tells and switched:
+            names = [f"{self._parts[part]} ({type(part).__name__})" for part in switched]
+            rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            _logger.warning(
+                "The frozen part of the model is kept in eval() mode, whatever model.train() says: "
+                "no dropout there, and batch normalisation with the statistics that it has. "
+                "Switched: %s%s.",
+                ", ".join(names[:_NAMED]),
+                rest,
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+
+def _is_frozen(part: nn.Module) -> bool:
+    parameters = list(part.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def _is_as_initialised(part: _BatchNorm) -> bool:
+    assert part.running_mean is not None
+    assert part.running_var is not None
+    is_zero = not part.running_mean.any()
+    return is_zero and torch.equal(part.running_var, torch.ones_like(part.running_var))
+
+
+def _is_stateless(part: nn.Module) -> bool:
+    package, _, name = type(part).__module__.rpartition(".")
+    return (
+        package == "torch.nn.modules"
+        and name in _SAME_IN_BOTH_MODES
+        and not isinstance(part, _EXCEPT)
+    )

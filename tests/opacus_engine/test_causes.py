@@ -1,0 +1,115 @@
+"""What a loop that was written for Opacus is told: the cause that its author recognises."""
+
+import pytest
+import torch
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def shuffled_loader(make_run):
+    make_run(loader={"shuffle": True})
+
+
+def batch_size_of_the_tutorials(make_run):
+    make_run(loader={"batch_size": 16})
+
+
+def reshuffled_batches_of_any_size(make_run):
+    make_run(loader={"batch_size": 16}, batch_order="reshuffled")
+
+
+def accumulation(make_run):
+    run = make_run()
+    for index, batch in enumerate(run.loader):
+        features, labels = batch
+        (run.criterion(run.model(features), labels) / 2).backward()
+        if index % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def empty_batches_left_out(make_run):
+    run = make_run(batch_order="poisson", loader={"batch_size": 1})
+    for batch in run.loader:
+        if len(batch[0]):
+            run.step(batch)
+
+
+def accuracy_without_no_grad(make_run):
+    run = make_run()
+    for features, labels in run.loader:
+        run.step((features, labels))
+        (run.model(features).argmax(dim=1) == labels).float().mean()
+
+
+def weights_loaded_late(make_run):
+    run = make_run()
+    run.plain_model.load_state_dict(nn.Linear(5, 3).state_dict())
+    run.epoch()
+
+
+def one_cycle(make_run):
+    run = make_run()
+    torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.5, total_steps=6)
+    run.epoch()
+
+
+CAUSES = [
+    (shuffled_loader, "got shuffle=True.*\"reshuffled\".*\"poisson\".*shuffle=False"),
+    (batch_size_of_the_tutorials, "divides the 60 records, got 16.*drop_last=True.*\"poisson\" .*"
+     "\"without_replacement\", which take any"),
+    (reshuffled_batches_of_any_size, "reshuffled batches must all .*\"without_replacement\""),
+    (accumulation, "gradient accumulation .*raise the batch_size.*BatchMemoryManager"),
+    (empty_batches_left_out, "an empty batch is a step, too"),
+    (accuracy_without_no_grad, r"step 2: got no per-.*a second pass.*under torch.no_grad\(\)"),
+    (weights_loaded_late, "after step 0.*Load weights before make_private"),
+    (one_cycle, "Expected momentum = 0, got 0.95: .*OneCycleLR .*cycle_momentum=False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loop", "text"), CAUSES, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_cause_is_named(make_run, loop, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loop(make_run)
+
+
+def test_one_cycle_without_momentum(make_run):
+    run = make_run()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        run.optimizer, max_lr=0.5, total_steps=6, cycle_momentum=False
+    )
+    for batch in run.loader:
+        run.step(batch)
+        scheduler.step()
+    assert len(set(run.engine.privacy_event.per_step("learning_rate"))) == 6
+
+
+@pytest.mark.parametrize("size", [7, 10, 16, 60])
+@pytest.mark.parametrize("order", ["poisson", "without_replacement"])
+def test_orders_that_take_any_batch_size(make_run, order, size):
+    run = make_run(batch_order=order, loader={"batch_size": size})
+    run.epoch()
+    event = run.engine.privacy_event
+    assert (event.batch_size, event.dataset_size) == (size, 60)
+    assert event.num_steps == -(-60 // size)
+
+
+@pytest.mark.parametrize("order", ["cyclic", "shuffled_once", "reshuffled"])
+def test_the_other_orders_leave_a_rest_out(make_run, order):
+    run = make_run(batch_order=order, loader={"batch_size": 16, "drop_last": True})
+    run.epoch()
+    event = run.engine.privacy_event
+    assert (event.batch_size, event.dataset_size, event.num_steps) == (16, 48, 3)
+
+
+def test_poisson_sampling_by_itself_is_an_order(make_run):
+    run = make_run(poisson_sampling=True, loader={"shuffle": True})
+    run.epoch()
+    assert run.engine.privacy_event.batch_order is BatchOrder.POISSON
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected poisson_sampling = False with"):
+        make_run(poisson_sampling=True, batch_order="cyclic")
+    make_run(poisson_sampling=False)

@@ -1,0 +1,280 @@
+"""Projections on a box, on a ball for every parameter, and by a function of the user."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    BoxProjection,
+    DiceSGDOptimizer,
+    ParameterBallsProjection,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+FAST = {"lr": 5.0, "weight_decay": 0.0}
+
+
+def small():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    for p in model.parameters():
+        p.data.mul_(0.1)
+    return model
+
+
+def parameters(scale, dtype):
+    return [nn.Parameter(scale * torch.randn(4, 3, dtype=dtype)),
+            nn.Parameter(scale * torch.randn(4, dtype=dtype))]  # fmt: skip
+
+
+SETS = [
+    BallProjection(0.7),
+    BoxProjection(-0.1, 0.3),
+    BoxProjection(0.0, math.inf),
+    ParameterBallsProjection(0.3),
+    ParameterBallsProjection([0.3, 0.8]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("projection", SETS, ids=repr)
+def test_nonexpansive_into_a_set_of_the_diameter(projection, dtype):
+    torch.manual_seed(0)
+    slack = 1 + 8 * torch.finfo(dtype).eps
+    limit = projection.limit
+    for scale in (0.05, 0.3, 3.0):
+        for _ in range(50):
+            one, two = parameters(scale, dtype), parameters(scale, dtype)
+            before = distance(one, two)
+            projection.project(one)
+            projection.project(two)
+            assert distance(one, two) <= before * slack
+            assert distance(one, two) <= projection.diameter(one) * slack
+            again = [nn.Parameter(p.detach().clone()) for p in one]
+            projection.project(again)
+            assert distance(one, again) <= 4 * torch.finfo(dtype).eps * (1 + scale)
+            assert float(projection.figure(one)) <= limit
+    far = parameters(-50.0, dtype)
+    assert float(projection.figure(far)) > limit
+    opposite = [nn.Parameter(-p.detach()) for p in far]
+    if projection.diameter(far) < math.inf:
+        projection.project(far)
+        projection.project(opposite)
+        assert distance(far, opposite) > 0.9 * projection.diameter(far)
+
+
+def distance(one, two):
+    pairs = zip(one, two, strict=True)
+    return math.sqrt(sum(float((p - q).detach().double().square().sum()) for p, q in pairs))
+
+
+def test_the_ends_of_a_box_are_not_rounded_outwards():
+    param = nn.Parameter(torch.tensor([-5.0, 5.0]))
+    BoxProjection(-0.1, 0.1).project([param])
+    assert -0.1 <= float(param[0]) < float(param[1]) <= 0.1
+
+
+def test_not_a_number_is_outside():
+    params = [nn.Parameter(torch.tensor([float("nan"), 0.0]))]
+    for projection in (
+        BoxProjection(-1.0, 1.0),
+        BallProjection(1.0),
+        ParameterBallsProjection(1.0),
+    ):
+        assert not float(projection.figure(params)) <= projection.limit
+
+
+@pytest.mark.parametrize(
+    ("projection", "diameter"),
+    [
+        (BoxProjection(-0.1, 0.1), 0.2 * math.sqrt(18)),
+        (ParameterBallsProjection(0.2), 0.4 * math.sqrt(2)),
+        (ParameterBallsProjection((0.3, 0.4)), 1.0),
+        (BallProjection(0.5), 1.0),
+    ],
+    ids=repr,
+)
+def test_the_event_has_the_diameter(make_run, projection, diameter):
+    run = make_run(model=small(), projection=projection, sgd=FAST)
+    run.epoch()
+    event = run.engine.privacy_event
+    assert event.domain_diameter == pytest.approx(diameter, rel=1e-12)
+    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
+    again = [nn.Parameter(p.detach().clone()) for p in run.plain_model.parameters()]
+    projection.project(again)
+    for p, other in zip(run.plain_model.parameters(), again, strict=True):
+        np.testing.assert_allclose(p.detach(), other.detach(), rtol=1e-6)
+    assert f"checked: projected on {projection}" in map(str, run.engine.assumptions)
+    assert not any("declared: every iterate is projected" in str(a) for a in run.engine.assumptions)
+
+
+def test_a_ball_is_projection_radius(make_run):
+    runs = [make_run(projection_radius=2.0), make_run(projection=BallProjection(2.0))]
+    for run in runs:
+        run.epoch()
+    assert runs[0].engine.privacy_event == runs[1].engine.privacy_event
+    assert runs[0].engine._fields == runs[1].engine._fields
+
+
+def test_a_small_box_lowers_epsilon(make_run):
+    figures = []
+    for width in (0.001, 1.0):
+        model = nn.Linear(5, 3)
+        for p in model.parameters():
+            p.data.zero_()
+        run = make_run(model=model, projection=BoxProjection(-width, width), sgd=FAST)
+        for _ in range(3):
+            run.epoch()
+        figures.append(run.engine.get_epsilon(DELTA))
+    assert figures[0] < 0.7 * figures[1]
+
+
+# A function of the user.
+
+
+def clamp(params):
+    for p in params:
+        p.clamp_(-0.1, 0.1)
+
+
+DIAMETER = 0.2 * math.sqrt(18)
+
+
+def test_a_function(make_run, tmp_path):
+    arguments = {"model": small(), "projection": clamp, "projection_diameter": DIAMETER}
+    run = make_run(sgd=FAST, **arguments)
+    run.epoch()
+    box = make_run(model=small(), projection=BoxProjection(-0.1, 0.1), sgd=FAST)
+    box.epoch()
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(box.engine.get_epsilon(DELTA))
+    listed = [str(a) for a in run.engine.assumptions]
+    assert any(a.startswith("declared: projected on the set of projection=clamp") for a in listed)
+    assert any(a.startswith("checked: every iterate left alone") for a in listed)
+    run.engine.save_checkpoint(path=tmp_path / "c.pt")
+    resumed = make_run(sgd=FAST, **{**arguments, "model": small()})
+    resumed.engine.load_checkpoint(path=tmp_path / "c.pt")
+    resumed.epoch()
+    assert resumed.steps == 12
+    other = make_run(model=small(), projection=BoxProjection(-0.1, 0.1), sgd=FAST)
+    with pytest.raises(ValueError, match="expected projection = 'the box from"):
+        other.engine.load_checkpoint(path=tmp_path / "c.pt")
+
+
+def normalise(params):
+    """Expands near 0."""
+    for p in params:
+        p.div_(p.norm())
+
+
+def to_the_left(params):
+    """Moves again what it moved."""
+    for p in params:
+        p.sub_(0.01)
+
+
+def nothing(params):
+    pass
+
+
+def onto_the_sphere(params):
+    norm = math.sqrt(sum(float(p.square().sum()) for p in params))
+    for p in params:
+        p.mul_(1 / norm)
+
+
+def only_later():
+    """Another map once the run has started."""
+    count = []
+
+    def project(params):
+        count.append(None)
+        if len(count) > 75:
+            for p in params:
+                p.mul_(1.5)
+
+    return project
+
+
+@pytest.mark.parametrize(
+    ("function", "diameter", "text"),
+    [
+        (normalise, 2 * math.sqrt(2), "nonexpansive projection onto the set of projection=normal"),
+        (onto_the_sphere, 2.0, "nonexpansive projection onto the set of projection=onto_the_sph"),
+        (to_the_left, math.inf, "initial model inside"),
+        (nothing, 0.5, "nonexpansive projection onto the set of projection=nothing, of diameter 0"),
+        (only_later(), math.inf, "step 2 starts outside the set of projection=project"),
+    ],
+)
+def test_a_function_that_is_no_projection(make_run, function, diameter, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        train(make_run, function, diameter)
+
+
+def train(make_run, function, diameter):
+    run = make_run(
+        model=small(), projection=function, projection_diameter=diameter, sgd={"lr": 0.5}
+    )
+    run.epoch()
+    run.engine.get_epsilon(DELTA)
+
+
+class Own(BoxProjection):
+    def project(self, params):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"projection": BoxProjection(-0.01, 0.01)}, hsa.UnsupportedRunError, "initial model ins"),
+        ({"projection": ParameterBallsProjection(0.01)}, hsa.UnsupportedRunError, "initial model"),
+        ({"projection": clamp}, ValueError, "projection_diameter with a function"),
+        ({"projection": BoxProjection(-9, 9), "projection_diameter": 1.0}, ValueError, "only with"),
+        ({"projection_diameter": 1.0}, ValueError, "only with a function"),
+        ({"projection": BoxProjection(-9, 9), "projection_radius": 1.0}, ValueError, "got both"),
+        ({"projection": clamp, "projection_diameter": -1.0}, ValueError, "projection_diameter > 0"),
+        ({"projection": 1.0}, TypeError, "Expected projection to be BallProjection"),
+        ({"projection": BoxProjection}, TypeError, "Expected projection to be BallProjection"),
+        ({"projection": Own(-9, 9)}, TypeError, "Expected projection to be BallProjection"),
+        ({"projection": ParameterBallsProjection([1.0])}, ValueError, "each of the 2 trainable"),
+        ({"projection": lambda params: [p.clamp(-9, 9) for p in params],
+          "projection_diameter": 1.0}, TypeError, "in place and to return None, got list"),
+        ({"projection": BoxProjection(-9, 9), "optimizer_class": DiceSGDOptimizer,
+          "loss_geometry": None}, hsa.UnsupportedRunError, "not in the algorithm"),
+    ],
+)  # fmt: skip
+def test_arguments(make_run, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_run(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: BoxProjection(1.0, 1.0), ValueError, "low < high"),
+        (lambda: BoxProjection("0", 1.0), TypeError, "end of an interval to be a real"),
+        (lambda: BallProjection(0.0), ValueError, "radius > 0"),
+        (lambda: ParameterBallsProjection([1.0, -1.0]), ValueError, "radius > 0"),
+        (lambda: ParameterBallsProjection("ab"), TypeError, "radius to be a real number"),
+    ],
+)
+def test_impossible_sets(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_parameters_that_were_moved_out_of_the_box(make_run):
+    run = make_run(model=small(), projection=BoxProjection(-0.1, 0.1))
+    run.epoch()
+    with torch.no_grad():
+        run.plain_model.weight.add_(1.0)
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
+        run.epoch()
