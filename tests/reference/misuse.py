@@ -464,7 +464,7 @@ MOVED = "changed outside"
 NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
 FIXED = "not trained was changed|gradient_bound"
 OTHER_VARIABLES = "changed outside|error belongs to them|blocks of the first step"
-REPEATED = "noise of an earlier step|noise was used in an earlier step|Earlier noisy gradients"
+REPEATED = "generator of the noise was set|Earlier noisy gradients"
 CONSTANT = "as at construction|about constant values|Earlier noisy gradients"
 AT_OTHER_WEIGHTS = "TensorFlow's tapes do not say at which weights a loss was computed"
 

@@ -112,6 +112,7 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
             variables,
             self._dp_sum_query.largest_norm,
             self._norm_bound(),
+            self._dp_sum_query.noise_is_fresh,
         )
 
     def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
@@ -301,7 +302,6 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
             rows=gradients.rows,
             problem=gradients.problem,
             variables=variables,
-            noise=self._dp_sum_query.noise_fingerprint,
             values=[
                 apply_state[(first.device, first.dtype.base_dtype)]["lr_t"],
                 self.l2_norm_clip,

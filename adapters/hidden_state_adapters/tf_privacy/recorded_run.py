@@ -82,7 +82,6 @@ class RecordedRun:
         self._fixed = FixedVariables(model)
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
-        self._noise: set[int] = set()
         self._invalid = ""
         self._check_accumulation()
         self._warn()
@@ -145,13 +144,6 @@ class RecordedRun:
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
             )
-        if entry.noise in self._noise:
-            raise refusal(
-                f"step {step} used the noise of an earlier step, so the noise would repeat and "
-                "cancel. Leave the generator of the optimizer alone."
-            )
-        if entry.noise:
-            self._noise.add(entry.noise)
         if batch != self.next_batch or entry.rows != self.units.batch_size:
             raise refusal(
                 f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "

@@ -155,8 +155,10 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         return loss
 
     def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
-        largest_norm = self._dp_sum_query.largest_norm
-        return self._log.problem(rows, None, variables, largest_norm, self._norm_bound())
+        query = self._dp_sum_query
+        return self._log.problem(
+            rows, None, variables, query.largest_norm, self._norm_bound(), query.noise_is_fresh
+        )
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
         with tf.control_dependencies([self._log.count_draw()]):  # before anything can raise

@@ -77,8 +77,8 @@ class BlockCoordinateKerasOptimizer(
         of all their updates (docs/block_coordinate.md).
       - Checked at every update, which changes nothing otherwise: constant settings, equal batches,
         one row per example, finite gradients, the same blocks in the same order, variables that
-        nobody else changed, noise that was not used in the last thousands of updates. One that was
-        refused, interrupted or not finished ends the run without an epsilon.
+        nobody else changed, a noise generator that was left alone. One that was refused,
+        interrupted or not finished ends the run without an epsilon.
       - Your word: all else that is trained or changes is public (of one block: stands still), no
         layer mixes the examples of a batch (BatchNormalization), the batches are the same ones in
         every epoch, the loss is of one batch in all calls of a step, and the number of steps does
@@ -110,8 +110,7 @@ class BlockCoordinateKerasOptimizer(
     _checked = (
         "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as "
         "one vector; finite gradients, the same number of rows each time; no variable of a block "
-        "changed by others; all updates finished; noise that was not used in the last thousands of "
-        "updates"
+        "changed by others; all updates finished; a noise generator that was left alone"
     )
 
     def __init__(
@@ -236,7 +235,7 @@ class BlockCoordinateKerasOptimizer(
             rows=rows,
             expected_rows=self._num_microbatches,
             largest_norm=self._dp_sum_query.largest_norm,
-            noise=self._dp_sum_query.noise_fingerprint,
+            noise_is_fresh=self._dp_sum_query.noise_is_fresh,
             settings=[
                 tf.cast(rate, tf.float64),
                 tf.constant(self.l2_norm_clip, tf.float64),

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import NoiseMemory, Problem, as_bits
+from hidden_state_adapters.tf_privacy.step_log import Problem, as_bits
 
 
 @attrs.frozen
@@ -45,7 +45,6 @@ class HiddenError:
         with tf.init_scope():
             self._counts = tf.Variable(tf.zeros([4], tf.int64), trainable=False)
             self._largest = tf.Variable(tf.zeros([], tf.float64), trainable=False)
-        self._noise = NoiseMemory()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -82,16 +81,13 @@ class HiddenError:
         """The error e, in the trace that calls it."""
         return [error.read_value() for error in self._errors]
 
-    def problem(
-        self, steps: tf.Tensor, iterations: Any, error_norm: tf.Tensor, noise: tf.Tensor
-    ) -> tf.Tensor:
+    def problem(self, steps: tf.Tensor, iterations: Any, error_norm: tf.Tensor) -> tf.Tensor:
         """An int64 `Problem` of the step whose gradients are being computed.
 
         Args:
             steps: Taken so far, as `StepLog` counts them.
             iterations: As Keras counts them.
             error_norm: The norm of e.
-            noise: Fingerprint of the noise, or 0.
         """
         drawn, _, _, first = tf.unstack(self._counts.read_value())
         follows = tf.equal(tf.cast(iterations, tf.int64), first + drawn)
@@ -100,7 +96,6 @@ class HiddenError:
                 Problem.ENDED: tf.equal(drawn, steps),
                 Problem.ITERATIONS: tf.equal(drawn, 0) | follows,
                 Problem.ERROR: tf.math.is_finite(error_norm),
-                Problem.NOISE: self._noise.is_new(noise),
             }
         )
 
@@ -116,7 +111,6 @@ class HiddenError:
         is_fine: tf.Tensor,
         rows: tf.Tensor,
         largest: tf.Tensor,
-        noise: tf.Tensor,
         errors: Sequence[Any],
     ) -> None:
         """Notes the step after it was taken, and moves the error; nothing if it was refused.
@@ -125,10 +119,8 @@ class HiddenError:
             is_fine: Whether it was taken.
             rows: Of the batch.
             largest: The longest gradient.
-            noise: Its fingerprint.
             errors: The next error.
         """
-        self._noise.note(noise)
         drawn, fewest, most, first = tf.unstack(self._counts.read_value())
         fewest = tf.where(tf.equal(drawn, 1), rows, tf.minimum(fewest, rows))
         counts = tf.stack([drawn, fewest, tf.maximum(most, rows), first])

@@ -31,8 +31,7 @@ from hidden_state_adapters.tf_privacy.units import Units
 _CHECKED = (
     "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
     "finite gradients, one row each, in float32 or float64; the same variables, changed by this "
-    "optimizer only; every noisy update applied once; noise that was not used in the last "
-    "thousands of steps"
+    "optimizer only; every noisy update applied once; a noise generator that was left alone"
 )
 
 
@@ -143,11 +142,10 @@ class DiceOptimizer(CheckedOptimizer):
             variables,
             query.largest_norm,
             self._norm_bound(),
+            query.noise_is_fresh,
             rows_vary=self.expected_batch_size is not None,
         )
-        of_run = self._error.problem(
-            self._log.steps, iterations, query.error_norm, query.noise_fingerprint
-        )
+        of_run = self._error.problem(self._log.steps, iterations, query.error_norm)
         return of_step + of_run
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
@@ -172,7 +170,6 @@ class DiceOptimizer(CheckedOptimizer):
             is_fine=gradients.is_fine,
             rows=gradients.rows,
             largest=query.largest_norm,
-            noise=query.noise_fingerprint,
             errors=query.next_errors,
         )
         query.next_errors = []
