@@ -69,11 +69,12 @@ class Model(tf.keras.Sequential):
         return {}
 
 
-def data():
+def data(change=lambda dataset: dataset):
     random = np.random.default_rng(0)
     x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return cyclic_dataset(x, (x[:, :1] > 0).astype("float32"), batch_size=BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices((x, (x[:, :1] > 0).astype("float32")))
+    return cyclic_dataset(change(dataset), batch_size=BATCH)
 
 
 # Settings by the names of the table.
@@ -188,6 +189,11 @@ class KerasTrial(Trial):
 
     def rows(self, batch, index):
         return [tf.gather(part, tf.constant(list(index), tf.int32)) for part in batch]
+
+    def take_data(self, change):
+        self.data = data(change)
+        self.account = self.account_of(self.optimizer)
+        self.epoch()
 
     def evaluate(self):
         self.model(next(iter(self.data))[0])

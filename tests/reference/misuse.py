@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import attrs
 import pytest
-from trial import BATCH, STEPS, Trial
+from trial import BATCH, RECORDS, STEPS, Trial
 
 from hidden_state_accountants import UnsupportedRunError
 
@@ -443,6 +443,22 @@ def parameter_added(trial):
     trial.epoch(between=trial.add_a_parameter)
 
 
+# --- rows 80 and 81: data whose examples are not single ones --------------------------------------
+
+
+def data_batched(trial):
+    trial.take_data(lambda dataset: dataset.batch(RECORDS // BATCH))
+
+
+def data_batched_to_known_shapes(trial):
+    groups = RECORDS // BATCH
+    trial.take_data(lambda dataset: dataset.batch(groups, drop_remainder=True).prefetch(1))
+
+
+def data_repeated(trial):
+    trial.take_data(lambda dataset: dataset.shuffle(RECORDS).repeat(2))
+
+
 def one_epoch(trial):
     trial.epoch()
     return {"num_steps": STEPS}
@@ -557,6 +573,10 @@ MISUSES = (
     Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED),
     Misuse(30, refusal_ignored, "An earlier step of this run was", NOT_APPLIED + "|cannot go on"),
     Misuse(31, gradients_not_used, "follows 2 training passes", NOT_APPLIED),
+    # The data.
+    Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
+    Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),
+    Misuse(81, data_repeated, None, r"got one with repeat\(\)", goes_on=KERAS),
     Misuse(36, optimizer_copied, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(36, optimizer_pickled, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
 )  # fmt: skip

@@ -155,6 +155,10 @@ class Trial:
         """On the same model and engine; the old optimizer and loader are kept."""
         raise NotImplementedError("has no engine")
 
+    def take_data(self, change):
+        """Takes the data of the run from a Dataset of single examples that was changed."""
+        raise NotImplementedError("has no Dataset")
+
     # The account
 
     def get_epsilon(self):

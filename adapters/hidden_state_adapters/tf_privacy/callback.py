@@ -12,6 +12,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import LossGeometry, validate
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments
@@ -138,6 +139,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "got files within steps, which hold the gradients accumulated so far. Use "
                 '"epoch", or declare checkpoints_stay_private=True.'
             )
+        if cyclic_batches(source[0]) is None:  # else cyclic_dataset has looked
+            warn_of_equal_examples([part for part in source if part is not None])
         self._record, self._source = record, source
         record.optimizer.watch()
 
