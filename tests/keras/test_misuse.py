@@ -52,10 +52,17 @@ class Shift(layers.Layer):
         return features + self.shift
 
 
+def adapted():
+    layer = layers.Normalization()
+    layer.adapt(np.random.default_rng(0).normal(size=(RECORDS, FEATURES)))
+    return layer
+
+
 LAYERS = {
     "": lambda: layers.Activation("linear"),
     "batch_norm": layers.BatchNormalization,
     "counts": Counts,
+    "adapted": adapted,
 }
 
 

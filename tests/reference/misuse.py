@@ -550,6 +550,7 @@ MISUSES = (
            "not trained was changed", layer="counts"),
     Misuse(33, one_epoch, "BatchNorm1d|batch statistics", "no trainable batch normalisation",
            layer="batch_norm"),
+    Misuse(83, one_epoch, None, "with constants, got normalization", layer="adapted"),
     # Settings and noise.
     Misuse(14, changes("learning_rate", 0.5), "uses lr = ", CONSTANT, setting="learning_rate"),
     Misuse(14, changes("noise_multiplier", 0.5), "uses noise_multiplier", CONSTANT,

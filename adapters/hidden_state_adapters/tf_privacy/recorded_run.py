@@ -14,6 +14,7 @@ from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
+from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -27,7 +28,8 @@ _CHECKED = (
 )
 _DECLARED = (
     "every entry of the loss depends on one example of the delivered batch",
-    "the initial model and the order of the examples do not depend on the examples",
+    "the initial model, the preprocessing of the examples and their order do not depend on the "
+    "examples",
     "losses and metrics of the training data (History, progress bar) stay private",
 )
 _logger = logging.getLogger("hidden_state_accountants")
@@ -62,6 +64,7 @@ class RecordedRun:
     ):
         check_optimizer(optimizer)
         check_layers(model)
+        check_preprocessing(model)
         taken = optimizer.last_step.steps
         if taken:
             raise refusal(
@@ -186,6 +189,7 @@ class RecordedRun:
             raise refusal(f"The run cannot go on: {self._invalid}")
         check_optimizer(optimizer)
         check_layers(model)
+        check_preprocessing(model)
         if optimizer is not self.optimizer:
             raise refusal(
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
