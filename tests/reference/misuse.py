@@ -570,8 +570,8 @@ MISUSES = (
            goes_on=BOTH),
     Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,
            goes_on=OPACUS),
-    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED),
-    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED),
+    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED + "|fit was interrupted"),
+    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted"),
     Misuse(30, refusal_ignored, "An earlier step of this run was", NOT_APPLIED + "|cannot go on"),
     Misuse(31, gradients_not_used, "follows 2 training passes", NOT_APPLIED),
     # The data.

@@ -15,7 +15,7 @@ from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
-from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments
+from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments, is_fitting
 from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled
 from hidden_state_adapters.tf_privacy.recorded_run import (
     RecordedRun,
@@ -98,11 +98,15 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._source: tuple[Any, Any] = (None, None)
         self._releases_epochs = self._releases_steps = False
         self._other_callbacks: set[str] = set()
+        self._calls = 0  # of fit
+        self._is_within_fit = False
 
     # Keras' hooks
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks how fit was called and the model; starts the record or goes on with it."""
+        if self._is_within_fit:
+            self._end_interrupted()
         fit = fit_arguments()
         used = check_data(fit, self._dataset_size, self._batch_size)
         others = fit["callbacks"].callbacks
@@ -123,6 +127,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             self._start(used, source)
         else:
             self._go_on(self._record, source)
+        self._calls += 1
+        self._is_within_fit = True
 
     def _start(self, used: int, source: tuple[Any, Any]) -> None:
         record = RecordedRun(
@@ -183,6 +189,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Refuses a run that something stopped before the declared number of epochs."""
         assert self._record is not None
+        self._is_within_fit = False
         self.model.reset_metrics()
         if self.model.stop_training:
             self._record.invalidate(
@@ -190,7 +197,23 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "depend on the data. Fix it in advance."
             )
 
+    def _catch_up(self) -> None:
+        if self._is_within_fit and not is_fitting(self.model):
+            self._end_interrupted()
+
+    def _end_interrupted(self) -> None:
+        """Ends the run of a fit that an error or the user has stopped, if it took a step."""
+        assert self._record is not None
+        self._is_within_fit = False
+        if self._record.has_begun and not self._record.has_ended:
+            self._record.invalidate(
+                "fit was interrupted (by an error, or by hand when the model was good?), so the "
+                "number of steps may depend on the data. Fix it in advance, and start again."
+            )
+
     def _declared_texts(self) -> Iterable[str]:
+        if self._calls > 1:
+            yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
         if self._checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
         if self._other_callbacks:

@@ -164,6 +164,14 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         """What is checked of its runs, beside what is checked of every run."""
         raise NotImplementedError
 
+    def declared(self, event: Any) -> list[str]:
+        """What is the user's word about its runs, beside what is so of every run.
+
+        Args:
+            event: The run.
+        """
+        return []
+
     def told(self, statement: Statement) -> str:
         """The statement of a recorded run, in the shape of TensorFlow Privacy's."""
         return statement.paragraphs()

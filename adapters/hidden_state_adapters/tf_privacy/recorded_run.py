@@ -113,6 +113,16 @@ class RecordedRun:
         entry = self.optimizer.last_step
         return entry.steps == self.num_batches and not entry.problem
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the optimizer took a step, recorded or not."""
+        return bool(self.num_batches or self.optimizer.last_step.steps)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no figure for the run any more."""
+        return bool(self._invalid)
+
     def add(self, batch: int) -> None:
         """Records the step that was taken on a batch, with the values that it used.
 
@@ -276,7 +286,8 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in _CHECKED]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
-        own += [Assumption.declared(text) for text in (*_DECLARED, *declared)]
+        texts = (*_DECLARED, *self.optimizer.declared(self.event()), *declared)
+        own += [Assumption.declared(text) for text in texts]
         return merge_assumptions([tuple(own), self.guarantee().assumptions])
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:

@@ -134,3 +134,5 @@ class HiddenStateRecorder(Figures):
             "the loss of every step was computed from the batch that batches() gave last, its rows "
             "in order"
         )
+        if self._record.next_batch:
+            yield "the number of steps was fixed in advance, within a pass over the data as it is"

@@ -14,13 +14,16 @@ from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSG
 
 from hidden_state_accountants import (
     BatchOrder,
+    LastIterateDpEvent,
     LossGeometry,
     RunRecorder,
+    Schedule,
     validate,
 )
 from hidden_state_accountants.runs.base import SLACK, Step
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
+from hidden_state_adapters.tf_privacy.guards.callbacks import is_of_keras
 from hidden_state_adapters.tf_privacy.guards.step import (
     check_loss,
     check_microbatches,
@@ -261,6 +264,19 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         if radius is not None:
             checked.append(f"all variables together within {radius:g} of 0")
         return checked
+
+    def declared(self, event: LastIterateDpEvent) -> list[str]:
+        """Where the learning rates come from, unless it is a number or a schedule of Keras."""
+        rates = self._hyper["learning_rate"]
+        if isinstance(rates, tf.keras.optimizers.schedules.LearningRateSchedule):
+            if is_of_keras(rates):
+                return []
+        elif not callable(rates) and not isinstance(event.learning_rate, Schedule):
+            return []
+        return [
+            "the learning rates that were set or computed during the run depend neither on the "
+            "examples nor on the weights"
+        ]
 
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""
