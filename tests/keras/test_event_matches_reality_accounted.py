@@ -140,6 +140,7 @@ def test_row13_a_run_that_goes_on_from_a_file_is_another_run(make_run):
     second = again.callback.privacy_event
     assert first.num_steps == second.num_steps == 6  # each starts at batch 0
     both = hsa.LastIterateAccountant().compose(first).compose(second)
+    assert again.callback.get_epsilon(1e-5) == pytest.approx(both.get_epsilon(1e-5), rel=1e-9)
     assert both.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(1e-5)
 
 

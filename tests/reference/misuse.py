@@ -18,7 +18,7 @@ import attrs
 import pytest
 from trial import BATCH, RECORDS, STEPS, Trial
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import LastIterateAccountant, UnsupportedRunError
 
 ACCOUNTED = "accounted"
 
@@ -459,6 +459,63 @@ def data_repeated(trial):
     trial.take_data(lambda dataset: dataset.shuffle(RECORDS).repeat(2))
 
 
+# --- rows 82 and 85: weights that a private run left ----------------------------------------------
+
+
+def _second_run(trial, change):
+    trial.epoch()
+    first = trial.event()
+    change()
+    trial.begin_anew()
+    trial.epoch()
+    both = LastIterateAccountant().compose(first).compose(trial.event())
+    assert trial.get_epsilon() == pytest.approx(both.get_epsilon(1e-5))
+    return {"num_steps": STEPS}
+
+
+def trained_again(trial):
+    return _second_run(trial, lambda: None)
+
+
+def trained_again_elsewhere(trial):
+    return _second_run(trial, trial.copy_model)
+
+
+def moved_and_trained_again(trial):
+    return _second_run(trial, trial.move)
+
+
+def gone_on_elsewhere(trial):
+    trial.epoch()
+    trial.go_on_from(trial.save())
+    trial.epoch()
+    return {"num_steps": 2 * STEPS}
+
+
+def gone_on_twice(trial):
+    trial.epoch()
+    saved = trial.save()
+    trial.go_on_from(saved)
+    trial.epoch()
+    trial.go_on_from(saved)
+    trial.epoch()
+
+
+def gone_on_here_and_elsewhere(trial):
+    trial.epoch()
+    here = trial.stay_here()
+    trial.go_on_from(trial.save())
+    trial.epoch()
+    here.epoch()
+
+
+def gone_on_with_other_weights(trial):
+    trial.epoch()
+    state, weights = trial.save()
+    trial.go_on_from((state, [w + 1e-6 for w in weights]))
+    trial.epoch()
+
+
 def one_epoch(trial):
     trial.epoch()
     return {"num_steps": STEPS}
@@ -550,6 +607,14 @@ MISUSES = (
            "not trained was changed", layer="counts"),
     Misuse(33, one_epoch, "BatchNorm1d|batch statistics", "no trainable batch normalisation",
            layer="batch_norm"),
+    Misuse(82, trained_again, None, ACCOUNTED),
+    Misuse(82, trained_again_elsewhere, None, ACCOUNTED),
+    Misuse(82, moved_and_trained_again, None, "something else has changed", goes_on=KERAS),
+    Misuse(85, gone_on_elsewhere, None, ACCOUNTED),
+    Misuse(85, gone_on_twice, None, "newest state of the run", goes_on=KERAS),
+    Misuse(85, gone_on_here_and_elsewhere, None, "Another record of this process", goes_on=KERAS),
+    Misuse(85, gone_on_with_other_weights, None, "weights that the last recorded step left",
+           goes_on=KERAS),
     Misuse(83, one_epoch, None, "with constants, got normalization", layer="adapted"),
     # Settings and noise.
     Misuse(14, changes("learning_rate", 0.5), "uses lr = ", CONSTANT, setting="learning_rate"),

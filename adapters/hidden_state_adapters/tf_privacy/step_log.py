@@ -175,6 +175,12 @@ class StepLog:
         self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
         self._values.assign(tf.stack([as_double(value) for value in values]))
 
+    def resume(self, steps: int, rows: int, variables: Sequence[Any]) -> None:
+        """Stands where a log stood that had noted these steps, the last one with these weights."""
+        weights = int(fingerprint(variables))
+        self._counts.assign([steps, rows, int(Problem.NONE), weights])
+        self._drawn.assign(steps)
+
     def count_draw(self) -> Any:
         """Notes that noisy gradients were computed, applied or not."""
         return self._drawn.assign_add(1, read_value=False)

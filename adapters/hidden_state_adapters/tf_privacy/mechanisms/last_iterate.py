@@ -21,7 +21,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.runs.base import SLACK, Step
-from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.callbacks import is_of_keras
 from hidden_state_adapters.tf_privacy.guards.step import (
@@ -282,7 +282,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         """All arguments of the constructor as plain types; see Keras."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
         geometry = self._loss_geometry
-        return {
+        config = {
             "name": base["name"],
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
@@ -291,8 +291,9 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             "learning_rate": base["learning_rate"],
             "weight_decay": self._weight_decay,
             "projection_radius": self._projection_radius,
-            "loss_geometry": None if geometry is None else _plain_geometry(geometry),
+            "loss_geometry": None if geometry is None else plain_geometry(geometry),
         }
+        return self._with_runs(config)
 
     @classmethod
     def from_config(
@@ -302,11 +303,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         arguments = dict(config)
         if isinstance(arguments.get("loss_geometry"), Mapping):
             arguments["loss_geometry"] = LossGeometry(**arguments["loss_geometry"])
-        return super().from_config(arguments, custom_objects)
-
-
-def _plain_geometry(geometry: LossGeometry) -> dict[str, Any]:
-    return attrs.asdict(geometry) | {"kind": geometry.kind.value}
+        optimizer: CyclicDPKerasSGDOptimizer = super().from_config(arguments, custom_objects)
+        return optimizer
 
 
 def _project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:

@@ -107,6 +107,22 @@ class BlockLog(StepLog):
         taken = tf.stack([rate, clip, multiplier, tf.maximum(old[3], norm)])
         self._run.assign(tf.where(tf.equal(problem, 0), taken, old))
 
+    def resume_run(
+        self, steps: int, rows: int, settings: Sequence[float], largest_norm: float
+    ) -> None:
+        """Stands where a log stood that had noted these steps, each of all `blocks`.
+
+        Args:
+            steps: Each an update of every block.
+            rows: Of every batch.
+            settings: Learning rate, clip norm and noise multiplier.
+            largest_norm: What no gradient so far was longer than.
+        """
+        updates = steps * len(self.blocks)
+        self.resume(updates, rows, self.variables)
+        self._begun.assign(updates)
+        self._run.assign([*settings, largest_norm])
+
     def read_run(self) -> BlockEntry:
         """The run on the host."""
         rate, _, _, norm = self._run.numpy().tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
     BlockCoordinateRun,
 )
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
@@ -309,6 +311,28 @@ class BlockCoordinateKerasOptimizer(
                 "with another optimizer."
             )
 
+    @property
+    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+        """The lists of variables; empty before the first step."""
+        return self._log.blocks
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """As every mechanism's, with the blocks of before; also raises if the noise was another."""
+        noise = state.run["noise_multiplier"]["values"]
+        if noise != [self.noise_multiplier]:
+            raise ValueError(
+                f"Expected noise_multiplier = {noise}, that of the run so far, got "
+                f"{self.noise_multiplier}. Construct the optimizer as before."
+            )
+        super().resume(state, variables)
+        self._fix_blocks(tuple(tuple(variables[i] for i in block) for block in state.blocks))
+        run, loss = state.run["declared"], state.declared.block_loss
+        longest = math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
+        settings_of_run = run["step_size"], run["clip_norm"], self.noise_multiplier
+        self._log.resume_run(
+            state.num_batches, state.units.batch_size, settings_of_run, longest
+        )  # each gradient was compared with the declared bound
+
     def checked(self, units: Units) -> list[str]:
         """What every update checks."""
         return [self._checked]
@@ -333,10 +357,19 @@ class BlockCoordinateKerasOptimizer(
             **self._constants(),
         )
 
+    def report(self, delta: float, **declared: Any) -> str:
+        """As `BlockCoordinateAccount.report`, unless the variables come from a private run.
+
+        Raises:
+            TypeError, ValueError, UnsupportedRunError: As there, or such a run is not counted.
+        """
+        self.training.refuse_doubt()
+        return super().report(delta, **declared)
+
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
-        return {
+        config = {
             "name": base["name"],
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
@@ -346,6 +379,7 @@ class BlockCoordinateKerasOptimizer(
             "l2": self._l2,
             "nonnegative": self._nonnegative,
         }
+        return self._with_runs(config)
 
 
 def _blocks(var_list: Any) -> tuple[tuple[Any, ...], ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import attrs
+import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
@@ -130,7 +132,65 @@ class HiddenError:
         for variable, error in zip(self._errors, errors, strict=True):
             variable.assign(tf.where(is_fine, error, variable.read_value()))
 
+    def private_state(self) -> dict[str, Any]:
+        """The error as plain types that restore it. Secret."""
+        values = [error.numpy() for error in self._errors]
+        return {
+            "error": [
+                {
+                    "dtype": value.dtype.str,
+                    "shape": list(value.shape),
+                    "values": base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(),
+                }
+                for value in values
+            ]
+        }
+
+    def resume(
+        self,
+        variables: Sequence[Any],
+        private: Mapping[str, Any],
+        *,
+        steps: int,
+        rows: int,
+        first_iteration: int,
+        largest_norm: float,
+    ) -> None:
+        """Stands where the error of another optimizer stood.
+
+        Args:
+            variables: Those that are trained.
+            private: What `private_state` returned there.
+            steps: Taken there.
+            rows: Of every batch.
+            first_iteration: As Keras counted when the run began.
+            largest_norm: What no gradient so far was longer than.
+
+        Raises:
+            ValueError: The error is of other variables, or damaged; nothing is changed.
+        """
+        errors = [_array(part) for part in private["error"]]
+        expected = [(tuple(v.shape), v.dtype.as_numpy_dtype) for v in variables]
+        found = [(error.shape, error.dtype.type) for error in errors]
+        if found != expected:
+            raise ValueError(f"Expected an error like the variables, {expected}, got {found}.")
+        if not all(np.isfinite(error).all() for error in errors):
+            raise ValueError("The private state is damaged: the error is not finite.")
+        self.belongs_to(variables)
+        for variable, error in zip(self._errors, errors, strict=True):
+            variable.assign(error)
+        self._counts.assign([steps, rows, rows, first_iteration])
+        self._largest.assign(largest_norm)
+
     def read_run(self) -> ErrorLog:
         """The run on the host, without the error."""
         drawn, fewest, most, first = self._counts.numpy().tolist()
         return ErrorLog(drawn, fewest, most, first, float(self._largest.numpy()))
+
+
+def _array(part: Mapping[str, Any]) -> np.ndarray:
+    try:
+        values = np.frombuffer(base64.b64decode(part["values"]), np.dtype(part["dtype"]))
+        return values.reshape(part["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The private state is damaged: {error}") from error

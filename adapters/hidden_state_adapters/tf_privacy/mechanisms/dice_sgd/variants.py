@@ -110,7 +110,7 @@ class DiceKerasSGDOptimizer(DiceOptimizer, GenericDPSGDOptimizer):
         """All arguments of the constructor as plain types; see Keras. It holds no error."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
         names = ("name", "learning_rate", "momentum", "nesterov", "decay")
-        return {**self._settings, **{name: base[name] for name in names}}
+        return self._with_runs({**self._settings, **{name: base[name] for name in names}})
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -190,4 +190,4 @@ class DiceKerasAdamOptimizer(DiceOptimizer, GenericDPAdamOptimizer):
         """All arguments of the constructor as plain types; see Keras. It holds no error."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.Adam.get_config(self)
         names = ("name", "learning_rate", "beta_1", "beta_2", "epsilon", "amsgrad", "decay")
-        return {**self._settings, **{name: base[name] for name in names}}
+        return self._with_runs({**self._settings, **{name: base[name] for name in names}})
