@@ -345,6 +345,17 @@ def test_reports_of_an_optimizer_alone_are_refused_after_another_one(make_run):
     assert second.privacy_event(**arguments).num_steps == 6  # to compose by hand
 
 
+def test_so_are_those_of_an_optimizer_whose_record_composes(make_run):
+    run = trained(make_run)
+    again = make_run(callback={"gradient_bound": 1.4143})
+    again.model, again.optimizer = run.model, dice()
+    compile_with(again, run_eagerly=True)
+    again.fit()
+    assert len(again.callback.privacy_events) == 2
+    with pytest.raises(hsa.UnsupportedRunError, match="no other private optimizer has trained"):
+        again.optimizer.report(DELTA, dataset_size=24, batch_order="cyclic")
+
+
 def test_the_note_is_plain_and_public(make_run):
     """Settings and digests of the weights that are saved with it."""
     run = trained(make_run)

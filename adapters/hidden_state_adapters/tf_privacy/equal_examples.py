@@ -17,9 +17,13 @@ def warn_of_equal_examples(arrays: Any) -> None:
     Nothing is wrong if they belong to different persons, which nobody can see here.
 
     Args:
-        arrays: A structure of arrays whose first axis is that of the examples.
+        arrays: A structure of arrays whose first axis is that of the examples; what is no array
+            (a sparse matrix) is not looked at.
     """
-    parts = [np.ascontiguousarray(part) for part in tf.nest.flatten(arrays)]
+    given = tf.nest.flatten(arrays)
+    if not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
+        return
+    parts = [np.ascontiguousarray(part) for part in given]
     seen: set[int] = set()
     for row in zip(*parts, strict=True):
         seen.add(hash(b"".join(np.asarray(part).tobytes() for part in row)))

@@ -134,8 +134,7 @@ def live_run(run_id: str) -> LiveRun:
 
 def digest(variable: Any) -> str:
     """Of the values of a variable, bit by bit; the same in every process."""
-    with tf.init_scope():
-        value = variable.numpy()
+    value = _value(variable)
     content = hashlib.sha256(f"{value.dtype.str} {value.shape} ".encode())
     content.update(np.ascontiguousarray(value).tobytes())
     return content.hexdigest()
@@ -143,11 +142,15 @@ def digest(variable: Any) -> str:
 
 def is_telling(variable: Any) -> bool:
     """Whether nobody else has the same values by chance: zeros and ones are how biases begin."""
-    with tf.init_scope():
-        value = variable.numpy()
+    value = _value(variable)
     if value.size == 1:
         return value.item() not in (0.0, 1.0)
     return bool((value != value.flat[0]).any())
+
+
+def _value(variable: Any) -> np.ndarray:
+    with tf.init_scope():  # also while a graph is traced
+        return np.asarray(variable.numpy())
 
 
 def remember(digests: Iterable[str], origin: Origin) -> None:

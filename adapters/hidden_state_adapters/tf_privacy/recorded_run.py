@@ -152,6 +152,7 @@ class RecordedRun:
         self._earlier = tuple(past.run() for past in earlier)
         self._spent = [run.guarantee(self._relation) for run in self._earlier]
         self._live.earlier, self._live.owner = earlier, weakref.ref(self)
+        self.optimizer.training.follows_runs = bool(earlier)
 
     # How it goes on elsewhere
 

@@ -40,6 +40,11 @@ class Trainer(Protocol):
 class Training:
     """The variables of one optimizer; they refer to it as long as no other one trains them.
 
+    Attributes:
+        follows_runs: Whether the weights come from earlier private runs, so that an account of this
+            optimizer alone is too small.
+        where_from: Says what the steps so far have left; set by the record of a run, None without.
+
     Args:
         trainer: The optimizer.
     """
@@ -49,9 +54,8 @@ class Training:
         self._variables: list[Any] = []
         self._initial: list[str] = []  # their digests before the first step
         self._loaded: Mapping[str, Any] = {}  # what the file of the optimizer tells
-        self._is_doubtful = False  # an account of this optimizer alone would be too small
+        self.follows_runs = False
         self.where_from: Callable[[], Origin] | None = None
-        """Says, for a run that is recorded, what a step of it left; set by the record."""
 
     def begin(self, variables: Sequence[Any]) -> None:
         """Notes that noisy gradients for these variables are made, before they move."""
@@ -60,9 +64,9 @@ class Training:
             return
         if self.where_from is None:  # else the record has asked
             try:
-                self._is_doubtful |= bool(self.past_runs(new))
+                self.follows_runs |= bool(self.past_runs(new))
             except UnsupportedRunError:
-                self._is_doubtful = True
+                self.follows_runs = True
         for variable in new:
             setattr(variable, _ATTRIBUTE, self)
             if not any(variable is own for own in self._variables):
@@ -106,9 +110,9 @@ class Training:
         index = next(i for i, own in enumerate(self._variables) if own is variable)
         return digest(variable) != self._initial[index]
 
-    def refuse_doubt(self) -> None:
+    def refuse_earlier_runs(self) -> None:
         """Raises UnsupportedRunError if steps before those of this optimizer count as well."""
-        if self._is_doubtful:
+        if self.follows_runs:
             raise refusal(
                 "Expected variables that no other private optimizer has trained, got some that one "
                 "has: a report of the steps of this one alone would be too small. Compose the "

@@ -363,7 +363,7 @@ class BlockCoordinateKerasOptimizer(
         Raises:
             TypeError, ValueError, UnsupportedRunError: As there, or such a run is not counted.
         """
-        self.training.refuse_doubt()
+        self.training.refuse_earlier_runs()
         return super().report(delta, **declared)
 
     def get_config(self) -> dict[str, Any]:

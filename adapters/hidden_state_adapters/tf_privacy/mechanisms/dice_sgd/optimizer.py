@@ -322,7 +322,7 @@ class DiceOptimizer(CheckedOptimizer):
             ValueError, UnsupportedRunError: As `privacy_event`, or no bound covers the run, or
                 the variables come from an earlier private run.
         """
-        self.training.refuse_doubt()
+        self.training.refuse_earlier_runs()
         event = self.privacy_event(
             dataset_size=dataset_size,
             batch_order=batch_order,
