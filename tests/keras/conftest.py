@@ -99,9 +99,9 @@ def row_by_row(monkeypatch):
 
     def jacobian(tape, target, sources, unconnected_gradients=tf.UnconnectedGradients.NONE, **_):
         rows = [
-            tape.gradient(target, sources, tf.one_hot(i, len(target), dtype=target.dtype),
+            tape.gradient(target, sources, tf.one_hot(i, target.shape[0], dtype=target.dtype),
                           unconnected_gradients)
-            for i in range(len(target))
+            for i in range(target.shape[0])
         ]  # fmt: skip
         return [tf.stack(parts) for parts in zip(*rows, strict=True)]
 

@@ -330,14 +330,20 @@ def dice():
     return DiceKerasSGDOptimizer(0.25, 40.0, error_l2_norm_clip=0.125, learning_rate=0.5)
 
 
-def test_reports_of_an_optimizer_alone_are_refused_after_another_one(make_run):
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_reports_of_an_optimizer_alone_are_refused_after_another_one(make_run, in_graphs):
     run, arguments = make_run(), {"dataset_size": 24, "batch_order": "cyclic"}
     first, second = dice(), dice()
     for optimizer in (first, second):
-        for x, y in run.data:
+
+        def step(x, y, optimizer=optimizer):
             with tf.GradientTape() as tape:
                 losses = tf.nn.sigmoid_cross_entropy_with_logits(y, run.model(x))[:, 0]
             optimizer.minimize(losses, run.variables, tape=tape)
+
+        act = tf.function(step) if in_graphs else step
+        for x, y in run.data:
+            act(x, y)
         if optimizer is first:
             assert "epsilon" in first.report(DELTA, **arguments)
     with pytest.raises(hsa.UnsupportedRunError, match="no other private optimizer has trained"):

@@ -263,7 +263,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         if self._record.has_begun and not self._record.has_ended:
             self._record.invalidate(
                 "fit was interrupted (by an error, or by hand when the model was good?), so the "
-                "number of steps may depend on the data. Fix it in advance, and start again."
+                "number of steps may depend on the data. Fix it in advance; start again, or go on "
+                "from the state() of an earlier epoch."
             )
 
     def _declared_texts(self) -> Iterable[str]:

@@ -60,8 +60,11 @@ class Training:
     def begin(self, variables: Sequence[Any]) -> None:
         """Notes that noisy gradients for these variables are made, before they move."""
         new = [v for v in variables if getattr(v, _ATTRIBUTE, None) is not self]
-        if not new:
-            return
+        if new:
+            with tf.init_scope():  # the step may be traced
+                self._begin(new)
+
+    def _begin(self, new: Sequence[Any]) -> None:
         if self.where_from is None:  # else the record has asked
             try:
                 self.follows_runs |= bool(self.past_runs(new))
@@ -128,6 +131,10 @@ class Training:
         Returns:
             Plain types; empty if nothing was trained.
         """
+        with tf.init_scope():
+            return self._note()
+
+    def _note(self) -> Mapping[str, Any]:
         if not self._variables or not self._trainer.has_stepped:
             return self._loaded
         moved = [
