@@ -90,3 +90,23 @@ def restored_precision():
     yield
     tf.keras.backend.set_floatx("float32")
     tf.keras.mixed_precision.set_global_policy("float32")
+
+
+@pytest.fixture
+def row_by_row(monkeypatch):
+    """Per-example gradients without pfor, which traces a graph in every eager step."""
+    init = tf.GradientTape.__init__
+
+    def jacobian(tape, target, sources, unconnected_gradients=tf.UnconnectedGradients.NONE, **_):
+        rows = [
+            tape.gradient(target, sources, tf.one_hot(i, target.shape[0], dtype=target.dtype),
+                          unconnected_gradients)
+            for i in range(target.shape[0])
+        ]  # fmt: skip
+        return [tf.stack(parts) for parts in zip(*rows, strict=True)]
+
+    def persistent_init(tape, persistent=False, **kwargs):
+        init(tape, persistent=True, **kwargs)
+
+    monkeypatch.setattr(tf.GradientTape, "__init__", persistent_init)
+    monkeypatch.setattr(tf.GradientTape, "jacobian", jacobian)

@@ -440,7 +440,7 @@ def reporting_loss(model, optimizer, loss):
         (set_clip, "learning rate, clip norm or noise multiplier was changed"),
         (accumulate, "gradient_accumulation_steps"),
         (add_momentum, "momentum"),
-        (reseed, "The noise was used"),
+        (reseed, "The generator of the noise was set"),
         (direct_gradients, r"Expected minimize\(loss, blocks\)|blocks of the first step"),
         (drop_a_block, "blocks of the first step"),
         (swap_blocks, "blocks of the first step"),

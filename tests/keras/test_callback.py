@@ -10,6 +10,7 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateCallback,
@@ -88,6 +89,86 @@ def test_functions_of_the_user_and_callbacks_of_an_earlier_fit_are_an_assumption
     run.fit(callbacks=[tf.keras.callbacks.LambdaCallback(on_epoch_end=print)])
     run.fit()
     assert sum("(LambdaCallback)" in a.text for a in run.callback.assumptions) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupted_fit_has_no_epsilon(make_run, error):
+    """It may have been interrupted because the model was good."""
+    run = make_run()
+
+    def interrupt(epoch, logs):
+        run.callback.get_epsilon(DELTA)  # within fit it is what it would be at the end
+        raise error
+
+    stop = tf.keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
+    with pytest.raises(error):
+        run.fit(callbacks=[stop], epochs=3)
+    for act in (
+        lambda: run.callback.get_epsilon(DELTA),
+        lambda: run.callback.privacy_event,
+        lambda: run.callback.report(DELTA),
+        run.callback.release,
+        run.fit,
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match="fit was interrupted"):
+            act()
+
+
+def test_a_fit_that_was_interrupted_before_its_first_step_is_none(make_run):
+    run = make_run()
+
+    def interrupt(logs):
+        raise KeyboardInterrupt
+
+    stop = tf.keras.callbacks.LambdaCallback(on_train_begin=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(callbacks=[stop])
+    with pytest.raises(ValueError, match="at least one step"):
+        run.callback.get_epsilon(DELTA)
+    run.fit()
+    assert run.callback.privacy_event.num_steps == 6
+
+
+def declared(run):
+    return [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
+
+
+def test_several_calls_of_fit_are_an_assumption(make_run):
+    """As many as until the metrics were good, perhaps."""
+    run, text = make_run(), "the number of calls of fit was fixed in advance"
+    run.fit()
+    assert not any(text in line for line in declared(run))
+    run.fit()
+    assert sum(text in line for line in declared(run)) == 1
+
+
+class OfTheWeights(tf.keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("rate", "callbacks", "is_listed"),
+    [
+        (0.5, [], False),
+        (tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.9), [], False),
+        (OfTheWeights(), [], True),
+        (lambda: 0.5, [], True),
+        (
+            0.5,
+            [tf.keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (1 + epoch))],
+            True,
+        ),
+    ],
+    ids=["number", "schedule of Keras", "schedule", "function", "set"],
+)
+def test_learning_rates_that_may_come_from_the_weights_are_an_assumption(
+    make_run, rate, callbacks, is_listed
+):
+    run = make_run(optimizer={"learning_rate": rate})
+    run.fit(callbacks=callbacks, epochs=2)
+    text = "the learning rates that were set or computed during the run depend neither on the"
+    assert any(text in line for line in declared(run)) is is_listed
 
 
 def test_models_that_are_not_built_and_have_several_inputs_and_dropout():

@@ -173,15 +173,12 @@ def test_noise_is_gaussian_with_the_declared_deviation_and_independent(jit, dtyp
 
     step = step if jit is None else tf.function(step, jit_compile=jit)
     increments, before = [], np.zeros((2, size))
-    fingerprints = set()
     for _ in range(3):
         step()
         after = np.array([v.numpy() for v in variables], dtype=np.float64)
         increments += list(after - before)
         before = after
-        fingerprints.add(optimizer.last_step.noise)
     noise = np.array(increments) * rows / (rate * clip * multiplier)
-    assert len(fingerprints) == 3
     # 5 standard deviations of each statistic.
     assert np.abs(noise.mean(axis=1)).max() < 5 / np.sqrt(size)
     assert np.abs(noise.var(axis=1) - 1).max() < 5 * np.sqrt(2 / size)

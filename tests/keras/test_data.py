@@ -68,6 +68,100 @@ def test_transformed_datasets_are_not_recognised():
         assert cyclic_batches(other) is None
 
 
+def pairs():
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def generated(*shapes):
+    """Batches from a generator, of which only the signature tells."""
+    signature = tuple(tf.TensorSpec(shape, tf.float64) for shape in shapes)
+    return tf.data.Dataset.from_generator(
+        lambda: ((X[k : k + 4], Y[k : k + 4]) for k in (0, 4, 8)), output_signature=signature
+    )
+
+
+ALREADY_BATCHED = {
+    "with a smaller batch": lambda: pairs().batch(5),
+    "with known shapes": lambda: pairs().batch(4, drop_remainder=True),
+    "in parallel": lambda: pairs().batch(4, num_parallel_calls=2),
+    "padded": lambda: pairs().padded_batch(4),
+    "mapped, cached, prefetched": lambda: pairs().batch(4).map(lambda a, b: (a, b)).cache(),
+    "for the second time": lambda: pairs().batch(2).batch(2).unbatch(),
+    "in other sizes": lambda: pairs().batch(4).rebatch(2),
+    "in a zip": lambda: tf.data.Dataset.zip((pairs().batch(4), pairs().batch(4))),
+    "by cyclic_dataset": lambda: cyclic_dataset(X, Y, batch_size=4),
+}
+
+
+@pytest.mark.parametrize("make", ALREADY_BATCHED.values(), ids=ALREADY_BATCHED)
+def test_batches_of_batches_are_refused(make):
+    with pytest.raises(UnsupportedRunError, match=r"already batched.*unbatch\(\)"):
+        cyclic_dataset(make(), batch_size=1)
+
+
+def test_batches_that_only_their_shapes_tell_are_refused():
+    for dataset in (generated([None, 1], [None]), generated([None, None], [None])):
+        with pytest.raises(UnsupportedRunError, match="first dimension is open"):
+            cyclic_dataset(dataset, batch_size=1)
+    uneven = tf.data.Dataset.from_generator(
+        lambda: iter([X[:8], X[8:]]), output_signature=tf.TensorSpec(None, tf.float64)
+    )
+    with pytest.raises(UnsupportedRunError, match=r"got \(8, 1\) and \(4, 1\)"):
+        cyclic_dataset(uneven, batch_size=1)
+
+
+SINGLE = {
+    "taken apart": lambda: pairs().batch(4).unbatch(),
+    "taken apart by hand": lambda: (
+        pairs().batch(4).flat_map(lambda *parts: tf.data.Dataset.from_tensor_slices(parts))
+    ),
+    "matrices": lambda: tf.data.Dataset.from_tensor_slices((np.zeros((12, 4, 4)) + X[:, None], Y)),
+    "of an open length, with one target": lambda: pairs().map(
+        lambda a, b: (tf.reshape(a, [tf.cast(b, tf.int32) * 0 - 1]), b)
+    ),
+    "repeated once": lambda: pairs().repeat(1),
+    "chosen": lambda: tf.data.Dataset.choose_from_datasets(
+        [pairs().take(6), pairs().skip(6)], tf.data.Dataset.range(2).repeat()
+    ),
+    "sampled": lambda: tf.data.Dataset.sample_from_datasets(
+        [pairs().take(6), pairs().skip(6)], stop_on_empty_dataset=False
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
+def test_single_examples_are_taken(make):
+    assert cyclic_batches(cyclic_dataset(make(), batch_size=4)).used == 12
+
+
+REPEATED = {
+    "at the end": lambda: pairs().repeat(3),
+    "endlessly, and cut": lambda: pairs().repeat().take(24),
+    "before an augmentation": lambda: pairs().repeat(2).map(lambda a, b: (a, b)),
+    "oversampled": lambda: tf.data.Dataset.sample_from_datasets(
+        [pairs().repeat(), pairs()], stop_on_empty_dataset=True
+    ).take(20),
+    "with a shuffle": lambda: pairs().apply(tf.data.experimental.shuffle_and_repeat(3, 2)),
+}
+
+
+@pytest.mark.parametrize("make", REPEATED.values(), ids=REPEATED)
+def test_repeated_data_are_refused(make):
+    with pytest.raises(UnsupportedRunError, match=r"got one with repeat\(\)"):
+        cyclic_dataset(make(), batch_size=1)
+
+
+def test_equal_examples_are_warned_about(caplog):
+    cyclic_dataset(np.r_[X, X[:4]], np.r_[Y, 1 + Y[:4]], batch_size=4)  # other targets
+    cyclic_dataset(np.r_[X, X[:4]], np.r_[Y, Y[:4]], batch_size=12, drop_remainder=True)
+    assert not caplog.records
+    for x in ((np.r_[X, X[:4]], np.r_[Y, Y[:4]]), {"a": np.ones(16), "b": np.ones((16, 2))}):
+        caplog.clear()
+        cyclic_dataset(x, batch_size=4)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "some examples of the data are equal" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

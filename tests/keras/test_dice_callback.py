@@ -215,7 +215,7 @@ def test_own_loops(make_dice):
     assert "every noisy update applied once" in record.report(DELTA)
 
 
-def test_a_loaded_optimizer_is_another_run_and_the_log_says_so(make_dice, caplog):
+def test_a_loaded_optimizer_is_another_run_and_composed(make_dice, caplog):
     run = make_dice()
     run.fit()
     run.model.save("saved.h5")
@@ -223,9 +223,12 @@ def test_a_loaded_optimizer_is_another_run_and_the_log_says_so(make_dice, caplog
     other.model = tf.keras.models.load_model("saved.h5")
     with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
         other.fit(epochs=2)
-    assert "loaded with 6 steps: they are another run" in caplog.text
-    assert other.callback.privacy_event == EXPECTED
-    assert "NOT in these figures: 6 steps" in other.callback.report(DELTA)
+    assert "come from 1 private run(s) before this one" in caplog.text
+    assert other.callback.privacy_events == (attrs.evolve(EXPECTED, num_steps=6), EXPECTED)
+    assert other.callback.get_epsilon(DELTA) > exact(EXPECTED)
+    report = other.callback.report(DELTA)
+    assert "(2 runs)" in report
+    assert "NOT in these figures" not in report
 
 
 def test_the_log_says_when_nothing_contracts(make_run, caplog):

@@ -80,9 +80,8 @@ def not_finite(model, optimizer):
 
 
 def seeded_again(model, optimizer):
-    for seed in (0, 1, 0):
-        optimizer._dp_sum_query._generator.reset_from_seed(seed)
-        step(model, optimizer, FOUR)
+    optimizer._dp_sum_query._generator.reset_from_seed(0)
+    step(model, optimizer, FOUR)
 
 
 def gradients_not_applied(model, optimizer):
@@ -134,7 +133,7 @@ REFUSALS = [
     (other_variables, "the error belongs to them", False),
     (fewer_variables, "the error belongs to them", False),
     (not_finite, "not finite", True),
-    (seeded_again, "noise was used in an earlier step", True),
+    (seeded_again, "generator of the noise was set", True),
     (gradients_not_applied, "not applied", True),
     (gradients_applied_twice, "not the noisy mean", False),
     (checkpoint_restored, "iterations was changed", True),

@@ -140,6 +140,7 @@ def test_row13_a_run_that_goes_on_from_a_file_is_another_run(make_run):
     second = again.callback.privacy_event
     assert first.num_steps == second.num_steps == 6  # each starts at batch 0
     both = hsa.LastIterateAccountant().compose(first).compose(second)
+    assert again.callback.get_epsilon(1e-5) == pytest.approx(both.get_epsilon(1e-5), rel=1e-9)
     assert both.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(1e-5)
 
 
@@ -182,3 +183,10 @@ def test_row18_one_record_per_person_is_an_assumption(make_run):
     declared = [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
     assert "one record per person, clipped as one unit" in declared
     assert "No user-level privacy guarantee" in run.callback.report(1e-5)
+
+
+def test_row18_equal_examples_in_arrays_are_warned_about_once(make_run, caplog):
+    run = make_run()
+    run.x[1], run.y[1] = run.x[0], run.y[0]
+    run.fit(run.x, y=run.y, batch_size=4, shuffle=False)
+    assert sum("examples of the data are equal" in text for text in caplog.messages) == 1

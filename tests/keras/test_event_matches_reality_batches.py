@@ -74,7 +74,6 @@ def interrupted_epoch(run):
 
     with pytest.raises(KeyboardInterrupt):
         run.fit(callbacks=[at_batch(2, interrupt)])
-    assert run.callback.privacy_event.num_steps == 3
     run.fit()
 
 
@@ -142,7 +141,7 @@ CASES = [
     (1, part_of_an_epoch, "6 steps in an epoch, got 3"),
     (1, other_data_in_the_second_fit, "the same object"),
     (1, arrays_reordered_between_fits, "may have been reordered"),
-    (1, interrupted_epoch, "go on with batch 3"),
+    (1, interrupted_epoch, "fit was interrupted"),
     (1, fit_without_the_callback, "took 12 steps, but 6 are recorded"),
     (1, fit_without_the_callback_before, "not recorded"),
     (1, train_on_batch_within_an_epoch, "has taken 4 steps, expected 3"),

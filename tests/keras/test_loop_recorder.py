@@ -100,6 +100,8 @@ def test_a_pass_that_is_left_goes_on_where_it_was_left(make_loop):
             if len(seen) == stop:
                 break
         assert loop.record.privacy_event.num_steps == len(seen)
+        texts = [a.text for a in loop.record.assumptions]
+        assert any("within a pass over the data" in t for t in texts) is (stop < 6)
     np.testing.assert_array_equal(seen, [x.numpy() for x, _ in loop.data])
     for _ in loop.record.batches():  # left without a step: the batch is given again
         break

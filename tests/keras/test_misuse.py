@@ -6,6 +6,7 @@ The table is tests/reference/misuse.py.
 import contextlib
 import copy
 import functools
+import json
 import pickle
 
 import attrs
@@ -27,6 +28,8 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateRecorder,
     cyclic_dataset,
 )
+
+pytestmark = pytest.mark.usefixtures("row_by_row")
 
 FEATURES = 3
 LOGISTIC = hsa.LossGeometry.logistic(1.0, bias=True)
@@ -52,10 +55,17 @@ class Shift(layers.Layer):
         return features + self.shift
 
 
+def adapted():
+    layer = layers.Normalization()
+    layer.adapt(np.random.default_rng(0).normal(size=(RECORDS, FEATURES)))
+    return layer
+
+
 LAYERS = {
     "": lambda: layers.Activation("linear"),
     "batch_norm": layers.BatchNormalization,
     "counts": Counts,
+    "adapted": adapted,
 }
 
 
@@ -69,11 +79,12 @@ class Model(tf.keras.Sequential):
         return {}
 
 
-def data():
+def data(change=lambda dataset: dataset):
     random = np.random.default_rng(0)
     x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return cyclic_dataset(x, (x[:, :1] > 0).astype("float32"), batch_size=BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices((x, (x[:, :1] > 0).astype("float32")))
+    return cyclic_dataset(change(dataset), batch_size=BATCH)
 
 
 # Settings by the names of the table.
@@ -108,13 +119,20 @@ class KerasTrial(Trial):
     by_blocks: bool = False
 
     def __attrs_post_init__(self):
-        self.optimizer = self.kind(
+        self.optimizer = self.new_optimizer()
+        self.data = data()
+        self.build()
+        self.account = self.account_of(self.optimizer)
+
+    def new_optimizer(self):
+        return self.kind(
             self.start["clip_norm"],
             self.start["noise_multiplier"],
             learning_rate=self.start["learning_rate"],
             **self.options,
         )
-        self.data = data()
+
+    def build(self):
         self.backbone = layers.Dense(
             FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
         )
@@ -125,10 +143,12 @@ class KerasTrial(Trial):
         self.model.act = self.act
         self.before = self.after = self.extra = None
         self.scale, self.factor, self.pairs = 1.0, 1.0, None
-        self.account = self.account_of(self.optimizer)
 
     def account_of(self, optimizer):
         return HiddenStateRecorder(self.model, optimizer, self.data, **self.declared)
+
+    def account_from(self, state, optimizer):
+        return HiddenStateRecorder.from_state(state, self.model, optimizer, self.data)
 
     # The loop
 
@@ -188,6 +208,11 @@ class KerasTrial(Trial):
 
     def rows(self, batch, index):
         return [tf.gather(part, tf.constant(list(index), tf.int32)) for part in batch]
+
+    def take_data(self, change):
+        self.data = data(change)
+        self.account = self.account_of(self.optimizer)
+        self.epoch()
 
     def evaluate(self):
         self.model(next(iter(self.data))[0])
@@ -291,6 +316,32 @@ class KerasTrial(Trial):
     def account_again(self):
         self.account_of(self.optimizer)
 
+    def begin_anew(self):
+        self.optimizer = self.new_optimizer()
+        self.account = self.account_of(self.optimizer)
+
+    def copy_model(self):
+        weights = self.model.get_weights()
+        self.build()
+        self.model.set_weights(weights)
+
+    def save(self):
+        is_secret = bool(self.optimizer.hidden_state)
+        state = self.account.state(stays_private=True, include_private_state=is_secret)
+        return json.loads(json.dumps(state)), self.model.get_weights()
+
+    def stay_here(self):
+        here = copy.copy(self)
+        here.model.act = here.act
+        return here
+
+    def go_on_from(self, saved):
+        state, weights = saved
+        self.build()
+        self.model.set_weights(weights)
+        self.optimizer = self.new_optimizer()
+        self.account = self.account_from(state, self.optimizer)
+
     # The account
 
     def get_epsilon(self):
@@ -306,13 +357,17 @@ class KerasTrial(Trial):
 class FitTrial(KerasTrial):
     """The same in Model.fit, which has no loop of one's own."""
 
+    def compile(self, optimizer):
+        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+        self.model.compile(optimizer, loss, run_eagerly=True)
+
     def account_of(self, optimizer):
-        self.model.compile(
-            optimizer,
-            tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none"),
-            run_eagerly=True,
-        )
+        self.compile(optimizer)
         return HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **self.declared)
+
+    def account_from(self, state, optimizer):
+        self.compile(optimizer)
+        return HiddenStateCallback.from_state(state)
 
     def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
         def begin(index, logs):
@@ -366,26 +421,6 @@ OPTIMIZERS = {
 }
 # What a step refuses it refuses everywhere: the callback needs one optimizer to show that it asks.
 TRIALS = [(KerasTrial, optimizer) for optimizer in OPTIMIZERS] + [(FitTrial, "cyclic")]
-
-
-@pytest.fixture(autouse=True)
-def _row_by_row(monkeypatch):
-    """Per-example gradients without pfor, which traces a graph in every eager step."""
-    init = tf.GradientTape.__init__
-
-    def jacobian(tape, target, sources, unconnected_gradients=tf.UnconnectedGradients.NONE, **_):
-        rows = [
-            tape.gradient(target, sources, tf.one_hot(i, len(target), dtype=target.dtype),
-                          unconnected_gradients)
-            for i in range(len(target))
-        ]  # fmt: skip
-        return [tf.stack(parts) for parts in zip(*rows, strict=True)]
-
-    def persistent_init(tape, persistent=False, **kwargs):
-        init(tape, persistent=True, **kwargs)
-
-    monkeypatch.setattr(tf.GradientTape, "__init__", persistent_init)
-    monkeypatch.setattr(tf.GradientTape, "jacobian", jacobian)
 
 
 @pytest.mark.parametrize(

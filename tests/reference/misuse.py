@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import attrs
 import pytest
-from trial import BATCH, STEPS, Trial
+from trial import BATCH, RECORDS, STEPS, Trial
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import LastIterateAccountant, UnsupportedRunError
 
 ACCOUNTED = "accounted"
 
@@ -480,6 +480,79 @@ def parameter_added(trial):
     trial.epoch(between=trial.add_a_parameter)
 
 
+# --- rows 80 and 81: data whose examples are not single ones --------------------------------------
+
+
+def data_batched(trial):
+    trial.take_data(lambda dataset: dataset.batch(RECORDS // BATCH))
+
+
+def data_batched_to_known_shapes(trial):
+    groups = RECORDS // BATCH
+    trial.take_data(lambda dataset: dataset.batch(groups, drop_remainder=True).prefetch(1))
+
+
+def data_repeated(trial):
+    trial.take_data(lambda dataset: dataset.shuffle(RECORDS).repeat(2))
+
+
+# --- rows 82 and 85: weights that a private run left ----------------------------------------------
+
+
+def _second_run(trial, change):
+    trial.epoch()
+    first = trial.event()
+    change()
+    trial.begin_anew()
+    trial.epoch()
+    both = LastIterateAccountant().compose(first).compose(trial.event())
+    assert trial.get_epsilon() == pytest.approx(both.get_epsilon(1e-5))
+    return {"num_steps": STEPS}
+
+
+def trained_again(trial):
+    return _second_run(trial, lambda: None)
+
+
+def trained_again_elsewhere(trial):
+    return _second_run(trial, trial.copy_model)
+
+
+def moved_and_trained_again(trial):
+    return _second_run(trial, trial.move)
+
+
+def gone_on_elsewhere(trial):
+    trial.epoch()
+    trial.go_on_from(trial.save())
+    trial.epoch()
+    return {"num_steps": 2 * STEPS}
+
+
+def gone_on_twice(trial):
+    trial.epoch()
+    saved = trial.save()
+    trial.go_on_from(saved)
+    trial.epoch()
+    trial.go_on_from(saved)
+    trial.epoch()
+
+
+def gone_on_here_and_elsewhere(trial):
+    trial.epoch()
+    here = trial.stay_here()
+    trial.go_on_from(trial.save())
+    trial.epoch()
+    here.epoch()
+
+
+def gone_on_with_other_weights(trial):
+    trial.epoch()
+    state, weights = trial.save()
+    trial.go_on_from((state, [w + 1e-6 for w in weights]))
+    trial.epoch()
+
+
 def one_epoch(trial):
     trial.epoch()
     return {"num_steps": STEPS}
@@ -501,7 +574,7 @@ MOVED = "changed outside"
 NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
 FIXED = "not trained was changed|gradient_bound"
 OTHER_VARIABLES = "changed outside|error belongs to them|blocks of the first step"
-REPEATED = "noise of an earlier step|noise was used in an earlier step|Earlier noisy gradients"
+REPEATED = "generator of the noise was set|Earlier noisy gradients"
 CONSTANT = "as at construction|about constant values|Earlier noisy gradients"
 AT_OTHER_WEIGHTS = "TensorFlow's tapes do not say at which weights a loss was computed"
 
@@ -581,6 +654,15 @@ MISUSES = (
     Misuse(63, one_epoch, "the model mixes the records", None, layer="mean"),
     Misuse(63, one_epoch, "the model mixes the records", None, layer="largest"),
     Misuse(64, records_written, "a write to the tensors of the data set", None),
+    Misuse(82, trained_again, None, ACCOUNTED),
+    Misuse(82, trained_again_elsewhere, None, ACCOUNTED),
+    Misuse(82, moved_and_trained_again, None, "something else has changed", goes_on=KERAS),
+    Misuse(85, gone_on_elsewhere, None, ACCOUNTED),
+    Misuse(85, gone_on_twice, None, "newest state of the run", goes_on=KERAS),
+    Misuse(85, gone_on_here_and_elsewhere, None, "Another record of this process", goes_on=KERAS),
+    Misuse(85, gone_on_with_other_weights, None, "weights that the last recorded step left",
+           goes_on=KERAS),
+    Misuse(83, one_epoch, None, "with constants, got normalization", layer="adapted"),
     # Settings and noise.
     Misuse(14, changes("learning_rate", 0.5), "uses lr = ", CONSTANT, setting="learning_rate"),
     Misuse(14, changes("noise_multiplier", 0.5), "uses noise_multiplier", CONSTANT,
@@ -601,10 +683,14 @@ MISUSES = (
            goes_on=BOTH),
     Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,
            goes_on=OPACUS),
-    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED),
-    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED),
+    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED + "|fit was interrupted"),
+    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted"),
     Misuse(30, refusal_ignored, "An earlier step of this run was", NOT_APPLIED + "|cannot go on"),
     Misuse(31, gradients_not_used, "follows 2 training passes", NOT_APPLIED),
+    # The data.
+    Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
+    Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),
+    Misuse(81, data_repeated, None, r"got one with repeat\(\)", goes_on=KERAS),
     Misuse(36, optimizer_copied, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(36, optimizer_pickled, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
 )  # fmt: skip

@@ -162,9 +162,33 @@ class Trial:
         """Another engine, callback or recorder on the model and its optimizer."""
         raise NotImplementedError
 
+    def begin_anew(self):
+        """With a fresh optimizer and a fresh account, on the model as it is."""
+        raise NotImplementedError("an engine composes its runs")
+
+    def copy_model(self):
+        """Goes on with another object that has the same weights."""
+        raise NotImplementedError
+
+    def save(self):
+        """The state of the run, and the weights."""
+        raise NotImplementedError("has checkpoints of its own")
+
+    def stay_here(self):
+        """Another trial with the same model, optimizer and account."""
+        raise NotImplementedError("has checkpoints of its own")
+
+    def go_on_from(self, saved):
+        """Goes on with another model and optimizer from what `save` returned."""
+        raise NotImplementedError("has checkpoints of its own")
+
     def start_another_run(self):
         """On the same model and engine; the old optimizer and loader are kept."""
         raise NotImplementedError("has no engine")
+
+    def take_data(self, change):
+        """Takes the data of the run from a Dataset of single examples that was changed."""
+        raise NotImplementedError("has no Dataset")
 
     # The account
 

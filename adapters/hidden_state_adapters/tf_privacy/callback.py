@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import LossGeometry, validate
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
-from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments
+from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments, is_fitting
 from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled
 from hidden_state_adapters.tf_privacy.recorded_run import (
     RecordedRun,
@@ -94,14 +96,64 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
         self._declared = Declared(gradient_bound=gradient_bound, block_loss=block_loss)
+        self._state: RunState | None = None  # that the first fit goes on from
+        self._discard_later_steps = False
         self._source: tuple[Any, Any] = (None, None)
         self._releases_epochs = self._releases_steps = False
         self._other_callbacks: set[str] = set()
+        self._calls = 0  # of fit
+        self._is_within_fit = False
+
+    @classmethod
+    def from_state(
+        cls,
+        state: Mapping[str, Any],
+        *,
+        target_delta: float | None = None,
+        checkpoints_stay_private: bool = False,
+        metrics_stay_private: bool = False,
+        discard_later_steps: bool = False,
+    ) -> HiddenStateCallback:
+        """A callback whose first fit goes on with the run of another process, as one run.
+
+            model = tf.keras.models.load_model(path)  # saved together with the state
+            record = HiddenStateCallback.from_state(json.loads(text))
+            model.fit(data, epochs=the_rest, callbacks=[record])
+
+        Formal guarantees, `state` and `discard_later_steps`: see `HiddenStateRecorder.from_state`.
+        Fit starts with the first batch, so the state has to be of the end of an epoch.
+
+        Args:
+            state: What `state()` returned.
+            target_delta: As for the constructor, like the next two.
+            checkpoints_stay_private: About the files from here on.
+            metrics_stay_private: Likewise.
+            discard_later_steps: Nothing that was computed after the state was ever seen.
+
+        Raises:
+            TypeError, ValueError: The state is damaged. From fit, UnsupportedRunError: it is of
+                another run, or not its newest one.
+        """
+        read = RunState.of_plain(state)
+        callback = cls(
+            dataset_size=read.units.examples,
+            batch_size=read.units.batch_size,
+            target_delta=target_delta,
+            neighboring_relation=read.named_relation,
+            checkpoints_stay_private=checkpoints_stay_private,
+            metrics_stay_private=metrics_stay_private,
+            gradient_bound=read.declared.gradient_bound,
+            block_loss=read.declared.block_loss,
+        )
+        callback._state, callback._discard_later_steps = read, discard_later_steps
+        return callback
 
     # Keras' hooks
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks how fit was called and the model; starts the record or goes on with it."""
+        if self._is_within_fit:
+            self._end_interrupted()
         fit = fit_arguments()
         used = check_data(fit, self._dataset_size, self._batch_size)
         others = fit["callbacks"].callbacks
@@ -122,8 +174,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             self._start(used, source)
         else:
             self._go_on(self._record, source)
+        self._calls += 1
+        self._is_within_fit = True
 
     def _start(self, used: int, source: tuple[Any, Any]) -> None:
+        if self._state is not None:
+            self._check_goes_on(source, self._state.num_batches % self._state.units.batches)
         record = RecordedRun(
             self.model,
             self.model.optimizer,
@@ -131,6 +187,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             examples=used,
             relation=self._relation,
             declared=self._declared,
+            state=self._state,
+            discard_later_steps=self._discard_later_steps,
         )
         if self._releases_steps and record.units.accumulated > 1:
             raise refusal(
@@ -138,6 +196,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "got files within steps, which hold the gradients accumulated so far. Use "
                 '"epoch", or declare checkpoints_stay_private=True.'
             )
+        if cyclic_batches(source[0]) is None:  # else cyclic_dataset has looked
+            warn_of_equal_examples([part for part in source if part is not None])
         self._record, self._source = record, source
         record.optimizer.watch()
 
@@ -148,16 +208,19 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "Expected the data of the run so far, the same object, got another: its batches "
                 "may differ. Keep the result of cyclic_dataset and pass it to every call of fit."
             )
+        self._check_goes_on(source, record.next_batch)
+
+    def _check_goes_on(self, source: tuple[Any, Any], next_batch: int) -> None:
         if cyclic_batches(source[0]) is None:
             raise refusal(
                 "Expected a dataset of cyclic_dataset for more than one call of fit, got arrays, "
                 "which may have been reordered in between. Pass cyclic_dataset(x, y, batch_size="
                 f"{self._batch_size}) from the first call on."
             )
-        if record.next_batch:
+        if next_batch:
             raise refusal(
-                f"Expected to go on with batch {record.next_batch}, where the "
-                "last call of fit was interrupted; fit starts with batch 0."
+                f"Expected to go on with batch {next_batch}, where the run stopped; fit starts "
+                "with batch 0. Use HiddenStateRecorder, or a state of the end of an epoch."
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -172,6 +235,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         assert self._record is not None
         self.model.reset_metrics()
         self._record.check_fixed()
+        self._record.note_weights()
         if self._releases_epochs:
             self._record.release()
         if self._target_delta is not None and logs is not None:
@@ -180,6 +244,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Refuses a run that something stopped before the declared number of epochs."""
         assert self._record is not None
+        self._is_within_fit = False
         self.model.reset_metrics()
         if self.model.stop_training:
             self._record.invalidate(
@@ -187,7 +252,24 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "depend on the data. Fix it in advance."
             )
 
+    def _catch_up(self) -> None:
+        if self._is_within_fit and not is_fitting(self.model):
+            self._end_interrupted()
+
+    def _end_interrupted(self) -> None:
+        """Ends the run of a fit that an error or the user has stopped, if it took a step."""
+        assert self._record is not None
+        self._is_within_fit = False
+        if self._record.has_begun and not self._record.has_ended:
+            self._record.invalidate(
+                "fit was interrupted (by an error, or by hand when the model was good?), so the "
+                "number of steps may depend on the data. Fix it in advance; start again, or go on "
+                "from the state() of an earlier epoch."
+            )
+
     def _declared_texts(self) -> Iterable[str]:
+        if self._calls > 1:
+            yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
         if self._checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
         if self._other_callbacks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -10,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
+from hidden_state_adapters.tf_privacy.pipeline import check_single_examples
 
 _logger = logging.getLogger("hidden_state_accountants")
 _MARK = "_hidden_state_cyclic_batches"
@@ -38,11 +41,12 @@ def cyclic_dataset(
     Pass the result to `Model.fit` as it is. Transformed datasets (`map`, `shuffle`, `repeat`) are
     not recognised, because their batches may differ: transform the examples before. For another
     order permute the examples beforehand, independently of their values; the order is public.
+    A warning is logged if examples are equal: each is protected by itself.
 
     Args:
         x: Examples as an array (first axis: examples), or a tuple or dictionary of arrays; or a
-            tf.data.Dataset of single examples, which is read once into memory, so that a shuffle or
-            an augmentation in it acts once and not in every epoch.
+            tf.data.Dataset of single examples, each once, which is read once into memory, so that
+            a shuffle or an augmentation in it acts once and not in every epoch.
         y: Targets, likewise; None if x is a Dataset (of pairs) or there are no targets.
         batch_size: b; must divide the number of examples.
         drop_remainder: Leaves out the last examples that do not fill a batch, in every epoch.
@@ -51,7 +55,8 @@ def cyclic_dataset(
         A tf.data.Dataset of one epoch of batches of b examples each.
 
     Raises:
-        UnsupportedRunError: The batches would be unequal, or examples carry weights.
+        UnsupportedRunError: The batches would be unequal, examples carry weights, or a Dataset is
+            batched or repeated.
         TypeError, ValueError: An argument has an impossible value.
     """
     batch_size = validate.integer("batch_size", batch_size, minimum=1)
@@ -79,6 +84,7 @@ def cyclic_dataset(
             "drop_remainder=True: batches of %d use the first %d of %d examples; dataset_size is "
             "%d", batch_size, used, given, used,
         )  # fmt: skip
+    warn_of_equal_examples(tf.nest.map_structure(lambda array: array[:used], arrays))
     options = tf.data.Options()
     options.deterministic = True
     dataset = (
@@ -102,6 +108,7 @@ def _in_memory(dataset: tf.data.Dataset) -> Any:
             "Expected a finite Dataset, got an infinite one. Drop repeat(): Model.fit repeats the "
             "epochs."
         )
+    check_single_examples(dataset)
     structure = dataset.element_spec
     if not isinstance(structure, tuple):
         dataset = dataset.map(lambda example: (example,))
@@ -115,8 +122,19 @@ def _in_memory(dataset: tf.data.Dataset) -> Any:
     if not examples:
         raise UnsupportedRunError("Expected at least one example, got an empty Dataset.")
     columns = zip(*(tf.nest.flatten(example) for example in examples), strict=True)
-    arrays = [np.stack(column) for column in columns]
+    arrays = [_stacked(column) for column in columns]
     return tf.nest.pack_sequence_as(structure, arrays)
+
+
+def _stacked(parts: Sequence[Any]) -> np.ndarray:
+    shapes = dict.fromkeys(np.shape(part) for part in parts)
+    if len(shapes) > 1:
+        first, other, *_ = shapes
+        raise UnsupportedRunError(
+            f"Expected examples of one shape, got {first} and {other}. If they are batches, of "
+            "which the last one is smaller, pass dataset.unbatch(); else pad the examples."
+        )
+    return np.stack(parts)
 
 
 def _number_of_examples(arrays: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -38,6 +39,22 @@ class Declared:
     gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
     block_loss: LossGeometry | None = attrs.field(default=None, validator=_check_geometry)
 
+    def to_plain(self) -> dict[str, Any]:
+        """Plain types; None for what is not known."""
+        return {
+            "gradient_bound": None if self.gradient_bound == math.inf else self.gradient_bound,
+            "block_loss": None if self.block_loss is None else plain_geometry(self.block_loss),
+        }
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Declared:
+        """Inverse of `to_plain`."""
+        bound, loss = plain["gradient_bound"], plain["block_loss"]
+        return cls(
+            gradient_bound=math.inf if bound is None else bound,
+            block_loss=None if loss is None else LossGeometry(**loss),
+        )
+
     def refuse_all_but(self, known: str, optimizer: str) -> None:
         """Refuses what says nothing about the runs of an optimizer.
 
@@ -56,3 +73,8 @@ class Declared:
 
 
 _NOTHING = Declared()
+
+
+def plain_geometry(geometry: LossGeometry) -> dict[str, Any]:
+    """The arguments of `LossGeometry` as plain types."""
+    return attrs.asdict(geometry) | {"kind": geometry.kind.value}

@@ -39,8 +39,20 @@ class Figures:
         return self._recorded().event()
 
     @property
+    def privacy_events(self) -> tuple[Any, ...]:
+        """The events of the private runs that the initial weights come from, and this one's.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `privacy_event`.
+        """
+        return self._recorded().events()
+
+    @property
     def guarantee(self) -> Guarantee:
-        """The guarantee of what is released, with the current model as the last iterate."""
+        """The guarantee of what is released, with the current model as the last iterate.
+
+        It is that of all `privacy_events` together, as are the figures that follow.
+        """
         return self._recorded().guarantee()
 
     @property
@@ -72,6 +84,39 @@ class Figures:
             self._record.check_iterate()
             self._record.release()
 
+    def state(
+        self, *, stays_private: bool = False, include_private_state: bool = False
+    ) -> dict[str, Any]:
+        """What the run needs to go on in another process, as plain types for JSON.
+
+        Save the model at the same moment. There, load it, construct or load the optimizer as
+        before, and call `from_state`: it is then one run. The noise of the other process is new.
+
+        It holds nothing that was measured on the examples, unless `include_private_state`.
+
+        Args:
+            stays_private: False counts the current weights as released. True says that nobody else
+                ever sees this state and the weights saved with it, which is then an assumption.
+            include_private_state: Also the error of a DiceSGD run, which cannot go on without it
+                and is data of the examples without noise. Needs stays_private=True.
+
+        Raises:
+            ValueError: No step was taken; or the private state would be released.
+            UnsupportedRunError: The model is not the iterate that was accounted, or the run cannot
+                go on without the private state.
+        """
+        if include_private_state and not stays_private:
+            raise ValueError(
+                "Expected stays_private = True with include_private_state = True, got False: the "
+                "guarantee rests on nobody knowing the error of DiceSGD."
+            )
+        state = self._recorded().state(
+            self._declared_texts(),
+            stays_private=stays_private,
+            include_private_state=include_private_state,
+        )
+        return state.to_plain()
+
     def report(self, delta: float | None = None) -> str:
         """The privacy statement of the run with everything that was checked and declared.
 
@@ -92,5 +137,6 @@ class Figures:
     def __getstate__(self) -> Any:
         raise UnsupportedRunError(
             "The record of a run cannot be copied or pickled: the steps of the copy would be "
-            "missing from epsilon. Keep privacy_event.to_dict()."
+            "missing from epsilon. Use state() and from_state(...), or keep "
+            "privacy_event.to_dict()."
         )

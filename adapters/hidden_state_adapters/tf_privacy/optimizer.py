@@ -15,13 +15,17 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import Statement
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss, check_variables
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import PROBLEMS, Problem, StepEntry, StepLog
+from hidden_state_adapters.tf_privacy.training import TrackedTraining, Training
 from hidden_state_adapters.tf_privacy.units import Units
+
+_RUNS = "runs_behind_the_weights"  # in a configuration
 
 
 @attrs.frozen(eq=False)
@@ -93,6 +97,8 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         settings.refuse_surroundings()
         super().__init__(query, num_microbatches, gradient_accumulation_steps, **kwargs)
         self._log = StepLog()
+        self.training = Training(self)
+        self._track_trackable(TrackedTraining(self.training), "hidden_state_runs")
 
     # What a subclass may change
 
@@ -112,6 +118,7 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
             variables,
             self._dp_sum_query.largest_norm,
             self._norm_bound(),
+            self._dp_sum_query.noise_is_fresh,
         )
 
     def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
@@ -163,9 +170,44 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         """What is checked of its runs, beside what is checked of every run."""
         raise NotImplementedError
 
+    def declared(self, event: Any) -> list[str]:
+        """What is the user's word about its runs, beside what is so of every run.
+
+        Args:
+            event: The run.
+        """
+        return []
+
     def told(self, statement: Statement) -> str:
         """The statement of a recorded run, in the shape of TensorFlow Privacy's."""
         return statement.paragraphs()
+
+    # How it goes on where another optimizer stood
+
+    hidden_state = ""  # what it cannot go on without, and is data of the examples
+
+    @property
+    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+        """Its variables, if it updates them in turn."""
+        return ()
+
+    def private_state(self) -> dict[str, Any]:
+        """The `hidden_state` as plain types. Secret."""
+        return {}
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """Goes on with a run, after its steps so far, with new noise.
+
+        Args:
+            state: Of the run.
+            variables: Those that are trained, as its last step left them.
+
+        Raises:
+            ValueError: The private state is damaged.
+        """
+        self._log.resume(state.num_batches, state.units.batch_size, variables)
+        self.iterations.assign(state.iterations)
+        self.training.resume(variables)
 
     # What was done
 
@@ -183,6 +225,11 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
     def last_step(self) -> StepEntry:
         """What the last step did, and how many there were."""
         return self._log.read()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it changed variables."""
+        return self._log.read().steps > 0
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether the variables are as the last step left them, bit by bit."""
@@ -234,6 +281,7 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         pairs = super()._compute_gradients(own_loss, var_list, None, tape)
         variables = [variable for _, variable in pairs]
         check_variables(variables)
+        self.training.begin(variables)
         problem = self._problem(rows[0], variables)
         self._raise_problem(problem)
         self._gradients = Gradients(tuple(gradient for gradient, _ in pairs), rows[0], problem)
@@ -301,7 +349,6 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
             rows=gradients.rows,
             problem=gradients.problem,
             variables=variables,
-            noise=self._dp_sum_query.noise_fingerprint,
             values=[
                 apply_state[(first.device, first.dtype.base_dtype)]["lr_t"],
                 self.l2_norm_clip,
@@ -311,6 +358,22 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
             ],
         )
         return result
+
+    def _with_runs(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A configuration that also says what was trained, for whoever loads the file."""
+        runs = self.training.note()
+        return {**config, _RUNS: dict(runs)} if runs else config
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> CheckedOptimizer:
+        """Inverse of `get_config`; see Keras."""
+        arguments = dict(config)
+        runs = arguments.pop(_RUNS, {})
+        optimizer: CheckedOptimizer = super().from_config(arguments, custom_objects)
+        optimizer.training.read(runs)
+        return optimizer
 
     def __deepcopy__(self, memo: Any) -> CheckedOptimizer:
         """A fresh optimizer with the same arguments: the steps of the original stay with it."""

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tensorflow_privacy.privacy.dp_query.gaussian_query import GaussianSumQuery
 
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import fingerprint
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
 _SMALLEST_CLIP = 1.1e-11
@@ -25,10 +24,15 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
     The noise has a generator of its own: with tf.random.set_seed TensorFlow's operations would
     repeat the numbers of one variable in another, after another trace of the step.
 
+    It is Philox, which makes its numbers of a key and a counter that only moves ahead, and both
+    begin where the operating system says. So noise can repeat, or be known, only if somebody sets
+    the generator; that its state is the one that the last noise left is what has to be checked,
+    and no noise needs to be remembered.
+
     Attributes:
         largest_norm: After `get_noised_result`, the largest norm of a record before clipping
             (float64, infinite if a record was not finite); a tensor of the trace that called it.
-        noise_fingerprint: Likewise, the fingerprint of the noise, 0 without noise (int64).
+        noise_is_fresh: Likewise, whether the generator was left alone since the noise before.
 
     Args:
         l2_norm_clip: C.
@@ -40,8 +44,9 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
         self.l2_norm_clip = l2_norm_clip
         self.noise_multiplier = noise_multiplier
         self.largest_norm: Any = None
-        self.noise_fingerprint: Any = None
+        self.noise_is_fresh: Any = None
         self._generator: tf.random.Generator | None = None
+        self._left: Any = None  # the state of the generator after the noise before
 
     def initial_sample_state(self, template: Any = None) -> Any:
         """Zero sums, and zero for the largest norm."""
@@ -70,15 +75,22 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
 
     def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
         stddev = self.l2_norm_clip * self.noise_multiplier
-        self.noise_fingerprint = tf.zeros([], tf.int64)
-        if stddev:
-            if self._generator is None:
-                with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
-                    # A counter of 128 bits and a key of 64; works with enable_op_determinism, too.
-                    state = np.frombuffer(os.urandom(24), np.int64)
-                    self._generator = tf.random.Generator.from_state(state, alg="philox")
-            normal = self._generator.normal
-            noise = [normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
-            self.noise_fingerprint = fingerprint(noise)
-            return [s + n for s, n in zip(sums, noise, strict=True)]
-        return list(sums)
+        if not stddev:
+            self.noise_is_fresh = tf.constant(True)
+            return list(sums)
+        generator = self._own_generator()
+        before, left = generator.state.read_value(), self._left.read_value()
+        self.noise_is_fresh = tf.reduce_all(tf.equal(before, left))
+        noise = [generator.normal(tf.shape(s), stddev=stddev, dtype=s.dtype) for s in sums]
+        # Of a generator that was set nothing is fresh any more.
+        self._left.assign(tf.where(self.noise_is_fresh, generator.state.read_value(), left))
+        return [s + n for s, n in zip(sums, noise, strict=True)]
+
+    def _own_generator(self) -> tf.random.Generator:
+        if self._generator is None:
+            with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
+                # A counter of 128 bits and a key of 64; works with enable_op_determinism, too.
+                state = np.frombuffer(os.urandom(24), np.int64)
+                self._generator = tf.random.Generator.from_state(state, alg="philox")
+                self._left = tf.Variable(state, trainable=False)
+        return self._generator

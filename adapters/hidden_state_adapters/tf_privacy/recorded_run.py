@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import Assumption, BatchOrder, Guarantee, RunRecorder, validate
+from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
+from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
@@ -27,9 +33,20 @@ _CHECKED = (
 )
 _DECLARED = (
     "every entry of the loss depends on one example of the delivered batch",
-    "the initial model and the order of the examples do not depend on the examples",
+    "the initial model, the preprocessing of the examples and their order do not depend on the "
+    "examples: no weights were trained on them before, unless by the runs that are composed here",
     "losses and metrics of the training data (History, progress bar) stay private",
 )
+_EARLIER = (
+    "the private runs that the initial weights come from ({}) are composed with this one: the "
+    "weights, or the file of the optimizer that they were loaded with, tell"
+)
+_GOES_ON = (
+    "the run went on with the examples of before in the same order, each time once and from its "
+    "newest state"
+)
+_PRIVATE_STATES = "states of the run, and the weights saved with them, are seen by nobody else"
+_DISCARDED = "nothing that was computed after step {}, where the run went on again, was ever seen"
 _logger = logging.getLogger("hidden_state_accountants")
 
 
@@ -45,9 +62,13 @@ class RecordedRun:
         examples: Of an epoch, a multiple of b.
         relation: Of the guarantee.
         declared: By the user.
+        state: Of the run that goes on; None for a new one.
+        discard_later_steps: Says that nothing of the steps after the state was ever seen.
 
     Raises:
-        UnsupportedRunError: No run of this optimizer and model can be accounted.
+        UnsupportedRunError: No run of this optimizer and model can be accounted, or the state is
+            of another one.
+        ValueError: The state is damaged.
     """
 
     def __init__(
@@ -59,9 +80,12 @@ class RecordedRun:
         examples: int,
         relation: NeighboringRelation,
         declared: Declared,
+        state: RunState | None = None,
+        discard_later_steps: bool = False,
     ):
         check_optimizer(optimizer)
         check_layers(model)
+        check_preprocessing(model)
         taken = optimizer.last_step.steps
         if taken:
             raise refusal(
@@ -82,21 +106,128 @@ class RecordedRun:
         self._fixed = FixedVariables(model)
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
-        self._noise: set[int] = set()
         self._invalid = ""
-        self._check_accumulation()
-        self._warn()
-
-    def _warn(self) -> None:
-        before = int(self.optimizer.iterations)
-        if before:
-            _logger.warning(
-                "the optimizer was loaded with %d steps: they are another run, not in this record; "
-                "compose the events of both", before,
-            )  # fmt: skip
-        line = self.optimizer.line_before(self.units, self._relation)
+        self._is_told = False  # of earlier runs
+        self._texts: tuple[str, ...] = ()  # of the user's word, about steps so far
+        if state is None:
+            self._begin()
+        else:
+            self._resume(state, discard_later_steps)
+        self.optimizer.training.where_from = self._where_from
+        line = "" if state else self.optimizer.line_before(self.units, self._relation)
         if line:
             _logger.warning(line)
+
+    def _begin(self) -> None:
+        self._check_accumulation()
+        self._live = live_run(os.urandom(16).hex())
+        self.check_initial_weights()
+
+    def check_initial_weights(self) -> None:
+        """Asks where the initial weights come from; again as long as no step was taken.
+
+        Raises:
+            UnsupportedRunError: What they show is not known.
+        """
+        if self.num_batches:
+            return
+        self._take_over(self.optimizer.training.past_runs(self.model.variables))
+        before = int(self.optimizer.iterations)
+        if before and not self._earlier:
+            raise refusal(
+                f"Expected a fresh optimizer, or the weights that its last step left, got one with "
+                f"iterations = {before} and other weights: the steps that it counts are missing "
+                "here. If the weights come from no training on these examples, compile with a "
+                "fresh optimizer."
+            )
+        if self._earlier and not self._is_told:
+            self._is_told = True
+            _logger.warning(
+                "the initial weights come from %d private run(s) before this one: epsilon is that "
+                "of all of them together", len(self._earlier),
+            )  # fmt: skip
+
+    def _take_over(self, earlier: tuple[PastRun, ...]) -> None:
+        """Goes on with the run that is live here, after runs that its weights come from."""
+        self._earlier = tuple(past.run() for past in earlier)
+        self._spent = [run.guarantee(self._relation) for run in self._earlier]
+        self._live.earlier, self._live.owner = earlier, weakref.ref(self)
+        self.optimizer.training.follows_runs = bool(earlier)
+
+    # How it goes on elsewhere
+
+    def state(
+        self, declared: Iterable[str], *, stays_private: bool, include_private_state: bool
+    ) -> RunState:
+        """Where the run stands, complete steps only.
+
+        Args:
+            declared: What its holder adds to the assumptions.
+            stays_private: Whether the current weights do not count as released by it.
+            include_private_state: Whether the hidden state of the optimizer is part of it.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: As `check_iterate`; or the run cannot go on without the hidden
+                state of the optimizer.
+        """
+        self.check()
+        self.check_variables()
+        assert self._run is not None
+        optimizer, variables = self.optimizer, list(self.model.trainable_variables)
+        if optimizer.hidden_state and not include_private_state:
+            raise refusal(
+                f"Expected include_private_state=True, got False: a run of "
+                f"{type(optimizer).__name__} cannot go on without {optimizer.hidden_state}, which "
+                "is data of the examples without noise. Say include_private_state=True and "
+                "stays_private=True, and keep the state where nobody else reads it."
+            )
+        if stays_private:
+            self._assume(_PRIVATE_STATES)
+        else:
+            self.release()
+        places = {id(variable): index for index, variable in enumerate(variables)}
+        return RunState(
+            run_id=self._live.run_id,
+            optimizer=type(optimizer).__name__,
+            relation=self._relation.name,
+            units=self.units,
+            declared=self._declared,
+            texts=(*self._texts, *declared),
+            num_batches=self.num_batches,
+            iterations=int(optimizer.iterations),
+            run=self._run.state_dict(),
+            earlier=self._live.earlier,
+            weights=tuple(map(digest, variables)),
+            fixed=tuple(map(digest, self.model.non_trainable_variables)),
+            blocks=tuple(tuple(places[id(v)] for v in block) for block in optimizer.blocks),
+            private=optimizer.private_state() if include_private_state else None,
+        )
+
+    def _resume(self, state: RunState, discard_later_steps: bool) -> None:
+        state.check_fits(self.model, self.optimizer, self.units)
+        self._live = live_run(state.run_id)
+        self._live.check_newest(state.num_batches, discard_later_steps)
+        self.optimizer.resume(state, self.model.trainable_variables)
+        self._run = self.optimizer.new_run(self.units, self._declared)
+        self._run.load_state_dict(state.run)  # names the field that differs
+        self.num_batches, self._live.run = state.num_batches, self._run
+        self._live.steps = state.num_batches
+        for step in self._run.release_steps[-1:]:
+            self._live.released = step * self.units.accumulated
+        self._take_over(state.earlier)
+        discarded = (_DISCARDED.format(self._number_of_steps),) if discard_later_steps else ()
+        self._texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
+        self._check_accumulation()
+
+    def _where_from(self) -> Origin:
+        self.event()  # there is one
+        return Origin(self._live.run_id, self._number_of_steps)
+
+    @property
+    def _number_of_steps(self) -> int:
+        """Of the event."""
+        return 0 if self._run is None else self._run.num_steps
 
     # What happens
 
@@ -110,6 +241,16 @@ class RecordedRun:
         """Whether the last step that the optimizer took or refused is recorded."""
         entry = self.optimizer.last_step
         return entry.steps == self.num_batches and not entry.problem
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the optimizer took a step, recorded or not."""
+        return bool(self.num_batches or self.optimizer.last_step.steps)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no figure for the run any more."""
+        return bool(self._invalid)
 
     def add(self, batch: int) -> None:
         """Records the step that was taken on a batch, with the values that it used.
@@ -132,12 +273,21 @@ class RecordedRun:
         if len(self._parts) < self.units.accumulated:
             return
         if self._run is None:
-            self._run = self.optimizer.new_run(self.units, self._declared)
+            self._run = self._live.run = self.optimizer.new_run(self.units, self._declared)
         self._run.add(self.units.step_of(self._parts, batch // self.units.accumulated))
         self._parts.clear()
+        self._live.steps = self.num_batches
+
+    def _assume(self, text: str) -> None:
+        self._texts = tuple(dict.fromkeys((*self._texts, text)))
 
     def _check_entry(self, entry: StepEntry, batch: int) -> None:
         step = self.num_batches + 1
+        if not self._live.belongs_to(self):
+            raise refusal(
+                "Another record of this process goes on with the run: no bound covers what two "
+                "continuations show together. Go on there."
+            )
         if entry.problem:  # the run ends here for a reason that may depend on the data
             raise refusal(f"step {step} was not taken. {entry.problem}")
         if entry.steps != step:
@@ -145,13 +295,6 @@ class RecordedRun:
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
             )
-        if entry.noise in self._noise:
-            raise refusal(
-                f"step {step} used the noise of an earlier step, so the noise would repeat and "
-                "cancel. Leave the generator of the optimizer alone."
-            )
-        if entry.noise:
-            self._noise.add(entry.noise)
         if batch != self.next_batch or entry.rows != self.units.batch_size:
             raise refusal(
                 f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "
@@ -178,6 +321,11 @@ class RecordedRun:
         """Notes that the current variables are seen."""
         if self._run is not None:
             self._run.release()
+            self._live.released = self.num_batches
+
+    def note_weights(self) -> None:
+        """Lets the process know the current weights, wherever they are copied to."""
+        self.optimizer.training.note()
 
     def invalidate(self, text: str) -> NoReturn:
         """Ends the run: there is no figure for it."""
@@ -194,6 +342,7 @@ class RecordedRun:
             raise refusal(f"The run cannot go on: {self._invalid}")
         check_optimizer(optimizer)
         check_layers(model)
+        check_preprocessing(model)
         if optimizer is not self.optimizer:
             raise refusal(
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
@@ -266,11 +415,19 @@ class RecordedRun:
         assert self._run is not None
         return self._run.event()
 
+    def events(self) -> tuple[DpEvent, ...]:
+        """Those of the runs that the initial weights come from, and this one; as `event`."""
+        return (*(run.event() for run in self._earlier), self.event())
+
     def guarantee(self) -> Guarantee:
-        """Of what is released, with the current model as the last iterate; errors as `check`."""
+        """Of what is released, with the current model as the last iterate; errors as `check`.
+
+        It is that of all `events` together.
+        """
         self.check()
         assert self._run is not None
-        return self._run.guarantee(self._relation)
+        own = self._run.guarantee(self._relation)
+        return compose_guarantees([*self._spent, own], self._relation) if self._spent else own
 
     def assumptions(self, declared: Iterable[str] = ()) -> tuple[Assumption, ...]:
         """Everything that has to be true.
@@ -280,13 +437,17 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in _CHECKED]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
-        own += [Assumption.declared(text) for text in (*_DECLARED, *declared)]
+        if self._earlier:
+            own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
+        of_optimizer = self.optimizer.declared(self.event())
+        texts = (*_DECLARED, *of_optimizer, *self._texts, *declared)
+        own += [Assumption.declared(text) for text in texts]
         return merge_assumptions([tuple(own), self.guarantee().assumptions])
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""
         statement = statement_of(
-            [self.event()],
+            self.events(),
             self.guarantee(),
             self.assumptions(declared),
             delta,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.figures import Figures
@@ -69,6 +70,68 @@ class HiddenStateRecorder(Figures):
         gradient_bound: float = math.inf,
         block_loss: LossGeometry | None = None,
     ):
+        self._open(
+            model,
+            optimizer,
+            data,
+            relation=checked_relation(neighboring_relation),
+            declared=Declared(gradient_bound=gradient_bound, block_loss=block_loss),
+        )
+
+    @classmethod
+    def from_state(
+        cls,
+        state: Mapping[str, Any],
+        model: Any,
+        optimizer: Any,
+        data: tf.data.Dataset,
+        *,
+        discard_later_steps: bool = False,
+    ) -> HiddenStateRecorder:
+        """Goes on with the run of another process (or of this one), as one run.
+
+        Formal guarantees: those of one run with all its steps; its noise is new. Checked: settings
+        and batches are those of before, the weights those that the last step left, and in this
+        process nobody else goes on with the run. Your word, and listed: that the examples are those
+        of before, and that no other process goes on with it.
+
+        Args:
+            state: What `state()` returned.
+            model: With the weights that were saved together with the state.
+            optimizer: A fresh or loaded optimizer with the arguments of before. Momentum and
+                moments are Keras' to restore; they change no figure.
+            data: The examples of before, from `cyclic_dataset`.
+            discard_later_steps: Declares that nothing that was computed after the state, in this
+                process, was ever seen by anybody, nor made you go back.
+
+        Raises:
+            TypeError, ValueError: The state is damaged.
+            UnsupportedRunError: It is of another run, or not its newest one.
+        """
+        recorder = cls.__new__(cls)
+        read = RunState.of_plain(state)
+        recorder._open(
+            model,
+            optimizer,
+            data,
+            relation=read.named_relation,
+            declared=read.declared,
+            state=read,
+            discard_later_steps=discard_later_steps,
+        )
+        return recorder
+
+    def _open(
+        self,
+        model: Any,
+        optimizer: Any,
+        data: tf.data.Dataset,
+        *,
+        relation: NeighboringRelation,
+        declared: Declared,
+        state: RunState | None = None,
+        discard_later_steps: bool = False,
+    ) -> None:
         batches = cyclic_batches(data)
         if batches is None:
             raise refusal(
@@ -85,8 +148,10 @@ class HiddenStateRecorder(Figures):
             optimizer,
             batch_size=batches.batch_size,
             examples=batches.used,
-            relation=checked_relation(neighboring_relation),
-            declared=Declared(gradient_bound=gradient_bound, block_loss=block_loss),
+            relation=relation,
+            declared=declared,
+            state=state,
+            discard_later_steps=discard_later_steps,
         )
         optimizer.watch()
         self._given: int | None = None  # the batch that was handed out, without a recorded step
@@ -103,6 +168,7 @@ class HiddenStateRecorder(Figures):
         self._given = None  # without a step: it is handed out again
         self._pass += 1
         own, start = self._pass, self._record.next_batch
+        self._record.check_initial_weights()  # weights may have been loaded since
         for index, batch in enumerate(self._data.skip(start), start):
             self._settle(is_over=True)
             if own != self._pass:
@@ -111,6 +177,7 @@ class HiddenStateRecorder(Figures):
             yield batch
         self._settle(is_over=True)
         self._record.check_iterate()
+        self._record.note_weights()
 
     def _settle(self, *, is_over: bool) -> None:
         """Records the step on the batch that was handed out, if there was one.
@@ -134,3 +201,5 @@ class HiddenStateRecorder(Figures):
             "the loss of every step was computed from the batch that batches() gave last, its rows "
             "in order"
         )
+        if self._record.next_batch:
+            yield "the number of steps was fixed in advance, within a pass over the data as it is"

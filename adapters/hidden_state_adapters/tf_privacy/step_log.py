@@ -1,7 +1,6 @@
 """What the last step did, kept on the device and written by the step itself.
 
-Two ways to be silently wrong are found by fingerprints, on the device as well: variables that
-somebody else changed (`StepLog`), and noise that was used before (`NoiseMemory`).
+Variables that somebody else changed are found by their fingerprint, on the device as well.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import tensorflow as tf
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _INTEGERS = {tf.float32: tf.int32, tf.float64: tf.int64}
-_REMEMBERED = 1 << 14  # fingerprints of noise
 
 
 class Problem(enum.IntFlag):
@@ -69,8 +67,8 @@ PROBLEMS = {
     ),
     Problem.ERROR: "The error overflowed; no clip bounds it.",
     Problem.NOISE: (
-        "The noise was used in an earlier step, so it would repeat and cancel. Leave the generator "
-        "of the optimizer alone."
+        "The generator of the noise was set between two steps, so the noise of an earlier step "
+        "would repeat and cancel, or be known. Leave the generator of the optimizer alone."
     ),
     Problem.SETTINGS: (
         "The learning rate, clip norm or noise multiplier was changed. The event has constant ones."
@@ -87,7 +85,6 @@ class StepEntry:
         rows: Rows of the last batch.
         problem: Why a step was refused; nothing was changed then.
         weights: Fingerprint of the trainable variables after the last step.
-        noise: Fingerprint of the noise of the last step, 0 if there was none.
         learning_rate: In float64, as all that follow, of the last step.
         l2_norm_clip: C.
         noise_multiplier: Standard deviation of the noise on the sum over C.
@@ -99,7 +96,6 @@ class StepEntry:
     rows: int
     problem: Problem
     weights: int
-    noise: int
     learning_rate: float
     l2_norm_clip: float
     noise_multiplier: float
@@ -116,7 +112,7 @@ class StepLog:
 
     def __init__(self) -> None:
         with tf.init_scope():
-            self._counts = tf.Variable(tf.zeros([5], tf.int64), trainable=False)
+            self._counts = tf.Variable(tf.zeros([4], tf.int64), trainable=False)
             self._values = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
             self._drawn = tf.Variable(tf.zeros([], tf.int64), trainable=False)
 
@@ -127,6 +123,7 @@ class StepLog:
         variables: Sequence[Any],
         largest_norm: tf.Tensor,
         norm_bound: float,
+        noise_is_fresh: tf.Tensor,
         *,
         rows_vary: bool = False,
     ) -> tf.Tensor:
@@ -138,9 +135,10 @@ class StepLog:
             variables: The trainable variables.
             largest_norm: The longest gradient of the batch, float64.
             norm_bound: What it may be, or inf.
+            noise_is_fresh: As the query says.
             rows_vary: Whether expected_rows = None allows any number, none included.
         """
-        steps, last_rows, _, weights, _ = tf.unstack(self._counts.read_value())
+        steps, last_rows, _, weights = tf.unstack(self._counts.read_value())
         is_first = tf.equal(steps, 0)
         if expected_rows is not None:
             same_rows = tf.equal(rows, expected_rows)
@@ -153,6 +151,7 @@ class StepLog:
             Problem.WEIGHTS: is_first | tf.equal(weights, fingerprint(variables)),
             Problem.GRADIENT: (largest_norm <= norm_bound) | ~is_finite,
             Problem.NOT_FINITE: is_finite,
+            Problem.NOISE: noise_is_fresh,
         }
         return as_bits(holds)
 
@@ -167,15 +166,20 @@ class StepLog:
         rows: tf.Tensor,
         problem: tf.Tensor,
         variables: Sequence[Any],
-        noise: tf.Tensor,
         values: Sequence[Any],
     ) -> None:
         """Notes the step after it was taken, or that it was refused."""
         old = self._counts.read_value()
-        taken = tf.stack([old[0] + 1, rows, tf.zeros([], tf.int64), fingerprint(variables), noise])
-        refused = tf.stack([old[0], old[1], problem, old[3], old[4]])
+        taken = tf.stack([old[0] + 1, rows, tf.zeros([], tf.int64), fingerprint(variables)])
+        refused = tf.stack([old[0], old[1], problem, old[3]])
         self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
         self._values.assign(tf.stack([as_double(value) for value in values]))
+
+    def resume(self, steps: int, rows: int, variables: Sequence[Any]) -> None:
+        """Stands where a log stood that had noted these steps, the last one with these weights."""
+        weights = int(fingerprint(variables))
+        self._counts.assign([steps, rows, int(Problem.NONE), weights])
+        self._drawn.assign(steps)
 
     def count_draw(self) -> Any:
         """Notes that noisy gradients were computed, applied or not."""
@@ -188,10 +192,8 @@ class StepLog:
 
     def read(self) -> StepEntry:
         """The log on the host."""
-        steps, rows, problem, weights, noise = self._counts.numpy().tolist()
-        return StepEntry(
-            steps, rows, Problem(problem), weights, noise, *self._values.numpy().tolist()
-        )
+        steps, rows, problem, weights = self._counts.numpy().tolist()
+        return StepEntry(steps, rows, Problem(problem), weights, *self._values.numpy().tolist())
 
     def has_written(self, variables: Sequence[Any]) -> bool:
         """Whether the variables are as the last step left them, bit by bit."""
@@ -207,31 +209,6 @@ def as_bits(holds: Mapping[Problem, Any]) -> tf.Tensor:
             for problem, fine in holds.items()
         ]
     )
-
-
-class NoiseMemory:
-    """Fingerprints of the noise of earlier steps: in each place the last one that belongs there.
-
-    So the last thousands of steps are remembered, and all of them on the device.
-    """
-
-    def __init__(self) -> None:
-        with tf.init_scope():
-            self._places = tf.Variable(tf.zeros([_REMEMBERED], tf.int64), trainable=False)
-
-    def is_new(self, noise: tf.Tensor) -> tf.Tensor:
-        """Whether a fingerprint is not among those remembered (0: no noise)."""
-        return tf.equal(noise, 0) | tf.not_equal(self._places.read_value()[_place(noise)], noise)
-
-    def note(self, noise: tf.Tensor) -> None:
-        """Remembers a fingerprint."""
-        place = _place(noise)[None, None]
-        places = tf.tensor_scatter_nd_update(self._places.read_value(), place, noise[None])
-        self._places.assign(places)
-
-
-def _place(noise: tf.Tensor) -> tf.Tensor:
-    return tf.math.floormod(noise, tf.constant(_REMEMBERED, tf.int64))
 
 
 def fingerprint(tensors: Sequence[Any]) -> tf.Tensor:

@@ -68,7 +68,7 @@ def check_callbacks(
     return after_epochs, after_steps
 
 
-def is_of_keras(callback: Any) -> bool:
+def is_of_keras(thing: Any) -> bool:
     """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
-    is_lambda = isinstance(callback, _callbacks.LambdaCallback)
-    return not is_lambda and type(callback).__module__.startswith(("keras.src.", "tf_keras.src."))
+    is_lambda = isinstance(thing, _callbacks.LambdaCallback)
+    return not is_lambda and type(thing).__module__.startswith(("keras.src.", "tf_keras.src."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -21,16 +21,27 @@ def fit_arguments() -> Mapping[str, Any]:
     Raises:
         UnsupportedRunError: It is not Model.fit that runs.
     """
-    code = inspect.unwrap(tf.keras.Model.fit).__code__
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return frame.f_locals
-        frame = frame.f_back
+    for frame in _calls_of_fit(sys._getframe(1)):
+        return frame.f_locals
     raise refusal(
         "Expected to be called by Model.fit, got another caller: the order of the data cannot be "
         "checked. For an own loop use HiddenStateRecorder."
     )
+
+
+def is_fitting(model: Any) -> bool:
+    """Whether a call of Model.fit of this model is running, in any thread."""
+    newest = sys._current_frames().values()
+    return any(call.f_locals["self"] is model for top in newest for call in _calls_of_fit(top))
+
+
+def _calls_of_fit(frame: Any) -> Iterator[Any]:
+    """The calls of Model.fit among a frame and its callers, the innermost first."""
+    code = inspect.unwrap(tf.keras.Model.fit).__code__
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame
+        frame = frame.f_back
 
 
 def check_data(fit: Mapping[str, Any], dataset_size: int, batch_size: int) -> int:

@@ -14,13 +14,16 @@ from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSG
 
 from hidden_state_accountants import (
     BatchOrder,
+    LastIterateDpEvent,
     LossGeometry,
     RunRecorder,
+    Schedule,
     validate,
 )
 from hidden_state_accountants.runs.base import SLACK, Step
-from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
 from hidden_state_adapters.tf_privacy.guards import settings
+from hidden_state_adapters.tf_privacy.guards.callbacks import is_of_keras
 from hidden_state_adapters.tf_privacy.guards.step import (
     check_loss,
     check_microbatches,
@@ -155,8 +158,10 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         return loss
 
     def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
-        largest_norm = self._dp_sum_query.largest_norm
-        return self._log.problem(rows, None, variables, largest_norm, self._norm_bound())
+        query = self._dp_sum_query
+        return self._log.problem(
+            rows, None, variables, query.largest_norm, self._norm_bound(), query.noise_is_fresh
+        )
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
         with tf.control_dependencies([self._log.count_draw()]):  # before anything can raise
@@ -260,11 +265,24 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             checked.append(f"all variables together within {radius:g} of 0")
         return checked
 
+    def declared(self, event: LastIterateDpEvent) -> list[str]:
+        """Where the learning rates come from, unless it is a number or a schedule of Keras."""
+        rates = self._hyper["learning_rate"]
+        if isinstance(rates, tf.keras.optimizers.schedules.LearningRateSchedule):
+            if is_of_keras(rates):
+                return []
+        elif not callable(rates) and not isinstance(event.learning_rate, Schedule):
+            return []
+        return [
+            "the learning rates that were set or computed during the run depend neither on the "
+            "examples nor on the weights"
+        ]
+
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
         geometry = self._loss_geometry
-        return {
+        config = {
             "name": base["name"],
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
@@ -273,8 +291,9 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             "learning_rate": base["learning_rate"],
             "weight_decay": self._weight_decay,
             "projection_radius": self._projection_radius,
-            "loss_geometry": None if geometry is None else _plain_geometry(geometry),
+            "loss_geometry": None if geometry is None else plain_geometry(geometry),
         }
+        return self._with_runs(config)
 
     @classmethod
     def from_config(
@@ -284,11 +303,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         arguments = dict(config)
         if isinstance(arguments.get("loss_geometry"), Mapping):
             arguments["loss_geometry"] = LossGeometry(**arguments["loss_geometry"])
-        return super().from_config(arguments, custom_objects)
-
-
-def _plain_geometry(geometry: LossGeometry) -> dict[str, Any]:
-    return attrs.asdict(geometry) | {"kind": geometry.kind.value}
+        optimizer: CyclicDPKerasSGDOptimizer = super().from_config(arguments, custom_objects)
+        return optimizer
 
 
 def _project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:

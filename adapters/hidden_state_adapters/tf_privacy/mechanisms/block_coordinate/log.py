@@ -8,13 +8,7 @@ from typing import Any
 import attrs
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy.step_log import (
-    NoiseMemory,
-    Problem,
-    StepLog,
-    as_bits,
-    as_double,
-)
+from hidden_state_adapters.tf_privacy.step_log import Problem, StepLog, as_bits, as_double
 
 
 @attrs.frozen
@@ -50,7 +44,6 @@ class BlockLog(StepLog):
             self._begun = tf.Variable(tf.zeros([], tf.int64), trainable=False)
             # learning rate, clip norm and noise multiplier of the first update; largest norm
             self._run = tf.Variable(tf.zeros([4], tf.float64), trainable=False)
-        self._noise = NoiseMemory()
 
     @property
     def variables(self) -> list[Any]:
@@ -71,7 +64,7 @@ class BlockLog(StepLog):
         rows: tf.Tensor,
         expected_rows: int | None,
         largest_norm: tf.Tensor,
-        noise: tf.Tensor,
+        noise_is_fresh: tf.Tensor,
         settings: Sequence[Any],
     ) -> tf.Tensor:
         """An int64 `Problem` of the update that is about to be made.
@@ -81,16 +74,17 @@ class BlockLog(StepLog):
             rows: As for `problem`, like the next two.
             expected_rows: Of every batch, or None.
             largest_norm: Of the batch.
-            noise: Fingerprint of the noise, or 0.
+            noise_is_fresh: As for `problem`.
             settings: Learning rate, clip norm and noise multiplier, in float64.
         """
-        common = self.problem(rows, expected_rows, self.variables, largest_norm, float("inf"))
+        common = self.problem(
+            rows, expected_rows, self.variables, largest_norm, float("inf"), noise_is_fresh
+        )
         is_first = tf.equal(self._counts.read_value()[0], 0)
         same = tf.reduce_all(tf.equal(self._run.read_value()[:3], tf.stack(settings)))
         holds = {
             Problem.ENDED: is_begun,
             Problem.SETTINGS: is_first | same,
-            Problem.NOISE: self._noise.is_new(noise),
         }
         return common + as_bits(holds)
 
@@ -100,14 +94,11 @@ class BlockLog(StepLog):
         rows: tf.Tensor,
         problem: tf.Tensor,
         variables: Sequence[Any],
-        noise: tf.Tensor,
         values: Sequence[Any],
     ) -> None:
         """As `StepLog.write`, of all blocks; and what the whole run was like."""
         is_first = tf.equal(self._counts.read_value()[0], 0)
-        super().write(
-            rows=rows, problem=problem, variables=self.variables, noise=noise, values=values
-        )
+        super().write(rows=rows, problem=problem, variables=self.variables, values=values)
         rate, clip, multiplier, _, norm = (as_double(value) for value in values)
         old = self._run.read_value()
         # Changed since `problem_of_update`: an update that counts as not finished, for good.
@@ -115,7 +106,22 @@ class BlockLog(StepLog):
         self._begun.assign_add(tf.where(same, tf.zeros([], tf.int64), tf.ones([], tf.int64)))
         taken = tf.stack([rate, clip, multiplier, tf.maximum(old[3], norm)])
         self._run.assign(tf.where(tf.equal(problem, 0), taken, old))
-        self._noise.note(noise)
+
+    def resume_run(
+        self, steps: int, rows: int, settings: Sequence[float], largest_norm: float
+    ) -> None:
+        """Stands where a log stood that had noted these steps, each of all `blocks`.
+
+        Args:
+            steps: Each an update of every block.
+            rows: Of every batch.
+            settings: Learning rate, clip norm and noise multiplier.
+            largest_norm: What no gradient so far was longer than.
+        """
+        updates = steps * len(self.blocks)
+        self.resume(updates, rows, self.variables)
+        self._begun.assign(updates)
+        self._run.assign([*settings, largest_norm])
 
     def read_run(self) -> BlockEntry:
         """The run on the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
     BlockCoordinateRun,
 )
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
@@ -77,8 +79,8 @@ class BlockCoordinateKerasOptimizer(
         of all their updates (docs/block_coordinate.md).
       - Checked at every update, which changes nothing otherwise: constant settings, equal batches,
         one row per example, finite gradients, the same blocks in the same order, variables that
-        nobody else changed, noise that was not used in the last thousands of updates. One that was
-        refused, interrupted or not finished ends the run without an epsilon.
+        nobody else changed, a noise generator that was left alone. One that was refused,
+        interrupted or not finished ends the run without an epsilon.
       - Your word: all else that is trained or changes is public (of one block: stands still), no
         layer mixes the examples of a batch (BatchNormalization), the batches are the same ones in
         every epoch, the loss is of one batch in all calls of a step, and the number of steps does
@@ -110,8 +112,7 @@ class BlockCoordinateKerasOptimizer(
     _checked = (
         "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as "
         "one vector; finite gradients, the same number of rows each time; no variable of a block "
-        "changed by others; all updates finished; noise that was not used in the last thousands of "
-        "updates"
+        "changed by others; all updates finished; a noise generator that was left alone"
     )
 
     def __init__(
@@ -236,7 +237,7 @@ class BlockCoordinateKerasOptimizer(
             rows=rows,
             expected_rows=self._num_microbatches,
             largest_norm=self._dp_sum_query.largest_norm,
-            noise=self._dp_sum_query.noise_fingerprint,
+            noise_is_fresh=self._dp_sum_query.noise_is_fresh,
             settings=[
                 tf.cast(rate, tf.float64),
                 tf.constant(self.l2_norm_clip, tf.float64),
@@ -310,6 +311,28 @@ class BlockCoordinateKerasOptimizer(
                 "with another optimizer."
             )
 
+    @property
+    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+        """The lists of variables; empty before the first step."""
+        return self._log.blocks
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """As every mechanism's, with the blocks of before; also raises if the noise was another."""
+        noise = state.run["noise_multiplier"]["values"]
+        if noise != [self.noise_multiplier]:
+            raise ValueError(
+                f"Expected noise_multiplier = {noise}, that of the run so far, got "
+                f"{self.noise_multiplier}. Construct the optimizer as before."
+            )
+        super().resume(state, variables)
+        self._fix_blocks(tuple(tuple(variables[i] for i in block) for block in state.blocks))
+        run, loss = state.run["declared"], state.declared.block_loss
+        longest = math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
+        settings_of_run = run["step_size"], run["clip_norm"], self.noise_multiplier
+        self._log.resume_run(
+            state.num_batches, state.units.batch_size, settings_of_run, longest
+        )  # each gradient was compared with the declared bound
+
     def checked(self, units: Units) -> list[str]:
         """What every update checks."""
         return [self._checked]
@@ -334,10 +357,19 @@ class BlockCoordinateKerasOptimizer(
             **self._constants(),
         )
 
+    def report(self, delta: float, **declared: Any) -> str:
+        """As `BlockCoordinateAccount.report`, unless the variables come from a private run.
+
+        Raises:
+            TypeError, ValueError, UnsupportedRunError: As there, or such a run is not counted.
+        """
+        self.training.refuse_earlier_runs()
+        return super().report(delta, **declared)
+
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
-        return {
+        config = {
             "name": base["name"],
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
@@ -347,6 +379,7 @@ class BlockCoordinateKerasOptimizer(
             "l2": self._l2,
             "nonnegative": self._nonnegative,
         }
+        return self._with_runs(config)
 
 
 def _blocks(var_list: Any) -> tuple[tuple[Any, ...], ...]:

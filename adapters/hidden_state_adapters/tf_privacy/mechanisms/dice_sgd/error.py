@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import attrs
+import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import NoiseMemory, Problem, as_bits
+from hidden_state_adapters.tf_privacy.step_log import Problem, as_bits
 
 
 @attrs.frozen
@@ -45,7 +47,6 @@ class HiddenError:
         with tf.init_scope():
             self._counts = tf.Variable(tf.zeros([4], tf.int64), trainable=False)
             self._largest = tf.Variable(tf.zeros([], tf.float64), trainable=False)
-        self._noise = NoiseMemory()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -82,16 +83,13 @@ class HiddenError:
         """The error e, in the trace that calls it."""
         return [error.read_value() for error in self._errors]
 
-    def problem(
-        self, steps: tf.Tensor, iterations: Any, error_norm: tf.Tensor, noise: tf.Tensor
-    ) -> tf.Tensor:
+    def problem(self, steps: tf.Tensor, iterations: Any, error_norm: tf.Tensor) -> tf.Tensor:
         """An int64 `Problem` of the step whose gradients are being computed.
 
         Args:
             steps: Taken so far, as `StepLog` counts them.
             iterations: As Keras counts them.
             error_norm: The norm of e.
-            noise: Fingerprint of the noise, or 0.
         """
         drawn, _, _, first = tf.unstack(self._counts.read_value())
         follows = tf.equal(tf.cast(iterations, tf.int64), first + drawn)
@@ -100,7 +98,6 @@ class HiddenError:
                 Problem.ENDED: tf.equal(drawn, steps),
                 Problem.ITERATIONS: tf.equal(drawn, 0) | follows,
                 Problem.ERROR: tf.math.is_finite(error_norm),
-                Problem.NOISE: self._noise.is_new(noise),
             }
         )
 
@@ -116,7 +113,6 @@ class HiddenError:
         is_fine: tf.Tensor,
         rows: tf.Tensor,
         largest: tf.Tensor,
-        noise: tf.Tensor,
         errors: Sequence[Any],
     ) -> None:
         """Notes the step after it was taken, and moves the error; nothing if it was refused.
@@ -125,10 +121,8 @@ class HiddenError:
             is_fine: Whether it was taken.
             rows: Of the batch.
             largest: The longest gradient.
-            noise: Its fingerprint.
             errors: The next error.
         """
-        self._noise.note(noise)
         drawn, fewest, most, first = tf.unstack(self._counts.read_value())
         fewest = tf.where(tf.equal(drawn, 1), rows, tf.minimum(fewest, rows))
         counts = tf.stack([drawn, fewest, tf.maximum(most, rows), first])
@@ -138,7 +132,65 @@ class HiddenError:
         for variable, error in zip(self._errors, errors, strict=True):
             variable.assign(tf.where(is_fine, error, variable.read_value()))
 
+    def private_state(self) -> dict[str, Any]:
+        """The error as plain types that restore it. Secret."""
+        values = [error.numpy() for error in self._errors]
+        return {
+            "error": [
+                {
+                    "dtype": value.dtype.str,
+                    "shape": list(value.shape),
+                    "values": base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(),
+                }
+                for value in values
+            ]
+        }
+
+    def resume(
+        self,
+        variables: Sequence[Any],
+        private: Mapping[str, Any],
+        *,
+        steps: int,
+        rows: int,
+        first_iteration: int,
+        largest_norm: float,
+    ) -> None:
+        """Stands where the error of another optimizer stood.
+
+        Args:
+            variables: Those that are trained.
+            private: What `private_state` returned there.
+            steps: Taken there.
+            rows: Of every batch.
+            first_iteration: As Keras counted when the run began.
+            largest_norm: What no gradient so far was longer than.
+
+        Raises:
+            ValueError: The error is of other variables, or damaged; nothing is changed.
+        """
+        errors = [_array(part) for part in private["error"]]
+        expected = [(tuple(v.shape), v.dtype.as_numpy_dtype) for v in variables]
+        found = [(error.shape, error.dtype.type) for error in errors]
+        if found != expected:
+            raise ValueError(f"Expected an error like the variables, {expected}, got {found}.")
+        if not all(np.isfinite(error).all() for error in errors):
+            raise ValueError("The private state is damaged: the error is not finite.")
+        self.belongs_to(variables)
+        for variable, error in zip(self._errors, errors, strict=True):
+            variable.assign(error)
+        self._counts.assign([steps, rows, rows, first_iteration])
+        self._largest.assign(largest_norm)
+
     def read_run(self) -> ErrorLog:
         """The run on the host, without the error."""
         drawn, fewest, most, first = self._counts.numpy().tolist()
         return ErrorLog(drawn, fewest, most, first, float(self._largest.numpy()))
+
+
+def _array(part: Mapping[str, Any]) -> np.ndarray:
+    try:
+        values = np.frombuffer(base64.b64decode(part["values"]), np.dtype(part["dtype"]))
+        return values.reshape(part["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The private state is damaged: {error}") from error

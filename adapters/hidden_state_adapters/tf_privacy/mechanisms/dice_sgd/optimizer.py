@@ -19,6 +19,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 from hidden_state_accountants.runs.statement import Statement, statement_of
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
@@ -31,8 +32,7 @@ from hidden_state_adapters.tf_privacy.units import Units
 _CHECKED = (
     "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
     "finite gradients, one row each, in float32 or float64; the same variables, changed by this "
-    "optimizer only; every noisy update applied once; noise that was not used in the last "
-    "thousands of steps"
+    "optimizer only; every noisy update applied once; a noise generator that was left alone"
 )
 
 
@@ -143,11 +143,10 @@ class DiceOptimizer(CheckedOptimizer):
             variables,
             query.largest_norm,
             self._norm_bound(),
+            query.noise_is_fresh,
             rows_vary=self.expected_batch_size is not None,
         )
-        of_run = self._error.problem(
-            self._log.steps, iterations, query.error_norm, query.noise_fingerprint
-        )
+        of_run = self._error.problem(self._log.steps, iterations, query.error_norm)
         return of_step + of_run
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
@@ -172,7 +171,6 @@ class DiceOptimizer(CheckedOptimizer):
             is_fine=gradients.is_fine,
             rows=gradients.rows,
             largest=query.largest_norm,
-            noise=query.noise_fingerprint,
             errors=query.next_errors,
         )
         query.next_errors = []
@@ -220,12 +218,30 @@ class DiceOptimizer(CheckedOptimizer):
 
     def checked(self, units: Units) -> list[str]:
         """What every step checks."""
-        return [_CHECKED, "the error of the feedback is in no file"]
+        return [_CHECKED, "the error of the feedback is in no file that was not asked to hold it"]
+
+    hidden_state = "the error of DiceSGD"
+
+    def private_state(self) -> dict[str, Any]:
+        """The error."""
+        return self._error.private_state()
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """As every mechanism's, with the error of the private state."""
+        self._error.resume(
+            variables,
+            state.private or {"error": []},
+            steps=state.num_batches,
+            rows=state.units.batch_size,
+            first_iteration=state.iterations - state.num_batches,
+            largest_norm=state.declared.gradient_bound,  # each was compared with it
+        )
+        super().resume(state, variables)
 
     def told(self, statement: Statement) -> str:
         """The lines to paste, with what the paper would have claimed."""
         before = self._error.read_run().first_iteration
-        if not before:
+        if not before or len(statement.events) > 1:
             return statement.lines()
         return (
             f"{statement.lines()}\nNOT in these figures: {before} steps before this optimizer was "
@@ -303,8 +319,10 @@ class DiceOptimizer(CheckedOptimizer):
                 ADD_OR_REMOVE_ONE.
 
         Raises:
-            ValueError, UnsupportedRunError: As `privacy_event`, or no bound covers the run.
+            ValueError, UnsupportedRunError: As `privacy_event`, or no bound covers the run, or
+                the variables come from an earlier private run.
         """
+        self.training.refuse_earlier_runs()
         event = self.privacy_event(
             dataset_size=dataset_size,
             batch_order=batch_order,

@@ -37,11 +37,10 @@ class DiceKerasSGDOptimizer(DiceOptimizer, GenericDPSGDOptimizer):
         pickle, copy or text. So a loaded or copied optimizer starts ANOTHER run with e = 0; the
         record of the old one does not go on. Compose the events of both.
       - Checked in every step, and the step is not taken otherwise: constant settings, the same
-        variables, which nobody else changed, finite per-example gradients, noise that was not used
-        in the last thousands of steps. A step that is refused, or whose gradients are not applied,
-        ends the run. In eager mode the error is an UnsupportedRunError, in a graph
-        tf.errors.InvalidArgumentError. XLA compiles no assertions: there the callback raises, and
-        `privacy_event`.
+        variables, which nobody else changed, finite per-example gradients, a noise generator that
+        was left alone. A step that is refused, or whose gradients are not applied, ends the run. In
+        eager mode the error is an UnsupportedRunError, in a graph tf.errors.InvalidArgumentError.
+        XLA compiles no assertions: there the callback raises, and `privacy_event`.
       - Not covered: rounding of floating-point numbers; how the batches were dealt, and that one
         row is one example, are the user's word. `last_step` shows values without noise.
 
@@ -111,7 +110,7 @@ class DiceKerasSGDOptimizer(DiceOptimizer, GenericDPSGDOptimizer):
         """All arguments of the constructor as plain types; see Keras. It holds no error."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.SGD.get_config(self)
         names = ("name", "learning_rate", "momentum", "nesterov", "decay")
-        return {**self._settings, **{name: base[name] for name in names}}
+        return self._with_runs({**self._settings, **{name: base[name] for name in names}})
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -191,4 +190,4 @@ class DiceKerasAdamOptimizer(DiceOptimizer, GenericDPAdamOptimizer):
         """All arguments of the constructor as plain types; see Keras. It holds no error."""
         base: dict[str, Any] = tf.keras.optimizers.legacy.Adam.get_config(self)
         names = ("name", "learning_rate", "beta_1", "beta_2", "epsilon", "amsgrad", "decay")
-        return {**self._settings, **{name: base[name] for name in names}}
+        return self._with_runs({**self._settings, **{name: base[name] for name in names}})
