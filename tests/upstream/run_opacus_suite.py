@@ -78,21 +78,29 @@ EXPECTED_TO_FAIL = {
 
 
 class Engine(HiddenStatePrivacyEngine):
-    """Speaks Opacus' arguments; the order follows torch's seed, as the tests expect."""
+    """Speaks Opacus' arguments; order and noise follow torch's seed, as the tests expect."""
 
     runs = 0
 
     def make_private(self, *, poisson_sampling=True, **arguments):
         order = _order(poisson_sampling, **arguments)
-        private = super().make_private(**order, **arguments)
+        private = super().make_private(**order, **self._noise_like_opacus() | arguments)
         Engine.runs += 1
         return private
 
     def make_private_with_epsilon(self, *, poisson_sampling=True, **arguments):
         order = _order(poisson_sampling, **arguments)
-        private = super().make_private_with_epsilon(**order, **arguments)
+        private = super().make_private_with_epsilon(
+            **order, **self._noise_like_opacus() | arguments
+        )
         Engine.runs += 1
         return private
+
+    def _noise_like_opacus(self):
+        if self.secure_mode:
+            return {}
+        seed = int(torch.randint(2**31, ()))
+        return {"noise_generator": torch.Generator().manual_seed(seed)}
 
 
 def _order(poisson_sampling, *, data_loader, grad_sample_mode="hooks", **arguments):

@@ -14,6 +14,7 @@ from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGr
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
+from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
 
 
 class WatchedLoss:
@@ -60,12 +61,15 @@ class WatchedLoss:
         self._frozen.hold(tells=True)
         head = HeadWatch(self._head, is_followed=True)
         forward = ForwardGuard(self._inner, head, frozen=self._frozen)
+        independence = IndependenceGuard(self._inner, forward, criterion=self._criterion)
         divides = self._criterion.reduction == "mean"
         # What the loader delivered is not seen here.
         criterion = CriterionGuard(known, forward, head, tuple, divides=divides)
         features = FeatureGuard(float(self._feature_norm), lambda: forward.largest_feature_norm)
-        self._hooks = (forward, criterion)
-        self._guards = Guards([forward, criterion, features, LossGradientGuard(criterion)])
+        self._hooks = (forward, independence, criterion)
+        self._guards = Guards(
+            [forward, independence, criterion, features, LossGradientGuard(criterion)]
+        )
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
