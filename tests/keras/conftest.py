@@ -74,8 +74,17 @@ class Run:
 
 
 @pytest.fixture
-def make_run():
-    return Run
+def compile_options(request):
+    """How a test compiles its models: with `row_by_row` steps need no graph."""
+    return {"run_eagerly": True} if "row_by_row" in request.fixturenames else {}
+
+
+@pytest.fixture
+def make_run(compile_options):
+    def make(*, compile=None, **kwargs):
+        return Run(compile=compile_options if compile is None else compile, **kwargs)
+
+    return make
 
 
 @pytest.fixture(autouse=True)

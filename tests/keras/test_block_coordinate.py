@@ -310,7 +310,9 @@ def test_the_arguments_survive(tmp_path):
         model.save(tmp_path / name)
         loaded = tf.keras.models.load_model(tmp_path / name)
         assert type(loaded.optimizer) is BlockCoordinateKerasOptimizer
-        assert loaded.optimizer.get_config() == pytest.approx(optimizer.get_config(), abs=1e-8)
+        own, other = optimizer.get_config(), loaded.optimizer.get_config()
+        assert other.pop("runs_behind_the_weights") == own.pop("runs_behind_the_weights")
+        assert other == pytest.approx(own, abs=1e-8)
         with pytest.raises(ValueError, match="at least one step"):  # the steps stay behind
             loaded.optimizer.report(1e-5, dataset_size=RECORDS)
     assert copy.deepcopy(optimizer).num_steps == 0

@@ -53,7 +53,7 @@ class BlockModel(tf.keras.Sequential):
 
 
 @pytest.fixture
-def make_blocks(make_run):
+def make_blocks(make_run, compile_options):
     """A run of Model.fit; with several layers each is a block."""
 
     def make(*own_layers, compile=None, options=None, **callback):
@@ -65,7 +65,7 @@ def make_blocks(make_run):
         if own_layers:
             run.model = BlockModel(own_layers)
             run.model.build((None, 4))
-        run.model.compile(run.optimizer, bce(), **(compile or {}))
+        run.model.compile(run.optimizer, bce(), **(compile_options if compile is None else compile))
         return run
 
     return make
@@ -472,6 +472,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("row_by_row")
 @pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
 def test_refused(make_blocks, act):
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):

@@ -31,12 +31,12 @@ def dice(kind=DiceKerasSGDOptimizer, **kwargs):
 
 
 @pytest.fixture
-def make_dice(make_run):
+def make_dice(make_run, compile_options):
     def make(optimizer=None, compile=None, **callback):
         run = make_run(callback={"gradient_bound": BOUND, **callback})
         run.optimizer = optimizer or dice()
         loss = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
-        run.model.compile(run.optimizer, loss, **(compile or {}))
+        run.model.compile(run.optimizer, loss, **(compile_options if compile is None else compile))
         return run
 
     return make
@@ -173,6 +173,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("row_by_row")
 @pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
 def test_refused(make_dice, act):
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):

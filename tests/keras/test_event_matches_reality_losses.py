@@ -193,6 +193,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("row_by_row")
 @each_row(("act", "text"), CASES)
 def test_refused(make_run, act, text):
     run = make_run()

@@ -1,6 +1,5 @@
 """Runs whose initial weights another private run left: composed with it, or refused."""
 
-import functools
 import json
 
 import numpy as np
@@ -32,12 +31,6 @@ def new_process():
 @pytest.fixture(autouse=True)
 def _in_a_new_process(row_by_row):
     new_process()
-
-
-@pytest.fixture
-def make_run(make_run):
-    """Without the time that a graph takes to be traced."""
-    return functools.partial(make_run, compile={"run_eagerly": True})
 
 
 def composed(*events):

@@ -1,7 +1,6 @@
 """A run that goes on from a state, in another process or this one, is one run."""
 
 import base64
-import functools
 import json
 
 import attrs
@@ -39,12 +38,6 @@ def new_process(row_by_row):
 
     forget()
     return forget
-
-
-@pytest.fixture
-def make_run(make_run):
-    """Without the time that a graph takes to be traced."""
-    return functools.partial(make_run, compile={"run_eagerly": True})
 
 
 def cyclic(**kwargs):
