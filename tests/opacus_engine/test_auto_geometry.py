@@ -1,6 +1,5 @@
 import functools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from hidden_state_adapters.opacus.geometry import auto_loss_geometry
 
 LINEAR = nn.Linear(4, 1)
 MANY = nn.Linear(4, 3)
+ENVELOPE = {"clip_norm": 0.3, "smoothing": 2.0}
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -31,14 +31,14 @@ MANY = nn.Linear(4, 3)
         (nn.BCEWithLogitsLoss(), 1, LossGeometry.logistic),
         (nn.MSELoss(), 1, lambda norm, bias: LossGeometry.squared_error(norm, bias, scale=2.0)),
         (nn.HuberLoss(delta=0.3), 1, lambda norm, bias: LossGeometry.huber(norm, 0.3, bias)),
-        (EnvelopeCrossEntropyLoss(0.3, 2.0), 3,
-         partial(LossGeometry.envelope_softmax_cross_entropy, clip_norm=0.3, smoothing=2.0)),
-        (EnvelopeBCEWithLogitsLoss(0.3, 2.0), 1,
-         partial(LossGeometry.envelope_logistic, clip_norm=0.3, smoothing=2.0)),
-        (EnvelopeHingeLoss(0.3, 2.0), 1,
-         partial(LossGeometry.envelope_hinge, clip_norm=0.3, smoothing=2.0)),
-        (EnvelopeSquaredErrorLoss(0.3, 2.0, 3.0), 3,
-         partial(LossGeometry.envelope_squared_error, clip_norm=0.3, smoothing=2.0, scale=3.0)),
+        (EnvelopeCrossEntropyLoss(**ENVELOPE), 3,
+         functools.partial(LossGeometry.envelope_softmax_cross_entropy, **ENVELOPE)),
+        (EnvelopeBCEWithLogitsLoss(**ENVELOPE), 1,
+         functools.partial(LossGeometry.envelope_logistic, **ENVELOPE)),
+        (EnvelopeHingeLoss(**ENVELOPE), 1,
+         functools.partial(LossGeometry.envelope_hinge, **ENVELOPE)),
+        (EnvelopeSquaredErrorLoss(scale=3.0, **ENVELOPE), 3,
+         functools.partial(LossGeometry.envelope_squared_error, scale=3.0, **ENVELOPE)),
     ],
 )  # fmt: skip
 def test_known_criteria(criterion, outputs, expected, bias):
@@ -60,8 +60,8 @@ TARGETS = {
     nn.CrossEntropyLoss: lambda n, outputs: torch.randint(0, outputs, (n,)),
     nn.BCEWithLogitsLoss: lambda n, outputs: torch.randint(0, 2, (n, outputs)).double(),
     EnvelopeCrossEntropyLoss: lambda n, outputs: torch.randint(0, outputs, (n,)),
-    EnvelopeBCEWithLogitsLoss: lambda n, outputs: torch.randint(0, 2, (n, 1)).double(),
-    EnvelopeHingeLoss: lambda n, outputs: 2.0 * torch.randint(0, 2, (n, 1)).double() - 1,
+    EnvelopeBCEWithLogitsLoss: lambda n, outputs: torch.randint(0, 2, (n, outputs)).double(),
+    EnvelopeHingeLoss: lambda n, outputs: 2.0 * torch.randint(0, 2, (n, outputs)).double() - 1,
 }
 WEIGHTS = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 SUM = {"reduction": "sum"}
@@ -70,10 +70,6 @@ CRITERIA = [
     (nn.CrossEntropyLoss(label_smoothing=0.3), 3),
     (nn.CrossEntropyLoss(WEIGHTS, **SUM), 3),
     (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.3, **SUM), 3),
-    (EnvelopeCrossEntropyLoss(1.2, 0.7), 3),
-    (EnvelopeBCEWithLogitsLoss(0.4, 0.7), 1),
-    (EnvelopeHingeLoss(0.4, 0.7), 1),
-    (EnvelopeSquaredErrorLoss(0.4, 0.7, 2.0), 1),
     *[
         (criterion, outputs)
         for outputs in (1, 3)
@@ -86,6 +82,10 @@ CRITERIA = [
     (nn.BCEWithLogitsLoss(WEIGHTS, pos_weight=WEIGHTS.flip(0), **SUM), 3),
     (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS[2:]), 1),
     (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS[0]), 3),
+    (EnvelopeCrossEntropyLoss(1.2, 0.7), 3),
+    (EnvelopeBCEWithLogitsLoss(0.4, 0.7), 1),
+    (EnvelopeHingeLoss(0.4, 0.7), 1),
+    (EnvelopeSquaredErrorLoss(0.4, 0.7, 2.0), 1),
 ]  # fmt: skip
 
 
@@ -214,6 +214,7 @@ def half_frozen():
         (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), 1.0, "got trainable Conv1d"),
         (nn.Linear(4, 3).requires_grad_(False), nn.CrossEntropyLoss(), 1.0, "got trainable -"),
         (hooked(), nn.CrossEntropyLoss(), 1.0, "a forward hook on Linear"),
+        (MANY, EnvelopeHingeLoss(**ENVELOPE), 1.0, "needs one output for EnvelopeHingeLoss"),
         (half_frozen(), nn.CrossEntropyLoss(), 1.0, "frozen parameters"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
          "ParametrizedLinear"),

@@ -20,7 +20,6 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeBCEWithLogitsLoss,
     EnvelopeCrossEntropyLoss,
     EnvelopeHingeLoss,
-    EnvelopeLoss,
     EnvelopeSquaredErrorLoss,
 )
 
@@ -87,12 +86,14 @@ class KnownCriterion:
     Attributes:
         criterion: As a module.
         settings: The attributes that its constants and gradients depend on.
-        is_elementwise: Whether every output has a target of its own.
+        is_elementwise: Whether every output has a target of its own, of the output's shape.
+        about_targets: Which targets are bad, and why.
     """
 
     criterion: Any
     settings: ClassVar[tuple[str, ...]] = ()
     is_elementwise: ClassVar[bool] = True
+    about_targets: ClassVar[str] = ""
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """The loss of a record, as a function of the parameters of a linear layer.
@@ -101,6 +102,10 @@ class KnownCriterion:
             UnsupportedRunError: The loss of a record has no constants, or depends on others.
         """
         raise NotImplementedError
+
+    def has_bad_target(self, target: torch.Tensor) -> torch.Tensor | bool:
+        """Whether the constants do not hold for a target."""
+        return False
 
     def share(self, outputs: int) -> float:
         """What the loss of a record divides the sum over its outputs by."""
@@ -155,6 +160,10 @@ class SoftmaxCriterion(KnownCriterion):
 
     settings = ("reduction", "ignore_index", "label_smoothing", "weight")
     is_elementwise = False
+    about_targets = (
+        "that equals ignore_index = -100 or is no vector of probabilities: ignored records rescale "
+        "the gradients of the others"
+    )
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
@@ -176,6 +185,13 @@ class SoftmaxCriterion(KnownCriterion):
             )
         largest = 1.0 if weight is None else float(weight.max())
         return _scaled(LossGeometry.softmax_cross_entropy(norm, bias), largest)
+
+    def has_bad_target(self, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.has_bad_target`; class indices or probabilities."""
+        if not target.is_floating_point():
+            return (target == self.criterion.ignore_index).any()
+        off = (target.detach().sum(dim=-1, dtype=torch.float64) - 1).abs()
+        return ~((target >= 0).all() & (off <= _PROBABILITY_SLACK).all())
 
     def share(self, outputs: int) -> float:
         """One loss for all outputs."""
@@ -216,6 +232,7 @@ class LogisticCriterion(KnownCriterion):
     """nn.BCEWithLogitsLoss: one or several labels for each record."""
 
     settings = ("reduction", "weight", "pos_weight")
+    about_targets = "that is no probability: the constants of the loss are about labels in [0, 1]"
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
@@ -231,6 +248,10 @@ class LogisticCriterion(KnownCriterion):
         if outputs == 1:
             return _scaled(one, float(largest.max()))
         return _sum_of(one, largest / self.share(outputs))
+
+    def has_bad_target(self, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.has_bad_target`."""
+        return ~((target >= 0) & (target <= 1)).all()
 
     def _factors(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the slopes at label 0 and at label 1 are multiplied with."""
@@ -342,38 +363,33 @@ class SmoothL1Criterion(ResidualCriterion):
 
 
 class EnvelopeCriterion(KnownCriterion):
-    """An envelope loss of this package; see docs/theory/envelope.md.
+    """A loss of `losses`, which knows its constants and checks its targets by itself.
 
-    It checks its targets itself. The loop has to call the very object: what else has this gradient
-    is not looked for.
+    It is made to be called: a gradient alone is not compared with it.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("reduction", "clip_norm", "smoothing")
+    settings = ("reduction", "clip_norm", "smoothing", "scale")
     is_elementwise = False
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
-        if isinstance(self.criterion, _OF_ONE_PREDICTION) and outputs != 1:
+        name = type(self.criterion).__name__
+        if outputs != 1 and not isinstance(self.criterion, _ENVELOPES_OF_MANY_OUTPUTS):
             raise UnsupportedRunError(
-                f'loss_geometry="auto" needs one output for {type(self.criterion).__name__}, got '
-                f"{outputs}. Use EnvelopeCrossEntropyLoss for several classes."
+                f'loss_geometry="auto" needs one output for {name}, got {outputs}. Use a model '
+                "with one output, or declare a LossGeometry."
             )
-        return self.criterion.geometry(norm, bias)  # type: ignore[no-any-return]
+        geometry: LossGeometry = self.criterion.geometry(norm, bias)
+        return geometry
 
     def is_other(
         self, output: torch.Tensor, gradient: torch.Tensor, targets: Iterable[torch.Tensor]
-    ) -> torch.Tensor | bool:
+    ) -> bool:
         """See `KnownCriterion.is_other`."""
         return True
 
 
-class EnvelopeSquaredCriterion(EnvelopeCriterion):
-    """EnvelopeSquaredErrorLoss."""
-
-    settings = (*EnvelopeCriterion.settings, "scale")
-
-
-_OF_ONE_PREDICTION = (EnvelopeBCEWithLogitsLoss, EnvelopeHingeLoss)
+_ENVELOPES_OF_MANY_OUTPUTS = (EnvelopeCrossEntropyLoss, EnvelopeSquaredErrorLoss)
 
 _KNOWN: dict[type, type[KnownCriterion]] = {
     nn.CrossEntropyLoss: SoftmaxCriterion,
@@ -383,13 +399,13 @@ _KNOWN: dict[type, type[KnownCriterion]] = {
     nn.SmoothL1Loss: SmoothL1Criterion,
     EnvelopeCrossEntropyLoss: EnvelopeCriterion,
     EnvelopeBCEWithLogitsLoss: EnvelopeCriterion,
+    EnvelopeSquaredErrorLoss: EnvelopeCriterion,
     EnvelopeHingeLoss: EnvelopeCriterion,
-    EnvelopeSquaredErrorLoss: EnvelopeSquaredCriterion,
 }
 
 KNOWN_NAMES = ", ".join(
-    f"{'' if issubclass(kind, EnvelopeLoss) else 'nn.'}{kind.__name__}"
-    for kind in (*_KNOWN, nn.NLLLoss)
+    f"{'' if known is EnvelopeCriterion else 'nn.'}{kind.__name__}"
+    for kind, known in (*_KNOWN.items(), (nn.NLLLoss, SoftmaxCriterion))
 )
 
 

@@ -102,10 +102,10 @@ def auto_loss_geometry(
         module: The module itself, not Opacus' wrapper.
         criterion: nn.CrossEntropyLoss, nn.NLLLoss (behind log_softmax), nn.BCEWithLogitsLoss,
             nn.MSELoss, nn.HuberLoss or nn.SmoothL1Loss, or the function of torch.nn.functional for
-            it, with any number of outputs; or an envelope loss of this package (those of one
-            prediction with one output). Weights are those of outputs; for cross-entropy they need
-            reduction="sum". The loop must use this loss, with targets that are class indices or
-            probabilities.
+            it, with any number of outputs; EnvelopeCrossEntropyLoss or EnvelopeSquaredErrorLoss, or
+            with one output EnvelopeBCEWithLogitsLoss or EnvelopeHingeLoss. Weights are those of
+            outputs; for cross-entropy they need reduction="sum". The loop must use this loss, with
+            targets that are class indices or probabilities.
         feature_norm: Bound on the L2 norm of every record at the linear layer.
         loss_reduction: "mean" or "sum", as given to make_private.
 

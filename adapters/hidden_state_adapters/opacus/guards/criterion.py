@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.criteria import KnownCriterion, SoftmaxCriterion, SquaredCriterion
+from hidden_state_adapters.opacus.criteria import KnownCriterion, SquaredCriterion
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.head import HeadWatch
-
-_PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 
 
 class LossGradient:
@@ -132,7 +130,7 @@ class CriterionGuard(Guard):
         self.known, self._forward = known, forward
         self._delivered, self._divides = delivered, divides
         self._criterion: Any = known.criterion
-        self._settings = [_copied(getattr(self._criterion, name)) for name in known.settings]
+        self._settings = [_copied(self._setting(name)) for name in known.settings]
         self._handles = [
             self._criterion.register_forward_pre_hook(self._check, with_kwargs=True),
             self._criterion.register_forward_hook(self._follow),
@@ -175,16 +173,9 @@ class CriterionGuard(Guard):
         """Raises UnsupportedRunError if one does."""
         if not values["bad_target"]:
             return
-        if self.known.is_elementwise:
-            what = "that is no probability: the constants of the loss are about labels in [0, 1]"
-        else:
-            what = (
-                f"that equals ignore_index = {self._criterion.ignore_index} or is no vector of "
-                "probabilities: ignored records rescale the gradients of the others"
-            )
         raise UnsupportedRunError(
-            f"step {piece.step} has a target {what}. The step was not taken. Remove those records "
-            "beforehand."
+            f"step {piece.step} has a target {self.known.about_targets}. The step was not taken. "
+            "Remove those records beforehand."
         )
 
     def is_another_loss(self, piece: Piece) -> Figure:
@@ -215,8 +206,11 @@ class CriterionGuard(Guard):
     def __reduce__(self) -> Any:
         return _idle_watch, ()  # a copy of the criterion belongs to no run
 
+    def _setting(self, name: str) -> Any:
+        return getattr(self._criterion, name, None)
+
     def _check_settings(self, where: str) -> None:
-        now = [getattr(self._criterion, name) for name in self.known.settings]
+        now = [self._setting(name) for name in self.known.settings]
         if not all(map(_is_equal, now, self._settings)):
             raise UnsupportedRunError(
                 f"{where}Expected the criterion as it was at make_private, got {self._criterion}: "
@@ -235,7 +229,7 @@ class CriterionGuard(Guard):
         self._check_settings("")
         if self.known.is_elementwise:
             _check_equal_shapes(output, target)
-        self._has_bad_target = self._is_bad(target)
+        self._has_bad_target = self.known.has_bad_target(target)
         self.calls += 1
         self._rows = len(output) if output.dim() else 1
         left = self.gradient.output
@@ -244,13 +238,6 @@ class CriterionGuard(Guard):
             return None
         self._is_followed = True
         return (self.gradient.follow_input(output), target), {}
-
-    def _is_bad(self, target: torch.Tensor) -> Figure:
-        if isinstance(self.known, SoftmaxCriterion):
-            return _has_bad_class(target, self._criterion.ignore_index)
-        if isinstance(self._criterion, nn.BCEWithLogitsLoss):
-            return ~((target >= 0) & (target <= 1)).all()
-        return False
 
     def _follow(self, module: nn.Module, args: Any, value: torch.Tensor) -> None:
         if self._is_followed:
@@ -345,14 +332,6 @@ def _check_equal_shapes(output: torch.Tensor, target: torch.Tensor) -> None:
             f"{tuple(target.shape)}: broadcasting would compare every record with the targets of "
             "all others. Use target.reshape(output.shape)."
         )
-
-
-def _has_bad_class(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """A 0-dim boolean for targets of CrossEntropyLoss: class indices or probabilities."""
-    if not target.is_floating_point():
-        return (target == ignore_index).any()
-    off = (target.detach().sum(dim=-1, dtype=torch.float64) - 1).abs()
-    return ~((target >= 0).all() & (off <= _PROBABILITY_SLACK).all())
 
 
 def _copied(value: Any) -> Any:
