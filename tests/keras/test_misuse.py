@@ -27,6 +27,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateRecorder,
     cyclic_dataset,
 )
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.optimizer import DiceOptimizer
 
 FEATURES = 3
 LOGISTIC = hsa.LossGeometry.logistic(1.0, bias=True)
@@ -56,6 +57,38 @@ LAYERS = {
     "": lambda: layers.Activation("linear"),
     "batch_norm": layers.BatchNormalization,
     "counts": Counts,
+    "largest": lambda: layers.Lambda(lambda x: x / tf.reduce_max(tf.norm(x, axis=1))),
+    "mean": lambda: layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0)),
+    "statistics": lambda: layers.Lambda(
+        lambda x: tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3)
+    ),
+}
+
+
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
+def linear(**kwargs):
+    return layers.Dense(1, kernel_initializer="ones", **kwargs)
+
+
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+HALF = hsa.LossGeometry.squared_error(1.0, bias=True)
+# By name: what is trained, with which loss, and what is said of the loss.
+HEADS = {
+    "tanh": lambda: ([linear(activation="tanh")], bce(), AUTO),
+    "sigmoid_after": lambda: ([linear(), layers.Lambda(tf.sigmoid)], bce(), AUTO),
+    "focal": lambda: (
+        [linear()],
+        tf.keras.losses.BinaryFocalCrossentropy(from_logits=True, reduction="none"),
+        AUTO,
+    ),
+    "half_squared_error": lambda: (
+        [linear()],
+        tf.keras.losses.MeanSquaredError(reduction="none"),
+        {"loss_geometry": HALF},
+    ),
 }
 
 
@@ -90,7 +123,7 @@ class KerasTrial(Trial):
     """A run of an own loop; see FitTrial.
 
     Attributes:
-        layer: Before the head.
+        layer: Before the head, of `LAYERS`, or the head itself, of `HEADS`.
         kind: The optimizer.
         start, records, has_bound: See `Trial`.
         options: More options of the optimizer.
@@ -108,27 +141,39 @@ class KerasTrial(Trial):
     by_blocks: bool = False
 
     def __attrs_post_init__(self):
+        self.data, self.loss = data(), bce()
+        self.backbone = layers.Dense(
+            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
+        )
+        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
+        head = [linear(use_bias=False), self.bias]
+        if self.layer == "half_squared_error" and issubclass(self.kind, DiceOptimizer):
+            raise NotImplementedError("the curvature of the loss does not matter")
+        if self.layer in HEADS:
+            head, self.loss, self.declared = HEADS[self.layer]()
+            self.options = {k: v for k, v in self.options.items() if k != "loss_geometry"}
+        before = LAYERS.get(self.layer, LAYERS[""])()
+        self.model = Model([before, self.backbone, self.buffer, *head])
+        self.model.build((None, FEATURES))
+        self.model.act = self.act
         self.optimizer = self.kind(
             self.start["clip_norm"],
             self.start["noise_multiplier"],
             learning_rate=self.start["learning_rate"],
             **self.options,
         )
-        self.data = data()
-        self.backbone = layers.Dense(
-            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
-        )
-        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
-        head = layers.Dense(1, use_bias=False, kernel_initializer="ones")
-        self.model = Model([LAYERS[self.layer](), self.backbone, self.buffer, head, self.bias])
-        self.model.build((None, FEATURES))
-        self.model.act = self.act
         self.before = self.after = self.extra = None
-        self.scale, self.factor, self.pairs = 1.0, 1.0, None
-        self.account = self.account_of(self.optimizer)
+        self.scale, self.factor, self.pairs, self.broadcasts = 1.0, 1.0, None, False
+        self.account = self.account_of(self.optimizer, self.loss if self.layer in HEADS else None)
 
-    def account_of(self, optimizer):
-        return HiddenStateRecorder(self.model, optimizer, self.data, **self.declared)
+    def account_of(self, optimizer, loss=None):
+        return HiddenStateRecorder(self.model, optimizer, self.data, loss=loss, **self.declared)
+
+    def tell_the_loss(self):
+        self.account = self.account_of(self.optimizer, self.loss)
+
+    def broadcast_targets(self):
+        self.broadcasts = True
 
     # The loop
 
@@ -151,8 +196,11 @@ class KerasTrial(Trial):
         def losses():
             if before is not None:
                 before()
-            values = tf.nn.sigmoid_cross_entropy_with_logits(y, self.model(x, training=True))
-            values = scale * values[:, 0]
+            outputs = self.model(x, training=True)
+            values = scale * self.loss(y, outputs)
+            if self.broadcasts:
+                values = tf.square(y[:, 0] - outputs)
+                self.broadcasts = False
             if self.extra is not None:
                 values += 0.0 * self.extra
             if after is not None:
@@ -306,12 +354,8 @@ class KerasTrial(Trial):
 class FitTrial(KerasTrial):
     """The same in Model.fit, which has no loop of one's own."""
 
-    def account_of(self, optimizer):
-        self.model.compile(
-            optimizer,
-            tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none"),
-            run_eagerly=True,
-        )
+    def account_of(self, optimizer, loss=None):
+        self.model.compile(optimizer, self.loss, run_eagerly=True)
         return HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **self.declared)
 
     def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):

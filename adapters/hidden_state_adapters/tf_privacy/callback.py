@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,9 +13,11 @@ from hidden_state_accountants import LossGeometry, validate
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.guards.batches import batches_of
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments
 from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.recorded_run import (
     RecordedRun,
     check_optimizer,
@@ -38,9 +40,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
       - Checked before training: fixed equal batches, each once per epoch; the model, the loss and
-        the other callbacks, as far as Keras shows them.
-      - Checked in every step: what the optimizer checks; one step per batch; fresh
-        noise. After every epoch: variables that are not trained are unchanged.
+        the other callbacks, as far as Keras shows them; on the first batch, that no example moves
+        the outputs, losses or gradients of others.
+      - Checked in every step: what the optimizer checks; one step per batch; fresh noise; in a
+        `train_step` of one's own, that the losses are those of the compiled loss on the delivered
+        batch at the weights that the step moves (to 0.1 %). After every epoch: variables that are
+        not trained are unchanged.
       - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
         training data (History, progress bar) have no privacy guarantee and must stay private.
 
@@ -64,6 +69,13 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         block_loss: For BlockCoordinateKerasOptimizer with one block, what is known about the
             per-example loss before clipping, for ALL examples that could have been in the data. The
             gradients of the run are checked against its `lipschitz`.
+        loss_geometry: What is known about the per-example loss, before clipping. ``"auto"`` reads
+            it off the compiled loss and the model: CategoricalCrossentropy (also sparse),
+            BinaryCrossentropy, MeanSquaredError, Huber or LogCosh of one `Dense` layer whose input
+            nothing else that is trained touches. A LossGeometry is your word, for ALL examples
+            that could have been in the data. None is composition, unless the optimizer was told.
+        feature_norm: B, a bound on the L2 norm of every example's features at that layer; needed
+            for "auto". All examples are measured before the first step.
 
     Raises:
         UnsupportedRunError: From fit, when the run is not one that can be accounted.
@@ -81,6 +93,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         metrics_stay_private: bool = False,
         gradient_bound: float = math.inf,
         block_loss: LossGeometry | None = None,
+        loss_geometry: LossGeometry | str | None = None,
+        feature_norm: float | None = None,
     ):
         super().__init__()
         self._batch_size = validate.integer("batch_size", batch_size, minimum=1)
@@ -93,7 +107,13 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._relation = checked_relation(neighboring_relation)
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
-        self._declared = Declared(gradient_bound=gradient_bound, block_loss=block_loss)
+        self._declared = Declared(
+            gradient_bound=gradient_bound,
+            block_loss=block_loss,
+            loss_geometry=loss_geometry,
+            feature_norm=feature_norm,
+        )
+        self._delivered: Iterator[tuple[Any, Any]] = iter(())
         self._source: tuple[Any, Any] = (None, None)
         self._releases_epochs = self._releases_steps = False
         self._other_callbacks: set[str] = set()
@@ -131,6 +151,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             examples=used,
             relation=self._relation,
             declared=self._declared,
+            trained=self._trained(source),
         )
         if self._releases_steps and record.units.accumulated > 1:
             raise refusal(
@@ -139,10 +160,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 '"epoch", or declare checkpoints_stay_private=True.'
             )
         self._record, self._source = record, source
-        record.optimizer.watch()
+
+    def _trained(self, source: tuple[Any, Any]) -> TrainedLoss:
+        return TrainedLoss.of_fit(self.model, lambda: batches_of(*source, self._batch_size))
 
     def _go_on(self, record: RecordedRun, source: tuple[Any, Any]) -> None:
-        record.go_on(self.model, self.model.optimizer)
+        record.go_on(self.model, self.model.optimizer, self._trained(source))
         if any(new is not old for new, old in zip(source, self._source, strict=True)):
             raise refusal(
                 "Expected the data of the run so far, the same object, got another: its batches "
@@ -159,6 +182,15 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 f"Expected to go on with batch {record.next_batch}, where the "
                 "last call of fit was interrupted; fit starts with batch 0."
             )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Computes what the losses of the step have to be, if its train_step is not Keras' own."""
+        assert self._record is not None
+        if not self._record.compares_losses:
+            return
+        if not batch:
+            self._delivered = batches_of(*self._source, self._batch_size)
+        self._record.expect(*next(self._delivered))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Records the step."""

@@ -9,15 +9,17 @@ from typing import Any, NoReturn
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import Assumption, BatchOrder, Guarantee, RunRecorder, validate
-from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.derived import check_curvature, resolved
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, Problem, StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
 _CHECKED = (
@@ -26,7 +28,6 @@ _CHECKED = (
     "not trained unchanged",
 )
 _DECLARED = (
-    "every entry of the loss depends on one example of the delivered batch",
     "the initial model and the order of the examples do not depend on the examples",
     "losses and metrics of the training data (History, progress bar) stay private",
 )
@@ -45,6 +46,7 @@ class RecordedRun:
         examples: Of an epoch, a multiple of b.
         relation: Of the guarantee.
         declared: By the user.
+        trained: What the gradients are taken of.
 
     Raises:
         UnsupportedRunError: No run of this optimizer and model can be accounted.
@@ -59,6 +61,7 @@ class RecordedRun:
         examples: int,
         relation: NeighboringRelation,
         declared: Declared,
+        trained: TrainedLoss,
     ):
         check_optimizer(optimizer)
         check_layers(model)
@@ -72,20 +75,34 @@ class RecordedRun:
         optimizer.check_run()
         self.optimizer: CheckedOptimizer = optimizer
         self.units = Units.of(optimizer, batch_size, examples)
-        optimizer.check_start(self.units, model.trainable_variables, declared)
-        self.num_batches = 0  # of which the optimizer made steps, or parts of them
         self.model = model
+        self._fixed = FixedVariables(model)
+        trained.look()
+        self._fixed.check(model)
+        self._trained = trained
+        self._declared = self._begin(declared)
+        self.num_batches = 0  # of which the optimizer made steps, or parts of them
         self._relation = relation
-        self._declared = declared
         self._period = self.units.batches
         self._grouping = _grouping(optimizer)
-        self._fixed = FixedVariables(model)
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
         self._noise: set[int] = set()
         self._invalid = ""
         self._check_accumulation()
         self._warn()
+        self._expected = ExpectedLosses(self.units.batch_size) if trained.is_compared else None
+        optimizer.watch(has_single_rows=trained.has_single_rows, expected=self._expected)
+
+    def _begin(self, declared: Declared) -> Declared:
+        """What the run is accounted with, and the optimizer is told."""
+        known = resolved(declared, self._trained)
+        self.optimizer.begin(known)
+        self.optimizer.check_start(self.units, self.model.trainable_variables, known)
+        geometry = self.optimizer.known_loss(known)
+        if geometry is not None and not known.source:
+            check_curvature(geometry, self._trained)
+        return known
 
     def _warn(self) -> None:
         before = int(self.optimizer.iterations)
@@ -111,12 +128,29 @@ class RecordedRun:
         entry = self.optimizer.last_step
         return entry.steps == self.num_batches and not entry.problem
 
+    @property
+    def compares_losses(self) -> bool:
+        """Whether `expect` has to be told every batch."""
+        return self._expected is not None
+
+    def expect(self, examples: Any, targets: Any) -> None:
+        """Notes the losses that the next step has to be given.
+
+        Args:
+            examples: Of the batch that is delivered.
+            targets: Likewise.
+        """
+        if self._expected is not None:
+            self._expected.expect(self._trained.losses(examples, targets))
+
     def add(self, batch: int) -> None:
         """Records the step that was taken on a batch, with the values that it used.
 
         Raises:
             UnsupportedRunError: It is not the step that has to follow; nothing can follow then.
         """
+        if self._expected is not None:
+            self._expected.forget()
         try:
             self._add(self.optimizer.last_step, batch)
         except (TypeError, ValueError) as error:
@@ -138,12 +172,19 @@ class RecordedRun:
 
     def _check_entry(self, entry: StepEntry, batch: int) -> None:
         step = self.num_batches + 1
+        if Problem.LOSS in entry.problem:
+            self._fixed.check(self.model)  # a plainer cause
         if entry.problem:  # the run ends here for a reason that may depend on the data
             raise refusal(f"step {step} was not taken. {entry.problem}")
         if entry.steps != step:
             raise refusal(
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
+            )
+        if self._expected is not None and self._expected.compared < step:
+            raise refusal(
+                f"the losses of step {step} were not compared with those of the known loss: the "
+                "step was traced before its record began. Make the tf.function after it."
             )
         if entry.noise in self._noise:
             raise refusal(
@@ -184,8 +225,8 @@ class RecordedRun:
         self._invalid = text
         raise refusal(text)
 
-    def go_on(self, model: Any, optimizer: Any) -> None:
-        """Checks that the run so far may go on with this model and optimizer.
+    def go_on(self, model: Any, optimizer: Any, trained: TrainedLoss) -> None:
+        """Checks that the run so far may go on with this model, optimizer and loss.
 
         Raises:
             UnsupportedRunError: It has ended, or the model is not the iterate that was accounted.
@@ -199,6 +240,7 @@ class RecordedRun:
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
+        self._trained.check_goes_on(trained)
         self.model = model
         self.check_iterate()
         optimizer.check_start(self.units, model.trainable_variables, self._declared)
@@ -280,8 +322,11 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in _CHECKED]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
-        own += [Assumption.declared(text) for text in (*_DECLARED, *declared)]
-        return merge_assumptions([tuple(own), self.guarantee().assumptions])
+        own += [*self._trained.assumptions, *self._declared.measured]
+        texts = (*_DECLARED, *self.optimizer.left_open(), *declared)
+        own += [Assumption.declared(text) for text in texts]
+        merged = merge_assumptions([tuple(own), self.guarantee().assumptions])
+        return replace_assumptions(merged, *self.optimizer.derived(self._declared))
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""
