@@ -33,6 +33,7 @@ from hidden_state_adapters.opacus.run.accounted import (
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.run.stock import StockRun
+from hidden_state_adapters.opacus.run.stock_clip import StockClip
 from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
 from hidden_state_adapters.opacus.run.stock_loop import StockLoop
 from hidden_state_adapters.opacus.run.stock_noise import StockNoise
@@ -290,10 +291,11 @@ class HiddenStateAccountant(IAccountant):
                 self._loop.run = None  # make_private was called again
             self._list(run)
         self._loop = loop
-        noise = StockNoise()
+        noise, clip = StockNoise(), StockClip()
 
         def hook_fn(optimizer: DPOptimizer) -> None:
             if not _records_itself(optimizer):
+                clip.check(loop.module, optimizer)
                 self._record_step(loop, optimizer, noise.take_over(optimizer))
 
         return hook_fn
