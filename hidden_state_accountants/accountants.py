@@ -226,7 +226,8 @@ class LastIterateAccountant(_LastIterateBase):
       - Every figure is an upper bound, in both directions of `neighboring_relation`.
       - Released: per run the last iterate and the iterates after its `release_steps`.
       - Runs compose with each other and with standard events: exactly (mu-GDP) while all are
-        Gaussian, otherwise through dp-accounting's PLD or RDP, whichever is tighter.
+        Gaussian, otherwise by privacy losses or RDP, whichever is tighter; the error of the
+        arithmetic is added (docs/theory/numerical_error.md).
 
     Standard events are read under `neighboring_relation`; a Gaussian event under REPLACE_ONE has
     sensitivity 2.

@@ -13,6 +13,7 @@ from dp_accounting import NeighboringRelation, pld, rdp
 
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.bounds import BOUNDS, Bound
+from hidden_state_accountants.curves.event_losses import stock_pld_error
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -126,14 +127,18 @@ def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.
 
 
 def _stock(
-    accountant: dp_accounting.PrivacyAccountant, event: dp_accounting.DpEvent, extra: float
+    accountant: dp_accounting.PrivacyAccountant,
+    event: dp_accounting.DpEvent,
+    extra: float,
+    error: float = 0.0,
 ) -> _Result:
     if not accountant.supports(event):
         raise UnsupportedRunError(f"{type(accountant).__name__} does not evaluate this run")
     accountant.compose(event)
 
     def epsilon(delta: float) -> float:
-        return float(accountant.get_epsilon(delta - extra)) if delta > extra else math.inf
+        left = delta - extra - error
+        return float(accountant.get_epsilon(left)) if left > 0 else math.inf
 
     note = "every iterate may be released"
     if extra:
@@ -158,7 +163,16 @@ def _stock_pld(event: Any, relation: NeighboringRelation) -> _Result:
             raise UnsupportedRunError(
                 f"epsilon around {epsilon:.3g}: its privacy loss distribution takes gigabytes"
             )
-    return _stock(pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE), composed, extra)
+    accountant = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return _stock(accountant, composed, extra, stock_pld_error(_compositions(composed)))
+
+
+def _compositions(event: dp_accounting.DpEvent) -> int:
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return int(event.count) * _compositions(event.event)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return sum(map(_compositions, event.events))
+    return 1
 
 
 def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Result:
