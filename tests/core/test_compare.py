@@ -7,7 +7,7 @@ from dp_accounting import NeighboringRelation, pld, rdp
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.compare.methods import round_up
+from hidden_state_accountants.figures import round_up
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -255,7 +255,8 @@ def test_in_parallel_the_figures_are_the_same():
         ((full_run(), []), ValueError),
         ((full_run(), 2.0), ValueError),
         ((full_run(), "1e-5"), TypeError),
-        ((full_run(), 1e-5, "replace_one"), TypeError),
+        ((full_run(), 1e-5, "replace"), ValueError),
+        ((full_run(), 1e-5, 3), TypeError),
     ],
 )
 def test_bad_arguments(arguments, error):
