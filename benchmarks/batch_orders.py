@@ -5,7 +5,6 @@
 Writes docs/benchmarks/batch_orders.md and docs/benchmarks/batch_orders.png.
 """
 
-import math
 import pathlib
 import sys
 import time
@@ -14,6 +13,7 @@ import attrs
 from dp_accounting import pld
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -48,17 +48,12 @@ def measure():
             start = time.perf_counter()
             epsilon = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
             table[name].append((epsilon, time.perf_counter() - start))
-            print(f"{epochs} epochs, {name}: {epsilon:.4f}", file=sys.stderr)
+            print(f"{epochs} epochs, {name}: {fixed_up(epsilon, 4)}", file=sys.stderr)
         event = attrs.evolve(RUN, batch_order="poisson", num_steps=100 * epochs)
         start = time.perf_counter()
         epsilon = pld.PLDAccountant().compose(event.as_composition()).get_epsilon(DELTA)
         table[BASELINE].append((epsilon, time.perf_counter() - start))
     return table
-
-
-def rounded_up(epsilon):
-    """Three decimals, never less."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
 
 
 def rows(table, text):
@@ -110,7 +105,7 @@ def main():
         "",
         "Epsilon, by the number of epochs:",
         "",
-        *rows(table, lambda cell: rounded_up(cell[0])),
+        *rows(table, lambda cell: fixed_up(cell[0], 3)),
         "",
         "Seconds for compose and get_epsilon (one core; compare within the table only):",
         "",

@@ -18,6 +18,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import BlockCoordinateOptimizer, HiddenStatePrivacyEngine
 
 TRAIN_RECORDS, CLASSES, RANK = 1500, 10, 12
@@ -91,7 +92,7 @@ def main():
     )  # fmt: skip
     zeros = float((linear.weight == 0).float().mean())
     print(
-        f"one block: epsilon {one.get_epsilon(options.delta):.2f}; test accuracy "
+        f"one block: epsilon {fixed_up(one.get_epsilon(options.delta), 2)}; test accuracy "
         f"{accuracy(linear, test):.3f}, {zeros:.0%} of the weights are 0"
     )
 
@@ -101,7 +102,8 @@ def main():
     # An engine of its own, to compare the two. Whoever releases both models uses one for both.
     two = train(product, data, options, max_grad_norm=1.0)
     print(
-        f"two blocks: epsilon {two.get_epsilon(options.delta):.2f}, composition of all updates; "
+        f"two blocks: epsilon {fixed_up(two.get_epsilon(options.delta), 2)}, composition of all "
+        "updates; "
         f"test accuracy {accuracy(product, test):.3f}"
     )
     print()

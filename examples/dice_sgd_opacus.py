@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
 
 TRAIN_RECORDS, CLASSES = 1500, 10
@@ -117,7 +118,7 @@ def main():
         noise = optimizer.noise_multiplier * clip_norm / options.batch_size
         accuracy, loss = evaluate(model, test)
         rows.append((name, f"{clip_norm:g}", f"{noise:.3g}",
-                     f"{engine.get_epsilon(options.delta):.2f}{claim}", f"{learning_rate:g}",
+                     fixed_up(engine.get_epsilon(options.delta), 2) + claim, f"{learning_rate:g}",
                      f"{accuracy:.3f}", f"{loss:.3f}"))  # fmt: skip
         return engine, optimizer
 

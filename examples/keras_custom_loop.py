@@ -14,6 +14,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateRecorder,
@@ -73,7 +74,7 @@ def main():
             step(*batch)
         if epoch % 20 == 0:
             epsilon = record.get_epsilon(options.delta)
-            print(f"  epoch {epoch}: epsilon if the model were released now {epsilon:.3f}")
+            print(f"  epoch {epoch}: epsilon if the model were released now {fixed_up(epsilon, 3)}")
     accuracy = np.mean(np.argmax(model(x_test), axis=1) == y_test)
     print(f"Test accuracy of the released model: {accuracy:.3f}\n")
     print(record.report(options.delta))

@@ -14,6 +14,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateCallback,
@@ -77,7 +78,7 @@ def main():
     history = model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0).history
     for epoch, epsilon in enumerate(history["epsilon_if_released_now"], 1):
         if epoch % 25 == 0 or epoch == options.epochs:
-            print(f"  epoch {epoch}: epsilon if the model were released now {epsilon:.3f}")
+            print(f"  epoch {epoch}: epsilon if the model were released now {fixed_up(epsilon, 3)}")
     # The test records are not protected by this run; neither are they trained on.
     _, accuracy = model.evaluate(x_test, y_test, verbose=0)
     print(f"Test accuracy of the released model: {accuracy:.3f}\n")

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 TRAIN_RECORDS = 1500
@@ -132,11 +133,11 @@ def main():
             ("released", "accountant", "neighboring relation", f"epsilon (delta {delta:g})",
              "test accuracy"),
             ("the model, cyclic batches", "hidden state (this package)", "REPLACE_SPECIAL",
-             f"{engine.get_epsilon(delta):.2f}", f"{private_accuracy:.3f}"),
+             fixed_up(engine.get_epsilon(delta), 2), f"{private_accuracy:.3f}"),
             ("every iterate, same run", "composition (exact)", "REPLACE_SPECIAL",
-             f"{composed.get_epsilon(delta):.2f}", f"{private_accuracy:.3f}"),
+             fixed_up(composed.get_epsilon(delta), 2), f"{private_accuracy:.3f}"),
             ("every iterate, another algorithm: Poisson batches, same noise", "Opacus PRV",
-             "ADD_OR_REMOVE_ONE", f"{poisson.get_epsilon(delta):.2f}", "not trained"),
+             "ADD_OR_REMOVE_ONE", fixed_up(poisson.get_epsilon(delta), 2), "not trained"),
             ("a model trained without privacy", "-", "-", f"{math.inf}",
              f"{public_accuracy:.3f}"),
         ]

@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 RECORDS, BATCH, DELTA = 1500, 150, 1e-5
@@ -76,19 +77,21 @@ def main():
 
     engine, *run = start(data)
     train(*run, done=0, until=steps)
-    print(f"not interrupted: {steps} steps, epsilon {engine.get_epsilon(DELTA):.4f}")
+    print(f"not interrupted: {steps} steps, epsilon {fixed_up(engine.get_epsilon(DELTA), 4)}")
 
     with tempfile.TemporaryDirectory() as folder:
         path = options.path or pathlib.Path(folder) / "checkpoint.pt"
         engine, *run = start(data)
         done = train(*run, done=0, until=options.stop_after)
         engine.save_checkpoint(path=path, stays_private=True, include_private_state=True)
-        print(f"stopped after {done} steps, epsilon so far {engine.get_epsilon(DELTA):.4f}")
+        print(
+            f"stopped after {done} steps, epsilon so far {fixed_up(engine.get_epsilon(DELTA), 4)}"
+        )
 
         engine, *run = start(data)  # as in another process, another day
         engine.load_checkpoint(path=path)
     train(*run, done=done, until=steps)
-    print(f"resumed: {steps} steps, epsilon {engine.get_epsilon(DELTA):.4f}")
+    print(f"resumed: {steps} steps, epsilon {fixed_up(engine.get_epsilon(DELTA), 4)}")
     print()
     print(engine.report(DELTA))
 

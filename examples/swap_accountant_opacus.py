@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_adapters.opacus  # noqa: F401  swap 1: registers the accountant
+from hidden_state_accountants.figures import fixed_up
 
 RECORDS, BATCH, DELTA = 1500, 150, 1e-5
 
@@ -65,7 +66,9 @@ def main():
             optimizer.step()
         if epoch % 20 == 0 or epoch == options.epochs:
             epsilon = engine.get_epsilon(DELTA)
-            print(f"epoch {epoch}: epsilon {epsilon:.3f} if this model were the one released")
+            print(
+                f"epoch {epoch}: epsilon {fixed_up(epsilon, 3)} if this model were the one released"
+            )
 
     with torch.no_grad():
         accuracy = (model(test_features).argmax(dim=1) == test_labels).float().mean()

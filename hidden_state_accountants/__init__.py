@@ -19,7 +19,7 @@ from hidden_state_accountants.calibration import (
     calibrate_noise,
     calibrate_weight_decay,
 )
-from hidden_state_accountants.compare import Comparison, compare
+from hidden_state_accountants.compare import Comparison, compare, position_profile
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
@@ -77,5 +77,6 @@ __all__ = [
     "compare",
     "compose_guarantees",
     "envelope_smoothing",
+    "position_profile",
     "shifted_gdp_mu",
 ]

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,7 @@ class _Composed:
             theorems.append("dp-accounting events")
         if not self.is_private:
             theorems.append("a non-private event")
+        only_for = "; ".join(dict.fromkeys(g.only_for for g in guarantees if g.only_for))
         return Guarantee(
             curve=curve,
             neighboring_relation=relation,
@@ -77,28 +79,39 @@ class _Composed:
             alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
             caveat="; ".join(dict.fromkeys(g.caveat for g in guarantees if g.caveat)),
             citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
+            only_for=only_for,
+            of_all_records=functools.partial(self._of_all, relation) if only_for else None,
         )
+
+    def _of_all(self, relation: NeighboringRelation) -> Guarantee:
+        everyone = tuple(
+            (guarantee.of_all_records() if guarantee.of_all_records else guarantee, count)
+            for guarantee, count in self.guarantees
+        )
+        composed = attrs.evolve(self, guarantees=everyone)
+        return composed.guarantee(relation, composed.curve())
 
 
 def compose_guarantees(
-    guarantees: Sequence[Guarantee], neighboring_relation: NeighboringRelation
+    guarantees: Sequence[Guarantee], neighboring_relation: NeighboringRelation | str
 ) -> Guarantee:
     """The guarantee of several runs together, each with its own guarantee under the relation."""
+    relation = validate.neighboring_relation(neighboring_relation)
     for guarantee in guarantees:
-        if guarantee.neighboring_relation is not neighboring_relation:
+        if guarantee.neighboring_relation is not relation:
             raise ValueError(
-                f"Expected guarantees for {neighboring_relation.name}, got one for "
+                f"Expected guarantees for {relation.name}, got one for "
                 f"{guarantee.neighboring_relation.name}."
             )
     composed = _Composed(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
-    return composed.guarantee(neighboring_relation, composed.curve())
+    return composed.guarantee(relation, composed.curve())
 
 
 class _LastIterateBase(dp_accounting.PrivacyAccountant):
     """Composes last-iterate runs with each other and with standard events."""
 
     def __init__(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+        self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
     ):
         super().__init__(validate.neighboring_relation(neighboring_relation))
         self._state = _Composed()
@@ -226,7 +239,8 @@ class LastIterateAccountant(_LastIterateBase):
       - Every figure is an upper bound, in both directions of `neighboring_relation`.
       - Released: per run the last iterate and the iterates after its `release_steps`.
       - Runs compose with each other and with standard events: exactly (mu-GDP) while all are
-        Gaussian, otherwise through dp-accounting's PLD or RDP, whichever is tighter.
+        Gaussian, otherwise by privacy losses or RDP, whichever is tighter; the error of the
+        arithmetic is added (docs/theory/numerical_error.md).
 
     Standard events are read under `neighboring_relation`; a Gaussian event under REPLACE_ONE has
     sensitivity 2.

@@ -71,7 +71,12 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     ]
     curves = [g.curve for _, g in found if g is best[1] or g.mu is None or best[1].mu is None]
     curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
-    return attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
+    best_of_all = attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
+    if not best_of_all.only_for:
+        return best_of_all
+    everywhere = attrs.evolve(event, record_position=None)
+    of_all_records = functools.partial(best_guarantee, everywhere, relation)
+    return attrs.evolve(best_of_all, of_all_records=of_all_records)
 
 
 def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:

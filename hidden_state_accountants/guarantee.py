@@ -14,6 +14,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
 from hidden_state_accountants.curves.base import Curve
+from hidden_state_accountants.figures import text_up
 
 Changes = Callable[[float], Sequence[tuple[str, float]]]
 
@@ -47,6 +48,7 @@ class Topic(enum.Enum):
     START = "start"
     HIDDEN_STATE = "hidden state"  # private state besides the iterates
     REGULARISER = "regulariser"
+    RECORDS = "records"  # which records the figures are about
     OTHER = "other"  # of no topic: never replaced
 
 
@@ -97,16 +99,20 @@ class Guarantee:
         citations: The papers behind the theorem.
         changes: Maps a delta to (description, epsilon) of the run with one thing changed, the
             most helpful first; None if the guarantee is not that of a single run.
+        only_for: The records that the numbers are about; empty if they are about all.
+        of_all_records: Makes the guarantee of all records where `only_for` names some.
     """
 
     curve: Curve
-    neighboring_relation: NeighboringRelation
+    neighboring_relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
     theorem: str
     assumptions: tuple[Assumption, ...] = ()
     alternatives: tuple[tuple[str, str], ...] = ()
     caveat: str = ""
     citations: tuple[Citation, ...] = ()
     changes: Changes | None = attrs.field(default=None, eq=False, repr=False)
+    only_for: str = ""
+    of_all_records: Callable[[], Guarantee] | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def mu(self) -> float | None:
@@ -128,12 +134,27 @@ class Guarantee:
             raise ValueError(f"Expected orders > 1, got {orders!r}.")
         return self.curve.rdp(array.astype(np.float64))
 
-    def to_dpevent(self) -> dp_accounting.DpEvent:
+    def scope(self, delta: float) -> str:
+        """Which records the epsilon at `delta` is about, if not all, and what the others have."""
+        if not self.only_for:
+            return ""
+        if self.of_all_records is None:
+            return f"{self.only_for}; other records may have a larger epsilon"
+        largest = text_up(self.of_all_records().epsilon(delta))
+        return f"{self.only_for}; other records have epsilon up to {largest} at delta {delta:g}"
+
+    def to_dpevent(self, *, for_one_position: bool = False) -> dp_accounting.DpEvent:
         """A standard event with the same curve, for accountants under ADD_OR_REMOVE_ONE.
 
+        Args:
+            for_one_position: Whether a guarantee for the records of one batch (`record_position`)
+                is meant. Nothing in the event says so.
+
         Raises:
-            ValueError: No standard event has this curve.
+            ValueError: No standard event has this curve, or it is about some records only.
         """
+        if self.only_for:
+            validate.one_position(self.only_for, for_one_position)
         event = self.curve.to_dpevent()
         if event is None:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
@@ -151,14 +172,17 @@ class Guarantee:
             f"neighboring relation: {self.neighboring_relation.name}",
         ]
         if self.mu is not None:
-            lines.append(f"mu (Gaussian differential privacy): {self.mu:.6g}")
-        lines.append(f"epsilon at delta {delta:g}: {epsilon:.6g}")
+            lines.append(f"mu (Gaussian differential privacy): {text_up(self.mu, 6)}")
+        lines.append(f"epsilon at delta {delta:g}: {text_up(epsilon, 6)}")
+        if self.only_for:
+            lines.append(f"ONLY FOR {self.scope(delta)}")
         if self.caveat:
             lines.append(f"NOT PROVEN: {self.caveat}")
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
         for description, changed in self.changes(delta) if self.changes else ():
-            lines.append(f"one change: {description}: epsilon {epsilon:.4g} -> {changed:.4g}")
+            change = f"{text_up(epsilon, 4)} -> {text_up(changed, 4)}"
+            lines.append(f"one change: {description}: epsilon {change}")
         return "\n".join(lines)
 
     def cite(self) -> str:

@@ -26,7 +26,7 @@ class ShiftedInterpolationAccountant(BoundAccountant):
     """
 
     def __init__(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+        self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
     ):
         super().__init__(neighboring_relation, ShiftedInterpolation())
 
@@ -38,7 +38,7 @@ class _PaperAccountant(BoundAccountant):
 
     def __init__(
         self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         *,
         analysis: str = "sound",
     ):

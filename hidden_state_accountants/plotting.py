@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 
+from hidden_state_accountants.figures import text_up
+
 # Okabe and Ito, then Tol: told apart with any colour vision. The markers repeat later.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255",
            "#999933", "#44AA99")  # fmt: skip
@@ -126,7 +128,7 @@ def _minor_label(digits: str, value: float, _: object) -> str:
 
 
 def _label(series: Series) -> str:
-    label = f"{series.name}: {series.points[-1][1]:.3g} at the end"
+    label = f"{series.name}: {text_up(series.points[-1][1], 3)} at the end"
     if series.is_other_algorithm:
         return f"ANOTHER ALGORITHM:\n{label}"
     return label if series.is_proven else f"NOT PROVEN:\n{label}"

@@ -107,13 +107,61 @@ def real_array(name: str, value: Any, *, minimum: float, allow_inf: bool = False
 
 
 def neighboring_relation(value: Any) -> NeighboringRelation:
-    """Returns `value` if it is a dp_accounting.NeighboringRelation."""
-    if not isinstance(value, NeighboringRelation):
-        raise TypeError(
-            "Expected neighboring_relation to be a dp_accounting.NeighboringRelation, "
-            f"got {value!r}."
+    """Returns a relation, which may be given by its name, in any case and with - or _."""
+    if isinstance(value, NeighboringRelation):
+        return value
+    names = ", ".join(NeighboringRelation.__members__)
+    expected = f"Expected neighboring_relation to be one of {names}, or its name"
+    if not isinstance(value, str):
+        raise TypeError(f"{expected}, got {value!r}.")
+    name = value.strip().upper().replace("-", "_")
+    if name not in NeighboringRelation.__members__:
+        raise ValueError(f"{expected}, got {value!r}.")
+    return NeighboringRelation[name]
+
+
+_SMALL_EPSILON, _LARGE_DELTA = 0.001, 0.01
+_SWAPPED = "Epsilon comes first: were epsilon and delta swapped?"
+
+
+def target_pair(epsilon: Any, delta: Any, names: tuple[str, str]) -> tuple[float, float]:
+    """Returns an epsilon in [0, inf] and a delta in [0, 1) that are not swapped.
+
+    Refused is what nobody can mean. Any algorithm is (epsilon, 1)-DP. And (epsilon, delta) with
+    0 < epsilon <= delta/100 says no more than (0, 1.01 delta), because it implies
+    (0, delta + exp(epsilon) - 1): where the epsilon is at most 0.001 as well, and the delta at
+    least 0.01, each is where the other was meant to be. A bound on total variation is asked for
+    with an epsilon of 0.
+
+    Args:
+        epsilon: The first of the pair.
+        delta: The second of the pair.
+        names: Of the two arguments.
+    """
+    e = real(names[0], epsilon, minimum=0, allow_inf=True)
+    d = real(names[1], delta, minimum=0, maximum=1, remedy=_SWAPPED)
+    if d == 1:
+        raise ValueError(
+            f"Expected {names[1]} < 1, got 1.0 with {names[0]} = {e!r}: any algorithm meets that. "
+            f"{_SWAPPED}"
         )
-    return value
+    if 0 < e <= min(d / 100, _SMALL_EPSILON) and d >= _LARGE_DELTA:
+        raise ValueError(
+            f"Expected {names[1]} < {_LARGE_DELTA:g} for {names[0]} = {e!r}, got {d!r}: beside "
+            f"such a delta so small an epsilon says nothing. {_SWAPPED} For a bound on total "
+            f"variation, {names[0]} is 0."
+        )
+    return e, d
+
+
+def one_position(records: str, is_meant: bool) -> None:
+    """Raises ValueError where a figure for some records only would look like that of all."""
+    if not is_meant:
+        raise ValueError(
+            f"Expected a guarantee for all records, got one for {records}: others may have a much "
+            "larger epsilon. Leave record_position out, or say for_one_position=True if these "
+            "records are meant."
+        )
 
 
 def target_delta(value: Any) -> float:

@@ -29,6 +29,7 @@ from hidden_state_accountants.auditing.claim import LARGEST_EPSILON, Claim, read
 from hidden_state_accountants.auditing.evidence import Attack, Evidence, Progress
 from hidden_state_accountants.auditing.report import AttackRow, AuditReport
 from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.figures import text_down, text_up
 
 _LOGGER = logging.getLogger(__name__)
 _TARGET_DELTA = 1e-5
@@ -40,7 +41,7 @@ def audit(
     claim: Any,
     event: dp_accounting.DpEvent,
     *,
-    neighboring_relation: NeighboringRelation | None = None,
+    neighboring_relation: NeighboringRelation | str | None = None,
     target_delta: float | None = None,
     target_epsilons: Sequence[float] | None = None,
     attacks: Sequence[Attack] | None = None,
@@ -128,7 +129,7 @@ def _row(
     except UnsupportedRunError as error:
         return AttackRow(attack.name, False, "", str(error))
     epsilon = evidence.epsilon(target_delta) if target_delta < 1 else 0.0
-    tell(f"{attack.name}: epsilon is at least {epsilon:.6g} at delta {target_delta:g}")
+    tell(f"{attack.name}: epsilon is at least {text_down(epsilon)} at delta {target_delta:g}")
     deltas = tuple(evidence.delta(e) for e in epsilons)
     return AttackRow(
         attack=evidence.attack,
@@ -157,10 +158,12 @@ def _violation(
     ]
     if excess:
         _, epsilon, at_least, said = max(excess)
-        return f"At epsilon {epsilon:.6g} delta is at least {at_least:.4g}, claimed {said:.4g}"
+        figures = f"at least {text_down(at_least, 4)}, claimed {text_up(said, 4)}"
+        return f"At epsilon {epsilon:.6g} delta is {figures}"
     if claim.rdp is None or evidence.renyi is None:
         return ""
     for order, said in zip(_ORDERS, claim.rdp(np.array(_ORDERS)).tolist(), strict=True):
         if said < math.inf and (bound := evidence.renyi(order)) > said * slack:
-            return f"At Renyi order {order:g} it is at least {bound:.6g}, claimed {said:.6g}"
+            figures = f"at least {text_down(bound)}, claimed {text_up(said, 6)}"
+            return f"At Renyi order {order:g} it is {figures}"
     return ""

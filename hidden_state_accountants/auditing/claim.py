@@ -79,8 +79,9 @@ def read_claim(
 
 def _of_guarantee(guarantee: Guarantee, relation: NeighboringRelation | None) -> Claim:
     _same_relation(relation, guarantee.neighboring_relation)
+    scope = f" (only for {guarantee.only_for})" if guarantee.only_for else ""
     return Claim(
-        guarantee.theorem,
+        guarantee.theorem + scope,
         guarantee.neighboring_relation,
         guarantee.epsilon,
         guarantee.delta,
@@ -93,7 +94,7 @@ def _of_pair(epsilon: Any, delta: Any, relation: NeighboringRelation | None) -> 
         raise ValueError(
             "Expected neighboring_relation for a claim that is a pair (epsilon, delta), got none."
         )
-    e, d = validate.target_epsilon(epsilon), validate.target_delta(delta)
+    e, d = validate.target_pair(epsilon, delta, ("epsilon of the claim", "delta of the claim"))
     return Claim(
         f"({e:g}, {d:g})",
         relation,
@@ -112,7 +113,7 @@ def _of_accountant(
         relation = accountant.neighboring_relation
     if isinstance(event, LastIterateDpEvent):
         try:
-            standard = event.as_composition(relation)
+            standard = event.as_composition(relation, for_one_position=True)
         except UnsupportedRunError:
             standard = None
     ledger = accountant.ledger
@@ -129,7 +130,8 @@ def _of_accountant(
         )
     guarantee = getattr(accountant, "guarantee", None)
     if isinstance(guarantee, Guarantee):
-        return attrs.evolve(_of_guarantee(guarantee, relation), name=f"{name}: {guarantee.theorem}")
+        claim = _of_guarantee(guarantee, relation)
+        return attrs.evolve(claim, name=f"{name}: {claim.name}")
     return Claim(name, relation, accountant.get_epsilon, accountant.get_delta)
 
 

@@ -21,6 +21,7 @@ from scipy import stats
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.figures import text_down
 
 Trainer = Callable[[np.random.Generator], npt.ArrayLike]
 """A run: from a random generator to what is released, a number or an array of fixed shape."""
@@ -189,7 +190,7 @@ def monte_carlo_audit(
         _direction_test(mine, other, half, delta, gamma) for mine, other in (scores, scores[::-1])
     )
     result = MonteCarloAudit(forward, backward, delta, confidence)
-    report(f"audit: epsilon >= {result.epsilon:.4g} with confidence {confidence:g}")
+    report(f"audit: epsilon >= {text_down(result.epsilon, 4)} with confidence {confidence:g}")
     return result
 
 

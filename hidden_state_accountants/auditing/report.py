@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from hidden_state_accountants import plotting
+from hidden_state_accountants.figures import text_down, text_up
 
 
 @attrs.frozen
@@ -87,21 +88,21 @@ class AuditReport:
 
     def __str__(self) -> str:
         at = f"at delta {self.target_delta:g} under {self.neighboring_relation}"
-        best = self._strongest
+        best, claimed = self._strongest, text_up(self.claimed, 6)
         if best is not None and self.violated:
             return (
-                f"VIOLATED by {best.attack}: epsilon is at least {best.epsilon:.6g} {at}, "
-                f"claimed {self.claimed:.6g} by {self.claim}. {best.violation}. "
+                f"VIOLATED by {best.attack}: epsilon is at least {text_down(best.epsilon)} {at}, "
+                f"claimed {claimed} by {self.claim}. {best.violation}. "
                 f"Witness ({best.strength}): {best.detail}."
             )
         if best is None:
             return (
-                f"Not violated, and not tested: no attack applies; claimed {self.claimed:.6g} {at} "
+                f"Not violated, and not tested: no attack applies; claimed {claimed} {at} "
                 f"by {self.claim}. " + " ".join(f"{r.attack}: {r.detail}." for r in self.rows)
             )
         return (
-            f"Not violated: epsilon is at least {self.lower_bound:.6g} {at}, claimed "
-            f"{self.claimed:.6g} by {self.claim}; ratio {self.tightness:.3f}. The largest lower "
+            f"Not violated: epsilon is at least {text_down(self.lower_bound)} {at}, claimed "
+            f"{claimed} by {self.claim}; ratio {self.tightness:.3f}. The largest lower "
             f"bound is by {best.attack} ({best.strength}): {best.detail}."
         )
 
@@ -116,14 +117,14 @@ class AuditReport:
     def to_markdown(self) -> str:
         """A table with one line per attack."""
         lines = [
-            f"claimed by {_cell(self.claim)}: epsilon {self.claimed:.6g} at delta "
+            f"claimed by {_cell(self.claim)}: epsilon {text_up(self.claimed, 6)} at delta "
             f"{self.target_delta:g} under {self.neighboring_relation}",
             "",
             "| attack | epsilon at least | strength | violated | run, or why not |",
             "|---|---|---|---|---|",
         ]
         for row in self.rows:
-            epsilon = f"{row.epsilon:.6g}" if row.applies else ""
+            epsilon = text_down(row.epsilon) if row.applies else ""
             verdict = ("yes: " + row.violation if row.violation else "no") if row.applies else ""
             cells = (row.attack, epsilon, row.strength, verdict, row.detail)
             lines.append("| " + " | ".join(map(_cell, cells)) + " |")
@@ -151,7 +152,8 @@ class AuditReport:
     def _verdict(self) -> str:
         what = f"violated by {self.violated_by}" if self.violated else "not violated"
         return (
-            f"{what}: epsilon claimed {self.claimed:.4g}, at least {self.lower_bound:.4g} "
+            f"{what}: epsilon claimed {text_up(self.claimed, 4)}, at least "
+            f"{text_down(self.lower_bound, 4)} "
             f"(delta = {self.target_delta:g}, {self.neighboring_relation})"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
+from hidden_state_accountants import validate
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves.base import Curve
@@ -108,16 +110,17 @@ class Bound(abc.ABC):
     ) -> tuple[Assumption, ...]:
         """What every proof of the bound takes for granted, beside what all bounds do."""
 
-    def check(self, event: Any, relation: NeighboringRelation) -> tuple[UnmetCondition, ...]:
+    def check(self, event: Any, relation: NeighboringRelation | str) -> tuple[UnmetCondition, ...]:
         """The conditions that the event does not meet; empty if the bound applies."""
-        return tuple(self.conditions(event, relation))
+        return tuple(self.conditions(event, validate.neighboring_relation(relation)))
 
-    def guarantee(self, event: Any, relation: NeighboringRelation) -> Guarantee:
+    def guarantee(self, event: Any, relation: NeighboringRelation | str) -> Guarantee:
         """What is proved about the run.
 
         Raises:
             UnsupportedRunError: A condition of `check` is not met.
         """
+        relation = validate.neighboring_relation(relation)
         unmet = self.check(event, relation)
         if unmet:
             raise UnsupportedRunError(self.refusal(event, unmet))
@@ -126,13 +129,22 @@ class Bound(abc.ABC):
     def guarantee_of(self, event: Any, relation: NeighboringRelation, proof: Proof) -> Guarantee:
         """The guarantee that a proof about the event is."""
         common = replace_assumptions(assumptions.COMMON, *self.event_assumptions(event, relation))
-        return Guarantee(
+        guarantee = Guarantee(
             curve=proof.curve,
             neighboring_relation=relation,
             theorem=proof.theorem,
             assumptions=replace_assumptions(common, *proof.assumptions),
             caveat=proof.caveat,
             citations=tuple(dict.fromkeys((self.citation, *proof.citations))),
+        )
+        if getattr(event, "record_position", None) is None:
+            return guarantee
+        everywhere = attrs.evolve(event, record_position=None)
+        return attrs.evolve(
+            guarantee,
+            assumptions=(*guarantee.assumptions, assumptions.of_one_position(event)),
+            only_for=event.records,
+            of_all_records=functools.partial(self.guarantee, everywhere, relation),
         )
 
     def refusal(self, event: Any, unmet: tuple[UnmetCondition, ...]) -> str:

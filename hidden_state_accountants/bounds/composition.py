@@ -83,7 +83,7 @@ class Composition(Bound):
 
 def _composed(event: LastIterateDpEvent, relation: NeighboringRelation) -> dp_accounting.DpEvent:
     """Without the cap, whose delta is added."""
-    return attrs.evolve(event, max_batch_size=None).as_composition(relation)
+    return attrs.evolve(event, max_batch_size=None).as_composition(relation, for_one_position=True)
 
 
 def _curve(event: dp_accounting.DpEvent, order: BatchOrder) -> Curve:

@@ -29,8 +29,9 @@ def calibrate_weight_decay(
     delta: float,
     event: LastIterateDpEvent,
     *,
-    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
+    for_one_position: bool = False,
     tolerance: float = 1e-6,
 ) -> float:
     r"""The smallest constant weight decay that meets (target_epsilon, delta).
@@ -48,10 +49,12 @@ def calibrate_weight_decay(
 
     Args:
         target_epsilon: >= 0, finite.
-        delta: In (0, 1].
+        delta: In (0, 1).
         event: The run; its own weight decay is replaced.
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        for_one_position: Whether runs with a `record_position` are meant: the target is then met
+            for the records of one batch only.
         tolerance: Relative, in [1e-12, 0.5].
 
     Returns:
@@ -65,7 +68,9 @@ def calibrate_weight_decay(
         raise TypeError(f"Expected event to be a LastIterateDpEvent, got {event!r}.")
     relation = validate.neighboring_relation(neighboring_relation)
     make = event_maker(attrs.evolve(event, weight_decay=0.0), "weight_decay")
-    target = make_target("weight_decay", target_epsilon, delta, make, make_accountant, relation)
+    target = make_target(
+        "weight_decay", target_epsilon, delta, make, make_accountant, relation, for_one_position
+    )
     tolerance = check_tolerance(tolerance)
     if target.meets(0.0):
         return 0.0

@@ -18,6 +18,7 @@ from hidden_state_accountants.calibration.target import (
     make_target,
 )
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import text_up
 
 _MOST_GUESSES = 20  # then only halving
 
@@ -27,8 +28,9 @@ def calibrate_epochs(
     delta: float,
     make_event: MakeEvent | dp_accounting.DpEvent,
     *,
-    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
+    for_one_position: bool = False,
     max_epochs: int = 10_000,
 ) -> int:
     """The largest number of epochs, up to `max_epochs`, that meets (target_epsilon, delta).
@@ -42,10 +44,12 @@ def calibrate_epochs(
 
     Args:
         target_epsilon: >= 0, finite.
-        delta: In (0, 1].
+        delta: In (0, 1).
         make_event: Maps a number of epochs to a run; or a run without schedules and releases.
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        for_one_position: Whether runs with a `record_position` are meant: the target is then met
+            for the records of one batch only.
         max_epochs: >= 1.
 
     Raises:
@@ -54,11 +58,14 @@ def calibrate_epochs(
     """
     make = _epoch_maker(make_event)
     relation = validate.neighboring_relation(neighboring_relation)
-    target = make_target("epochs", target_epsilon, delta, make, make_accountant, relation)
+    target = make_target(
+        "epochs", target_epsilon, delta, make, make_accountant, relation, for_one_position
+    )
     most = validate.integer("max_epochs", max_epochs, minimum=1)
     if not target.meets(1):
+        least = text_up(target.epsilon_of(1), 6)
         raise ValueError(
-            f"Expected target_epsilon >= {target.epsilon_of(1):g}, what one epoch costs at delta "
+            f"Expected target_epsilon >= {least}, what one epoch costs at delta "
             f"{target.delta:g}, got {target.epsilon:g}. Add noise."
         )
     meets, misses = 1, most + 1

@@ -35,8 +35,9 @@ def calibrate_noise(
     delta: float,
     make_event: MakeEvent | dp_accounting.DpEvent,
     *,
-    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
+    for_one_position: bool = False,
     tolerance: float = 1e-6,
 ) -> float:
     """The smallest noise multiplier that meets (target_epsilon, delta).
@@ -51,11 +52,13 @@ def calibrate_noise(
 
     Args:
         target_epsilon: >= 0, finite.
-        delta: In (0, 1].
+        delta: In (0, 1).
         make_event: Maps a noise multiplier to a run; or a run whose own is replaced (noise_std of a
             DiceSgdDpEvent, noise_variance of a BlockCoordinateDpEvent).
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        for_one_position: Whether runs with a `record_position` are meant: the target is then met
+            for the records of one batch only.
         tolerance: Relative, in [1e-12, 0.5].
 
     Returns:
@@ -68,7 +71,9 @@ def calibrate_noise(
     field = next((name for name in _NOISE_FIELDS if hasattr(make_event, name)), _NOISE_FIELDS[0])
     make = event_maker(make_event, field)
     relation = validate.neighboring_relation(neighboring_relation)
-    target = make_target(field, target_epsilon, delta, make, make_accountant, relation)
+    target = make_target(
+        field, target_epsilon, delta, make, make_accountant, relation, for_one_position
+    )
     tolerance = check_tolerance(tolerance)
     start = _composition_noise(make, target, relation)
     if not target.meets(start):
@@ -102,7 +107,8 @@ def _composition_noise(make: MakeEvent, target: Target, relation: NeighboringRel
         if isinstance(event, DiceSgdDpEvent):
             mu = largest_mu(event, relation)
         if hasattr(event, "as_composition"):
-            event = attrs.evolve(event, max_batch_size=None).as_composition(relation)
+            event = attrs.evolve(event, max_batch_size=None)
+            event = event.as_composition(relation, for_one_position=True)
         mu = mu or gaussian_mu(event)
     except (UnsupportedRunError, TypeError):
         pass

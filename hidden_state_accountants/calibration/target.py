@@ -17,6 +17,7 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import text_up
 
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
@@ -34,6 +35,7 @@ class Target:
     make_event: MakeEvent
     make_accountant: MakeAccountant
     name: str
+    for_one_position: bool
     seen: dict[float, float] = attrs.field(factory=dict)
     accountant: Any = None  # the last one
     event: dp_accounting.DpEvent | None = None  # the last one
@@ -51,6 +53,9 @@ class Target:
             self.accountant = self.make_accountant()
             self.event = self.make_event(value)
             self.accountant.compose(self.event)
+            records = getattr(getattr(self.accountant, "guarantee", None), "only_for", "")
+            if records:
+                validate.one_position(records, self.for_one_position)
             epsilon = float(self.accountant.get_epsilon(self.delta))
             if math.isnan(epsilon):
                 raise ValueError(f"Expected a number epsilon, got nan for {self.name} = {value!r}.")
@@ -146,16 +151,17 @@ def make_target(
     make: MakeEvent,
     make_accountant: MakeAccountant | None,
     relation: NeighboringRelation,
+    for_one_position: bool,
 ) -> Target:
     """Checks the arguments that all calibrations share."""
+    validate.target_pair(target_epsilon, delta, ("target_epsilon", "delta"))
     return Target(
         validate.real("target_epsilon", target_epsilon, minimum=0),
-        validate.real(
-            "delta", delta, above=0, maximum=1, remedy="Gaussian noise never reaches delta = 0."
-        ),
+        validate.real("delta", delta, above=0, remedy="Gaussian noise never reaches delta = 0."),
         make,
         make_accountant or (lambda: LastIterateAccountant(relation)),
         name,
+        for_one_position,
     )
 
 
@@ -187,7 +193,7 @@ def unreachable(target: Target, value: float) -> str:
     epsilon = target.epsilon_of(value)
     text = (
         f"Expected a target that some {target.name} meets, got epsilon {target.epsilon:g} at delta "
-        f"{target.delta:g}: with {target.name} = {value:.6g} epsilon is {epsilon:.6g}. "
+        f"{target.delta:g}: with {target.name} = {value:.6g} epsilon is {text_up(epsilon, 6)}. "
     )
     guarantee = getattr(target.accountant, "guarantee", None)
     if isinstance(target.event, LastIterateDpEvent):

@@ -19,7 +19,7 @@ from hidden_state_accountants.cli import output
 from hidden_state_accountants.cli.flags import with_run
 from hidden_state_accountants.cli.run_file import RunDescription
 from hidden_state_accountants.cli.template import TEMPLATE
-from hidden_state_accountants.compare.methods import round_up
+from hidden_state_accountants.figures import round_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.plotting import check_path
 
@@ -176,6 +176,9 @@ def calibrate(
     ] = "noise",
     tolerance: Annotated[float, typer.Option(help="Relative, of noise and decay.")] = 1e-6,
     max_epochs: Annotated[int, typer.Option(help="Where the search for epochs ends.")] = 10_000,
+    for_one_position: Annotated[
+        bool, typer.Option(help="With --record-position: meet it for the records of that batch.")
+    ] = False,
     accountant: Accountant = _LAST_ITERATE,
     json: Json = False,
     quiet: Quiet = False,
@@ -202,6 +205,7 @@ def calibrate(
     options: dict[str, Any] = {
         "neighboring_relation": found.neighboring_relation,
         "make_accountant": lambda: _accountant(accountant, found.neighboring_relation),
+        "for_one_position": for_one_position,
     }
     arguments = (target_epsilon, found.delta, found.event)
     with warnings.catch_warnings():
@@ -336,6 +340,18 @@ def explain(
         output.guarantee(found, guarantee, {**figures, "explanation": lines}, json)
     else:
         typer.echo("\n".join([f"run: {found.event!r}", *lines]))
+
+
+@app.command()
+@with_run
+def profile(run: Run, json: Json = False) -> None:
+    """What is the epsilon of the records of each batch of an epoch? (Cyclic batches.)
+
+    The epsilon of the run is the largest one. Example: `hsa profile run.toml`
+    """
+    found = run()
+    epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation)
+    output.profile(found, epsilons, json)
 
 
 @app.command()

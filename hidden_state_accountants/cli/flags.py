@@ -47,7 +47,8 @@ def _run_fields(
     ] = None,
     max_batch_size: Annotated[int | None, _option("Cap on poisson batches.", _RUN)] = None,
     record_position: Annotated[
-        int | None, _option("Cyclic: the batch that holds the record; default: worst.", _RUN)
+        int | None,
+        _option("Cyclic: account for the records of this batch ONLY (hsa profile: all).", _RUN),
     ] = None,
 ) -> None: ...
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +18,8 @@ from rich.text import Text
 from hidden_state_accountants.cli.run_file import RunDescription
 from hidden_state_accountants.compare import Comparison
 from hidden_state_accountants.compare.comparison import Progress
-from hidden_state_accountants.compare.methods import Row, round_up
+from hidden_state_accountants.compare.methods import Row
+from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Guarantee
 
 _WIDTH_OF_A_PIPE = 110
@@ -68,6 +70,7 @@ def guarantee(
                 "theorem": proved.theorem,
                 "is_proven": not proved.caveat,
                 "caveat": proved.caveat,
+                "only_for": proved.scope(found.delta),
                 "mu": proved.mu,
                 "assumptions": [str(assumption) for assumption in proved.assumptions],
                 "not_used": [list(pair) for pair in proved.alternatives],
@@ -80,12 +83,26 @@ def guarantee(
     typer.echo(f"by {proved.theorem}")
     if proved.caveat:
         typer.echo(f"NOT PROVEN: {' '.join(proved.caveat.split())}")
+    if proved.only_for:
+        typer.echo(f"ONLY FOR {proved.scope(found.delta)}")
 
 
 def _text(name: str, value: Any) -> str:
     if name == "epsilon":
-        return f"{round_up(value, 5):g}"
-    return f"{round_up(value, 8):.8g}" if isinstance(value, float) else str(value)
+        return text_up(value)
+    return text_up(value, 8) if isinstance(value, float) else str(value)
+
+
+def profile(found: RunDescription, epsilons: np.ndarray, as_json: bool) -> None:
+    """The epsilon of every position, and the largest, which is that of the run."""
+    relation, largest = found.neighboring_relation.name, float(epsilons.max())
+    if as_json:
+        figures = {"epsilon": largest, "delta": found.delta, "neighboring_relation": relation}
+        json({**figures, "epsilon_by_position": epsilons.tolist()})
+        return
+    typer.echo(f"epsilon = {text_up(largest)}, delta = {found.delta} ({relation})")
+    for position, epsilon in enumerate(epsilons.tolist()):
+        typer.echo(f"records of batch {position} of every epoch: {text_up(epsilon)}")
 
 
 def comparison(table: Comparison) -> None:
@@ -106,7 +123,7 @@ def comparison(table: Comparison) -> None:
         for group in sorted(applies, key=lambda group: group[0].epsilon or 0.0):
             first = group[0]
             epsilons = ["-" if r.epsilon is None else _text("epsilon", r.epsilon) for r in group]
-            why = "; ".join(part for part in (first.theorem, first.note) if part)
+            why = "; ".join(part for part in (first.theorem, first.remark) if part)
             seconds = f"{sum(row.seconds for row in group):.2f}"
             cells = (first.accountant, *epsilons, first.status, why, seconds)
             shown.add_row(*(Text(cell) for cell in cells))  # brackets are no markup

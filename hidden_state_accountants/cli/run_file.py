@@ -105,17 +105,8 @@ def read(
     if relation is None:
         relation = accounting.get("neighboring_relation", "replace_special")
     event = kinds[name].from_dict(values)
-    return RunDescription(event, validate.target_delta(delta), parse_relation(relation))
-
-
-def parse_relation(text: Any) -> NeighboringRelation:
-    """A relation by its name, in any case, with - or _."""
-    name = str(text).upper().replace("-", "_")
-    if name not in NeighboringRelation.__members__:
-        raise ValueError(
-            f"Expected neighboring_relation to be one of {', '.join(RELATIONS)}, got {text!r}."
-        )
-    return NeighboringRelation[name]
+    relation = validate.neighboring_relation(relation)
+    return RunDescription(event, validate.target_delta(delta), relation)
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ weight_decay = 0.1          # decoupled: x <- (1 - learning_rate * weight_decay)
 # release_steps = [1000]    # after these steps the model was released, too
 # sampling_rate = 0.01      # poisson only: the loader's, if it is not batch_size / dataset_size
 # max_batch_size = 650      # poisson only: the cap on a batch
-# record_position = 0       # cyclic only: the batch with the record; default: the worst
 
 # What is known about the loss of ONE record. Without it: ordinary composition.
 [loss]

@@ -19,10 +19,10 @@ from hidden_state_accountants.compare.methods import (
     OTHER_ALGORITHM,
     PROVEN,
     Row,
-    round_up,
     rows_of,
 )
 from hidden_state_accountants.compare.shorter import first_epochs, plotted_epochs
+from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.plotting import Panel, Series, check_path, plot_comparison
 
 Progress = Callable[[str], None]
@@ -76,14 +76,13 @@ class Comparison:
         if best is None or best.epsilon is None:
             return f"{label}, delta {delta:g}: no accountant applies."
         line = f"{label}, delta {delta:g}: the best is {best.accountant}, "
-        line += f"epsilon {round_up(best.epsilon, 5):g}"
+        line += f"epsilon {text_up(best.epsilon)}"
         everything = [r for r in self._proven(label, delta) if r.accountant == "composition"]
         if everything and best.accountant != "composition" and best.epsilon > 0:
             plain = _epsilon(everything[0])
-            line += (
-                f", {plain / best.epsilon:.3g} times less than composition ({round_up(plain, 5):g})"
-            )
-        return f"{line}. {best.theorem}."
+            line += f", {plain / best.epsilon:.3g} times less than composition ({text_up(plain)})"
+        scope = f" ONLY FOR {best.scope}." if best.scope else ""
+        return f"{line}.{scope} {best.theorem}."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types; an epsilon is a float (perhaps inf), or None where a row does not apply."""
@@ -116,12 +115,10 @@ class Comparison:
             header += ["status", "theorem", "seconds", "note"]
             table = [header, ["---"] * len(header)]
             for name, group in by_name.items():
-                epsilons = [
-                    "-" if r.epsilon is None else f"{round_up(r.epsilon, 5):g}" for r in group
-                ]
+                epsilons = ["-" if r.epsilon is None else text_up(r.epsilon) for r in group]
                 seconds = f"{sum(r.seconds for r in group):.3f}"
                 first = group[0]
-                table.append([name, *epsilons, first.status, first.theorem, seconds, first.note])
+                table.append([name, *epsilons, first.status, first.theorem, seconds, first.remark])
             lines = ["| " + " | ".join(_cell(c) for c in line) + " |" for line in table]
             title = f"**{label}**: `{event!r}`, {self.neighboring_relation.name}"
             parts.append("\n".join([title, "", *lines]))
@@ -199,7 +196,7 @@ def compare(
     | Sequence[dp_accounting.DpEvent]
     | Mapping[str, dp_accounting.DpEvent],
     delta: float | Sequence[float] = 1e-5,
-    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     *,
     jobs: int = 1,
     progress: Progress | None = None,
@@ -299,4 +296,6 @@ def _title(label: str, event: Any, several: bool) -> str:
     noise = getattr(event, "noise_multiplier", None)
     if isinstance(noise, float):
         parts[-1] += f", noise multiplier {noise:g}"
+    if getattr(event, "record_position", None) is not None:
+        parts[-1] += f", ONLY FOR {event.records}"
     return " ".join(parts)

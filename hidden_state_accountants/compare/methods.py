@@ -13,9 +13,11 @@ from dp_accounting import NeighboringRelation, pld, rdp
 
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.bounds import BOUNDS, Bound
+from hidden_state_accountants.curves.event_losses import stock_pld_error
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import text_up
 
 COMBINED = "LastIterateAccountant"
 PROVEN, PUBLISHED = "proven", "published, NOT proven"
@@ -39,6 +41,7 @@ class Row:
         status: "proven", "published, NOT proven", "ANOTHER ALGORITHM" or "does not apply".
         seconds: Wall time of the accounting; what one row computes is reused for further deltas.
         note: Which condition fails and by how much, or what to know about the row.
+        scope: Which records the epsilon is about, and what the others have; empty if about all.
     """
 
     run: str
@@ -49,17 +52,12 @@ class Row:
     status: str
     seconds: float
     note: str
+    scope: str = ""
 
-
-def round_up(value: float, digits: int) -> float:
-    """The next larger number with so many significant digits: a figure never looks smaller."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    rounded = float(f"{value:.{digits - 1}e}")
-    if rounded < value:
-        step = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
-        rounded = float(f"{value + step:.{digits - 1}e}")
-    return rounded
+    @property
+    def remark(self) -> str:
+        """Scope and note."""
+        return "; ".join(filter(None, (self.scope and f"ONLY FOR {self.scope}", self.note)))
 
 
 @attrs.frozen
@@ -116,7 +114,7 @@ def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.
     if isinstance(event, LastIterateDpEvent):
         extra = event.cap_delta(relation)
         event = attrs.evolve(event, max_batch_size=None)
-    composed = event.as_composition(relation)
+    composed = event.as_composition(relation, for_one_position=True)
     if isinstance(composed, dp_accounting.ComposedDpEvent):
         if len(composed.events) > _MOST_NOISE_LEVELS:
             raise UnsupportedRunError(
@@ -126,14 +124,18 @@ def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.
 
 
 def _stock(
-    accountant: dp_accounting.PrivacyAccountant, event: dp_accounting.DpEvent, extra: float
+    accountant: dp_accounting.PrivacyAccountant,
+    event: dp_accounting.DpEvent,
+    extra: float,
+    error: float = 0.0,
 ) -> _Result:
     if not accountant.supports(event):
         raise UnsupportedRunError(f"{type(accountant).__name__} does not evaluate this run")
     accountant.compose(event)
 
     def epsilon(delta: float) -> float:
-        return float(accountant.get_epsilon(delta - extra)) if delta > extra else math.inf
+        left = delta - extra - error
+        return float(accountant.get_epsilon(left)) if left > 0 else math.inf
 
     note = "every iterate may be released"
     if extra:
@@ -158,7 +160,16 @@ def _stock_pld(event: Any, relation: NeighboringRelation) -> _Result:
             raise UnsupportedRunError(
                 f"epsilon around {epsilon:.3g}: its privacy loss distribution takes gigabytes"
             )
-    return _stock(pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE), composed, extra)
+    accountant = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return _stock(accountant, composed, extra, stock_pld_error(_compositions(composed)))
+
+
+def _compositions(event: dp_accounting.DpEvent) -> int:
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return int(event.count) * _compositions(event.event)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return sum(map(_compositions, event.events))
+    return 1
 
 
 def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Result:
@@ -188,8 +199,13 @@ def rows_of(
             result = evaluate(event, relation)
         except UnsupportedRunError as error:
             reason = str(error)
+        everywhere = _of_all_records(event, result, evaluate, relation)
         for delta in deltas:
             epsilon = None if result is None else float(result.epsilon(delta))
+            scope = ""
+            if isinstance(event, LastIterateDpEvent) and everywhere is not None:
+                largest = text_up(everywhere.epsilon(delta))
+                scope = f"{event.records}; other records have epsilon up to {largest}"
             rows.append(
                 Row(
                     run=label,
@@ -200,7 +216,22 @@ def rows_of(
                     status=result.status if result else UNMET,
                     seconds=time.perf_counter() - start,
                     note=result.note if result else reason,
+                    scope=scope,
                 )
             )
             start = time.perf_counter()
     return rows
+
+
+def _of_all_records(
+    event: Any,
+    result: _Result | None,
+    evaluate: Callable[[Any, NeighboringRelation], _Result],
+    relation: NeighboringRelation,
+) -> _Result | None:
+    """The row for all records, if the result is about those of one batch only."""
+    if getattr(event, "record_position", None) is None:
+        return None
+    if result is None or result.status == OTHER_ALGORITHM:
+        return None
+    return evaluate(attrs.evolve(event, record_position=None), relation)

@@ -9,20 +9,13 @@ from typing import Protocol
 import attrs
 import dp_accounting
 import numpy as np
-from dp_accounting import rdp
-from dp_accounting.pld import pld_pmf, privacy_loss_distribution
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import optimize, special
 
+from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu, epsilon_from_mu
-from hidden_state_accountants.curves.standard import STOCK_ORDERS
+from hidden_state_accountants.curves.losses import Losses, losses_of
+from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilon_from_rdp
 
-ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e6, 400), STOCK_ORDERS)
-"""The Renyi orders at which a curve that is known by its divergences alone is converted."""
-GRID = 1e-4
-"""Spacing of the losses of a discretised privacy loss distribution."""
-_SMALLEST_DIVERGENCE = 1e-15  # dp-accounting takes the log of 1 - exp(-divergence)
 _MOST_GROUPS = 64
 
 
@@ -42,8 +35,8 @@ class Curve(Protocol):
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
 
-    def privacy_loss(self) -> PrivacyLossDistribution | None:
-        """A pessimistic privacy loss distribution for composition, if the curve has one."""
+    def privacy_losses(self) -> Losses | None:
+        """Pessimistic privacy losses for composition, if the curve has some."""
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         """A standard event with this curve under ADD_OR_REMOVE_ONE, if there is one."""
@@ -64,12 +57,10 @@ class GaussianCurve:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return orders * self.mu**2 / 2
 
-    def privacy_loss(self) -> PrivacyLossDistribution | None:
+    def privacy_losses(self) -> Losses | None:
         if not 0 < self.mu < math.inf:
             return None
-        return privacy_loss_distribution.from_gaussian_mechanism(
-            1 / self.mu, value_discretization_interval=GRID
-        )
+        return losses_of(profiles.gaussian(self.mu))
 
     def to_dpevent(self) -> dp_accounting.DpEvent:
         if self.mu == 0:
@@ -146,15 +137,9 @@ class GaussianMixtureCurve:
             near_one = np.log1p(np.expm1(exponents) @ self.weights)
         return np.where(direct < 1, near_one, direct) / (orders - 1)
 
-    def privacy_loss(self) -> PrivacyLossDistribution | None:
+    def privacy_losses(self) -> Losses | None:
         weights, mus = _grouped(self.weights, self.mus)
-        if not mus[-1] < math.inf:
-            return None
-        top = max(mus[-1] ** 2 / 2 + 9 * mus[-1], 10 * GRID)
-        return privacy_loss_from_delta(
-            lambda e: sum(w * deltas_from_mu(mu, e) for w, mu in zip(weights, mus, strict=True)),
-            top,
-        )
+        return losses_of(profiles.gaussian_mixture(weights, mus)) if mus[-1] < math.inf else None
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         return None if self.mu is None else GaussianCurve(self.mu).to_dpevent()
@@ -166,28 +151,6 @@ def _grouped(weights: np.ndarray, mus: np.ndarray) -> tuple[np.ndarray, np.ndarr
     size = -(-len(mus) // _MOST_GROUPS)
     starts = np.arange(0, len(mus), size)
     return np.add.reduceat(weights, starts), mus[np.append(starts[1:], len(mus)) - 1]
-
-
-def privacy_loss_from_delta(
-    delta: Callable[[np.ndarray], np.ndarray], largest_epsilon: float
-) -> PrivacyLossDistribution:
-    """The pessimistic privacy loss of a pair that is the same in both directions.
-
-    Args:
-        delta: The hockey-stick divergences at epsilons >= 0.
-        largest_epsilon: Where to cut off; the mass beyond counts as an infinite loss.
-
-    Source: "connect the dots" of dp-accounting (Doroshenko et al. 2022, arXiv 2207.04380).
-    """
-    positive = np.arange(math.ceil(largest_epsilon / GRID) + 1)
-    right = np.minimum.accumulate(np.clip(delta(positive * GRID), 0.0, 1.0))
-    # H_{-e}(P, Q) = 1 - exp(-e) (1 - H_e(Q, P)), and the pair is symmetric
-    left = 1 - np.exp(-positive[:0:-1] * GRID) * (1 - right[:0:-1])
-    deltas = np.minimum.accumulate(np.concatenate([left, right]))
-    losses = np.concatenate([-positive[:0:-1], positive])
-    return PrivacyLossDistribution(
-        pld_pmf.create_pmf_pessimistic_connect_dots(GRID, losses, deltas)
-    )
 
 
 @attrs.frozen(eq=False)
@@ -214,33 +177,11 @@ class RdpCurve:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.asarray(self.bound(np.asarray(orders, dtype=np.float64)), dtype=np.float64)
 
-    def privacy_loss(self) -> None:
+    def privacy_losses(self) -> None:
         return None
 
     def to_dpevent(self) -> None:
         return None
-
-
-def epsilon_from_rdp(orders: np.ndarray, divergences: np.ndarray, delta: float) -> float:
-    """dp-accounting's conversion; inf where no divergence is finite."""
-    finite = np.isfinite(divergences)
-    if delta >= 1:
-        return 0.0
-    if not finite.any():
-        return math.inf
-    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
-    return float(rdp.compute_epsilon(orders[finite], divergences, delta)[0])
-
-
-def delta_from_rdp(orders: np.ndarray, divergences: np.ndarray, epsilon: float) -> float:
-    """dp-accounting's conversion; 1 where no divergence is finite."""
-    finite = np.isfinite(divergences)
-    if not finite.any():
-        return 1.0
-    if epsilon == math.inf:
-        return 0.0  # a finite divergence leaves no mass at infinity
-    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
-    return float(rdp_privacy_accountant.compute_delta(orders[finite], divergences, epsilon)[0])
 
 
 @attrs.frozen
@@ -264,7 +205,7 @@ class CurveWithDelta:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.full(orders.shape, math.inf)
 
-    def privacy_loss(self) -> None:
+    def privacy_losses(self) -> None:
         return None
 
     def to_dpevent(self) -> None:
@@ -299,8 +240,8 @@ class BestOfCurves:
         """The curve to compose with others."""
         return min(self.curves, key=lambda curve: curve.epsilon(1e-6))
 
-    def privacy_loss(self) -> PrivacyLossDistribution | None:
-        return self.best().privacy_loss()
+    def privacy_losses(self) -> Losses | None:
+        return self.best().privacy_losses()
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         return self.best().to_dpevent()

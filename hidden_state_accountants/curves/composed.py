@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import attrs
 import numpy as np
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from hidden_state_accountants.curves.base import (
-    ORDERS,
     BestOfCurves,
     Curve,
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
-    delta_from_rdp,
-    epsilon_from_rdp,
 )
-from hidden_state_accountants.curves.standard import (
-    LARGEST_PLD_EPSILON,
-    STOCK_ORDERS,
-    StandardCurve,
-    StockEvent,
-)
+from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
+from hidden_state_accountants.curves.renyi import ORDERS, STOCK_ORDERS
+from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
 
@@ -74,8 +67,8 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
 
 
 @attrs.frozen(slots=False, eq=False)
-class ComposedCurve:
-    """Curves composed by privacy loss distributions or Renyi divergences, whichever gives less.
+class ComposedCurve(RenyiOrLoss):
+    """Curves composed by privacy losses or Renyi divergences, whichever gives less.
 
     Attributes:
         parts: (curve, count) pairs.
@@ -88,51 +81,24 @@ class ComposedCurve:
         """Not Gaussian."""
         return None
 
-    @functools.cached_property
-    def _orders(self) -> np.ndarray:
-        # A sampled event takes seconds at an order that is large or not an integer.
+    @property
+    def orders(self) -> np.ndarray:
         known_in_closed_form = all(isinstance(curve, _QUICK) for curve, _ in self.parts)
         return ORDERS if known_in_closed_form else STOCK_ORDERS
 
-    @functools.cached_property
-    def _divergences(self) -> np.ndarray:
-        return self.rdp(self._orders)
-
-    @functools.cached_property
-    def _privacy_loss(self) -> PrivacyLossDistribution | None:
-        if epsilon_from_rdp(self._orders, self._divergences, 1e-5) > LARGEST_PLD_EPSILON:
-            if np.isfinite(self._divergences).any():
-                return None
-        total = None
+    def losses(self) -> Losses | None:
+        composed: list[tuple[PrivacyLoss, int]] = []
         for curve, count in self.parts:
-            part = curve.privacy_loss()
-            if part is None:
+            losses = curve.privacy_losses()
+            if losses is None:
                 return None
-            part = part.self_compose(count) if count > 1 else part
-            total = part if total is None else total.compose(part)
-        return total
-
-    def epsilon(self, delta: float) -> float:
-        epsilon = epsilon_from_rdp(self._orders, self._divergences, delta)
-        if self._privacy_loss is not None:
-            epsilon = min(epsilon, float(self._privacy_loss.get_epsilon_for_delta(delta)))
-        return epsilon
-
-    def delta(self, epsilon: float) -> float:
-        delta = delta_from_rdp(self._orders, self._divergences, epsilon)
-        if self._privacy_loss is not None:
-            loss = self._privacy_loss
-            delta = min(delta, float(loss.get_delta_for_epsilon(min(epsilon, 700.0))))
-        return delta
+            composed += [(loss, count * times) for loss, times in losses]
+        return tuple(composed)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return sum(
             (count * curve.rdp(orders) for curve, count in self.parts), np.zeros(orders.shape)
         )
-
-    def privacy_loss(self) -> PrivacyLossDistribution | None:
-        """The composed privacy loss distribution, if every part has one."""
-        return self._privacy_loss
 
     def to_dpevent(self) -> None:
         return None

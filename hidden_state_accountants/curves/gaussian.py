@@ -17,7 +17,7 @@ from scipy import optimize, special
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _FAR = 40.0  # log Phi(-40) < log of the smallest double
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(24)
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)  # 7 are enough for 1e-13
 
 
 def _ratio(x: np.ndarray) -> np.ndarray:
@@ -27,12 +27,14 @@ def _ratio(x: np.ndarray) -> np.ndarray:
 
 def _ratio_slope(x: np.ndarray) -> np.ndarray:
     """m'(x) = 1 + x m(x); its asymptotic series where that cancels."""
-    direct = 1 + x * math.sqrt(math.pi / 2) * special.erfcx(-x / math.sqrt(2))
-    inverse_square = 1 / np.maximum(np.abs(x), 1.0) ** 2
-    series = np.zeros_like(x)
+    result = 1 + x * math.sqrt(math.pi / 2) * special.erfcx(-x / math.sqrt(2))
+    far = x < -25
+    inverse_square = 1 / x[far] ** 2
+    series = np.zeros_like(inverse_square)
     for factor in (17, 15, 13, 11, 9, 7, 5, 3):
         series = factor * inverse_square * (1 - series)
-    return np.where(x < -25, inverse_square * (1 - series), direct)
+    result[far] = inverse_square * (1 - series)
+    return result
 
 
 def log_delta_at(a: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:

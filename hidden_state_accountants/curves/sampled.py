@@ -8,13 +8,11 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-from hidden_state_accountants.curves.base import privacy_loss_from_delta
-from hidden_state_accountants.curves.gaussian import deltas_from_mu, epsilon_from_mu
+from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.gaussian import epsilon_from_mu
+from hidden_state_accountants.curves.losses import Losses, losses_of
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
-
-_FAR = 30.0
 
 
 @attrs.frozen
@@ -58,14 +56,11 @@ class SampledWithoutReplacementCurve:
         return math.log1p(q * math.expm1(whole))
 
     def delta(self, epsilon: float) -> float:
-        return float(self._deltas(np.array(epsilon)))
+        return float(self._profile.forward(np.array(epsilon)))
 
-    def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
-        q = self._rate
-        # log(1 + (e^epsilon - 1)/q); the second form where e^epsilon / q could overflow
-        near = np.log1p(np.expm1(np.minimum(epsilon, _FAR)) / q)
-        far = epsilon - math.log(q) + np.log1p((q - 1) * np.exp(-epsilon))
-        return q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))
+    @property
+    def _profile(self) -> profiles.Profile:
+        return profiles.without_replacement(profiles.gaussian(self.step_mu), self._rate)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         event = dp_accounting.SampledWithoutReplacementDpEvent(
@@ -74,9 +69,8 @@ class SampledWithoutReplacementCurve:
         # RdpAccountant reads the noise multiplier as one over mu, whatever the relation is.
         return StandardCurve((StockEvent(event, 1, NeighboringRelation.REPLACE_ONE),)).rdp(orders)
 
-    def privacy_loss(self) -> PrivacyLossDistribution:
-        top = self.epsilon(1e-17) if self._rate > 1e-17 else 0.0
-        return privacy_loss_from_delta(self._deltas, max(top, 1e-3))
+    def privacy_losses(self) -> Losses | None:
+        return losses_of(self._profile)
 
     def to_dpevent(self) -> None:
         return None

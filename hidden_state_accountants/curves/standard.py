@@ -1,28 +1,29 @@
-"""Events of dp-accounting beside ours, evaluated by its own PLD and RDP accountants."""
+"""Events of dp-accounting beside ours, by privacy losses or by its RDP accountant."""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 
 import attrs
 import dp_accounting
 import numpy as np
-from dp_accounting import NeighboringRelation, pld, rdp
-from dp_accounting.pld import privacy_loss_distribution
-from dp_accounting.rdp import rdp_privacy_accountant
+from dp_accounting import NeighboringRelation, rdp
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.event_losses import (
+    event_losses,
+    event_profile,
+    stock_pld_supports,
+)
+from hidden_state_accountants.curves.losses import Losses, losses_of
+from hidden_state_accountants.curves.renyi import STOCK_ORDERS
+from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
 
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-
-STOCK_ORDERS = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, dtype=np.float64)
-# PLDAccountant (0.5.0 to 0.6.0) composes these once, whatever the count.
-_PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
-# Beyond this epsilon the RDP figure is good enough and a PLD takes gigabytes.
-LARGEST_PLD_EPSILON = 200.0
 
 
 @attrs.frozen
@@ -34,30 +35,23 @@ class StockEvent:
     relation: NeighboringRelation
 
 
-class _PldAccountant(pld.PLDAccountant):
-    @property
-    def privacy_loss(self) -> privacy_loss_distribution.PrivacyLossDistribution:
-        """What is composed so far."""
-        return self._pld
-
-
 @attrs.frozen(slots=False)
-class StandardCurve:
-    """Standard events composed with mu-GDP: PLD or RDP, whichever gives less.
+class StandardCurve(RenyiOrLoss):
+    """Standard events composed with mu-GDP: by privacy losses or by RDP, whichever gives less.
 
     Attributes:
-        events: At least one; together they need one stock accountant that supports them all.
+        events: At least one; RdpAccountant supports them all, or the loss of each is known.
         gaussian_mu: The mu of a mechanism that runs as well.
 
     Raises:
-        ValueError: No stock accountant evaluates all the events.
+        ValueError: Neither is true.
     """
 
     events: tuple[StockEvent, ...]
     gaussian_mu: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not (self._rdp_supports() or self._pld_supports()):
+        if not (self._rdp_supports() or self._losses_are_known()):
             raise ValueError(
                 "neither dp-accounting's PLD nor its RDP accountant supports all the events"
             )
@@ -67,63 +61,34 @@ class StandardCurve:
         """Not Gaussian."""
         return None
 
+    @property
+    def orders(self) -> np.ndarray:
+        return STOCK_ORDERS
+
     def _rdp_supports(self) -> bool:
         return all(
             rdp.RdpAccountant([2.0], part.relation).supports(part.event) for part in self.events
         )
 
-    def _pld_supports(self) -> bool:
-        relations = {part.relation for part in self.events}
-        return len(relations) == 1 and all(
-            pld.PLDAccountant(part.relation).supports(part.event)
-            and (part.count <= 1 or type(part.event).__name__ not in _PLD_IGNORES_THE_COUNT)
-            for part in self.events
-        )
-
-    @functools.cached_property
-    def _renyi(self) -> np.ndarray | None:
-        return self.rdp(STOCK_ORDERS) if self._rdp_supports() else None
-
-    def privacy_loss(self) -> privacy_loss_distribution.PrivacyLossDistribution | None:
-        """The composed privacy loss distribution, None where PLDAccountant does not apply."""
-        return None if self._pld_accountant is None else self._pld_accountant.privacy_loss
-
-    @functools.cached_property
-    def _pld_accountant(self) -> _PldAccountant | None:
-        if not self._pld_supports():
-            return None
-        if self._renyi is not None:
-            if rdp.compute_epsilon(STOCK_ORDERS, self._renyi, 1e-5)[0] > LARGEST_PLD_EPSILON:
-                return None
-        relation = self.events[0].relation
-        accountant = _PldAccountant(relation)
+    def _losses_are_known(self) -> bool:
+        # Pairs that are not symmetric compose in one order, that of a common relation.
+        relations = set()
         for part in self.events:
-            accountant.compose(part.event, part.count)
+            profile = event_profile(part.event, part.relation)
+            if profile is None and not stock_pld_supports(part.event, part.count, part.relation):
+                return False
+            if profile is None or not profile.is_symmetric:
+                relations.add(part.relation)
+        return len(relations) <= 1
+
+    def losses(self) -> Losses | None:
+        if not self._losses_are_known():
+            return None
+        found = [event_losses(part.event, part.count, part.relation) for part in self.events]
         if self.gaussian_mu:
-            doubled = 2 if relation is _REPLACE_ONE and pld_doubles_gaussians() else 1
-            accountant.compose(dp_accounting.GaussianDpEvent(doubled / self.gaussian_mu))
-        return accountant
-
-    def epsilon(self, delta: float) -> float:
-        candidates = [math.inf]
-        if self._renyi is not None:
-            candidates.append(float(rdp.compute_epsilon(STOCK_ORDERS, self._renyi, delta)[0]))
-        if self._pld_accountant is not None:
-            candidates.append(float(self._pld_accountant.get_epsilon(delta)))
-        return min(candidates)
-
-    def delta(self, epsilon: float) -> float:
-        if epsilon == math.inf:
-            if self._renyi is not None and np.isfinite(self._renyi).any():
-                return 0.0  # a finite divergence leaves no mass at infinity
-            epsilon = 700.0  # delta only falls from there on
-        candidates = [1.0]
-        if self._renyi is not None:
-            compute = rdp_privacy_accountant.compute_delta
-            candidates.append(float(compute(STOCK_ORDERS, self._renyi, epsilon)[0]))
-        if self._pld_accountant is not None:
-            candidates.append(float(self._pld_accountant.get_delta(epsilon)))
-        return min(candidates)
+            found.append(losses_of(profiles.gaussian(self.gaussian_mu)))
+        known = [losses for losses in found if losses is not None]
+        return tuple(itertools.chain.from_iterable(known)) if len(known) == len(found) else None
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         if not self._rdp_supports():
@@ -149,18 +114,6 @@ class StandardCurve:
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
 
-@functools.cache
-def pld_doubles_gaussians() -> bool:
-    """Whether PLDAccountant reads a Gaussian under REPLACE_ONE as sensitivity 2 (0.5.0 on)."""
-    epsilons = [
-        pld.PLDAccountant(relation, 1e-2)
-        .compose(dp_accounting.GaussianDpEvent(1.0))
-        .get_epsilon(1e-3)
-        for relation in (_ADD_OR_REMOVE, _REPLACE_ONE)
-    ]
-    return epsilons[1] > 1.5 * epsilons[0]
-
-
 def gaussian_event_mu(event: dp_accounting.GaussianDpEvent, relation: NeighboringRelation) -> float:
     """mu of a user's Gaussian event, whose noise multiplier is std / clip norm of a sum.
 
@@ -183,18 +136,24 @@ def read_standard_event(
 
     Zeroing a record is adding or removing it where the event is additive noise on a sum. Under
     REPLACE_ONE the sensitivity doubles, which not every stock accountant does by itself: its noise
-    is halved here, or the event refused.
+    is halved here, or the event refused. In a batch of fixed size a zeroed record still takes the
+    place of another one, so that it counts as a replacement.
     """
     event = _with_noise(event, 1.0)
     name = type(event).__name__
-    if relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
+    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+        if relation is _ADD_OR_REMOVE:
+            return (
+                f"{name} under ADD_OR_REMOVE_ONE: its number of records is fixed. "
+                "Use REPLACE_SPECIAL or REPLACE_ONE."
+            )
+        part = StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)
+    elif relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
         part = StockEvent(event, count, _ADD_OR_REMOVE)
     elif relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
         part = StockEvent(event, count, relation)
     elif isinstance(event, dp_accounting.LaplaceDpEvent):
         part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
-    elif isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-        part = StockEvent(_with_noise(event, 0.5), count, relation)
     else:
         return (
             f"{name} under REPLACE_ONE: unknown, or the stock accountants do not agree on its "

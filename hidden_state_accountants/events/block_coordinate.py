@@ -178,7 +178,7 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         """K * n/b, the number of updates of each block."""
         return self.num_epochs * self.batches_per_epoch
 
-    def sensitivity(self, relation: NeighboringRelation) -> float:
+    def sensitivity(self, relation: NeighboringRelation | str) -> float:
         r"""S_g: how far one record moves the sum of the gradients of a block, at equal parameters.
 
         With `clip_norm` the gradient of a record is no longer than
@@ -190,6 +190,7 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
             relation: The neighbouring relation of the guarantee. A declared `gradient_sensitivity`
                 is read as that of this relation.
         """
+        relation = validate.neighboring_relation(relation)
         if self.clip_norm is None:
             assert self.gradient_sensitivity is not None  # checked at construction
             return self.gradient_sensitivity

@@ -96,7 +96,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         max_batch_size: POISSON only: the loader drops records, uniformly, beyond this size. A
             record can then displace another one, which costs a little extra delta.
         record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
-            record in question; None is the worst.
+            record in question; None is the worst. All figures are then about the records of that
+            batch only, and say so: those of other batches may have a much larger epsilon.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -241,6 +242,13 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         return self.batch_size / self.dataset_size
 
     @property
+    def records(self) -> str:
+        """Which records the event is about, in words."""
+        if self.record_position is None:
+            return "all records"
+        return f"records of batch {self.record_position} of every epoch"
+
+    @property
     def has_schedules(self) -> bool:
         """Whether a hyper-parameter changes during the run."""
         return any(isinstance(getattr(self, name), Schedule) for name in _SCHEDULED)
@@ -264,7 +272,10 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         return self.per_step("noise_multiplier") * unit
 
     def as_composition(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+        self,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        for_one_position: bool = False,
     ) -> dp_accounting.DpEvent:
         """The same run with every iterate released, as a standard dp-accounting event.
 
@@ -279,8 +290,11 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
 
         Args:
             neighboring_relation: The relation that the guarantee is for.
+            for_one_position: Whether a guarantee for the records of one batch (`record_position`)
+                is meant. Nothing in the standard event says so.
 
         Raises:
+            ValueError: The event is about the records of one batch only.
             UnsupportedRunError: No standard event is proven to dominate the run (among them POISSON
                 batches with a cap: `LastIterateAccountant` adds its delta).
         """
@@ -290,6 +304,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         )
         if unmet:
             raise UnsupportedRunError(unmet)
+        if self.record_position is not None:
+            validate.one_position(self.records, for_one_position)
         noise = self._noise_over_sensitivity(relation)
         if order is BatchOrder.WITHOUT_REPLACEMENT:
             return random_batches(
@@ -334,7 +350,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 "NeighboringRelation.REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
             )
 
-    def cap_delta(self, relation: NeighboringRelation) -> float:
+    def cap_delta(self, relation: NeighboringRelation | str) -> float:
         """The delta that `max_batch_size` costs; 0 without a cap.
 
         It bounds the probability that the cap ever acts; until then the run is one without a cap.
@@ -343,8 +359,9 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             return 0.0
         return self.overfull_delta(relation, self.max_batch_size)
 
-    def overfull_delta(self, relation: NeighboringRelation, most_terms: int) -> float:
+    def overfull_delta(self, relation: NeighboringRelation | str, most_terms: int) -> float:
         """Bounds the probability that a POISSON batch with the record exceeds `most_terms`."""
+        relation = validate.neighboring_relation(relation)
         return overfull_delta(
             relation, self.sampling_probability, self.dataset_size, self.num_steps, most_terms
         )

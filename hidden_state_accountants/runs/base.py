@@ -131,20 +131,21 @@ class Run(abc.ABC):
             UnsupportedRunError: The steps are not those of such a run.
         """
 
-    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+    def guarantee(self, relation: NeighboringRelation | str) -> Guarantee:
         """The best sound guarantee if the current iterate were the last one.
 
         Raises:
             ValueError: No step was recorded.
             UnsupportedRunError: No bound applies.
         """
+        relation = validate.neighboring_relation(relation)
         self.check_relation(relation)
         if self._proved.get(relation, (0,))[0] != self._num_steps:
             self._proved[relation] = self._num_steps, best_guarantee(self.event(), relation)
         return self._proved[relation][1]
 
     @abc.abstractmethod
-    def check_relation(self, relation: NeighboringRelation) -> None:
+    def check_relation(self, relation: NeighboringRelation | str) -> None:
         """Raises UnsupportedRunError if no bound can cover such a run under `relation`."""
 
     @abc.abstractmethod
@@ -341,7 +342,7 @@ def _known() -> str:
     return " or ".join(event_type.__name__ for event_type in _KINDS)
 
 
-def check_covered(event: DpEvent, relation: NeighboringRelation) -> None:
+def check_covered(event: DpEvent, relation: NeighboringRelation | str) -> None:
     """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
     unmet = {
         bound.name: bound.check(event, relation)

@@ -203,9 +203,10 @@ class BlockCoordinateRun(Run):
         # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
         return own.step_size * (noise_multiplier * own.clip_norm / own.batch_size) ** 2 / 2
 
-    def check_relation(self, relation: NeighboringRelation) -> None:
+    def check_relation(self, relation: NeighboringRelation | str) -> None:
         """Raises UnsupportedRunError for a relation that changes the number of records."""
-        if validate.neighboring_relation(relation) not in _RELATIONS:
+        relation = validate.neighboring_relation(relation)
+        if relation not in _RELATIONS:
             raise UnsupportedRunError(
                 "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
                 f"{relation.name}: every batch has the same number of records."
@@ -321,7 +322,7 @@ class BlockCoordinateAccount:
         self,
         *,
         dataset_size: int,
-        neighboring_relation: NeighboringRelation | None = None,
+        neighboring_relation: NeighboringRelation | str | None = None,
         block_loss: LossGeometry | None = None,
     ) -> BlockCoordinateDpEvent:
         """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
@@ -348,7 +349,7 @@ class BlockCoordinateAccount:
         delta: float,
         *,
         dataset_size: int,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         block_loss: LossGeometry | None = None,
     ) -> str:
         """A few lines to paste; see `privacy_event`.
@@ -364,8 +365,9 @@ class BlockCoordinateAccount:
         """
         run = self._run(block_loss)
         event = run.event(dataset_size=dataset_size, block_loss=block_loss)
-        run.check_relation(neighboring_relation)
-        guarantee = best_guarantee(event, neighboring_relation)
+        relation = validate.neighboring_relation(neighboring_relation)
+        run.check_relation(relation)
+        guarantee = best_guarantee(event, relation)
         assumptions = (*self._assumptions(), *guarantee.assumptions)
         return statement_of([event], guarantee, assumptions, delta).lines()
 

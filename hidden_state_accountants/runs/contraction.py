@@ -11,6 +11,7 @@ from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.runs.descriptions.last_iterate import process_of
 
 _STEPS_LOOKED_AHEAD, _DELTA = 50_000, 1e-5
@@ -56,6 +57,6 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
     if gain > 0.999:
         return f"{_EQUALS_COMPOSITION}; {reason} ({assuming})"
     return (
-        f"no contraction: {reason}; after {epochs} epochs epsilon is {gain:.3g} times that of "
-        f"composition, thanks to the noise of the other batches only ({assuming})"
+        f"no contraction: {reason}; after {epochs} epochs epsilon is {text_up(gain, 3)} times that "
+        f"of composition, thanks to the noise of the other batches only ({assuming})"
     )

@@ -216,7 +216,7 @@ class DiceSgdRun(Run):
                 "batch_order='poisson' if every record was drawn for every batch by itself."
             )
 
-    def check_relation(self, relation: NeighboringRelation) -> None:
+    def check_relation(self, relation: NeighboringRelation | str) -> None:
         """As `Run.check_relation`; of a run that is declared later nothing is known yet."""
         if not self._later:
             check_covered(self._template, relation)

@@ -225,13 +225,14 @@ class LastIterateRun(Run):
             **hyper_parameters,
         )
 
-    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+    def guarantee(self, relation: NeighboringRelation | str) -> Guarantee:
         """As `Run.guarantee`; a call costs the steps since the last one: `RunningGuarantee`."""
+        relation = validate.neighboring_relation(relation)
         if relation not in self._running:
             self._running[relation] = RunningGuarantee(self, relation)
         return self._running[relation].guarantee()
 
-    def check_relation(self, relation: NeighboringRelation) -> None:
+    def check_relation(self, relation: NeighboringRelation | str) -> None:
         """Raises UnsupportedRunError if no theorem covers the declared order under `relation`."""
         self._template.as_composition(relation)
 

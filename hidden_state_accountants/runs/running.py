@@ -50,7 +50,7 @@ class RunningGuarantee:
         neighboring_relation: The relation of the guarantee.
     """
 
-    def __init__(self, recorder: Recorded, neighboring_relation: NeighboringRelation):
+    def __init__(self, recorder: Recorded, neighboring_relation: NeighboringRelation | str):
         self._recorder = recorder
         self._relation = validate.neighboring_relation(neighboring_relation)
         self._cached: tuple[tuple[int, int], Guarantee] | None = None

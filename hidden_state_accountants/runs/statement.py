@@ -12,6 +12,7 @@ from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import compose_guarantees
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status
 from hidden_state_accountants.runs.base import kind_of
 from hidden_state_accountants.runs.descriptions.base import Description
@@ -75,8 +76,10 @@ class Statement:
         ]
         if guarantee.caveat:
             rows.append(("NOT PROVEN", guarantee.caveat))
+        if guarantee.only_for:
+            rows.append(("ONLY FOR", guarantee.scope(self.delta)))
         if self._hides_iterates:
-            every = _number(self._epsilon_of_every_iterate(), ".4f")
+            every = _number(self._epsilon_of_every_iterate(), 4)
             rows.append(("epsilon if every iterate were released", every))
         rows += described.facts
         for status, label in _LABELS.items():
@@ -88,7 +91,7 @@ class Statement:
         return "\n".join(
             [
                 f"{described.title}{several}",
-                f"epsilon = {guarantee.epsilon(self.delta):.4f} at delta = {self.delta:g}",
+                f"epsilon = {fixed_up(guarantee.epsilon(self.delta), 4)} at delta = {self.delta:g}",
                 *(f"{label}: {text}" for label, text in rows),
             ]
         )
@@ -116,6 +119,8 @@ class Statement:
         parts.append("\n".join([_wrapped(heading), *figures]))
         if guarantee.caveat:
             parts.append(_wrapped(f"NOT PROVEN: {guarantee.caveat}"))
+        if guarantee.only_for:
+            parts.append(_wrapped(f"ONLY FOR {guarantee.scope(self.delta)}."))
         for status, title in _HEADINGS.items():
             texts = self._texts(status)
             if texts:
@@ -193,12 +198,12 @@ def _composed_epsilon(
     return compose_guarantees(known, relation).epsilon(delta)
 
 
-def _number(epsilon: float | None, form: str) -> str:
-    return "not computed" if epsilon is None else format(epsilon, form)
+def _number(epsilon: float | None, decimals: int) -> str:
+    return "not computed" if epsilon is None else fixed_up(epsilon, decimals)
 
 
 def _figure(label: str, epsilon: float | None) -> str:
-    return f"    {label:<50} {_number(epsilon, '.3f'):>14}"
+    return f"    {label:<50} {_number(epsilon, 3):>14}"
 
 
 def _wrapped(text: str) -> str:

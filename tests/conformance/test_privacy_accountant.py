@@ -74,7 +74,8 @@ def test_relation_is_the_first_argument_and_has_a_default(accountant):
     assert accountant().neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
     relation = NeighboringRelation.REPLACE_ONE
     assert accountant(relation).neighboring_relation is relation
-    with pytest.raises(TypeError, match="NeighboringRelation"):
+    assert accountant("replace_one").neighboring_relation is relation
+    with pytest.raises(ValueError, match="neighboring_relation to be one of ADD_OR_REMOVE_ONE"):
         accountant("replace one")
 
 

@@ -265,7 +265,7 @@ class TestAsComposition:
                 event.as_composition(relation)
             return
         factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
-        composed = event.as_composition(relation)
+        composed = event.as_composition(relation, for_one_position=True)
         assert composed == dp_accounting.SelfComposedDpEvent(
             dp_accounting.GaussianDpEvent(2.0 / factor), participations
         )
@@ -299,7 +299,8 @@ class TestAsComposition:
             pytest.approx(1 / math.sqrt(6))
         )
         elsewhere = cyclic_run(noise_multiplier=noise, record_position=0)
-        assert elsewhere.as_composition().noise_multiplier == pytest.approx(2 / math.sqrt(6))
+        composed = elsewhere.as_composition(for_one_position=True)
+        assert composed.noise_multiplier == pytest.approx(2 / math.sqrt(6))
 
     def test_reshuffled_takes_the_worst_step_of_every_epoch(self):
         noise = np.full(24, 2.0)

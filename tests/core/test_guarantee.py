@@ -10,6 +10,7 @@ from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.advice import single_changes
+from hidden_state_accountants.figures import text_up
 
 DELTA = 1e-5
 
@@ -72,7 +73,7 @@ class TestExplain:
 
     def test_delta_is_an_argument(self):
         run = guarantee(cyclic_run())
-        assert f"epsilon at delta 0.001: {run.epsilon(1e-3):.6g}" in run.explain(1e-3)
+        assert f"epsilon at delta 0.001: {text_up(run.epsilon(1e-3), 6)}" in run.explain(1e-3)
         with pytest.raises(ValueError, match="target_delta"):
             run.explain(2.0)
 

@@ -8,6 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.runs.base import kind_of
 from hidden_state_accountants.runs.statement import composition_epsilon, statement_of
 
@@ -55,7 +56,7 @@ def test_the_lines_of_every_kind(event, relation):
     text = fields(statement(event, relation=relation).lines())
     guarantee = accounted(event, relation=relation)
     assert text["title"].startswith("Privacy of ")
-    assert text["epsilon"] == f"epsilon = {guarantee.epsilon(DELTA):.4f} at delta = 1e-05"
+    assert text["epsilon"] == f"epsilon = {fixed_up(guarantee.epsilon(DELTA), 4)} at delta = 1e-05"
     assert text["neighboring relation"] == relation.name
     assert text["theorem"].startswith(guarantee.theorem)
     declared = [a.text for a in guarantee.assumptions if a.status.value == "declared"]
@@ -67,7 +68,7 @@ def test_the_lines_of_every_kind(event, relation):
 @EVENTS
 def test_the_paragraphs_of_every_kind(event):
     text = statement(event).paragraphs()
-    assert f" {accounted(event).epsilon(DELTA):.3f}" in text
+    assert f" {fixed_up(accounted(event).epsilon(DELTA), 3)}" in text
     assert max(map(len, text.splitlines())) <= 80
     for heading in (
         "Example-level DP with REPLACE_SPECIAL",
@@ -86,8 +87,8 @@ def test_what_is_said_of_the_last_iterate():
     )
     assert text["noise"] == "multiplier 2, clip norm 1, noise/sensitivity 2"
     every = composition_epsilon([PLAIN], SPECIAL, DELTA)
-    assert text["epsilon if every iterate were released"] == f"{every:.4f}"
-    assert f"{every:.3f}" in statement(PLAIN).paragraphs()
+    assert text["epsilon if every iterate were released"] == fixed_up(every, 4)
+    assert fixed_up(every, 3) in statement(PLAIN).paragraphs()
     unknown = attrs.evolve(PLAIN, loss=None, clip_norm=1.0, domain_diameter=math.inf)
     text = fields(statement(unknown).lines())
     assert "unknown (no loss geometry declared)" in text["update"]
@@ -101,7 +102,7 @@ def test_what_is_said_of_dice():
     text = fields(statement(DICE, update_rule="Adam").lines())
     with pytest.warns(UserWarning, match="theorem is false"):
         published = hsa.DiceSgdAccountant(analysis="published").compose(DICE).get_epsilon(DELTA)
-    assert f"would claim epsilon = {published:.4f}; do not use it" in text["published"]
+    assert f"would claim epsilon = {fixed_up(published, 4)}; do not use it" in text["published"]
     assert text["run"] == "50 steps x 100 of 2500 records, poisson; update rule Adam"
     assert text["noise on the mean update"] == "standard deviation 0.4"
     assert text["gradients"] == "clip norm 1; bound before clipping: none declared"
@@ -157,11 +158,11 @@ def test_several_runs():
     together = accounted(PLAIN, BLOCKS, DICE).epsilon(DELTA)
     text = fields(said.lines())
     assert text["title"].endswith("stays hidden) (3 runs)")
-    assert text["epsilon"].startswith(f"epsilon = {together:.4f}")
+    assert text["epsilon"].startswith(f"epsilon = {fixed_up(together, 4)}")
     assert text["runs"].startswith("3; epsilon and theorem are those of all together")
     every = composition_epsilon([PLAIN, BLOCKS, DICE], SPECIAL, DELTA)
     assert together <= every < math.inf
-    assert text["epsilon if every iterate were released"] == f"{every:.4f}"
+    assert text["epsilon if every iterate were released"] == fixed_up(every, 4)
     assert "3 runs: epsilon and theorem are those of all together" in said.paragraphs()
 
 

@@ -8,6 +8,7 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
     CyclicDPKerasSGDOptimizer,
@@ -108,7 +109,7 @@ def test_report(make_blocks, relation):
     for part in (
         "over 24 examples with 4 examples per iteration in cyclic order on 2 block(s)",
         f"Example-level DP with {relation.name}",
-        f"{exact(event(num_blocks=2), relation):.3f}",
+        fixed_up(exact(event(num_blocks=2), relation), 3),
         "Checked: - batches of equal size in the fixed order of the data set",
         "the clip of each block as one vector",
         "the losses of every step are those of the given loss and model",

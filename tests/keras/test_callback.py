@@ -211,7 +211,8 @@ def test_before_the_first_step(make_run):
         ({"dataset_size": 3}, ValueError, "dataset_size >= 4"),
         ({"batch_size": 2.0}, TypeError, "batch_size"),
         ({"target_delta": -0.1}, ValueError, "target_delta"),
-        ({"neighboring_relation": "REPLACE_ONE"}, TypeError, "neighboring_relation"),
+        ({"neighboring_relation": "REPLACE"}, ValueError, "neighboring_relation"),
+        ({"neighboring_relation": "add_or_remove_one"}, hsa.UnsupportedRunError, "cannot add"),
         (
             {"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE},
             hsa.UnsupportedRunError,

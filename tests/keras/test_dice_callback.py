@@ -11,6 +11,7 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     DiceKerasAdamOptimizer,
@@ -86,7 +87,7 @@ def test_report(make_dice, relation):
     run.fit(epochs=2)
     text = run.callback.report(DELTA)
     for part in (
-        f"epsilon = {exact(EXPECTED, relation):.4f} at delta = 1e-05",
+        f"epsilon = {fixed_up(exact(EXPECTED, relation), 4)} at delta = 1e-05",
         f"neighboring relation: {relation.name}",
         "bound before clipping: 1.4143",
         "published: ",

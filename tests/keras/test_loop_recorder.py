@@ -379,8 +379,10 @@ def test_wrong_arguments(make_run):
     run = make_run()
     with pytest.raises(TypeError, match="Keras model or layer"):
         construct(run, model=lambda x: x)
-    with pytest.raises(TypeError, match="neighboring_relation"):
-        construct(run, neighboring_relation="REPLACE_ONE")
+    with pytest.raises(ValueError, match="neighboring_relation"):
+        construct(run, neighboring_relation="REPLACE")
+    with pytest.raises(hsa.UnsupportedRunError, match="cannot add or remove"):
+        construct(run, neighboring_relation="add-or-remove-one")
     record = construct(run)
     with pytest.raises(ValueError, match="at least one step"):
         record.report(DELTA)

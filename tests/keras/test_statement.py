@@ -35,12 +35,12 @@ def figure(text, label):
 def test_figures(relation):
     text = compute_last_iterate_privacy_statement(EVENT, DELTA, relation)
     last = hsa.LastIterateAccountant(relation).compose(EVENT).get_epsilon(DELTA)
-    assert figure(text, "released model (last iterate)") == pytest.approx(last, abs=6e-4)
+    assert figure(text, "released model (last iterate)") == pytest.approx(last, abs=1e-3)
     sensitivity = 2.0 if relation is NeighboringRelation.REPLACE_ONE else 1.0
     every = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(2.0 / sensitivity), 200)
     exact = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     assert figure(text, "if all checkpoints are released") == pytest.approx(
-        exact.compose(every).get_epsilon(DELTA), abs=6e-4
+        exact.compose(every).get_epsilon(DELTA), abs=1e-3
     )
     poisson = rdp.RdpAccountant()
     poisson.compose(
@@ -78,7 +78,8 @@ def test_runs_without_some_figures():
     [
         ((dp_accounting.GaussianDpEvent(1.0), DELTA), TypeError),
         ((EVENT, 2.0), ValueError),
-        ((EVENT, DELTA, "REPLACE_ONE"), TypeError),
+        ((EVENT, DELTA, "REPLACE"), ValueError),
+        ((EVENT, DELTA, "add_or_remove_one"), hsa.UnsupportedRunError),
         ((EVENT, DELTA, NeighboringRelation.ADD_OR_REMOVE_ONE), hsa.UnsupportedRunError),
     ],
 )
@@ -197,7 +198,7 @@ def test_every_kind_of_run(event, relation):
     assert relation.name in text
     exact = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
     label = "all released models" if event is DICE else "released model (last iterate)"
-    assert figure(text, label) == pytest.approx(exact, abs=6e-4)
+    assert figure(text, label) == pytest.approx(exact, abs=1e-3)
     order = getattr(event, "batch_order", hsa.BatchOrder.CYCLIC)
     assert f"in {order.value} order" in " ".join(text.split())
     fixed = order not in (hsa.BatchOrder.POISSON, hsa.BatchOrder.FULL)
@@ -210,7 +211,7 @@ def test_dice_is_compared_with_dp_sgd_at_the_same_noise():
     every = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(2.0), 2)
     exact = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(every)
     assert figure(text, "ANOTHER algorithm, DP-SGD (*)") == pytest.approx(
-        exact.get_epsilon(DELTA), abs=6e-4
+        exact.get_epsilon(DELTA), abs=1e-3
     )
     flat = " ".join(text.split())
     assert "noise multiplier 2, gradients clip norm 1, error clip norm 0.5, for 50" in flat

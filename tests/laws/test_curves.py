@@ -15,6 +15,7 @@ from hidden_state_accountants.curves.base import (
     RdpCurve,
 )
 from hidden_state_accountants.curves.composed import ComposedCurve, compose_curves
+from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
@@ -102,14 +103,14 @@ class TestMixture:
     @pytest.mark.parametrize("epsilon", EPSILONS)
     def test_privacy_loss_is_pessimistic_and_close(self, epsilon):
         exact = mixture().delta(epsilon)
-        found = mixture().privacy_loss().get_delta_for_epsilon(epsilon)
+        found = ComposedLoss(mixture().privacy_losses()).delta(epsilon)
         assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-3) + 1e-10
 
     def test_many_positions_are_grouped_upwards(self):
         mus = np.linspace(0.1, 0.3, 5000)
         curve = GaussianMixtureCurve(np.full(5000, 1 / 5000), mus)
         exact = curve.delta(0.2)
-        found = curve.privacy_loss().get_delta_for_epsilon(0.2)
+        found = ComposedLoss(curve.privacy_losses()).delta(0.2)
         assert exact <= found <= 1.05 * exact
 
 

@@ -12,6 +12,8 @@ _STANDARD_LAWS = "laws/test_standard_events.py"
 _DETAILS = "core/test_engine_details.py"
 _COMPOSITION_LAWS = "laws/test_accountants.py::TestComposition"
 _CURVE_TESTS = "laws/test_curves.py"
+COMPOSED_LOSS = "curves/composed_loss.py"
+_LOSS_TESTS = "core/test_privacy_losses.py"
 
 MUTATIONS = (
     # From mu to epsilon.
@@ -135,8 +137,8 @@ MUTATIONS = (
     Mutation(
         "privacy_loss_of_repeated_curves_counts_once",
         CURVES_TOGETHER,
-        "part = part.self_compose(count) if count > 1 else part",
-        "part = part.self_compose(1) if count > 1 else part",
+        "composed += [(loss, count * times) for loss, times in losses]",
+        "composed += [(loss, times) for loss, times in losses]",
         _CURVE_TESTS,
     ),
     Mutation(
@@ -162,10 +164,45 @@ MUTATIONS = (
     ),
     Mutation(
         "privacy_loss_has_no_negative_losses",
-        CURVES,
-        "left = 1 - np.exp(-positive[:0:-1] * GRID) * (1 - right[:0:-1])",
-        "left = right[:0:-1]",
-        _CURVE_TESTS,
+        "curves/losses.py",
+        "below = _masses_above_zero(opposite)",
+        "below = 0 * _masses_above_zero(opposite)",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "losses_below_zero_are_those_of_the_same_direction",
+        "curves/losses.py",
+        "return cls(_connect_the_dots(forward, backward), _connect_the_dots(backward, forward))",
+        "return cls(_connect_the_dots(forward, forward), _connect_the_dots(backward, backward))",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "error_of_the_transform_is_dropped",
+        COMPOSED_LOSS,
+        "inside = inside + _norm_of_weights(tilt.theta, len(law)) * error + _LOST",
+        "inside = inside + _LOST",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "only_one_direction_of_a_loss_counts",
+        COMPOSED_LOSS,
+        "if not all(loss.is_symmetric for loss, _ in parts):",
+        "if False:",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "mass_at_infinity_counts_once",
+        "curves/tilts.py",
+        "part.count * math.log1p(-part.infinite)",
+        "math.log1p(-part.infinite)",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "loss_of_the_gaussian_beside_events_is_lost",
+        "curves/standard.py",
+        "found.append(losses_of(profiles.gaussian(self.gaussian_mu)))",
+        "pass",
+        _LAWS,
     ),
     Mutation(
         "zero_noise_inside_a_sampled_event_is_missed",
@@ -177,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "without_replacement_event_under_replace_one_is_not_doubled",
         "curves/standard.py",
-        "part = StockEvent(_with_noise(event, 0.5), count, relation)",
-        "part = StockEvent(_with_noise(event, 1.0), count, relation)",
+        "part = StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)",
+        "part = StockEvent(_with_noise(event, 1.0), count, _REPLACE_ONE)",
         _COMPOSITION_LAWS,
     ),
 )

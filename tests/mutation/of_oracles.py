@@ -92,9 +92,9 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling_amplifies_twice",
-        "curves/sampled.py",
-        "return q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))",
-        "return q * q * deltas_from_mu(self.step_mu, np.where(epsilon < _FAR, near, far))",
+        "curves/profiles.py",
+        "return rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
+        "return rate * rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
         _SAMPLED_TESTS,
     ),
 )

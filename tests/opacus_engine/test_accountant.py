@@ -253,7 +253,11 @@ def test_relation_of_the_declaration():
     accountant = HiddenStateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
         accountant.declare_run(**DECLARED)
-    with pytest.raises(TypeError, match="neighboring_relation"):
+    named = HiddenStateAccountant("add_or_remove_one")
+    assert named.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+    with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
+        named.declare_run(**DECLARED)
+    with pytest.raises(ValueError, match="neighboring_relation"):
         HiddenStateAccountant("replace")
 
 

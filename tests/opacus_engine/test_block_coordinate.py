@@ -26,6 +26,7 @@ from opacus_block_coordinate import (
 from torch import nn
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.mechanisms import block_coordinate
 
@@ -269,7 +270,7 @@ def test_the_report():
         text = optimizer.report(
             1e-5, dataset_size=12, neighboring_relation=relation, block_loss=loss
         )
-        assert f"epsilon = {epsilon:.4f} at delta = 1e-05" in text
+        assert f"epsilon = {fixed_up(epsilon, 4)} at delta = 1e-05" in text
         assert relation.name in text
         assert "Theorem A" in text
         assert "2 epochs x 3 fixed batches of 4 records x 1 blocks" in text

@@ -29,6 +29,7 @@ from opacus_block_coordinate import (
 from torch import nn
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
 
@@ -162,7 +163,7 @@ def test_the_event_is_the_run(num_blocks, relation):
 def test_report_assumptions_and_comparison():
     run = Session(l1=0.01, l2=0.5).train(2)
     text = run.engine.report(DELTA)
-    assert f"epsilon = {run.engine.get_epsilon(DELTA):.4f} at delta = 1e-05" in text
+    assert f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)} at delta = 1e-05" in text
     assert "REPLACE_SPECIAL" in text
     assert "2 epochs x 3 fixed batches of 4 records x 2 blocks, step size 0.2" in text
     assert "noise multiplier: 2 on sums of gradients clipped to 0.7" in text

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
@@ -146,7 +147,7 @@ def test_one_after_the_other(make_run, make_dice, dataset):
     table = engine.compare(DELTA)
     assert table.best(table.runs[1][0]).accountant == "dice_sgd"
     text = engine.report(DELTA)
-    assert f"epsilon = {engine.get_epsilon(DELTA):.4f}" in text
+    assert f"epsilon = {fixed_up(engine.get_epsilon(DELTA), 4)}" in text
     assert "(3 runs)" in text
 
 
@@ -181,8 +182,8 @@ def test_report(make_dice, variant):
     run.epoch()
     text = run.engine.report(DELTA)
     claimed = hsa.DiceSgdAccountant(analysis="published").compose(run.engine.privacy_event)
-    assert f"epsilon = {run.engine.get_epsilon(DELTA):.4f} at delta = 1e-05" in text
-    assert f"would claim epsilon = {claimed.get_epsilon(DELTA):.4f}; do not use it" in text
+    assert f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)} at delta = 1e-05" in text
+    assert f"would claim epsilon = {fixed_up(claimed.get_epsilon(DELTA), 4)}; do not use it" in text
     assert f"update rule {'Adam' if variant == 'adam' else 'SGD'}" in text
     assert "the sizes of the batches are shown to nobody" in text
     assert "every record drawn by itself for every step with probability b/n" in text
@@ -202,7 +203,7 @@ def test_report_of_several_runs(make_run, make_dice, dataset):
     run = make_dice(engine=first.engine, model=first.model, loader={"dataset": dataset})
     run.epoch()
     text = run.engine.report(DELTA)
-    assert f"epsilon = {run.engine.get_epsilon(DELTA):.4f}" in text
+    assert f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)}" in text
     assert "runs: 2; epsilon and theorem are those of all together" in text
     assert "composition of: " in text
 

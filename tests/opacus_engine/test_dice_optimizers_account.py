@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import DiceSGDOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -88,8 +89,8 @@ def test_the_report_has_the_proven_epsilon_and_the_papers():
     proven = hsa.DiceSgdAccountant().compose(event).get_epsilon(1e-5)
     claimed = hsa.DiceSgdAccountant(analysis="published").compose(event).get_epsilon(1e-5)
     report = optimizer.report(1e-5, **arguments)
-    assert f"epsilon = {proven:.4f} at delta = 1e-05" in report
-    assert f"would claim epsilon = {claimed:.4f}; do not use it" in report
+    assert f"epsilon = {fixed_up(proven, 4)} at delta = 1e-05" in report
+    assert f"would claim epsilon = {fixed_up(claimed, 4)}; do not use it" in report
     assert "theorem is false" in report
     assert "bound before clipping: none declared" in report
     cyclic = optimizer.report(

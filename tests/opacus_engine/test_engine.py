@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
 from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
@@ -254,7 +255,7 @@ def test_report_and_assumptions(make_run):
     text = run.engine.report(DELTA)
     assert 10 <= len(text.splitlines()) <= 14
     for part in (
-        f"epsilon = {run.engine.get_epsilon(DELTA):.4f} at delta = 1e-05",
+        f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)} at delta = 1e-05",
         "REPLACE_SPECIAL",
         "Theorem A",
         "c = 0.95",

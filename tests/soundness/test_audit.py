@@ -250,8 +250,8 @@ def test_stock_accountants_account_for_the_composition():
     [
         ("1.0", {}, TypeError, "a Guarantee or a pair"),
         ((1.0, 1e-5), {}, ValueError, "neighboring_relation"),
-        ((-1.0, 1e-5), {"neighboring_relation": ONE}, ValueError, "target_epsilon >= 0"),
-        ((1.0, 1e-5), {"neighboring_relation": "one"}, TypeError, "NeighboringRelation"),
+        ((-1.0, 1e-5), {"neighboring_relation": ONE}, ValueError, "epsilon of the claim >= 0"),
+        ((1.0, 1e-5), {"neighboring_relation": "one"}, ValueError, "REPLACE_ONE"),
         (gaussian(1.0), {"neighboring_relation": ONE}, ValueError, "which the claim is for"),
         (
             hsa.LastIterateAccountant(),

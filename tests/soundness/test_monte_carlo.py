@@ -8,6 +8,7 @@ from scipy import stats
 
 from hidden_state_accountants.auditing.monte_carlo import monte_carlo_audit
 from hidden_state_accountants.curves.gaussian import delta_from_mu, epsilon_from_mu
+from hidden_state_accountants.figures import text_down
 
 DELTA = 1e-2
 
@@ -159,7 +160,7 @@ def test_seeds_progress_and_buffers():
     ]
     assert audits[0] == audits[1]
     assert len(lines) == 21
-    assert lines[-1] == f"audit: epsilon >= {audits[0].epsilon:.4g} with confidence 0.95"
+    assert lines[-1] == f"audit: epsilon >= {text_down(audits[0].epsilon, 4)} with confidence 0.95"
 
 
 @pytest.mark.parametrize(

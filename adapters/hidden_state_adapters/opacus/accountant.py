@@ -17,9 +17,9 @@ from hidden_state_accountants import (
     Assumption,
     BatchOrder,
     Guarantee,
-    LastIterateAccountant,
     LossGeometry,
     UnsupportedRunError,
+    validate,
 )
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run
@@ -79,18 +79,17 @@ class HiddenStateAccountant(IAccountant):
     """
 
     def __init__(
-        self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+        self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
     ):
         self._runs: list[AccountedRun] = []
         self._declared: StockRun | None = None  # the newest; not among the runs until it is read
         self._loop: StockLoop | None = None  # that Opacus made last
         super().__init__()
-        LastIterateAccountant(neighboring_relation)  # validates
-        self.neighboring_relation = neighboring_relation
+        self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
         self._warned: set[str] = set()
         self._refusals: list[str] = []
         self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
-        self._guarantees = RunGuarantees(neighboring_relation)
+        self._guarantees = RunGuarantees(self.neighboring_relation)
 
     @classmethod
     def mechanism(cls) -> str:

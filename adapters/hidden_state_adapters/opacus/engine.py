@@ -26,6 +26,7 @@ from hidden_state_accountants import (
     LastIterateAccountant,
     UnsupportedRunError,
 )
+from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, check_covered, kind_of
 from hidden_state_accountants.runs.statement import statement_of
@@ -87,7 +88,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def __init__(
         self,
         *,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         secure_mode: bool = False,
         accountant: str = MECHANISM,
     ):
@@ -284,7 +285,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         before = accountant().get_epsilon(target_delta)
         if before > target_epsilon:
             raise ValueError(
-                f"Expected target_epsilon >= {before:.6g} at delta = {target_delta:g}, got "
+                f"Expected target_epsilon >= {text_up(before, 6)} at delta = {target_delta:g}, got "
                 f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
                 "Raise the target, or start on a fresh engine with other records."
             )

@@ -91,7 +91,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         dataset_size: int,
         batch_size: int,
         target_delta: float | None = None,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         checkpoints_stay_private: bool = False,
         metrics_stay_private: bool = False,
         gradient_bound: float = math.inf,

@@ -528,7 +528,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def checked_relation(relation: NeighboringRelation) -> NeighboringRelation:
+def checked_relation(relation: NeighboringRelation | str) -> NeighboringRelation:
     """The relation, if batches that are always the same ones can be accounted under it.
 
     Raises:

@@ -75,7 +75,7 @@ class HiddenStateRecorder(Figures):
         optimizer: Any,
         data: tf.data.Dataset,
         *,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         gradient_bound: float = math.inf,
         block_loss: LossGeometry | None = None,
         loss: Any = None,

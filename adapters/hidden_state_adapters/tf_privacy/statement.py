@@ -18,7 +18,7 @@ from hidden_state_accountants.runs.statement import statement_of
 def compute_last_iterate_privacy_statement(
     event: LastIterateDpEvent | DiceSgdDpEvent | BlockCoordinateDpEvent,
     delta: float,
-    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
 ) -> str:
     """What is protected, under which relation and assumptions, and the epsilons, as text.
 

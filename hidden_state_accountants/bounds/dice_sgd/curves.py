@@ -26,8 +26,8 @@ from hidden_state_accountants.curves.base import (
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
-    epsilon_from_rdp,
 )
+from hidden_state_accountants.curves.renyi import epsilon_from_rdp
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent

@@ -114,7 +114,7 @@ class PublishedCurve:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return orders * self.scale / 2
 
-    def privacy_loss(self) -> None:
+    def privacy_losses(self) -> None:
         return None
 
     def to_dpevent(self) -> None:

@@ -10,6 +10,7 @@ from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
 from hidden_state_accountants.events.batch_order import rate_text
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.runs.descriptions.base import Description, Other
 
 
@@ -79,7 +80,5 @@ def _published(event: DiceSgdDpEvent, relation: NeighboringRelation, delta: floa
     if unmet:
         return f"{bound.citation} does not apply: " + "; ".join(map(str, unmet))
     claim = bound.guarantee(event, relation)
-    return (
-        f"{bound.citation} would claim epsilon = {claim.epsilon(delta):.4f}; do not use it: "
-        f"{claim.caveat}"
-    )
+    epsilon = fixed_up(claim.epsilon(delta), 4)
+    return f"{bound.citation} would claim epsilon = {epsilon}; do not use it: {claim.caveat}"

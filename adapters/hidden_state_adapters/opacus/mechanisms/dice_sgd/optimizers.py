@@ -109,7 +109,7 @@ class DiceOptimizer(PrivateOptimizer):
         batch_order: BatchOrder | str,
         num_steps: int | None = None,
         gradient_bound: float = math.inf,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     ) -> str:
         """A few lines to paste: the proven epsilon, and what the paper would have claimed.
 

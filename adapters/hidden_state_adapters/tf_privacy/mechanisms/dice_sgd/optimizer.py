@@ -319,7 +319,7 @@ class DiceOptimizer(CheckedOptimizer):
         batch_order: BatchOrder | str,
         num_steps: int | None = None,
         gradient_bound: float = math.inf,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     ) -> str:
         """A few lines to paste: the proven epsilon, and what the paper would have claimed.
 
@@ -336,6 +336,7 @@ class DiceOptimizer(CheckedOptimizer):
             ValueError, UnsupportedRunError: As `privacy_event`, or no bound covers the run, or
                 the variables come from an earlier private run.
         """
+        relation = validate.neighboring_relation(neighboring_relation)
         self.training.refuse_earlier_runs()
         event = self.privacy_event(
             dataset_size=dataset_size,
@@ -343,16 +344,13 @@ class DiceOptimizer(CheckedOptimizer):
             num_steps=num_steps,
             gradient_bound=gradient_bound,
         )
-        if (
-            neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-            and self.expected_batch_size is None
-        ):
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and self.expected_batch_size is None:
             raise refusal(
                 "Expected expected_batch_size under ADD_OR_REMOVE_ONE, got None: the sums are "
                 "divided by the number of rows, which is another one with an example less. Declare "
                 "the divisor, or use REPLACE_SPECIAL."
             )
-        guarantee = DiceSgdAccountant(neighboring_relation).compose(event).guarantee
+        guarantee = DiceSgdAccountant(relation).compose(event).guarantee
         assumptions = (Assumption.checked(_CHECKED), *guarantee.assumptions)
         return self.told(
             statement_of([event], guarantee, assumptions, delta, update_rule=self.update_rule)

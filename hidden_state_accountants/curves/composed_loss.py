@@ -1,0 +1,193 @@
+r"""Composed privacy losses: (epsilon, delta), with the error of the Fourier transform added.
+
+A Fourier transform has an error of about 1e-16 times the number of compositions, of either sign,
+whatever the size of the masses is: a small delta drowns in it. With an exponential tilt
+:math:`\theta \ge 0` and :math:`M = \prod_j \sum_x p_j(x) e^{\theta x}` it is small beside delta:
+
+.. math::
+    \delta(\varepsilon) \le p(\infty) + M e^{-\theta\varepsilon} \Big\{ \sum_{x > \varepsilon}
+    q(x)\, w(x - \varepsilon) + \|w\|_2\, E + 10^{-25} \Big\}, \qquad
+    w(s) = e^{-\theta s} (1 - e^{-s}),
+
+q the convolution of the tilted masses :math:`p_j(x) e^{\theta x} / M_j` by Fourier transforms, E a
+bound on the 2-norm of its error. Any tilt is valid. Proof: docs/theory/numerical_error.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import fft, signal
+
+from hidden_state_accountants.curves.losses import GRID, UNIT, LossMasses, PrivacyLoss
+from hidden_state_accountants.curves.tilts import Parts, Tilt
+
+_LOST = 1e-25  # more than what leaves the window (2 exp(-60)) and than everything that underflows
+_SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
+_MOST_COUNT = 10**13  # beyond it the error is no small number any more
+_MOST_CELLS = 2**23  # of a window: arrays of 64 MB
+
+
+class ComposedLoss:
+    """The privacy loss of independent mechanisms.
+
+    Formal guarantees: no figure is below that of the composed losses in exact arithmetic, given a
+    Fourier transform with the error that docs/theory/numerical_error.md assumes. Delta never grows
+    with epsilon, nor epsilon with delta, and ``delta(epsilon(d)) <= d``.
+
+    Args:
+        parts: (loss, count) pairs, at least one; the count is how often the mechanism runs.
+    """
+
+    def __init__(self, parts: Sequence[tuple[PrivacyLoss, int]]):
+        self._directions = [_Direction([(loss.forward, count) for loss, count in parts])]
+        if not all(loss.is_symmetric for loss, _ in parts):
+            self._directions.append(_Direction([(loss.backward, count) for loss, count in parts]))
+
+    def delta(self, epsilon: float) -> float:
+        """Delta in [0, 1] at an epsilon in [0, inf]."""
+        return max(direction.delta(epsilon) for direction in self._directions)
+
+    def epsilon(self, delta: float) -> float:
+        """The smallest epsilon >= 0 at a delta in [0, 1]; inf where none is known."""
+        return max(direction.epsilon(delta) for direction in self._directions)
+
+
+class _Direction:
+    """The composed loss of one direction: bounds on delta, as far as anybody has asked for them."""
+
+    def __init__(self, parts: Sequence[tuple[LossMasses, int]]):
+        self._parts = Parts(parts)
+        self._next = self._parts.tilt(0.0)  # the deltas so far end at its mean
+        self._deltas = np.empty(0)  # at the losses 0, GRID, 2 GRID, ...
+        self._is_complete = self._parts.count > _MOST_COUNT  # no further ones can be found
+
+    def delta(self, epsilon: float) -> float:
+        highest = self._parts.highest
+        if epsilon * (1 - 4 * UNIT) >= highest * GRID:
+            return self._parts.infinite
+        cell = min(math.floor(epsilon / GRID), highest - 1)
+        while len(self._deltas) < cell + 2 and not self._is_complete:
+            self._extend()
+        if len(self._deltas) < cell + 2:
+            return float(self._deltas[-1]) if len(self._deltas) else 1.0
+        left, right = self._deltas[cell : cell + 2].tolist()
+        # The exact delta is a convex function of e^epsilon. The place in the cell is rounded down.
+        share = math.expm1(epsilon - cell * GRID) / math.expm1(GRID)
+        share -= 8 * UNIT * (1 + epsilon) / GRID
+        return left + min(1.0, max(0.0, share)) * (right - left)
+
+    def epsilon(self, delta: float) -> float:
+        if delta >= 1:
+            return 0.0
+        if delta < self._parts.infinite:
+            return math.inf
+        while not self._is_complete and not (len(self._deltas) and self._deltas[-1] <= delta):
+            self._extend()
+        cell = int(np.searchsorted(-self._deltas, -delta))
+        if cell == 0 and len(self._deltas):
+            return 0.0
+        if cell == len(self._deltas):
+            return math.inf
+        left, right = self._deltas[cell - 1 : cell + 1].tolist()
+        share = (left - delta) / (left - right)
+        epsilon = (cell - 1) * GRID + math.log1p(share * math.expm1(GRID))
+        step = UNIT
+        while self.delta(epsilon) > delta:  # round towards more epsilon, never less
+            epsilon += step * max(epsilon, GRID)
+            step *= 2
+        return epsilon
+
+    def _extend(self) -> None:
+        """Adds the deltas up to the next tilt's mean, by the tilt that is best in the middle.
+
+        They fall although the tilts have different errors: none is above an earlier one.
+        """
+        before, self._next = self._next, self._parts.next_tilt(self._next)
+        tilt = self._parts.tilt((before.theta + self._next.theta) / 2)
+        highest = self._parts.highest
+        first = len(self._deltas)
+        last = max(first, min(highest, math.ceil(self._next.mean / GRID)))
+        start, stop = self._parts.window(tilt, first, last)
+        if stop - start >= _MOST_CELLS:
+            self._is_complete = True
+            return
+        bounds = self._parts.infinite + self._finite_part(tilt, start, stop, first, last)
+        found = np.append(self._deltas[-1:], np.minimum(bounds + _SMALLEST, 1.0))
+        self._deltas = np.append(self._deltas[:-1], np.minimum.accumulate(found))
+        if last == highest:
+            self._deltas[-1] = self._parts.infinite
+        self._is_complete = (
+            last == highest
+            or self._next is before
+            or self._deltas[-1] <= self._parts.infinite * (1 + 1e-12) + 2 * _SMALLEST
+        )
+
+    def _finite_part(self, tilt: Tilt, start: int, stop: int, first: int, last: int) -> np.ndarray:
+        """What finite losses add to delta at the cells first to last, at most."""
+        law, error = self._convolved(tilt.theta, start, stop)
+        decay = math.exp(-tilt.theta * GRID)
+        # The sum with the weights w, cell by cell from the right, and without any difference.
+        law = law[::-1]
+        later = _discounted(law, decay * math.exp(-GRID))
+        beyond = _discounted(-math.expm1(-GRID) * (later + law), decay)[::-1]
+        losses = np.arange(first, last + 1) * GRID
+        sums = 8 * UNIT * (len(law) * (1 + tilt.theta * GRID) + tilt.theta * float(losses[-1]))
+        log_scale = tilt.log_mass - tilt.theta * losses + tilt.rounding + sums
+        inside = beyond[first - start : last + 1 - start]
+        inside = inside + _norm_of_weights(tilt.theta, len(law)) * error + _LOST
+        return np.exp(np.minimum(log_scale, 600.0)) * inside
+
+    def _convolved(self, theta: float, start: int, stop: int) -> tuple[np.ndarray, float]:
+        """The tilted law of the total loss on a window, and a bound on the 2-norm of its error."""
+        parts = self._parts.all
+        longest = max(part.highest - part.lowest for part in parts)
+        # A power of two; wrapping a part adds no more than 64 masses up.
+        size = 2 ** max(stop - start, longest // 64, 1).bit_length()
+        spectrum: np.ndarray | None = None
+        largest = 0.0
+        for part in parts:
+            masses = _wrapped(part.tilted(theta)[0], size)
+            factor = fft.rfft(masses)
+            factor /= np.maximum(1.0, np.abs(factor))  # where the exact one is: no error grows
+            power = _power(factor, part.count)
+            spectrum = power if spectrum is None else spectrum * power
+            largest = max(largest, float(np.linalg.norm(masses)))
+        law = np.roll(fft.irfft(spectrum, size), (self._parts.lowest - start) % size)
+        error = largest * (self._parts.count + 1) * 8 * UNIT * (math.log2(size) + 1)
+        return np.maximum(law, 0.0), error
+
+
+def _norm_of_weights(theta: float, size: int) -> float:
+    r"""A bound on :math:`\|w\|_2` over the losses above a cell: integral and largest term."""
+    if theta == 0:
+        return math.sqrt(size)
+    integral = 1 / (2 * theta * (2 * theta + 1) * (theta + 1))
+    return math.sqrt(min(size, integral / GRID + 1 / (theta + 1) ** 2))
+
+
+def _discounted(values: np.ndarray, factor: float) -> np.ndarray:
+    """Sums over all earlier entries, each times the factor to the power of its distance."""
+    return np.asarray(signal.lfilter([0.0, factor], [1.0, -factor], values))
+
+
+def _wrapped(values: np.ndarray, size: int) -> np.ndarray:
+    """Entries whose indices are equal modulo the size, added up."""
+    padded = np.zeros(-(-len(values) // size) * size)
+    padded[: len(values)] = values
+    return padded.reshape(-1, size).sum(axis=0)
+
+
+def _power(base: np.ndarray, exponent: int) -> np.ndarray:
+    """By squares: the error of a complex product is known, that of a logarithm is not."""
+    result: np.ndarray | None = None
+    while True:
+        if exponent & 1:
+            result = base if result is None else result * base
+        exponent >>= 1
+        if not exponent:
+            assert result is not None
+            return result
+        base = base * base

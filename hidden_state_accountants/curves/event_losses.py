@@ -1,0 +1,95 @@
+"""Privacy losses of dp-accounting's events: our own where small deltas have to be right."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+from dp_accounting import NeighboringRelation, pld
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.losses import Losses, losses_of, stock_loss
+
+# PLDAccountant (0.5.0 to 0.6.0) composes these once, whatever the count.
+_PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
+
+
+class _PldAccountant(pld.PLDAccountant):
+    @property
+    def privacy_loss(self) -> PrivacyLossDistribution:
+        """What is composed so far."""
+        return self._pld
+
+
+def event_profile(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> profiles.Profile | None:
+    """The exact privacy profile of a sampled Gaussian or of a Laplace mechanism.
+
+    Valid under ADD_OR_REMOVE_ONE for Laplace noise and Poisson sampling, where the data set that
+    has the record is P; under REPLACE_ONE for sampling without replacement. None for all others.
+    The noise multiplier is one over the sensitivity under that relation.
+    """
+    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        if isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier > 0:
+            return profiles.laplace(event.noise_multiplier)
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+            whole = event_profile(event.event, relation) or _gaussian_profile(event.event)
+            rate = event.sampling_probability
+            if whole is not None and whole.is_symmetric and 0 < rate <= 1:
+                return profiles.poisson(whole, rate)
+    if relation is NeighboringRelation.REPLACE_ONE:
+        if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+            whole = _gaussian_profile(event.event)
+            rate = event.sample_size / event.source_dataset_size
+            if whole is not None and 0 < rate <= 1:
+                return profiles.without_replacement(whole, rate)
+    return None
+
+
+def _gaussian_profile(event: dp_accounting.DpEvent) -> profiles.Profile | None:
+    mu = _gaussian_mu(event)
+    return profiles.gaussian(mu) if 0 < mu < math.inf else None
+
+
+def _gaussian_mu(event: dp_accounting.DpEvent) -> float:
+    """The mu of Gaussian events that are composed; inf if there is anything else, or no noise."""
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return 1 / event.noise_multiplier if event.noise_multiplier > 0 else math.inf
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return math.sqrt(event.count) * _gaussian_mu(event.event)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return math.hypot(*map(_gaussian_mu, event.events))
+    return math.inf
+
+
+def stock_pld_supports(
+    event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
+) -> bool:
+    """Whether PLDAccountant composes the event `count` times."""
+    ignores_the_count = type(event).__name__ in _PLD_IGNORES_THE_COUNT
+    return pld.PLDAccountant(relation).supports(event) and (count <= 1 or not ignores_the_count)
+
+
+def stock_pld_error(count: int) -> float:
+    """What PLDAccountant's deltas may be too small by after `count` compositions.
+
+    Not proven: a hundred times the errors of its Fourier transforms that have been observed, which
+    were up to 6e-14 after 1000 compositions.
+    """
+    return 1e-14 * (count + 100)
+
+
+def event_losses(
+    event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
+) -> Losses | None:
+    """The loss of an event that runs `count` times; None if it would take gigabytes.
+
+    What has no `event_profile` is composed by PLDAccountant, whose error is added.
+    """
+    profile = event_profile(event, relation)
+    if profile is not None:
+        return losses_of(profile, count)
+    stock = _PldAccountant(relation).compose(event, count).privacy_loss
+    return ((stock_loss(stock, stock_pld_error(count)), 1),)

@@ -1,0 +1,131 @@
+r"""The privacy loss of one mechanism on a grid, rounded so that no divergence gets smaller.
+
+"Connect the dots" (Doroshenko et al. 2022, arXiv 2207.04380 v1, Algorithm 1): the privacy profile
+is a convex function of :math:`e^\varepsilon`, so that the polygon through its values on a grid
+lies above it. The polygon is the profile of a pair whose privacy loss takes values of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import numpy as np
+from dp_accounting.pld import privacy_loss_distribution
+
+from hidden_state_accountants.curves.profiles import Profile
+
+GRID = 1e-4
+"""Spacing of the losses."""
+_MOST_CELLS = 5_000_000  # arrays of 40 MB
+UNIT = 2.0**-53
+"""The unit roundoff of a double."""
+
+
+@attrs.frozen(eq=False)
+class LossMasses:
+    """The law of a privacy loss: masses at the losses (lower + i) * GRID, and at infinity.
+
+    Attributes:
+        lower: The first loss, in cells of the grid.
+        masses: >= 0, shape (cells,).
+        infinite: The mass at infinity.
+    """
+
+    lower: int
+    masses: np.ndarray
+    infinite: float
+
+
+@attrs.frozen(eq=False)
+class PrivacyLoss:
+    """The privacy losses of a pair (P, Q) that dominates a mechanism, in both directions.
+
+    Attributes:
+        forward: log P/Q under P.
+        backward: log Q/P under Q; the same object if the pair is symmetric.
+    """
+
+    forward: LossMasses
+    backward: LossMasses
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether P and Q may be exchanged."""
+        return self.forward is self.backward
+
+    @classmethod
+    def of(cls, profile: Profile) -> PrivacyLoss | None:
+        """A loss whose divergences lie just above those of the profile; None if it is too long."""
+        if profile.largest > _MOST_CELLS * GRID:
+            return None
+        cells = math.ceil(profile.largest / GRID) + 1
+        epsilons = np.arange(cells + 1) * GRID
+        forward = _falling(profile.forward(epsilons))
+        if profile.is_symmetric:
+            masses = _connect_the_dots(forward, forward)
+            return cls(masses, masses)
+        backward = _falling(profile.backward(epsilons))
+        return cls(_connect_the_dots(forward, backward), _connect_the_dots(backward, forward))
+
+
+Losses = tuple[tuple[PrivacyLoss, int], ...]
+"""Privacy losses of independent mechanisms, and how often each runs."""
+
+
+def losses_of(profile: Profile, count: int = 1) -> Losses | None:
+    """The loss of one mechanism that runs `count` times; None if it would take gigabytes."""
+    loss = PrivacyLoss.of(profile)
+    return None if loss is None else ((loss, count),)
+
+
+def stock_loss(
+    stock: privacy_loss_distribution.PrivacyLossDistribution, error: float
+) -> PrivacyLoss:
+    """A loss that dp-accounting has composed, whose divergences have an error of either sign.
+
+    Args:
+        stock: On a grid of `GRID`.
+        error: The largest error of a divergence: it becomes mass at infinity.
+    """
+
+    def masses(pmf: privacy_loss_distribution.pld_pmf.PLDPmf) -> LossMasses:
+        dense = pmf.to_dense_pmf()
+        infinite = min(1.0, max(dense._infinity_mass, 0.0) + error)
+        return LossMasses(dense._lower_loss, np.maximum(dense._probs, 0.0), infinite)
+
+    forward = masses(stock._pmf_remove)
+    return PrivacyLoss(forward, forward if stock._symmetric else masses(stock._pmf_add))
+
+
+def _falling(deltas: np.ndarray) -> np.ndarray:
+    """Divergences fall with epsilon: what is larger by rounding is cut to the value before."""
+    return np.minimum.accumulate(np.clip(deltas, 0.0, 1.0))
+
+
+def _connect_the_dots(deltas: np.ndarray, opposite: np.ndarray) -> LossMasses:
+    r"""The masses of the polygon through the divergences at epsilon = 0, GRID, 2 GRID, ...
+
+    Those at losses -x < 0 are :math:`e^{-x}` times the opposite direction's at x: no divergence at
+    a negative epsilon is needed, where 1 - delta would have no digits left.
+
+    Args:
+        deltas: Divergences of the direction, shape (cells + 1,).
+        opposite: Divergences of the opposite direction, the same shape.
+    """
+    above = _masses_above_zero(deltas)
+    below = _masses_above_zero(opposite)
+    below = below * np.exp(-np.arange(1, len(below) + 1) * GRID)
+    slopes = ((deltas[0] - deltas[1]) + (deltas[0] - opposite[1])) / math.expm1(GRID)
+    at_zero = max(0.0, 1 - deltas[0] - slopes) + 16 * UNIT
+    masses = np.concatenate([below[::-1], [at_zero], above])
+    return LossMasses(-len(below), masses, float(deltas[-1]))
+
+
+def _masses_above_zero(deltas: np.ndarray) -> np.ndarray:
+    """The masses at GRID, 2 GRID, ...; each is rounded up."""
+    falls = deltas[:-1] - deltas[1:]
+    rises = falls / -math.expm1(-GRID)
+    left = np.append(falls[1:], 0.0) / math.expm1(GRID)
+    masses = np.maximum(rises - left, 0.0) + 4 * UNIT * (rises + left)
+    return masses[: 1 + int(np.max(np.flatnonzero(masses), initial=-1))]

@@ -1,0 +1,34 @@
+"""How figures are printed: an epsilon never looks smaller than it is."""
+
+from __future__ import annotations
+
+import math
+
+
+def round_up(value: float, digits: int) -> float:
+    """The next larger number with so many significant digits."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    rounded = float(f"{value:.{digits - 1}e}")
+    if rounded < value:
+        step = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
+        rounded = float(f"{rounded + step:.{digits - 1}e}")
+    return rounded
+
+
+def text_up(value: float, digits: int = 5) -> str:
+    """A figure with so many significant digits, rounded up."""
+    return f"{round_up(value, digits):.{digits}g}"
+
+
+def text_down(value: float, digits: int = 6) -> str:
+    """A lower bound with so many significant digits, rounded down."""
+    return f"{-round_up(-value, digits):.{digits}g}"
+
+
+def fixed_up(value: float, decimals: int) -> str:
+    """A figure with so many decimals, rounded up."""
+    text = f"{value:.{decimals}f}"
+    if math.isfinite(value) and float(text) < value:
+        text = f"{float(text) + 10.0**-decimals:.{decimals}f}"
+    return text

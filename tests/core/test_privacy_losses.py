@@ -1,0 +1,255 @@
+"""Profiles, losses on a grid and their composition, against exact arithmetic."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from scipy import fft, stats
+
+from hidden_state_accountants.curves import composed_loss, profiles
+from hidden_state_accountants.curves.composed_loss import ComposedLoss
+from hidden_state_accountants.curves.gaussian import deltas_from_mu
+from hidden_state_accountants.curves.losses import GRID, UNIT, PrivacyLoss
+
+CHOSEN, MU, TIMES = 0.01, 0.5, 2000
+"""A Gaussian mechanism that runs with probability CHOSEN, and says whether it did."""
+
+
+def revealed_choice():
+    weights, mus = np.array([1 - CHOSEN, CHOSEN]), np.array([0.0, MU])
+    return PrivacyLoss.of(profiles.gaussian_mixture(weights, mus))
+
+
+def exact_delta(epsilon):
+    """Of TIMES revealed choices: the number of runs is binomial, and Gaussian runs add up."""
+    runs = np.arange(1, TIMES + 1)
+    weights = stats.binom.pmf(runs, TIMES, CHOSEN)
+    return float(weights @ deltas_from_mu(MU * np.sqrt(runs), epsilon))
+
+
+def normal_cdf(x):
+    return mpmath.erfc(-x / mpmath.sqrt(2)) / 2
+
+
+def poisson_reference(mu, rate, epsilon, *, is_forward):
+    """(1 - q) N(0, 1) + q N(mu, 1) against N(0, 1), or the reverse, from the likelihood ratio."""
+    mu, rate, epsilon = mpmath.mpf(mu), mpmath.mpf(rate), mpmath.mpf(epsilon)
+    ratio = mpmath.exp(epsilon if is_forward else -epsilon)
+    if ratio <= 1 - rate:
+        return mpmath.mpf(0)
+    threshold = mpmath.log((ratio - 1 + rate) / rate) / mu + mu / 2
+    if is_forward:
+        tail, shifted = normal_cdf(-threshold), normal_cdf(mu - threshold)
+        return (1 - rate) * tail + rate * shifted - ratio * tail
+    below, shifted = normal_cdf(threshold), normal_cdf(threshold - mu)
+    return below - ((1 - rate) * below + rate * shifted) / ratio
+
+
+class TestProfiles:
+    @pytest.mark.parametrize("mu", [1e-3, 0.1, 0.9, 3.0, 12.0])
+    @pytest.mark.parametrize("rate", [1e-4, 0.03, 0.7])
+    def test_poisson_sampling(self, mu, rate):
+        profile = profiles.poisson(profiles.gaussian(mu), rate)
+        shares = np.array([0.0, 0.01, 0.2, 0.5, 0.8, 0.99])
+        with mpmath.workdps(60):
+            for epsilon in shares * profile.largest:
+                exact = poisson_reference(mu, rate, epsilon, is_forward=True)
+                found = float(profile.forward(np.array([epsilon]))[0])
+                assert abs(found / exact - 1) <= profiles.RELATIVE_ERROR
+            for epsilon in shares * -math.log1p(-rate):
+                exact = poisson_reference(mu, rate, epsilon, is_forward=False)
+                found = float(profile.backward(np.array([epsilon]))[0])
+                assert found >= exact * (1 - profiles.RELATIVE_ERROR) - 1e-300
+                assert found <= exact * (1 + 1e-6) + 1e-30
+
+    def test_nothing_is_lost_against_a_record_that_may_be_absent(self):
+        profile = profiles.poisson(profiles.gaussian(1.0), 0.1)
+        epsilons = -math.log1p(-0.1) + np.array([1e-12, 1.0, 50.0])
+        assert (profile.backward(epsilons) <= 1e-40).all()
+
+    @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.49])
+    def test_laplace(self, epsilon):
+        threshold = (1 + 2.0 * epsilon) / 2  # where the densities differ by e^epsilon
+        above = stats.laplace.sf(threshold, loc=1, scale=2.0)
+        exact = above - math.exp(epsilon) * stats.laplace.sf(threshold, scale=2.0)
+        assert profiles.laplace(2.0).forward(np.array(epsilon)) == pytest.approx(exact, rel=1e-12)
+        assert profiles.laplace(2.0).forward(np.array(0.5)) == 0
+
+    def test_a_record_that_is_always_there_is_not_sampled(self):
+        whole = profiles.gaussian(0.8)
+        epsilons = np.linspace(0, whole.largest, 50)
+        for sampled in (profiles.poisson(whole, 1.0), profiles.without_replacement(whole, 1.0)):
+            for deltas in (sampled.forward, sampled.backward):
+                np.testing.assert_allclose(deltas(epsilons), whole.forward(epsilons), rtol=1e-8)
+
+
+PROFILES = {
+    "gaussian": profiles.gaussian(0.7),
+    "laplace": profiles.laplace(3.0),
+    "mixture": profiles.gaussian_mixture(np.array([0.7, 0.3]), np.array([0.1, 1.1])),
+    "without replacement": profiles.without_replacement(profiles.gaussian(2.0), 0.1),
+    "poisson": profiles.poisson(profiles.gaussian(1.5), 0.05),
+    "poisson laplace": profiles.poisson(profiles.laplace(0.5), 0.2),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+class TestOneMechanism:
+    def test_the_masses_are_a_law(self, name):
+        loss = PrivacyLoss.of(PROFILES[name])
+        for masses in (loss.forward, loss.backward):
+            assert (masses.masses >= 0).all()
+            assert 1 <= masses.masses.sum() + masses.infinite <= 1 + 1e-11
+
+    def test_divergences_lie_just_above_the_profile(self, name):
+        profile = PROFILES[name]
+        composed = ComposedLoss([(PrivacyLoss.of(profile), 1)])
+        for share in (0.0, 1e-3, 0.1, 0.3, 0.5, 0.7):
+            epsilon = share * profile.largest
+            at = np.array(epsilon)
+            exact = max(float(profile.forward(at)), float(profile.backward(at)))
+            if exact > 1e-45:  # the rest is counted as infinite
+                assert exact <= composed.delta(epsilon) <= exact * (1 + 1e-4)
+
+    def test_losses_below_zero_are_those_of_the_opposite_direction(self, name):
+        loss = PrivacyLoss.of(PROFILES[name])
+        there, back = loss.forward, loss.backward
+        below = there.masses[: -there.lower][::-1]
+        above = back.masses[-back.lower + 1 :]
+        losses = np.arange(1, len(above) + 1) * GRID
+        np.testing.assert_allclose(below, np.exp(-losses) * above, rtol=1e-12)
+
+
+def test_the_larger_direction_counts():
+    loss = PrivacyLoss.of(PROFILES["poisson"])
+    there = ComposedLoss([(loss, 10)])
+    back = ComposedLoss([(PrivacyLoss(loss.backward, loss.forward), 10)])
+    assert there.delta(0.5) == back.delta(0.5) > 0
+    assert there.epsilon(1e-6) == back.epsilon(1e-6) > 0
+
+
+SMALL = {
+    "gaussian": [(profiles.gaussian(0.004), 5)],
+    "poisson": [(profiles.poisson(profiles.gaussian(0.03), 0.1), 4)],
+    "two": [(profiles.gaussian(0.003), 2), (profiles.poisson(profiles.laplace(20.0), 0.2), 3)],
+}
+HAS_MORE_DIGITS = np.finfo(np.longdouble).eps < np.finfo(np.float64).eps
+
+
+@pytest.mark.skipif(not HAS_MORE_DIGITS, reason="long doubles are doubles here")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", SMALL)
+def test_composition_against_sums_in_more_digits(name, direction):
+    parts = [(getattr(PrivacyLoss.of(profile), direction), n) for profile, n in SMALL[name]]
+    law, lower, finite = np.ones(1, dtype=np.longdouble), 0, np.longdouble(1)
+    for part, count in parts:
+        for _ in range(count):
+            law = np.convolve(law, part.masses.astype(np.longdouble))
+            lower += part.lower
+            finite *= 1 - np.longdouble(part.infinite)
+    losses = (lower + np.arange(len(law))) * np.longdouble(GRID)
+    composed = ComposedLoss([(PrivacyLoss(part, part), count) for part, count in parts])
+    for epsilon in np.linspace(0, 0.9, 19) * float(losses[-1]):
+        above = losses > epsilon
+        exact = 1 - finite + law[above] @ -np.expm1(np.longdouble(epsilon) - losses[above])
+        assert exact <= composed.delta(epsilon)
+        assert composed.delta(epsilon) <= exact * (1 + 1e-6) or exact < 1e-40
+
+
+class TestSmallDeltas:
+    """The exact delta of 2000 revealed choices is known."""
+
+    @pytest.mark.parametrize(
+        ("epsilon", "reference"),
+        [(18.0, 5.1093e-9), (21.0, 2.4755e-11), (24.0, 8.0632e-14), (26.0, 1.4560e-15)],
+    )
+    def test_reference_values(self, epsilon, reference):
+        assert exact_delta(epsilon) == pytest.approx(reference, rel=1e-4, abs=0)
+
+    def test_never_below_and_close(self):
+        composed = ComposedLoss([(revealed_choice(), TIMES)])
+        for epsilon in (0.0, 0.37, 3.0, 9.0, 12.0, 18.0, 21.0, 24.0, 26.0, 30.0, 40.0):
+            assert exact_delta(epsilon) <= composed.delta(epsilon)
+            assert composed.delta(epsilon) <= exact_delta(epsilon) * (1 + 1e-6)
+
+    def test_a_transform_with_the_largest_error_that_is_assumed(self, monkeypatch):
+        """Every coefficient that matters is too small by what docs/theory allows."""
+        monkeypatch.setattr(composed_loss, "fft", WorstTransform)
+        composed = ComposedLoss([(revealed_choice(), TIMES)])
+        for epsilon in (0.0, 6.0, 12.0, 18.0, 24.0, 30.0):
+            assert exact_delta(epsilon) <= composed.delta(epsilon) <= 1.01 * exact_delta(epsilon)
+
+
+def largest_error(size):
+    """Relative, of 2-norms."""
+    return 8 * UNIT * math.log2(size)
+
+
+class WorstTransform:
+    """All of the error of a transform in the coefficient of the sum, which is then too small."""
+
+    @staticmethod
+    def rfft(values):
+        result = fft.rfft(values)
+        size = len(values)
+        result[0] -= largest_error(size) * math.sqrt(size) * np.linalg.norm(values)
+        return result
+
+    @staticmethod
+    def irfft(values, size):
+        result = fft.irfft(values, size)
+        return result - largest_error(size) * np.linalg.norm(result) / math.sqrt(size)
+
+
+@pytest.mark.skipif(not HAS_MORE_DIGITS, reason="long doubles are doubles here")
+@pytest.mark.parametrize("size", [2, 256, 2**13, 2**18])
+def test_the_transform_is_as_exact_as_assumed(size):
+    generator = np.random.default_rng(size)
+    bell = np.exp(-(np.linspace(-8, 8, size) ** 2))
+    for masses in (generator.random(size), bell, bell * generator.random(size), np.eye(1, size)[0]):
+        found, exact = (fft.rfft(masses.astype(kind)) for kind in (np.float64, np.longdouble))
+        allowed = largest_error(size) * np.linalg.norm(exact)
+        assert np.linalg.norm(found - exact) <= allowed / math.sqrt(2)  # rfft gives one half
+        back, exact = (fft.irfft(exact.astype(kind), size) for kind in (complex, np.clongdouble))
+        assert np.linalg.norm(back - exact) <= largest_error(size) * np.linalg.norm(exact)
+
+
+def test_powers_are_as_exact_as_assumed():
+    turns = np.linspace(0, 1, 1000, endpoint=False)
+    base = np.exp(2j * np.pi * turns) * (1 - 1e-5 * turns)
+    for exponent in (1, 2, 7, 1000, 12345):
+        with mpmath.workdps(40):
+            exact = np.array([complex(mpmath.mpc(z) ** exponent) for z in base])
+        found = composed_loss._power(base, exponent)
+        assert np.abs(found / exact - 1).max() <= 2.3 * UNIT * exponent + UNIT
+
+
+class TestLimits:
+    def test_what_would_take_gigabytes_has_no_loss(self):
+        assert PrivacyLoss.of(profiles.gaussian(100.0)) is None
+
+    def test_a_window_that_is_too_long_claims_nothing(self):
+        wide = ComposedLoss([(PrivacyLoss.of(profiles.gaussian(3.0)), 100_000)])
+        assert wide.delta(1.0) == 1.0
+        assert wide.epsilon(1e-5) == math.inf
+        assert wide.epsilon(1.0) == 0.0
+
+    def test_more_runs_than_can_be_added_up_claim_nothing(self):
+        many = ComposedLoss([(PrivacyLoss.of(profiles.gaussian(1e-3)), 10**14)])
+        assert many.delta(1.0) == 1.0
+        assert many.epsilon(0.5) == math.inf
+
+    def test_pure_differential_privacy_ends(self):
+        loss = ComposedLoss([(PrivacyLoss.of(profiles.laplace(10.0)), 20)])
+        assert loss.delta(2.0 + 1e-9) == loss.delta(math.inf) == 0
+        assert loss.epsilon(0.0) == pytest.approx(2.0)
+        assert 0 < loss.delta(1.999) < 1e-8
+
+    def test_mass_at_infinity_is_paid_exactly(self):
+        gaussian = PrivacyLoss.of(profiles.gaussian(0.5)).forward
+        leaking = type(gaussian)(gaussian.lower, gaussian.masses, 1e-12)
+        composed = ComposedLoss([(PrivacyLoss(leaking, leaking), 1000)])
+        assert composed.delta(500.0) == pytest.approx(1e-9, rel=1e-8, abs=0)
+        assert composed.epsilon(0.99e-9) == math.inf
+        assert composed.epsilon(1.01e-9) < math.inf

@@ -1,0 +1,146 @@
+"""Delta and epsilon of every kind of curve, from 1e-20 to 0.5."""
+
+import functools
+import itertools
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run
+from scipy import stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.curves.base import CurveWithDelta, GaussianMixtureCurve, RdpCurve
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.gaussian import deltas_from_mu
+from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+DELTAS = (1e-20, 1e-17, 1e-14, 3e-14, 1e-13, 1e-12, 1e-9, 1e-5, 1e-2, 0.5)
+
+
+def standard(event, count, relation=ADD_OR_REMOVE, mu=0.0):
+    return StandardCurve((StockEvent(event, count, relation),), gaussian_mu=mu)
+
+
+def poisson(rate, noise):
+    return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+
+
+def mixture():
+    return GaussianMixtureCurve([0.9, 0.1], [0.0, 0.6])
+
+
+def guarantee_of(relation=NeighboringRelation.REPLACE_SPECIAL, **changes):
+    return hsa.LastIterateAccountant(relation).compose(cyclic_run(**changes)).guarantee
+
+
+MAKE = {
+    "poisson": lambda: standard(poisson(0.01, 0.8), 2000),  # get_delta(11) was -3.2e-15
+    "poisson and a gaussian": lambda: standard(poisson(0.1, 2.0), 30, mu=0.4),
+    "laplace": lambda: standard(dp_accounting.LaplaceDpEvent(30.0), 50),
+    "without replacement": lambda: standard(
+        dp_accounting.SampledWithoutReplacementDpEvent(100, 5, dp_accounting.GaussianDpEvent(2.0)),
+        20,
+        REPLACE_ONE,
+    ),
+    "c_q": lambda: SampledWithoutReplacementCurve(100, 5, 0.7),
+    "mixtures": lambda: compose_curves([(mixture(), 500)]),
+    "mixtures and an event": lambda: compose_curves(
+        [(mixture(), 40), (standard(poisson(0.05, 1.0), 100), 1)]
+    ),
+    "a probability": lambda: CurveWithDelta(compose_curves([(mixture(), 40)]), 1e-13),
+    "divergences": lambda: compose_curves([(mixture(), 40), (RdpCurve(lambda a: 0.01 * a), 1)]),
+    "reshuffled": lambda: guarantee_of(batch_order="reshuffled"),
+    "theorem b": lambda: guarantee_of(batch_order="poisson"),
+    "theorem b, fixed size": lambda: guarantee_of(batch_order="without_replacement"),
+}
+made = functools.cache(lambda name: MAKE[name]())
+
+
+@pytest.mark.parametrize("name", MAKE)
+class TestEveryCurve:
+    def test_delta_lies_in_the_unit_interval_and_falls(self, name):
+        epsilons = np.concatenate([np.linspace(0, 30, 151), [11.0, 50.0, 300.0, math.inf]])
+        deltas = [made(name).delta(float(epsilon)) for epsilon in np.sort(epsilons)]
+        assert all(0 <= delta <= 1 for delta in deltas)
+        assert all(later <= earlier for earlier, later in itertools.pairwise(deltas))
+
+    def test_epsilon_falls_with_delta(self, name):
+        epsilons = [made(name).epsilon(delta) for delta in DELTAS]
+        assert all(epsilon >= 0 for epsilon in epsilons)
+        for earlier, later in itertools.pairwise(epsilons):
+            assert later < earlier or earlier == later in (0, math.inf)
+
+    @pytest.mark.parametrize("delta", DELTAS)
+    def test_delta_at_epsilon_is_at_most_delta(self, name, delta):
+        epsilon = made(name).epsilon(delta)
+        if epsilon < math.inf:
+            assert made(name).delta(epsilon) <= delta * (1 + 1e-9)
+
+    @pytest.mark.parametrize("delta", DELTAS)
+    def test_epsilon_is_the_smallest_one(self, name, delta):
+        epsilon = made(name).epsilon(delta)
+        if 0 < epsilon < math.inf:
+            assert made(name).delta(epsilon * (1 - 1e-6)) > delta
+            again = made(name).epsilon(made(name).delta(epsilon))
+            assert again == pytest.approx(epsilon, rel=1e-6)
+
+
+@functools.cache
+def released_epochs():
+    """Every epoch of 50 secret batches is released, and only the last batch of one moves.
+
+    So a record takes part in an epoch with probability 1/50, which may be revealed: the number of
+    epochs is binomial, and Gaussian steps add up.
+    """
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=2.0,
+        learning_rate=np.tile(np.append(np.zeros(49), 0.5), 1000),
+        clip_norm=1.0,
+        batch_size=20,
+        dataset_size=1000,
+        num_steps=50_000,
+        batch_order="reshuffled",
+        loss=hsa.LossGeometry.convex(0.5),
+        release_steps=range(50, 50_000, 50),
+    )
+    return hsa.LastIterateAccountant().compose(run)
+
+
+def exact_delta(epsilon):
+    epochs = np.arange(1, 1001)
+    return float(
+        stats.binom.pmf(epochs, 1000, 1 / 50) @ deltas_from_mu(np.sqrt(epochs) / 2, epsilon)
+    )
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_epsilon_of_released_epochs_covers_the_exact_delta(delta):
+    epsilon = released_epochs().get_epsilon(delta)
+    assert delta * (1 - 1e-5) <= exact_delta(epsilon) <= delta
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 13.5, 20.0, 24.0, 26.0, 29.0])
+def test_delta_of_released_epochs_is_never_below_the_exact_one(epsilon):
+    found = released_epochs().get_delta(epsilon)
+    assert exact_delta(epsilon) <= found <= exact_delta(epsilon) * (1 + 1e-5)
+
+
+def test_delta_of_a_poisson_run_is_not_negative():
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=0.8,
+        learning_rate=0.1,
+        clip_norm=1.0,
+        batch_size=10,
+        dataset_size=1000,
+        num_steps=2000,
+        batch_order="poisson",
+    )
+    accountant = hsa.LastIterateAccountant().compose(run)
+    assert accountant.get_delta(11.0) == pytest.approx(4.42e-17, rel=1e-3, abs=0)
+    assert accountant.get_delta(8.0) == pytest.approx(8.611e-12, rel=1e-3, abs=0)  # PLD: 8.549e-12
