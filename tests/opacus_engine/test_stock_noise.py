@@ -108,7 +108,8 @@ def test_every_step_has_noise_of_ours_alone(kind, alone, seeded):
             torch.randn((), generator=seeded)  # of the count
         units = noise / expected
         torch.testing.assert_close(units, units.mean().expand_as(units), rtol=2e-3, atol=0)
-        assert 1.0 < float(units.mean()) < 4.0  # noise_multiplier * max_grad_norm, or thereabouts
+        # noise_multiplier * max_grad_norm; the adaptive clip may grow to 10
+        assert 1.0 < float(units.mean()) < (25.0 if kind == "AdaClipDPOptimizer" else 4.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
