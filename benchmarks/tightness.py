@@ -477,7 +477,9 @@ CLASSES = (
             ),
             (
                 "without_replacement",
-                _SAMPLED + " The only stock accountant for this order converts Renyi divergences.",
+                "The pair of a step comes from joint convexity, not from one pair of Gaussians, "
+                "and the window lets the two runs enter as far apart as their batches may have "
+                "left them. What was found is for one dimension.",
             ),
             ("poisson", _SAMPLED),
         )

@@ -10,15 +10,13 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import Bound, Citation, Proof
+from hidden_state_accountants.bounds.sampled_steps import composed_steps
 from hidden_state_accountants.curves.base import Curve, CurveWithDelta, GaussianCurve
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent, has_zero_noise
-from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption
 from hidden_state_accountants.process.conditions import (
     Unmet,
-    UnmetCondition,
     equal_batches,
     neighboring_relation,
 )
@@ -26,12 +24,13 @@ from hidden_state_accountants.process.conditions import (
 
 @attrs.frozen
 class Composition(Bound):
-    """`LastIterateDpEvent.as_composition` as a bound.
+    """The composition of the steps, as `LastIterateDpEvent.as_composition` has it.
 
     Formal guarantees: holds for any curvature, domain and decay, even if all iterates are released;
     the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
-    Exact (mu-GDP) for FULL and for epoch-wise orders; random batches through dp-accounting. A cap
-    on POISSON batches adds `event.cap_delta`.
+    Exact (mu-GDP) for FULL and for epoch-wise orders; random batches by the privacy losses of their
+    steps, also under relations that no standard event expresses. A cap on POISSON batches adds
+    `event.cap_delta`.
     """
 
     key = "composition"
@@ -39,24 +38,20 @@ class Composition(Bound):
     paper = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
-        """A standard event expresses the run."""
+        """Neighbours that the order of the batches admits, and equal batches."""
         order = event.batch_order
-        unmet = [
+        return [
             *neighboring_relation(order, relation),
             *equal_batches(order, event.batch_size, event.dataset_size),
         ]
-        if unmet:
-            return unmet
-        try:
-            _composed(event, relation)
-        except UnsupportedRunError as error:
-            actual = f"{order.name} under {relation.name}"
-            return [UnmetCondition("neighboring relation", str(error), actual)]
-        return []
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The composed steps."""
-        curve = _curve(_composed(event, relation), event.batch_order)
+        is_random = event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
+        if is_random:
+            curve = composed_steps(event, relation)
+        else:
+            curve = _curve(event.as_composition(relation, for_one_position=True))
         extra = event.cap_delta(relation)
         return Proof(
             curve=CurveWithDelta(curve, extra) if extra else curve,
@@ -81,26 +76,12 @@ class Composition(Bound):
         return tuple(assumed)
 
 
-def _composed(event: LastIterateDpEvent, relation: NeighboringRelation) -> dp_accounting.DpEvent:
-    """Without the cap, whose delta is added."""
-    return attrs.evolve(event, max_batch_size=None).as_composition(relation, for_one_position=True)
-
-
-def _curve(event: dp_accounting.DpEvent, order: BatchOrder) -> Curve:
+def _curve(event: dp_accounting.DpEvent) -> Curve:
+    """Of Gaussian mechanisms."""
     if isinstance(event, dp_accounting.NoOpDpEvent):
         return GaussianCurve(0.0)
     inner, count = event, 1
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         inner, count = event.event, event.count
-    if isinstance(inner, dp_accounting.GaussianDpEvent):
-        noise = inner.noise_multiplier
-        return GaussianCurve(math.sqrt(count) / noise if noise > 0 else math.inf)
-    if has_zero_noise(event):
-        return GaussianCurve(math.inf)
-    relation = (
-        NeighboringRelation.REPLACE_ONE  # the only relation of the only accountant that reads it
-        if order is BatchOrder.WITHOUT_REPLACEMENT
-        else NeighboringRelation.ADD_OR_REMOVE_ONE
-    )
-    parts = event.events if isinstance(event, dp_accounting.ComposedDpEvent) else (event,)
-    return StandardCurve(tuple(StockEvent(p.event, p.count, relation) for p in parts))
+    noise = inner.noise_multiplier
+    return GaussianCurve(math.sqrt(count) / noise if noise > 0 else math.inf)

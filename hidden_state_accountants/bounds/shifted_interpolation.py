@@ -306,7 +306,10 @@ def tracked_distances(
         capped = min(kappa * distance + offset, process.domain_diameter)
         is_cut.append(capped < stretched)
         distances.append(capped if capped < stretched else stretched)
-    return np.array(distances), np.array(is_cut)
+        if process.is_constant and distances[-1] == distance and process.period == 1:
+            break  # and so it is in all later steps
+    rest = len(sensitivity) + 1 - len(distances)
+    return np.pad(distances, (0, rest), "edge"), np.pad(is_cut, (0, rest), "edge")
 
 
 def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -> np.ndarray | None:

@@ -14,9 +14,10 @@ from scipy import optimize, special
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu, epsilon_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
+from hidden_state_accountants.curves.mixtures import many_gaussians
 from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilon_from_rdp
 
-_MOST_GROUPS = 64
+_MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
 
 class Curve(Protocol):
@@ -82,12 +83,14 @@ class GaussianMixtureCurve:
     Args:
         weights: p_j >= 0 that sum to 1 up to rounding.
         mus: mu_j in [0, inf].
+        smallest_delta: What its privacy loss takes for infinite; a smaller one makes it longer.
     """
 
     weights: np.ndarray
     mus: np.ndarray
+    smallest_delta: float
 
-    def __init__(self, weights: np.ndarray, mus: np.ndarray):
+    def __init__(self, weights: np.ndarray, mus: np.ndarray, smallest_delta: float = 1e-50):
         weights, mus = np.asarray(weights, dtype=np.float64), np.asarray(mus, dtype=np.float64)
         if not (abs(weights.sum() - 1) <= 1e-9 and (weights >= 0).all() and (mus >= 0).all()):
             raise ValueError(
@@ -97,6 +100,7 @@ class GaussianMixtureCurve:
         weights = np.bincount(index, weights=weights[weights > 0] / weights.sum())
         object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "mus", mus)
+        object.__setattr__(self, "smallest_delta", smallest_delta)
 
     @property
     def mu(self) -> float | None:
@@ -138,19 +142,14 @@ class GaussianMixtureCurve:
         return np.where(direct < 1, near_one, direct) / (orders - 1)
 
     def privacy_losses(self) -> Losses | None:
-        weights, mus = _grouped(self.weights, self.mus)
-        return losses_of(profiles.gaussian_mixture(weights, mus)) if mus[-1] < math.inf else None
+        if len(self.mus) > _MOST_EXACT or self.smallest_delta > 1e-50:
+            return losses_of(many_gaussians(self.weights, self.mus, self.smallest_delta))
+        if not self.mus[-1] < math.inf:
+            return None
+        return losses_of(profiles.gaussian_mixture(self.weights, self.mus))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         return None if self.mu is None else GaussianCurve(self.mu).to_dpevent()
-
-
-def _grouped(weights: np.ndarray, mus: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fewer, larger mus: each is rounded up to the largest of its group."""
-    weights, mus = weights[weights > 0], mus[weights > 0]
-    size = -(-len(mus) // _MOST_GROUPS)
-    starts = np.arange(0, len(mus), size)
-    return np.add.reduceat(weights, starts), mus[np.append(starts[1:], len(mus)) - 1]
 
 
 @attrs.frozen(eq=False)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 
 import attrs
-import dp_accounting
 import numpy as np
-from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.gaussian import epsilon_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.sampled_pairs import sampled_rdp
 
 
 @attrs.frozen
@@ -63,11 +61,7 @@ class SampledWithoutReplacementCurve:
         return profiles.without_replacement(profiles.gaussian(self.step_mu), self._rate)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        event = dp_accounting.SampledWithoutReplacementDpEvent(
-            self.population, self.sample_size, dp_accounting.GaussianDpEvent(1 / self.step_mu)
-        )
-        # RdpAccountant reads the noise multiplier as one over mu, whatever the relation is.
-        return StandardCurve((StockEvent(event, 1, NeighboringRelation.REPLACE_ONE),)).rdp(orders)
+        return sampled_rdp(self._profile, self._rate, self.step_mu, self.step_mu, orders)
 
     def privacy_losses(self) -> Losses | None:
         return losses_of(self._profile)

@@ -13,6 +13,9 @@ import numpy.typing as npt
 from hidden_state_accountants import validate
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 
+SMALLEST_MODULUS = 1e-300
+"""What a modulus of 0 is rounded up to where its logarithm is taken."""
+
 
 def unclipped_update_lipschitz(
     learning_rate: npt.ArrayLike,

@@ -129,6 +129,15 @@ def sampled_process(
     return _process(event, relation, period=1, positions=(0,), most_terms=most_terms)
 
 
+def clips_act(event: LastIterateDpEvent) -> np.ndarray:
+    """Whether a gradient may be longer than the clip norm; booleans of shape (num_steps,)."""
+    if event.clip_norm is None:
+        return np.zeros(event.num_steps, dtype=bool)
+    lipschitz = None if event.loss is None else event.loss.lipschitz
+    limit = np.inf if lipschitz is None else lipschitz
+    return limit > event.per_step("clip_norm")
+
+
 def _process(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
@@ -140,10 +149,6 @@ def _process(
     assert event.loss is not None
     eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
     bound = event.gradient_bound()
-    clip_is_active = np.zeros(event.num_steps, dtype=bool)
-    if event.clip_norm is not None:
-        limit = np.inf if event.loss.lipschitz is None else event.loss.lipschitz
-        clip_is_active = limit > event.per_step("clip_norm")
     b = event.batch_size
     # One record more or less is one clip norm; only a record in a slot can be replaced by another.
     factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
@@ -152,7 +157,7 @@ def _process(
     stretch = most_terms / b
     if event.loss.exponent == 1:
         contraction = geometry.update_lipschitz(
-            event.loss, eta * stretch, decay / stretch, clip_is_active
+            event.loss, eta * stretch, decay / stretch, clips_act(event)
         )
     else:
         contraction = np.full(event.num_steps, np.inf)

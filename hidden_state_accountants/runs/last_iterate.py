@@ -16,7 +16,7 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs.base import Run, Step, check_in_bound
+from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
 from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.last_iterate import description
@@ -234,7 +234,7 @@ class LastIterateRun(Run):
 
     def check_relation(self, relation: NeighboringRelation | str) -> None:
         """Raises UnsupportedRunError if no theorem covers the declared order under `relation`."""
-        self._template.as_composition(relation)
+        check_covered(self._template, relation)
 
     def sampled_rows(self) -> list[tuple[float, float, int]]:
         """The run as rows of Opacus' histories: noise multiplier, sample rate, steps."""

@@ -11,6 +11,7 @@ import of_curves
 import of_envelopes
 import of_moves
 import of_oracles
+import of_random_batches
 import of_runs
 import of_shifts
 import of_stretching
@@ -22,6 +23,7 @@ MUTATIONS = (
     *of_curves.MUTATIONS,
     *of_composition.MUTATIONS,
     *of_oracles.MUTATIONS,
+    *of_random_batches.MUTATIONS,
     *of_runs.MUTATIONS,
     *of_envelopes.MUTATIONS,
 )

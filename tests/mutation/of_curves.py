@@ -156,13 +156,6 @@ MUTATIONS = (
         _CURVE_TESTS,
     ),
     Mutation(
-        "grouped_mus_are_rounded_down",
-        CURVES,
-        "mus[np.append(starts[1:], len(mus)) - 1]",
-        "mus[starts]",
-        _CURVE_TESTS,
-    ),
-    Mutation(
         "privacy_loss_has_no_negative_losses",
         "curves/losses.py",
         "below = _masses_above_zero(opposite)",

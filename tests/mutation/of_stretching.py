@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         "clip_counts_as_active_at_the_gradient_bound",
         PROCESS,
-        'clip_is_active = limit > event.per_step("clip_norm")',
-        'clip_is_active = limit >= event.per_step("clip_norm")',
+        'return limit > event.per_step("clip_norm")',
+        'return limit >= event.per_step("clip_norm")',
         _PROCESS_TESTS,
     ),
     Mutation(

@@ -181,11 +181,17 @@ def test_poisson_with_add_or_remove(make_run):
             make_run(engine=engine, batch_order=order)
 
 
-def test_poisson_with_replace_one_has_no_theorem(make_run):
-    engine = HiddenStatePrivacyEngine(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    with pytest.raises(hsa.UnsupportedRunError, match=r"No theorem here covers.*REPLACE_SPECIAL"):
-        make_run(engine=engine, batch_order="poisson")
-    make_run(engine=engine, batch_order="without_replacement").epoch()
+@pytest.mark.parametrize("order", ["poisson", "without_replacement"])
+def test_random_batches_with_a_replaced_record(make_run, order):
+    relation = NeighboringRelation.REPLACE_ONE
+    run = make_run(
+        engine=HiddenStatePrivacyEngine(neighboring_relation=relation), batch_order=order
+    )
+    run.epoch()
+    event = run.engine.privacy_event
+    expected = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
+    zeroed = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+    assert zeroed < run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("order", SECRET)

@@ -134,7 +134,7 @@ def test_poisson_batches_that_do_not_divide_the_records_are_hidden():
         assert loop.event == truth
         assert loop.accountant.history == [(2.0, 1 / 16, 48)]
         composed.append(attrs.evolve(truth, loss=None))
-    assert "Theorem B" in loop.accountant.guarantee.theorem
+    assert "Theorem C" in loop.accountant.guarantee.theorem
     without = hsa.LastIterateAccountant().compose(composed[0]).get_epsilon(DELTA)
     assert loop.epsilon == epsilon(truth)
     assert loop.epsilon < 0.9 * without

@@ -27,7 +27,9 @@ from hidden_state_accountants.curves.base import (
     GaussianCurve,
     GaussianMixtureCurve,
 )
+from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import epsilon_from_rdp
+from hidden_state_accountants.curves.sampled_pairs import ZeroedWithoutReplacementCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
@@ -111,7 +113,7 @@ def sound_curve(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
         if order is BatchOrder.POISSON and relation is not _REPLACE_ONE:
             curves += _subsampled(event, effect, revealed.epsilon(1e-6))
         if order is BatchOrder.WITHOUT_REPLACEMENT and effect.deposit == 0:
-            curves.append(_plain_without_replacement(event))
+            curves.append(_plain_without_replacement(event, relation))
     return revealed if len(curves) == 1 else BestOfCurves(tuple(curves))
 
 
@@ -167,9 +169,13 @@ def _quick_epsilon(curve: StandardCurve) -> float:
     return epsilon_from_rdp(_ORDERS, curve.rdp(_ORDERS), 1e-6)
 
 
-def _plain_without_replacement(event: DiceSgdDpEvent) -> Curve:
-    """The error never acts: DP-SGD; the record replaces a stand-in, so sensitivity 2 min(C1, G)."""
+def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
+    """The error never acts: DP-SGD, in which the record replaces a stand-in."""
     largest = min(event.clip_norm, event.gradient_bound) / event.batch_size
+    if relation is not _REPLACE_ONE:
+        rate = event.sampling_probability
+        zeroed = ZeroedWithoutReplacementCurve(largest / event.noise_std, rate)
+        return compose_curves([(zeroed, event.num_steps)])
     step = dp_accounting.SampledWithoutReplacementDpEvent(
         event.dataset_size,
         event.batch_size,

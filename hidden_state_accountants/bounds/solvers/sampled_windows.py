@@ -1,19 +1,32 @@
-"""The search of Theorem B: where the window starts, which steps hide the shift, the split."""
+"""The search of Theorem C: where the window starts, which steps hide the shift, the split."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import attrs
 import numpy as np
+from scipy import special
 
-from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.bounds.solvers.distance_law import (
+    DistanceLaw,
+    fewer_levels,
+    law_of_sum,
+)
+from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
+from hidden_state_accountants.bounds.solvers.stretching import Stretching
+from hidden_state_accountants.curves.profiles import Profile
 
-_ORDERS = np.array([2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256, 512.0])
-"""Whole numbers: the divergence of a sampled mechanism takes long at others."""
-_DELTA = 1e-6  # where the candidates are compared
-_SPLITS = 1 - np.geomspace(0.003, 0.9, 12)
+_SPLITS = (0.9, 0.65)  # beta
+_SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
+_LENGTHS = 3  # of windows, per factor of 4
+_MOVES = (1.4, 1.2, 1.1, 1.05, 1.02)  # factors of one coordinate
+_STEP = 8.0  # between the scales of epsilon that are tried
+_ROUGH, _FINE = (24, 32), (160, 400)  # precision and number of levels of the law of the distance
+_NEAR = 1.03  # pasts of nearly the same length share a rough law
+_FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 
 
 @attrs.frozen(eq=False)
@@ -21,184 +34,232 @@ class SampledSteps:
     """The steps of a segment that starts from a shared state.
 
     Attributes:
-        contraction: c_t, shape (T,).
-        distance: D_tau, a bound on |X_tau - X'_tau|, shape (T + 1,).
+        stretching: Bounds on products of moduli.
+        distance: D_tau, a bound on |X_tau - X'_tau| whatever the coins are, shape (T + 1,).
+        sensitivity: s_t, what a step adds to the distance if its batch holds the record, (T,).
         noise_std: sigma_t, shape (T,).
-        step_mu: mu of a step whose batch is known to hold the record, shape (T,); few values.
+        step_mu: The parameter of `profile_of` of each step, shape (T,); few values.
+        rate: q, the probability that a batch holds the record.
+        is_constant: Whether all steps are equal.
     """
 
-    contraction: np.ndarray
+    stretching: Stretching
     distance: np.ndarray
+    sensitivity: np.ndarray
     noise_std: np.ndarray
     step_mu: np.ndarray
+    rate: float
+    is_constant: bool
 
 
 @attrs.frozen
-class Window:
-    """What dominates the segment.
+class Plan:
+    """A choice of parameters; any choice is valid.
 
     Attributes:
-        sampled_mus: (mu, count): sampled Gaussian mechanisms.
-        shift_mu: The mu of the Gaussian that hides the shift.
+        length: Steps of the window.
+        shifted: Its last steps, which carry shifts.
+        beta: The share of their noise variance that hides the record.
     """
 
-    sampled_mus: tuple[tuple[float, int], ...]
-    shift_mu: float
+    length: int
+    shifted: int
+    beta: float
 
 
 def best_window(
-    steps: SampledSteps, sampled_rdp: Callable[[float, np.ndarray], np.ndarray]
-) -> Window:
-    """The window with the smallest epsilon by Renyi divergences; the whole segment is one.
+    steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
+) -> Window | None:
+    """The window with about the smallest epsilon; None if the whole segment is better.
 
     Args:
         steps: The segment.
-        sampled_rdp: Renyi divergences, at an array of orders, of the sampled mechanism of a mu.
+        profile_of: The sampled mechanism of a step, by its mu.
+        delta: Where the candidates are compared.
     """
-    search = _Search(steps, sampled_rdp)
-    total = len(steps.contraction)
-    best = search.epsilon(total, 0, 1.0), total, 0, 1.0
-    lengths = _grid(total)
-    for length in lengths[:-1]:  # the whole segment starts from a shared state: nothing to hide
-        shifted = np.array([k for k in lengths if k <= length])
-        epsilons = search.epsilons(length, shifted, _SPLITS)
-        index = np.unravel_index(np.argmin(epsilons), epsilons.shape)
-        if epsilons[index] < best[0]:
-            best = (
-                float(epsilons[index]), length, int(shifted[index[0]]), float(_SPLITS[index[1]])
-            )  # fmt: skip
-    if best[2]:
-        best = _refined(search, best)
-    return search.window(*best[1:])
+    windows = Windows(steps)
+    if windows.total < 2:
+        return None
+    plan: Plan | None = None
+    scale = _scale_of(windows.whole(), profile_of, delta)
+    while scale > 0:
+        search = _Search(windows, QuickLosses(profile_of, delta, scale))
+        epsilon, plan = search.best(scale if plan is None else search.epsilon(plan), plan)
+        if plan is None or epsilon == 0 or epsilon > scale / 3:
+            break
+        scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
+    return None if plan is None else windows.window(plan, *_FINE)
 
 
-_Point = tuple[float, int, int, float]
-"""epsilon, length of the window, steps that carry shifts, beta."""
-
-
-def _refined(search: _Search, best: _Point) -> _Point:
-    """Moves one coordinate at a time by ever smaller factors."""
-    factor = 2.0**0.25
-    while factor > 1.005:
-        _, length, shifted, beta = best
-        moves = [(length, shifted, 1 - (1 - beta) * f) for f in (factor, 1 / factor)]
-        for f in (factor, 1 / factor):
-            moves.append((length, round(shifted * f), beta))
-            moves.append((round(length * f), shifted, beta))
-        allowed = [m for m in moves if 1 <= m[1] <= m[0] < search.total and 0 < m[2] < 1]
-        found = min(((search.epsilon(*move), *move) for move in allowed), default=best)
-        if found[0] < best[0]:
-            best = found
-        else:
-            factor **= 0.5
-    return best
+def _scale_of(window: Window, profile_of: Callable[[float], Profile], delta: float) -> float:
+    """Epsilon of a window; at least right to a factor of 3, or 0."""
+    scale = 1.0
+    for _ in range(40):
+        epsilon = QuickLosses(profile_of, delta, scale).epsilon(window)
+        if epsilon == 0 or scale / 3 < epsilon < scale * 3:
+            return epsilon
+        scale = min(max(epsilon, scale / _STEP), scale * _STEP)
+    return scale
 
 
 class _Search:
-    """Epsilon of the windows of a segment, by Renyi divergences."""
+    """Epsilon of the windows of a segment."""
 
-    def __init__(self, steps: SampledSteps, sampled_rdp: Callable[[float, np.ndarray], np.ndarray]):
-        self.total = len(steps.contraction)
+    def __init__(self, windows: Windows, quick: QuickLosses):
+        self._windows, self._quick = windows, quick
+
+    def best(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
+        """A grid, then ever smaller moves; given are the epsilon to beat and what has it."""
+        total = self._windows.total
+        number = 2 + int(_LENGTHS * math.log(total, 4))
+        for length in np.unique(np.geomspace(1, total - 1, number).round().astype(int)).tolist():
+            for share in _SHARES:
+                for beta in _SPLITS:
+                    candidate = Plan(length, max(1, round(share * length)), beta)
+                    found = self.epsilon(candidate)
+                    if found < epsilon:
+                        epsilon, plan = found, candidate
+        return (epsilon, None) if plan is None else self.refined(epsilon, plan)
+
+    def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
+        """Ever smaller moves of one coordinate at a time."""
+        for factor in _MOVES:
+            while True:
+                found, candidate = min(
+                    ((self.epsilon(move), move) for move in self._moves(plan, factor)),
+                    key=lambda pair: pair[0],
+                    default=(math.inf, plan),
+                )
+                if found >= epsilon * (1 - 1e-6):
+                    break
+                epsilon, plan = found, candidate
+        return epsilon, plan
+
+    def _moves(self, plan: Plan, factor: float) -> list[Plan]:
+        moves = []
+        for f in (factor, 1 / factor):
+            moves.append(attrs.evolve(plan, beta=1 - (1 - plan.beta) * f))
+            moves.append(attrs.evolve(plan, shifted=_times(plan.shifted, f)))
+            length = _times(plan.length, f)
+            moves.append(attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)))
+        return [
+            move
+            for move in moves
+            if 1 <= move.shifted <= move.length < self._windows.total and 0 < move.beta < 1
+        ]
+
+    def epsilon(self, plan: Plan) -> float:
+        """Of one window, roughly."""
+        return self._quick.epsilon(self._windows.rough(plan))
+
+
+def _times(number: int, factor: float) -> int:
+    """A product, at least one more or one less."""
+    moved = round(number * factor)
+    return moved if moved != number else number + (1 if factor > 1 else -1)
+
+
+class Windows:
+    """All windows of a segment."""
+
+    def __init__(self, steps: SampledSteps):
+        self.total = len(steps.step_mu)
         self._steps = steps
-        self._sampled_rdp = sampled_rdp
         self._levels = np.unique(steps.step_mu)
         backwards = steps.step_mu[::-1]
         # _counts[i, k]: how many of the last k steps have mu = levels[i]
         self._counts = np.stack(
             [np.append(0, np.cumsum(backwards == level)) for level in self._levels]
         )
-        self._log_shift = _LogShift(steps)
-        self._divergences: dict[float, np.ndarray] = {}
+        with np.errstate(divide="ignore"):
+            self._log_noise = 2 * np.log(steps.noise_std)
+            self._log_sensitivity = np.log(steps.sensitivity)
+        self._log_weights: dict[int, float] = {}
+        self._laws: dict[tuple[int, int], DistanceLaw] = {}
 
-    def _rdp(self, beta: float) -> np.ndarray:
-        """Shape (levels, orders)."""
-        if beta not in self._divergences:
-            self._divergences[beta] = np.stack(
-                [
-                    self._sampled_rdp(float(level) / beta**0.5, _ORDERS)
-                    if level > 0
-                    else np.zeros(_ORDERS.shape)
-                    for level in self._levels
-                ]
-            )
-        return self._divergences[beta]
+    def whole(self) -> Window:
+        """All steps, which start from a shared state: nothing but the record has to be hidden."""
+        return Window(self._sampled(Plan(self.total, 0, 1.0)), np.zeros(1), np.ones(1))
 
-    def epsilons(self, length: int, shifted: np.ndarray, betas: np.ndarray) -> np.ndarray:
-        """Shape (shifted, betas)."""
-        split = np.stack([self._rdp(float(beta)) for beta in betas])
-        with_shift = self._counts[:, shifted]
-        without = (self._counts[:, [length]] - with_shift).T @ self._rdp(1.0)
-        divergences = without[:, None, :] + np.einsum("ls,blo->sbo", with_shift, split)
-        if shifted.any():
-            log_shift = self._log_shift.mu_squared(length, shifted)
-            mu_squared = np.exp(np.minimum(log_shift, 600.0))[:, None] / (1 - betas)
-            divergences = divergences + mu_squared[:, :, None] * _ORDERS / 2
-        # Canonne, Kamath, Steinke 2020 (arXiv 2004.00010 v5), Proposition 12
-        shares = np.log1p(-1 / _ORDERS) - (math.log(_DELTA) + np.log(_ORDERS)) / (_ORDERS - 1)
-        return np.maximum(0.0, np.min(divergences + shares, axis=-1))
+    def rough(self, plan: Plan) -> Window:
+        """`window` with few levels: good enough to choose."""
+        return self.window(plan, *_ROUGH)
 
-    def epsilon(self, length: int, shifted: int, beta: float) -> float:
-        """Of one window."""
-        return float(self.epsilons(length, np.array([shifted]), np.array([beta]))[0, 0])
+    def window(self, plan: Plan, precision: int, levels: int) -> Window:
+        """What dominates the segment.
 
-    def window(self, length: int, shifted: int, beta: float) -> Window:
-        """What dominates the segment for this choice, exactly."""
-        shift_mu = 0.0
-        if shifted:
-            shift_mu = (_shift_mu_squared(self._steps, length, shifted) / (1 - beta)) ** 0.5
-        if not shift_mu:  # a contraction of 0 leaves nothing to hide
-            beta = 1.0
+        Args:
+            plan: The parameters.
+            precision: Of the law of the distance; see `law_of_sum`.
+            levels: Of the law of the distance.
+        """
+        start = self.total - plan.length
+        law = self._law(start, precision, levels)
+        log_unit = self._log_mu_of_unit(plan) - 0.5 * math.log1p(-plan.beta)
+        mus = law.levels * math.exp(min(log_unit, 600.0))
+        if not mus[-1]:  # nothing to hide: no step needs to be split
+            plan = attrs.evolve(plan, beta=1.0)
+        return Window(self._sampled(plan), mus, law.probabilities, law.rare)
+
+    def _sampled(self, plan: Plan) -> tuple[tuple[float, int], ...]:
         sampled: dict[float, int] = {}
         for level, row in zip(self._levels.tolist(), self._counts, strict=True):
             for mu, count in (
-                (level, int(row[length] - row[shifted])),
-                (level / beta**0.5, int(row[shifted])),
+                (level, int(row[plan.length] - row[plan.shifted])),
+                (level / plan.beta**0.5, int(row[plan.shifted])),
             ):
-                if count:
+                if count and mu:
                     sampled[mu] = sampled.get(mu, 0) + count
-        return Window(tuple(sampled.items()), shift_mu)
+        return tuple(sampled.items())
 
+    def _log_mu_of_unit(self, plan: Plan) -> float:
+        """log mu of hiding a distance of 1 at the start of the window, with all of the noise.
 
-class _LogShift:
-    """`_shift_mu_squared` for many windows, in logarithms: good enough to choose one.
+        One pool hides everything: mu**2 = z**2 / sum_t (sigma_t / (c_{m+1} ... c_t))**2, z the
+        distance before the first of these steps, m + 1.
+        """
+        first = self.total - plan.shifted
+        if plan.shifted not in self._log_weights:
+            stops = np.arange(first + 1, self.total + 1)
+            stretched = self._steps.stretching.log_product(np.array(first), stops)
+            self._log_weights[plan.shifted] = float(
+                special.logsumexp(self._log_noise[first:] - 2 * stretched)
+            )
+        before = self._steps.stretching.log_product(
+            np.array(self.total - plan.length), np.array(first)
+        )
+        return float(before) - self._log_weights[plan.shifted] / 2
 
-    One pool hides everything: mu**2 = z**2 / sum_t (sigma_t / (c_{m+1} ... c_t))**2, z the distance
-    before the first of these steps, m + 1.
-    """
+    def _law(self, start: int, precision: int, levels: int) -> DistanceLaw:
+        """Of the distance after `start` steps."""
+        if self._steps.is_constant:
+            start = self._longer_past(start, is_rough=precision < _FINE[0])
+        key = start, precision
+        if key not in self._laws:
+            stops = np.arange(1, start + 1)
+            with np.errstate(over="ignore"):
+                weights = np.exp(
+                    self._log_sensitivity[:start]
+                    + self._steps.stretching.log_product(stops, np.array(start))
+                )
+            law = law_of_sum(
+                weights, self._steps.rate, float(self._steps.distance[start]), precision
+            )
+            self._laws[key] = fewer_levels(law, levels)
+        return self._laws[key]
 
-    def __init__(self, steps: SampledSteps):
-        with np.errstate(divide="ignore"):
-            log_c = np.log(np.maximum(steps.contraction, 1e-300))
-            log_noise = 2 * np.log(steps.noise_std)
-            self._distance = np.log(steps.distance)
-        self._product = np.append(0.0, np.cumsum(log_c))
-        weights = (log_noise - 2 * self._product[1:])[::-1]
-        self._weight = np.append(-np.inf, np.logaddexp.accumulate(weights))
+    def _longer_past(self, start: int, *, is_rough: bool) -> int:
+        """Of equal steps more never leave a smaller distance: fewer different laws are needed."""
+        if start >= self._memory:
+            return self.total
+        if not is_rough:
+            return start
+        return min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
 
-    def mu_squared(self, length: int, shifted: np.ndarray) -> np.ndarray:
-        """The log for windows of `length` steps whose last `shifted` hide the distance."""
-        total = len(self._product) - 1
-        at_start = 2 * (self._distance[total - length] - self._product[total - length])
-        if at_start == -np.inf:
-            return np.full(shifted.shape, -np.inf)
-        return at_start - self._weight[shifted]
-
-
-def _shift_mu_squared(steps: SampledSteps, length: int, shifted: int) -> float:
-    """mu**2 of undoing the distance at the start of the window in its last `shifted` steps."""
-    total = len(steps.contraction)
-    distance = float(steps.distance[total - length])
-    for c in steps.contraction[total - length : total - shifted].tolist():
-        distance *= c
-    inside = slice(total - shifted, total)
-    return least_mu_squared(
-        steps.contraction[inside],
-        np.zeros(shifted),
-        steps.noise_std[inside],
-        initial_shift=distance,
-    )
-
-
-def _grid(largest: int) -> list[int]:
-    """About four lengths per factor of two, from 1 to `largest`."""
-    return sorted({int(v) for v in np.geomspace(1, largest, 2 + 4 * largest.bit_length()).round()})
+    @functools.cached_property
+    def _memory(self) -> int:
+        """The number of equal steps that leave nearly all of the distance that any number does."""
+        stops = np.arange(1, self.total + 1)
+        with np.errstate(over="ignore"):
+            sums = np.cumsum(np.exp(self._steps.stretching.log_product(np.array(0), stops)))
+        return 1 + int(np.searchsorted(sums, (1 - _FORGOTTEN) * sums[-1]))

@@ -1,0 +1,120 @@
+"""Composed privacy losses, quickly and roughly: good enough to choose a window, never to claim.
+
+The characteristic function of the sum of independent losses is a product. A transform of a few
+thousand numbers turns it into the law of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+from scipy import signal
+
+from hidden_state_accountants.curves.profiles import Deltas, Profile
+
+_CELLS = 2048
+_FINER = 32  # cells of a single mechanism in one cell of the sum: its losses are much smaller
+_SMALLEST = 1e-300  # delta has a logarithm
+_NODE_RATIO = 1.02  # of neighbouring losses of a single mechanism
+_REACH = 16.0  # the losses that are looked at, in epsilons
+
+
+@attrs.frozen(eq=False)
+class Window:
+    """What dominates a segment: sampled mechanisms, and Gaussians that hide the shift.
+
+    Attributes:
+        sampled_mus: (mu, count): the sampled mechanism of a record with this mu, and how often.
+        shift_mus: The mus of the Gaussians, ascending; the coins before the window choose one,
+        shift_weights: with these probabilities, or
+        rare: none of them: what is left to 1.
+    """
+
+    sampled_mus: tuple[tuple[float, int], ...]
+    shift_mus: np.ndarray
+    shift_weights: np.ndarray
+    rare: float = 0.0
+
+
+class QuickLosses:
+    """Approximate epsilons of compositions of sampled mechanisms and Gaussian mixtures.
+
+    Args:
+        profile_of: The pair of a step whose batch is known to hold the record with a given mu.
+        delta: Where epsilon is read.
+        scale: About the epsilon that is looked for: larger ones are read off less well, and those
+            beyond `_REACH` times it not at all.
+    """
+
+    def __init__(self, profile_of: Callable[[float], Profile], delta: float, scale: float):
+        self._profile_of, self._delta = profile_of, delta
+        reach = _REACH * scale
+        self._steps: dict[float, np.ndarray] = {}
+        self.width = 2 * reach / _CELLS
+        self._frequencies = math.pi / reach * np.arange(_CELLS // 2 + 1)
+        self._losses = self.width * np.arange(_CELLS // 2)
+
+    def epsilon(self, window: Window) -> float:
+        """Of what dominates a segment; inf beyond the reach."""
+        return self._crossing(self.deltas(window))
+
+    def deltas(self, window: Window) -> np.ndarray:
+        """At the epsilons 0, width, 2 width, ..."""
+        spectrum = self._mixture(window.shift_mus, window.shift_weights)
+        for mu, count in window.sampled_mus:
+            spectrum = spectrum * self._step(mu) ** count
+        law = np.fft.irfft(spectrum, _CELLS)[: _CELLS // 2]
+        infinite = 1 - float(spectrum[0].real)
+        above = np.cumsum(law[::-1])[::-1]
+        # sum over x > epsilon of p(x) exp(epsilon - x), from the last loss on
+        discounted = signal.lfilter([1.0], [1.0, -math.exp(-self.width)], law[::-1])[::-1]
+        return np.asarray(np.maximum(infinite + above - discounted, _SMALLEST))
+
+    def _crossing(self, deltas: np.ndarray) -> float:
+        first = int(np.argmax(deltas <= self._delta))
+        if deltas[first] > self._delta:
+            return math.inf
+        if first == 0:
+            return 0.0
+        low, high = np.log(deltas[first - 1 : first + 1]).tolist()
+        share = (low - math.log(self._delta)) / (low - high) if low > high else 1.0
+        return (first - 1 + share) * self.width
+
+    def _step(self, mu: float) -> np.ndarray:
+        """The characteristic function of one step; its value at 0 lacks the infinite losses."""
+        if mu not in self._steps:
+            fine = self.width / _FINER
+            profile = self._profile_of(mu)
+            last = min(_CELLS // 2 * _FINER, math.ceil(profile.largest / fine) + 1)
+            nodes = np.unique(
+                np.geomspace(1, last, 2 + int(math.log(last) / math.log(_NODE_RATIO))).astype(int)
+            )
+            above = _masses(profile.forward, nodes * fine)
+            below = _masses(profile.backward, nodes * fine)
+            law = np.zeros(_CELLS * _FINER)
+            np.add.at(law, nodes, above)
+            np.add.at(law, -nodes, below * np.exp(-nodes * fine))
+            infinite = float(profile.forward(np.array(nodes[-1] * fine)))
+            law[0] += max(0.0, 1 - infinite - law.sum())
+            self._steps[mu] = np.fft.rfft(law)[: len(self._frequencies)]
+        return self._steps[mu]
+
+    def _mixture(self, mus: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        reach = self._losses[-1]
+        kept = mus < math.sqrt(36 + 2 * reach) - 6  # mu**2 / 2 + 6 mu < reach; others are infinite
+        squares = mus[kept, None] ** 2 / 2
+        exponents = -squares * (1j * self._frequencies + self._frequencies**2)
+        return np.asarray(weights[kept] @ np.exp(exponents))
+
+
+def _masses(deltas: Deltas, losses: np.ndarray) -> np.ndarray:
+    """What lies around each loss > 0, by the polygon through the divergences."""
+    known = deltas(np.concatenate([[0.0], losses]))
+    steps = np.diff(np.concatenate([[0.0], losses]))
+    falls = known[:-1] - known[1:]
+    masses = falls / -np.expm1(-steps)
+    masses[:-1] -= falls[1:] / np.expm1(steps[1:])
+    return np.maximum(masses, 0.0)

@@ -1,0 +1,286 @@
+"""Theorem C: the law of the distance before the window, products of moduli, reference values."""
+
+import itertools
+import math
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from scipy import stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds import Subsampling
+from hidden_state_accountants.bounds.solvers.distance_law import (
+    DistanceLaw,
+    fewer_levels,
+    law_of_sum,
+)
+from hidden_state_accountants.bounds.solvers.stretching import Stretching
+from hidden_state_accountants.bounds.subsampling import _SampledRun
+from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
+from hidden_state_accountants.process.noisy_process import sampled_process
+
+SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+ONE = NeighboringRelation.REPLACE_ONE
+
+
+def exact_law(weights, rate):
+    """All patterns of coins: (value, probability) pairs, ascending."""
+    sums = [
+        (sum(itertools.compress(weights, coins)), math.prod(rate if c else 1 - rate for c in coins))
+        for coins in itertools.product((0, 1), repeat=len(weights))
+    ]
+    return map(np.array, zip(*sorted(sums), strict=True))
+
+
+def survival(levels, probabilities, at):
+    """P(level >= x) at each x."""
+    return np.array([probabilities[levels >= x].sum() for x in at])
+
+
+class TestLaw:
+    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("precision", [8, 64])
+    def test_is_stochastically_larger_but_not_by_much(self, seed, precision):
+        rng = np.random.default_rng(seed)
+        weights = rng.choice([0.9 ** np.arange(10), rng.random(10) ** 4, np.ones(10)], axis=0)
+        rate = rng.choice([0.02, 0.3, 0.8])
+        values, probabilities = exact_law(weights, rate)
+        law = law_of_sum(weights, rate, 1e9, precision)
+        few = fewer_levels(law, 40)
+        for found in (law, few):
+            assert found.probabilities.sum() + found.rare == pytest.approx(1, abs=1e-14)
+            above = survival(found.levels, found.probabilities, values) + found.rare
+            exact = np.cumsum(probabilities[::-1])[::-1]
+            assert (above >= exact * (1 - 1e-12)).all()
+        mean = rate * weights.sum()
+        assert mean <= law.levels @ law.probabilities <= mean * (1 + 3 / precision) + 2e-3
+        assert len(few.levels) <= 45
+
+    def test_is_cut_at_what_is_certain(self):
+        weights = np.array([1.0, 0.5, 0.25])
+        law = law_of_sum(weights, 0.4, 1.1, 32)
+        assert law.levels[-1] == pytest.approx(1.1)
+        values, probabilities = exact_law(weights, 0.4)
+        at = np.minimum(values, 1.1)
+        assert (survival(law.levels, law.probabilities, at) > 0).all()
+        expected = probabilities[values >= 1.1].sum()
+        assert law.probabilities[law.levels >= 1.1 * (1 - 1e-6)].sum() >= expected * (1 - 1e-12)
+
+    @pytest.mark.parametrize(
+        ("weights", "rate", "level"), [([], 0.5, 0.0), ([0.0], 0.5, 0.0), ([1.0, 0.5], 1.0, 1.5)]
+    )
+    def test_nothing_random(self, weights, rate, level):
+        law = law_of_sum(np.array(weights), rate, 10.0, 32)
+        assert law.levels == pytest.approx([level])
+        assert law.probabilities.tolist() == [1.0]
+
+    @pytest.mark.parametrize("contraction", [0.9, 0.998, 1.0])
+    def test_of_many_coins(self, contraction):
+        """Mean and variance of a long run; tails by Chernoff's bound from both sides."""
+        weights, rate = contraction ** np.arange(5000.0), 0.01
+        law = law_of_sum(weights, rate, float(weights.sum()), 128)
+        mean = law.levels @ law.probabilities
+        variance = law.probabilities @ (law.levels - mean) ** 2
+        assert rate * weights.sum() <= mean < 1.02 * rate * weights.sum() + 3e-3
+        exact = rate * (1 - rate) * np.sum(weights**2)
+        assert exact * 0.99 < variance < exact * 1.06
+        tail = np.cumsum(law.probabilities[::-1])[::-1]
+        level = law.levels[np.flatnonzero(tail > 1e-9)[-1]]
+        thetas = np.geomspace(0.01, 10, 400)
+        moments = [np.log1p(rate * np.expm1(t * weights)).sum() for t in thetas]
+        chernoff = min((m + 9 * math.log(10)) / t for t, m in zip(thetas, moments, strict=True))
+        assert 0.8 * chernoff < level < 1.03 * chernoff
+
+    def test_certain(self):
+        law = fewer_levels(DistanceLaw.certain(2.0), 10)
+        assert law.levels.tolist() == [2.0]
+
+
+class TestStretching:
+    def test_given_moduli_multiply(self):
+        c = np.array([0.5, 2.0, 0.9, 0.0])
+        stretching = Stretching.of_moduli(c, is_constant=False)
+        for i, j in itertools.combinations(range(4), 2):
+            found = float(stretching.log_product(np.array(i), np.array(j)))
+            assert found == pytest.approx(np.log(c[i:j]).sum())
+        assert stretching.log_product(np.array(2), np.array(2)) == 0
+        assert stretching.log_product(np.array(0), np.array(4)) < -600
+        tail = stretching.between(1, 3)
+        assert float(tail.log_product(np.array(0), np.array(2))) == pytest.approx(np.log(1.8))
+
+    @pytest.mark.parametrize("slope", [0.03, -0.04])
+    def test_fails_as_rarely_as_planned(self, slope):
+        """Exact binomial tails, window by window; and the sum over the windows of a plan."""
+        sizes, failure, steps = BatchSizes(0, 60, 200, 0.1, 0.0), 0.05, 30
+        lines = ModulusLines(np.full(steps, -0.7), np.full(steps, slope))
+        largest = np.full(steps, 1.2)
+        bounds = {
+            constant: Stretching.of_sizes(largest, lines, sizes, failure, constant)
+            for constant in (True, False)
+        }
+        lengths = np.arange(1, steps + 1)
+        found = bounds[True].log_product(np.array(0), lengths)
+        np.testing.assert_allclose(found, bounds[False].log_product(np.array(0), lengths))
+        failed = []
+        for length, bound in zip(lengths.tolist(), found.tolist(), strict=True):
+            size = (bound + 0.7 * length) / slope  # of all batches of the window together
+            law = stats.binom(length * 200, 0.1)
+            certain = bound >= length * math.log(1.2) * (1 - 1e-12)
+            tail = law.sf(math.ceil(size) - 1) if slope > 0 else law.cdf(math.floor(size))
+            failed.append(0.0 if certain else tail)
+        assert sum(failed) <= failure
+        assert max(failed) > failure / steps / 50  # Chernoff's bound is not that far away
+        expected = lengths * (-0.7 + slope * 20)
+        assert (found >= expected).all()
+        assert found[-1] < expected[-1] + 0.6 * (30 * math.log(1.2) - expected[-1])
+
+    def test_uneven_steps(self):
+        """A window of steps with different lines: the exact law of a weighted sum of sizes."""
+        sizes, failure = BatchSizes(0, 9, 8, 0.3, 0.0), 0.3
+        lines = ModulusLines(np.array([-0.5, -0.2, -0.4]), np.array([0.1, 0.0, 0.25]))
+        stretching = Stretching.of_sizes(np.full(3, 9.0), lines, sizes, failure, False)
+        law = stats.binom(8, 0.3).pmf(np.arange(9))
+        for i, j in itertools.combinations(range(4), 2):
+            bound = float(stretching.log_product(np.array(i), np.array(j)))
+            beyond = sum(
+                math.prod(law[list(k)])
+                for k in itertools.product(range(9), repeat=j - i)
+                if lines.intercept[i:j].sum() + lines.slope[i:j] @ np.array(k) > bound + 1e-12
+            )
+            assert beyond <= failure / 3
+
+
+def clipped(**changes):
+    """A probe whose clip acts."""
+    arguments = {
+        "noise_multiplier": 2.0, "learning_rate": 0.5, "clip_norm": 1.0, "batch_size": 50,
+        "dataset_size": 1000, "num_steps": 400, "weight_decay": 0.1, "batch_order": "poisson",
+        "loss": hsa.LossGeometry.convex(0.5),
+    }  # fmt: skip
+    return hsa.LastIterateDpEvent(**(arguments | changes))
+
+
+class TestModulusLines:
+    CASES: ClassVar = {
+        "clipped": {},
+        "weakly convex": {"loss": hsa.LossGeometry.weakly_convex(0.5, 0.05)},
+        "strongly convex": {"loss": hsa.LossGeometry.strongly_convex(0.5, 0.3, lipschitz=1.0)},
+        "large steps": {"learning_rate": 4.0},
+        "schedule": {"learning_rate": [0.5] * 100 + [1.0] * 300},
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("relation", list(NeighboringRelation))
+    @pytest.mark.parametrize("name", CASES)
+    def test_lie_above_the_moduli_of_all_sizes(self, name, relation):
+        event = clipped(**self.CASES[name])
+        sizes = BatchSizes.of(event, relation, 1e-12)
+        lines = modulus_lines(event, relation, sizes)
+        touched = math.inf
+        for t in (0, event.num_steps - 1):
+            for k in range(sizes.smallest, sizes.largest):
+                terms = (k, k + 1) if relation is ONE else (k,)
+                c = max(self.modulus(event, t, n) for n in terms)
+                gap = lines.intercept[t] + lines.slope[t] * k - math.log(c)
+                assert gap >= -1e-12
+                touched = min(touched, gap)
+        assert touched < 1e-9
+        largest = sampled_process(event, relation, sizes.largest).contraction
+        mean = sizes.others * sizes.rate
+        assert (lines.intercept + lines.slope * mean < np.log(largest)).all()
+
+    @staticmethod
+    def modulus(event, t, terms):
+        """Of one step that sums `terms` gradients: the formulas of docs/theory/moduli.md."""
+        eta, w = event.per_step("learning_rate")[t], event.weight_decay
+        if not terms:
+            return abs(1 - eta * w)
+        loss, share = event.loss, terms / event.batch_size
+        if loss.strong_convexity:
+            return max(abs(1 - eta * w - eta * share * h) for h in (0.3, 0.5))
+        return hsa.clipped_update_lipschitz(
+            eta * share, loss.smoothness, loss.weak_convexity, w / share
+        )
+
+    def test_none_where_the_size_does_not_matter(self):
+        event = clipped(loss=hsa.LossGeometry.generalized_linear(0.5))
+        sizes = BatchSizes.of(event, SPECIAL, 5e-13)
+        assert modulus_lines(event, SPECIAL, sizes) is None
+        assert _SampledRun.of(event, SPECIAL).failure == event.overfull_delta(
+            SPECIAL, sizes.largest
+        )
+
+    def test_what_may_fail_is_in_delta(self):
+        run = _SampledRun.of(clipped(), SPECIAL)
+        sizes = BatchSizes.of(clipped(), SPECIAL, 5e-13)
+        assert run.failure == sizes.failure + 5e-13 <= 1e-12
+        curve = Subsampling().guarantee(clipped(), SPECIAL).curve
+        assert curve.extra == run.failure
+        assert curve.epsilon(run.failure) == math.inf
+
+    def test_sizes_that_concentrate_gain(self):
+        """The effective modulus of 1, 10, 100 and 1000 steps, between those of b and of k_max."""
+        event = clipped(batch_size=500, dataset_size=50_000, num_steps=20_000,
+                        loss=hsa.LossGeometry.softmax_cross_entropy(1.0))  # fmt: skip
+        stretching = _SampledRun.of(event, SPECIAL).stretching
+        lengths = np.array([1, 10, 100, 1000])
+        effective = np.exp(stretching.log_product(np.array(0), lengths) / lengths)
+        np.testing.assert_allclose(effective, [0.9970, 0.9874, 0.9844, 0.9835], atol=1e-4)
+
+
+class TestReferenceValues:
+    """Independent computations: other searches, other discretisations, the same theorems."""
+
+    @staticmethod
+    def epsilon(noise, period, epochs, contraction, order="poisson", relation=SPECIAL):
+        event = hsa.LastIterateDpEvent(
+            noise_multiplier=noise, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+            dataset_size=500 * period, num_steps=period * epochs, batch_order=order,
+            weight_decay=(1 - contraction) / 0.5, loss=hsa.LossGeometry.generalized_linear(0.5),
+        )  # fmt: skip
+        return Subsampling().guarantee(event, relation).epsilon(1e-5)
+
+    @pytest.mark.parametrize(
+        ("run", "limit"),
+        [
+            ((2.0, 100, 50, 0.998), 0.6820),
+            ((2.0, 100, 200, 0.95), 0.1534),
+            ((1.0, 200, 100, 0.996), 0.7358),
+            ((6.0, 10, 200, 0.9975), 2.0197),
+            ((2.0, 100, 50, 0.998, "without_replacement", SPECIAL), 1.5609),
+            ((2.0, 100, 50, 0.998, "without_replacement", ONE), 2.3156),
+            ((2.0, 100, 50, 0.998, "poisson", ONE), 1.5754),
+        ],
+    )
+    def test_last_iterate(self, run, limit):
+        assert 0.97 * limit < self.epsilon(*run) <= limit
+
+    def test_sizes_alone_and_with_the_random_distance(self):
+        event = clipped(batch_size=500, dataset_size=50_000, num_steps=20_000,
+                        loss=hsa.LossGeometry.softmax_cross_entropy(1.0))  # fmt: skip
+        assert Subsampling().guarantee(event, SPECIAL).epsilon(1e-5) <= 0.2593
+
+
+def test_longer_runs_of_equal_steps_level_off():
+    short, long = (
+        Subsampling().guarantee(clipped(num_steps=steps), SPECIAL).epsilon(1e-5)
+        for steps in (2000, 200_000)
+    )
+    assert short <= long * 1.001
+    assert long < 1.02 * short
+
+
+def test_segments_between_releases():
+    """Schedules cut at a release: the steps, and the products of their moduli."""
+    event = clipped(learning_rate=[0.5] * 150 + [0.25] * 250, release_steps=(150,))
+    run = _SampledRun.of(event, SPECIAL)
+    tail, process = run.segment(150, 400), run.process
+    np.testing.assert_array_equal(tail.sensitivity, process.sensitivity[150:])
+    np.testing.assert_array_equal(tail.noise_std, process.noise_std[150:])
+    assert tail.distance[:2].tolist() == [0.0, process.sensitivity[150]]
+    stops = np.arange(151, 401)
+    whole = run.stretching.log_product(np.array(150), stops)
+    np.testing.assert_allclose(tail.stretching.log_product(np.array(0), stops - 150), whole)
+    assert not np.allclose(run.stretching.log_product(np.array(0), stops - 150), whole)

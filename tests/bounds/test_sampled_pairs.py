@@ -1,0 +1,203 @@
+"""Pairs of sampled Gaussians in which both data sets move: exact laws, composition, divergences."""
+
+import itertools
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, probe_run
+from scipy import special, stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds import Composition
+from hidden_state_accountants.bounds.sampled_steps import step_curve, step_profile
+from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.sampled_pairs import (
+    ReplacedInPoissonBatchCurve,
+    ZeroedWithoutReplacementCurve,
+    replaced_in_poisson_batch,
+    sampled_rdp,
+    zeroed_without_replacement,
+)
+
+SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
+EPSILONS = np.array([0.0, 0.01, 0.1, 0.4, 1.0, 2.5])
+X = np.linspace(-20, 20, 20_001)
+
+
+def divergence(p, q, epsilon):
+    """sup_S P(S) - e^epsilon Q(S) of densities on X."""
+    return float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * (X[1] - X[0]))
+
+
+def mixture(rate, base, joined):
+    return (1 - rate) * stats.norm.pdf(X - base) + rate * stats.norm.pdf(X - joined)
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("rate", [0.02, 0.3, 1.0])
+class TestProfiles:
+    def test_a_zeroed_record_in_any_place(self, mu, rate):
+        """The stand-in and the record anywhere up to mu from 0; both directions."""
+        profile = zeroed_without_replacement(mu, rate)
+        claims = profile.forward(EPSILONS), profile.backward(EPSILONS)
+        closest = [0.0, 0.0]
+        for stand_in, record in itertools.product((-mu, -mu / 2, 0.0, mu), (-mu, mu / 3, mu)):
+            pair = mixture(rate, stand_in, record), mixture(rate, stand_in, 0.0)
+            for way, (p, q) in enumerate((pair, pair[::-1])):
+                exact = np.array([divergence(p, q, e) for e in EPSILONS])
+                assert (exact <= claims[way] * (1 + 1e-5) + 1e-12).all()
+                ratios = exact[claims[way] > 1e-6] / claims[way][claims[way] > 1e-6]
+                closest[way] = max(closest[way], *ratios)
+        assert min(closest) > 0.9
+        # what is at most 2 mu apart everywhere is no closer
+        symmetric = profiles.without_replacement(profiles.gaussian(2 * mu), rate)
+        assert (claims[0] <= symmetric.forward(EPSILONS) * (1 + 1e-9) + 1e-15).all()
+        assert (claims[1] <= claims[0] * (1 + 1e-9)).all()
+
+    def test_a_replaced_record_in_a_poisson_batch(self, mu, rate):
+        profile = replaced_in_poisson_batch(mu, rate)
+        claims = profile.forward(EPSILONS)
+        assert profile.is_symmetric
+        closest = 0.0
+        for record, other in itertools.product((-mu, 0.0, mu / 2, mu), repeat=2):
+            p, q = mixture(rate, 0.0, record), mixture(rate, 0.0, other)
+            exact = np.array([divergence(p, q, e) for e in EPSILONS])
+            assert (exact <= claims * (1 + 1e-5) + 1e-12).all()
+            closest = max(closest, *(exact[claims > 1e-6] / claims[claims > 1e-6]))
+        assert closest > 0.9
+
+    def test_profiles_are_convex(self, mu, rate):
+        """As functions of e^epsilon; of the zeroed record only after the hull."""
+        for profile in (zeroed_without_replacement(mu, rate), replaced_in_poisson_batch(mu, rate)):
+            at = np.linspace(0, min(profile.largest, 3.0), 400)
+            slopes = np.diff(profile.forward(at)) / np.diff(np.exp(at))
+            assert (np.diff(slopes) >= -1e-9).all()
+
+
+def test_the_hull_lies_below_the_two_bounds_it_is_made_of():
+    """Advanced joint convexity, and joint convexity with the coin revealed; each wins somewhere."""
+    mu, q, at = 1.0, 0.05, np.linspace(0, 2, 200)
+    inner = np.log1p(np.expm1(at) / q)
+    beta = (1 - q) * np.exp(-inner) + q
+    d_far, d_near = (profiles.gaussian(m).forward(inner) for m in (2 * mu, mu))
+    advanced = q * ((1 - beta) * d_far + beta * d_near)
+    revealed = q * profiles.gaussian(mu).forward(at)
+    hull = zeroed_without_replacement(mu, q).forward(at)
+    assert (hull <= np.minimum(advanced, revealed) * (1 + 1e-3)).all()
+    assert (hull < 0.997 * np.minimum(advanced, revealed)).any()
+    assert (advanced < 0.9 * revealed).any()
+    assert (revealed < 0.9 * advanced).any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_composed_orders_with_states_that_choose(seed):
+    """Two steps; in the second one the places depend on what the first one showed."""
+    rng = np.random.default_rng(seed)
+    mu, q = 1.2, 0.3
+    claim = compose_curves([(ZeroedWithoutReplacementCurve(mu, q), 2)])
+    x = np.linspace(-9, 9, 361)
+    width = x[1] - x[0]
+    places = rng.choice([-mu, 0.0, mu], size=(2, len(x)))
+    first = rng.choice([-mu, mu], size=2)
+
+    def law(is_there):
+        joined = places[1] if is_there else np.zeros(len(x))
+        one = (1 - q) * stats.norm.pdf(x - first[0])
+        one += q * stats.norm.pdf(x - (first[1] if is_there else 0.0))
+        two = (1 - q) * stats.norm.pdf(x[None, :] - places[0][:, None])
+        two += q * stats.norm.pdf(x[None, :] - joined[:, None])
+        return one[:, None] * two
+
+    laws = law(True), law(False)
+    for epsilon in (0.1, 0.7, 1.5):
+        for p, r in (laws, laws[::-1]):
+            exact = float(np.maximum(p - math.exp(epsilon) * r, 0).sum() * width**2)
+            assert exact <= claim.delta(epsilon) * (1 + 1e-6)
+
+
+class TestDivergences:
+    ORDERS = np.array([1.1, 1.5, 2.0, 4.0, 16.0])
+
+    @staticmethod
+    def exact(order, p, q):
+        log_terms = order * np.log(p) + (1 - order) * np.log(q)
+        inside = np.abs(X) < 12 + 5 * order**0.5
+        return (special.logsumexp(log_terms[inside]) + math.log(X[1] - X[0])) / (order - 1)
+
+    @pytest.mark.parametrize("mu", [0.2, 0.8])
+    @pytest.mark.parametrize("rate", [0.01, 0.4])
+    def test_of_the_pairs(self, mu, rate):
+        cases = (
+            (ZeroedWithoutReplacementCurve(mu, rate), (-mu, mu, 0.0)),
+            (ReplacedInPoissonBatchCurve(mu, rate), (0.0, mu, -mu)),
+        )
+        for curve, (base, joined, other) in cases:
+            pair = mixture(rate, base, joined), mixture(rate, base, other)
+            found = curve.rdp(self.ORDERS)
+            for order, claim in zip(self.ORDERS.tolist(), found.tolist(), strict=True):
+                exact = max(self.exact(order, p, q) for p, q in (pair, pair[::-1]))
+                assert exact <= claim * (1 + 1e-6)
+                assert order > 2 or exact > 0.2 * claim
+
+    @pytest.mark.parametrize("mu", [0.2, 1.0])
+    def test_of_a_poisson_sample_are_those_of_dp_accounting(self, mu):
+        event = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1 / mu))
+        stock = dp_accounting.rdp.RdpAccountant(self.ORDERS.tolist()).compose(event)
+        profile = profiles.poisson(profiles.gaussian(mu), 0.05)
+        found = sampled_rdp(profile, 0.05, mu, mu, self.ORDERS)
+        np.testing.assert_array_less(stock.rdp, found)
+        np.testing.assert_allclose(found, stock.rdp, rtol=1e-2)
+
+    def test_far_apart_the_coin_is_revealed(self):
+        curve = ReplacedInPoissonBatchCurve(40.0, 0.1)
+        found = curve.rdp(np.array([2.0, 300.0]))
+        assert np.isfinite(found).all()
+        assert found[0] == pytest.approx(6400 + math.log(0.1), rel=1e-3)
+
+
+class TestComposition:
+    """Independent computations on a grid of 1e-3, which are a little larger."""
+
+    @pytest.mark.parametrize(
+        ("order", "relation", "limits"),
+        [
+            ("without_replacement", ONE, (12.365, 7.1874)),
+            ("without_replacement", SPECIAL, (7.3935, 4.3930)),
+            ("poisson", ONE, (7.9158, 5.8293)),
+        ],
+    )
+    def test_reference_values(self, order, relation, limits):
+        long = probe_run(batch_order=order, loss=None)
+        short = cyclic_run(
+            batch_order=order, batch_size=10, dataset_size=100, num_steps=300, loss=None,
+            noise_multiplier=3.0,
+        )  # fmt: skip
+        for event, limit in zip((long, short), limits, strict=True):
+            found = Composition().guarantee(event, relation).epsilon(1e-5)
+            assert 0.999 * limit < found <= limit
+
+    def test_one_certain_record_is_a_gaussian(self):
+        assert ZeroedWithoutReplacementCurve(0.7, 1.0).mu == 0.7
+        assert ReplacedInPoissonBatchCurve(0.7, 1.0).mu == 1.4
+        assert ReplacedInPoissonBatchCurve(0.7, 0.5).mu is None
+        assert ZeroedWithoutReplacementCurve(0.7, 0.5).to_dpevent() is None
+
+    def test_the_curve_of_a_step_is_the_profile_that_the_search_uses(self):
+        for order, relation in itertools.product(
+            ("poisson", "without_replacement"), (SPECIAL, ONE)
+        ):
+            event = cyclic_run(batch_order=order, loss=None)
+            profile = step_profile(event, relation)(0.8)
+            largest = np.maximum(profile.forward(EPSILONS), profile.backward(EPSILONS))
+            curve = step_curve(event, relation, 0.8)
+            found = [curve.delta(e) for e in EPSILONS.tolist()]
+            np.testing.assert_allclose(found, largest, rtol=1e-3, atol=1e-12)
+
+    def test_releasing_everything_is_accounted_under_every_relation(self):
+        for relation in NeighboringRelation:
+            event = cyclic_run(batch_order="poisson", loss=None)
+            assert hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-5) > 0

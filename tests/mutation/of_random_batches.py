@@ -1,0 +1,216 @@
+"""Random batches: what one record does to a step, and what is left of it before a window."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+PROCESS = "process/noisy_process.py"
+SIZES = "process/batch_sizes.py"
+STEPS = "bounds/sampled_steps.py"
+SUBSAMPLING = "bounds/subsampling.py"
+WINDOWS = "bounds/solvers/sampled_windows.py"
+LAW = "bounds/solvers/distance_law.py"
+STRETCHING = "bounds/solvers/stretching.py"
+PAIRS = "curves/sampled_pairs.py"
+_SAMPLED_TESTS = "bounds/test_subsampling.py"
+_DISTANCE_TESTS = "bounds/test_random_distance.py"
+_PAIR_TESTS = "bounds/test_sampled_pairs.py"
+_ATTACK = "soundness/test_random_distance.py"
+
+MUTATIONS = (
+    # One step.
+    Mutation(
+        "sampled_record_replaces_nobody",
+        STEPS,
+        "return SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, 2 * mu)",
+        "return SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, mu)",
+        _PAIR_TESTS,
+    ),
+    Mutation(
+        "zeroed_record_takes_an_empty_place",
+        PAIRS,
+        "joint = _joint(2 * mu, mu, rate, epsilon)",
+        "joint = _joint(mu, mu, rate, epsilon)",
+        _PAIR_TESTS,
+    ),
+    Mutation(
+        "replaced_record_counts_once",
+        PAIRS,
+        "deltas = functools.partial(_joint, mu, 2 * mu, rate)",
+        "deltas = functools.partial(_joint, mu, mu, rate)",
+        _PAIR_TESTS,
+    ),
+    Mutation(
+        "pair_is_that_of_its_smaller_direction",
+        PAIRS,
+        "return Profile(forward, backward, _largest(2 * mu, rate))",
+        "return Profile(backward, backward, _largest(2 * mu, rate))",
+        _PAIR_TESTS,
+    ),
+    Mutation(
+        "hull_lies_below_all_convex_functions",
+        PAIRS,
+        "if (y[b] - y[a]) * (x[i] - x[b]) <= (y[i] - y[b]) * (x[b] - x[a]):",
+        "if (y[b] - y[a]) * (x[i] - x[b]) >= (y[i] - y[b]) * (x[b] - x[a]):",
+        _PAIR_TESTS,
+    ),
+    Mutation(
+        "divergence_without_small_losses",
+        PAIRS,
+        "total = special.logsumexp(np.concatenate([rising, falling]))",
+        "total = special.logsumexp(rising)",
+        _PAIR_TESTS,
+    ),
+    # The distance before the window.
+    Mutation(
+        "the_past_left_no_distance",
+        SUBSAMPLING,
+        "distance=tracked_distances(self.process, steps, self.process.sensitivity[steps])[0],",
+        "distance=0 * tracked_distances(self.process, steps, self.process.sensitivity[steps])[0],",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "distance_is_rounded_down",
+        LAW,
+        "moves = np.ceil(size * np.arange(len(heads)) * (1 - _ROUNDING / 2)).astype(int)",
+        "moves = np.floor(size * np.arange(len(heads)) * (1 - _ROUNDING / 2)).astype(int)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "weights_are_rounded_down",
+        LAW,
+        "index = np.searchsorted(sizes, weights[rest:])",
+        "index = np.maximum(np.searchsorted(sizes, weights[rest:]) - 1, 0)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "small_weights_are_dropped",
+        LAW,
+        "offset = float(sums[rest - 1]) if rest else 0.0",
+        "offset = 0.0",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "levels_are_merged_downwards",
+        LAW,
+        "index = np.searchsorted(edges, law.levels)  # the smallest edge that is not below",
+        "index = np.maximum(np.searchsorted(edges, law.levels) - 1, 0)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "odd_cells_of_a_coarser_grid_move_down",
+        LAW,
+        "padded = np.concatenate([[0.0], law, np.zeros(1 - len(law) % 2)])",
+        "padded = np.concatenate([law, np.zeros(len(law) % 2)])",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "the_mean_distance_stands_for_all",
+        WINDOWS,
+        "mus = law.levels * math.exp(min(log_unit, 600.0))",
+        "mus = (law.levels * 0 + law.levels @ law.probabilities) * math.exp(min(log_unit, 600.0))",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "hidden_coins_inside_the_window_forget",
+        WINDOWS,
+        "return self._laws[key]",
+        """law = self._laws[key]
+        hidden = (1 - self._steps.rate) ** (self.total - start)
+        weights = np.append(hidden, (1 - hidden) * law.probabilities)
+        return DistanceLaw(np.append(0.0, law.levels), weights, law.rare)""",
+        _ATTACK,
+    ),
+    Mutation(
+        "both_parts_of_the_noise_are_whole",
+        WINDOWS,
+        "log_unit = self._log_mu_of_unit(plan) - 0.5 * math.log1p(-plan.beta)",
+        "log_unit = self._log_mu_of_unit(plan)",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "distance_shrinks_all_through_the_window",
+        WINDOWS,
+        "np.array(self.total - plan.length), np.array(first)",
+        "np.array(self.total - plan.length), np.array(self.total)",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "what_a_window_does_not_cover_is_dropped",
+        SUBSAMPLING,
+        "return CurveWithDelta(curve, window.rare) if window.rare else curve",
+        "return curve",
+        _SAMPLED_TESTS,
+    ),
+    # The sizes of Poisson batches.
+    Mutation(
+        "overfull_batches_cost_nothing",
+        SIZES,
+        "failed = event.overfull_delta(relation, largest)",
+        "failed = 0 * event.overfull_delta(relation, largest)",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "small_batches_cost_nothing",
+        SIZES,
+        "failed += event.num_steps * float(below(smallest - 1))",
+        "failed += 0 * event.num_steps * float(below(smallest - 1))",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "poisson_batches_have_the_expected_size",
+        SUBSAMPLING,
+        "process = sampled_process(event, relation, sizes.largest)",
+        "process = sampled_process(event, relation, event.batch_size)",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "products_of_moduli_never_fail",
+        SUBSAMPLING,
+        "return cls(event, relation, process, stretching, sizes.failure + _FAILURE / 2)",
+        "return cls(event, relation, process, stretching, sizes.failure)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "line_below_the_moduli",
+        SIZES,
+        "intercepts = [(logs - slope[:, None] * number).max(axis=1) for slope in slopes]",
+        "intercepts = [(logs - slope[:, None] * number).mean(axis=1) for slope in slopes]",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "replaced_record_is_in_no_batch",
+        SIZES,
+        "moduli = np.maximum(moduli[:, :-1], moduli[:, 1:])",
+        "moduli = moduli[:, :-1]",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "batches_are_as_large_as_on_average",
+        STRETCHING,
+        "offsets = np.append(0.0, needed / thetas[:, 0])",
+        "offsets = np.append(0.0, 0 * needed / thetas[:, 0])",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "windows_of_a_plan_fail_together",
+        STRETCHING,
+        "needed = math.log(num_steps / failure)",
+        "needed = math.log(1 / failure)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "empty_batches_contract_too",
+        PROCESS,
+        "contraction = np.maximum(contraction, np.abs(1 - eta * decay))",
+        "contraction = contraction * 1.0",
+        _SAMPLED_TESTS,
+    ),
+    Mutation(
+        "sampling_amplifies_twice",
+        "curves/profiles.py",
+        "return rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
+        "return rate * rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
+        _SAMPLED_TESTS,
+    ),
+)
