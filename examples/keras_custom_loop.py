@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateRecorder,
@@ -51,10 +51,15 @@ def main():
         ),
         weight_decay=0.005,
         projection_radius=options.projection_radius,
-        loss_geometry=LossGeometry.softmax_cross_entropy(feature_norm=1.0),
     )
     record = HiddenStateRecorder(
-        model, optimizer, cyclic_dataset(x, y, batch_size=options.batch_size)
+        model,
+        optimizer,
+        cyclic_dataset(x, y, batch_size=options.batch_size),
+        # What the loop below computes: every step is compared with it.
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
+        loss_geometry="auto",
+        feature_norm=1.0,
     )
 
     @tf.function

@@ -14,7 +14,6 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateCallback,
@@ -62,14 +61,17 @@ def main():
             options.noise_multiplier,
             learning_rate=options.learning_rate,
             weight_decay=options.weight_decay,
-            loss_geometry=LossGeometry.softmax_cross_entropy(feature_norm=1.0),
         ),
         # One entry per example: they are clipped one by one.
         tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
         metrics=["accuracy"],
     )
     record = HiddenStateCallback(
-        dataset_size=len(x), batch_size=options.batch_size, target_delta=options.delta
+        dataset_size=len(x),
+        batch_size=options.batch_size,
+        target_delta=options.delta,
+        loss_geometry="auto",  # from the loss and the linear layer
+        feature_norm=1.0,  # checked for every record
     )
     data = cyclic_dataset(x, y, batch_size=options.batch_size)
     history = model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0).history

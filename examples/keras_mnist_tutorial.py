@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateCallback,
@@ -44,7 +43,7 @@ def make_backbone(seed):
             ),
             layers.MaxPool2D(2, 1),
             layers.Flatten(),
-            # Features of norm 1, one image at a time: the geometry below relies on it.
+            # Features of norm 1, one image at a time: what is known of the loss relies on it.
             layers.LayerNormalization(center=False, scale=False),
             layers.UnitNormalization(),
         ]
@@ -79,14 +78,18 @@ def main():
         num_microbatches=options.batch_size,
         learning_rate=options.learning_rate,
         weight_decay=options.weight_decay,  # new
-        loss_geometry=LossGeometry.softmax_cross_entropy(feature_norm=1.0),  # new
     )
     # Compute vector of per-example loss rather than its mean over a minibatch.
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
 
     # - model.fit(x, y, epochs=options.epochs, batch_size=options.batch_size, ...)
-    record = HiddenStateCallback(dataset_size=len(x), batch_size=options.batch_size)
+    record = HiddenStateCallback(
+        dataset_size=len(x),
+        batch_size=options.batch_size,
+        loss_geometry="auto",
+        feature_norm=1.0,
+    )
     data = cyclic_dataset(x, y, batch_size=options.batch_size)
     model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0)
 

@@ -111,6 +111,8 @@ def test_report(make_blocks, relation):
         f"{exact(event(num_blocks=2), relation):.3f}",
         "Checked: - batches of equal size in the fixed order of the data set",
         "the clip of each block as one vector",
+        "the losses of every step are those of the given loss and model",
+        "the losses of the later blocks of a step are those of the delivered batch",
         "losses and metrics of the training data",
     ):
         assert part in text

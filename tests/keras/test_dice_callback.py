@@ -91,7 +91,7 @@ def test_report(make_dice, relation):
         "bound before clipping: 1.4143",
         "published: ",
         "checked at every step: batches of equal size in the fixed order",
-        "declared (your word): every entry of the loss depends on one example",
+        "changing an example of the first batch changes no other example's losses",
         "losses and metrics of the training data",
     ):
         assert part in text

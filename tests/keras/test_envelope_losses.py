@@ -24,6 +24,7 @@ from hidden_state_adapters.tf_privacy import (
     cyclic_dataset,
     losses,
 )
+from hidden_state_adapters.tf_privacy.geometry import LinearPrediction, loss_geometry
 
 RANDOM = np.random.default_rng(0)
 LOGITS, TARGETS = batch(12, 6, 4.0, 0, soft=True)
@@ -245,6 +246,57 @@ def test_a_private_run_contracts_as_decay_does(compile):
     np.testing.assert_allclose(process.contraction, 1 - RATE * DECAY, rtol=1e-12)
     assert event.num_steps == 12
     assert f"per-example gradient norms at most {CLIP:g}" in {a.text for a in record.assumptions}
+
+
+AUTO_CASES = [
+    *((name, 1, {"use_bias": bias}) for name in ("binary", "hinge") for bias in (False, True)),
+    *((name, 3, {"use_bias": bias}) for name in ("sparse", "squared") for bias in (False, True)),
+    ("categorical", 6, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "outputs", "dense"), AUTO_CASES)
+def test_auto_geometry_is_what_the_loss_says(name, outputs, dense):
+    kind, _, _, _, more = CASES[name]
+    loss = kind(0.3, 0.7, reduction="none", **more)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(outputs, **dense)])
+    optimizer = CyclicDPKerasSGDOptimizer(0.6, 2.0, learning_rate=0.5)
+    model.compile(optimizer, loss)
+    record = HiddenStateCallback(
+        dataset_size=12, batch_size=4, loss_geometry="auto", feature_norm=1.5
+    )
+    targets = {
+        "binary": np.ones((12, 1)), "hinge": np.ones((12, 1)), "sparse": CLASSES % 3,
+        "squared": PAIRS[1], "categorical": TARGETS,
+    }[name]  # fmt: skip
+    data = cyclic_dataset(np.full((12, 4), 0.75, "float32"), targets, batch_size=4)
+    model.fit(data, epochs=0, callbacks=[record], verbose=0)
+    assert optimizer.loss_geometry == loss.geometry(1.5, dense.get("use_bias", True))
+    model.compile(optimizer, kind(0.3, 0.7, reduction="none", **more))  # an equal one
+    model.fit(data, epochs=0, callbacks=[record], verbose=0)
+
+
+class Doubled(EnvelopeSquaredError):
+    def _evaluate(self, predictions, targets):
+        values, gradients = super()._evaluate(predictions, targets)
+        return 2 * values, 2 * gradients
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "activation", "text"),
+    [
+        (EnvelopeBinaryCrossentropy(0.3, reduction="none"), 3, "linear", "one output for Envelope"),
+        (EnvelopeHinge(0.3, 1.0, reduction="none"), 2, "linear", "one output for Envelope"),
+        (EnvelopeBinaryCrossentropy(0.3, reduction="none"), 1, "sigmoid", "activation 'linear'"),
+        (EnvelopeCategoricalCrossentropy(0.3, reduction="none"), 3, "softmax",
+         "activation 'linear'"),
+        (EnvelopeSquaredError(0.3), 1, "linear", 'reduction="none"'),
+        (Doubled(0.3, reduction="none"), 1, "linear", "of Keras, got Doubled"),
+    ],
+)  # fmt: skip
+def test_auto_geometry_is_refused(loss, outputs, activation, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loss_geometry(loss, LinearPrediction(1.0, False, outputs, activation))
 
 
 def test_the_update_is_that_of_numpy():

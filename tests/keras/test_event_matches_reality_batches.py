@@ -145,7 +145,7 @@ CASES = [
     (1, fit_without_the_callback, "took 12 steps, but 6 are recorded"),
     (1, fit_without_the_callback_before, "not recorded"),
     (1, train_on_batch_within_an_epoch, "has taken 4 steps, expected 3"),
-    (1, two_steps_on_every_batch, "has taken 2 steps, expected 1"),
+    (1, two_steps_on_every_batch, "a second step on one batch"),
     (1, several_steps_per_execution, "steps_per_execution = 1"),
     (1, own_loop_around_the_callback, "another caller"),
     (7, validation_split, "validation_split = 0"),

@@ -171,7 +171,7 @@ def loss_scaling(run):
 CASES = [
     (4, reduced_loss, "got a scalar"),
     (4, scaled_loss, "longer than loss_geometry.lipschitz"),
-    (4, two_rows_per_example, "step 1 used 8 rows of batch 0, expected batch_size = 4"),
+    (4, two_rows_per_example, "one loss for each of the 4 examples of a batch, got 8"),
     (4, loss_weights, "loss_weights=None"),
     (7, class_weights, "class_weight = None"),
     (7, sample_weights, "sample_weight = None"),

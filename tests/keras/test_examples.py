@@ -19,7 +19,7 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
         ("keras_mnist_tutorial.py", ["Test accuracy of the released model"]),
         (
             "keras_custom_loop.py",
-            ["the loss of every step was computed", "two steps on a batch is refused: after batch"],
+            ["the losses of every step are those", "two steps on a batch is refused: after batch"],
         ),
     ],
 )

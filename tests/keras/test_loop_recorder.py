@@ -26,6 +26,10 @@ EXPECTED = hsa.LastIterateDpEvent(
 )
 
 
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
 class Loop:
     """What an own loop needs; `run` is the run of Model.fit in conftest.py, never fitted."""
 
@@ -35,8 +39,7 @@ class Loop:
         self.record = HiddenStateRecorder(self.model, self.optimizer, self.data, **kwargs)
 
     def losses(self, x, y):
-        bce = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
-        return bce(y, self.model(x, training=True))
+        return bce()(y, self.model(x, training=True))
 
     def eager_step(self, x, y, scale=1.0, variables=None):
         with tf.GradientTape() as tape:
@@ -55,7 +58,7 @@ def make_loop(make_run):
 
 @pytest.mark.parametrize("jit", [None, True])
 def test_accounted_in_every_mode(make_loop, jit):
-    loop = make_loop()
+    loop = make_loop(loss=bce())
     loop.epoch(tf.function(loop.eager_step, jit_compile=True) if jit else loop.eager_step)
     assert loop.record.privacy_event == attrs.evolve(EXPECTED, num_steps=6)
 
@@ -157,6 +160,78 @@ def test_a_frozen_backbone_is_no_part_of_the_trained_variables(make_run):
         loop.record.report(DELTA)
 
 
+# Row 74: what the gradients are taken of, and where
+
+
+def declared(loop):
+    return " ".join(a.text for a in loop.record.assumptions if a.status.value == "declared")
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_without_the_loss_it_is_the_users_word(make_loop, is_told):
+    loop = make_loop(loss=bce() if is_told else None)
+    for x, y in loop.record.batches():
+        loop.eager_step(x, y)
+        break
+    for text in (
+        "every entry of the loss depends on one example of the delivered batch",
+        "computed at the weights that the step moves",
+        "computed from the batch that batches() gave last",
+    ):
+        assert (text in declared(loop)) is not is_told
+    checked = [a.text for a in loop.record.assumptions if a.status.value == "checked"]
+    assert any("the losses of every step are those of" in text for text in checked) is is_told
+    assert any(text.startswith("changing an example") for text in checked)
+
+
+def looking_ahead(loop):
+    """Nesterov's momentum by hand; the weights are put back bit by bit."""
+
+    @tf.function
+    def step(x, y):
+        variables = loop.model.trainable_variables
+        before = [tf.identity(v) for v in variables]
+        for variable in variables:
+            variable.assign_add(0.1 * tf.ones_like(variable))
+        with tf.GradientTape() as tape:
+            losses = loop.losses(x, y)
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        loop.optimizer.minimize(losses, variables, tape=tape)
+
+    loop.epoch(step)
+
+
+def other_rows(loop):
+    loop.epoch(lambda x, y: loop.step(tf.reverse(x, [0]), tf.reverse(y, [0])))
+
+
+def mean_of_a_broadcast_loss(loop):
+    def step(x, y):
+        loss = lambda: tf.reduce_mean(tf.square(y[:, 0] - loop.model(x)), axis=1)  # noqa: E731
+        loop.optimizer.minimize(loss, loop.model.trainable_variables)
+
+    loop.epoch(step)
+
+
+@pytest.mark.parametrize("act", [looking_ahead, other_rows, mean_of_a_broadcast_loss])
+def test_other_losses_than_those_of_the_known_loss(make_loop, act):
+    loop = make_loop({"loss_geometry": None}, loss=bce())
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 1 was not taken\. The losses are not"):
+        act(loop)
+    assert loop.optimizer.last_step.steps == 0
+
+
+def test_a_step_that_was_traced_before_its_record_began(make_run):
+    run = make_run()
+    loop = Loop(run)
+    specs = [tf.TensorSpec([4, 4]), tf.TensorSpec([4, 1])]
+    traced = loop.step.get_concrete_function(*specs)
+    late = Loop(run, loss=bce())
+    with pytest.raises(hsa.UnsupportedRunError, match="traced before its record began"):
+        late.epoch(traced)
+
+
 # What is not the run that is accounted; what every optimizer refuses is in reference/misuse.py
 
 
@@ -215,6 +290,16 @@ def the_smallest_of_several_noises(loop):
     loop.epoch(step)
 
 
+def broadcast_loss(loop):
+    """Row 73"""
+
+    def step(x, y):
+        loss = lambda: tf.square(y[:, 0] - loop.model(x))  # noqa: E731
+        loop.optimizer.minimize(loss, loop.model.trainable_variables)
+
+    loop.epoch(step)
+
+
 def fit_with_the_same_optimizer(loop):
     loop.epoch()
     loop.model.fit(loop.data, verbose=0)
@@ -226,6 +311,7 @@ CASES = {
     scaled_loss_with_xla: "step 1 was not taken. A per-example gradient is longer",
     scaled_loss_in_the_last_step: "step 6 was not taken. A per-example gradient is longer",
     summed_loss: "got a scalar",
+    broadcast_loss: r"shape \(examples,\), one entry for each, got shape \(4, 4\)",
     whole_pass_in_a_graph: "has taken 6 steps, expected 1",
     the_smallest_of_several_noises: "computed 2 times for 1 steps",
     fit_with_the_same_optimizer: "took 12 steps, but 6 are recorded",

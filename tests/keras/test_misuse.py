@@ -28,6 +28,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateRecorder,
     cyclic_dataset,
 )
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.optimizer import DiceOptimizer
 
 pytestmark = pytest.mark.usefixtures("row_by_row")
 
@@ -66,6 +67,38 @@ LAYERS = {
     "batch_norm": layers.BatchNormalization,
     "counts": Counts,
     "adapted": adapted,
+    "largest": lambda: layers.Lambda(lambda x: x / tf.reduce_max(tf.norm(x, axis=1))),
+    "mean": lambda: layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0)),
+    "statistics": lambda: layers.Lambda(
+        lambda x: tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3)
+    ),
+}
+
+
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
+def linear(**kwargs):
+    return layers.Dense(1, kernel_initializer="ones", **kwargs)
+
+
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+HALF = hsa.LossGeometry.squared_error(1.0, bias=True)
+# By name: what is trained, with which loss, and what is said of the loss.
+HEADS = {
+    "tanh": lambda: ([linear(activation="tanh")], bce(), AUTO),
+    "sigmoid_after": lambda: ([linear(), layers.Lambda(tf.sigmoid)], bce(), AUTO),
+    "focal": lambda: (
+        [linear()],
+        tf.keras.losses.BinaryFocalCrossentropy(from_logits=True, reduction="none"),
+        AUTO,
+    ),
+    "half_squared_error": lambda: (
+        [linear()],
+        tf.keras.losses.MeanSquaredError(reduction="none"),
+        {"loss_geometry": HALF},
+    ),
 }
 
 
@@ -101,7 +134,7 @@ class KerasTrial(Trial):
     """A run of an own loop; see FitTrial.
 
     Attributes:
-        layer: Before the head.
+        layer: Before the head, of `LAYERS`, or the head itself, of `HEADS`.
         kind: The optimizer.
         start, records, has_bound: See `Trial`.
         options: More options of the optimizer.
@@ -119,10 +152,17 @@ class KerasTrial(Trial):
     by_blocks: bool = False
 
     def __attrs_post_init__(self):
+        if self.layer == "half_squared_error" and issubclass(self.kind, DiceOptimizer):
+            raise NotImplementedError("the curvature of the loss does not matter")
+        if self.layer in HEADS:
+            _, self.loss, self.declared = HEADS[self.layer]()
+            self.options = {k: v for k, v in self.options.items() if k != "loss_geometry"}
+        else:
+            self.loss = bce()
         self.optimizer = self.new_optimizer()
         self.data = data()
         self.build()
-        self.account = self.account_of(self.optimizer)
+        self.account = self.account_of(self.optimizer, self.loss if self.layer in HEADS else None)
 
     def new_optimizer(self):
         return self.kind(
@@ -137,15 +177,24 @@ class KerasTrial(Trial):
             FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
         )
         self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
-        head = layers.Dense(1, use_bias=False, kernel_initializer="ones")
-        self.model = Model([LAYERS[self.layer](), self.backbone, self.buffer, head, self.bias])
+        head = [linear(use_bias=False), self.bias]
+        if self.layer in HEADS:
+            head, _, _ = HEADS[self.layer]()
+        before = LAYERS.get(self.layer, LAYERS[""])()
+        self.model = Model([before, self.backbone, self.buffer, *head])
         self.model.build((None, FEATURES))
         self.model.act = self.act
         self.before = self.after = self.extra = None
-        self.scale, self.factor, self.pairs = 1.0, 1.0, None
+        self.scale, self.factor, self.pairs, self.broadcasts = 1.0, 1.0, None, False
 
-    def account_of(self, optimizer):
-        return HiddenStateRecorder(self.model, optimizer, self.data, **self.declared)
+    def account_of(self, optimizer, loss=None):
+        return HiddenStateRecorder(self.model, optimizer, self.data, loss=loss, **self.declared)
+
+    def tell_the_loss(self):
+        self.account = self.account_of(self.optimizer, self.loss)
+
+    def broadcast_targets(self):
+        self.broadcasts = True
 
     def account_from(self, state, optimizer):
         return HiddenStateRecorder.from_state(state, self.model, optimizer, self.data)
@@ -171,8 +220,11 @@ class KerasTrial(Trial):
         def losses():
             if before is not None:
                 before()
-            values = tf.nn.sigmoid_cross_entropy_with_logits(y, self.model(x, training=True))
-            values = scale * values[:, 0]
+            outputs = self.model(x, training=True)
+            values = scale * self.loss(y, outputs)
+            if self.broadcasts:
+                values = tf.square(y[:, 0] - outputs)
+                self.broadcasts = False
             if self.extra is not None:
                 values += 0.0 * self.extra
             if after is not None:
@@ -358,10 +410,9 @@ class FitTrial(KerasTrial):
     """The same in Model.fit, which has no loop of one's own."""
 
     def compile(self, optimizer):
-        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
-        self.model.compile(optimizer, loss, run_eagerly=True)
+        self.model.compile(optimizer, self.loss, run_eagerly=True)
 
-    def account_of(self, optimizer):
+    def account_of(self, optimizer, loss=None):
         self.compile(optimizer)
         return HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **self.declared)
 

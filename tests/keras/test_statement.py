@@ -1,5 +1,6 @@
 """The statement gives the accountant's figures, each with its label; it needs no TensorFlow."""
 
+import pathlib
 import re
 
 import attrs
@@ -147,6 +148,29 @@ def test_the_shape_is_that_of_tf_privacy():
     theirs = privacy.compute_dp_sgd_privacy_statement(5000, 500, 2, 2.0, DELTA, False)
     assert has_shape(theirs)
     assert not has_shape(theirs.replace("protects", "covers"))
+
+
+def test_the_figures_beside_those_of_tf_privacy_on_the_page():
+    """docs/keras.md, "Why is my epsilon different?"."""
+    privacy = pytest.importorskip("tensorflow_privacy")
+    page = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "keras.md").read_text()
+    said = re.search(
+        r"20 epochs .* are ([\d.]+) there and ([\d.]+)\s+here.*?it is ([\d.]+),", page, re.S
+    )
+    default, ours, single = map(float, said.groups())
+
+    def theirs(**options):
+        text = privacy.compute_dp_sgd_privacy_statement(1500, 150, 20, 6.0, 1e-5, **options)
+        return float(re.search(r"occurring once per epoch: +([\d.]+)", text)[1])
+
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=6.0, learning_rate=0.5, clip_norm=1.4143, weight_decay=0.005,
+        batch_size=150, dataset_size=1500, num_steps=200, batch_order="cyclic",
+    )  # fmt: skip
+    every = hsa.LastIterateAccountant().compose(run).get_epsilon(1e-5)
+    assert theirs() == pytest.approx(default, abs=0.005)
+    assert theirs(used_microbatching=False) == pytest.approx(single, abs=0.005)
+    assert every == pytest.approx(ours, abs=0.005)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,13 @@ class Trial:
         """One step of another optimizer."""
         raise NotImplementedError
 
+    def tell_the_loss(self):
+        """To whoever accounts the run; for those that can do without it."""
+
+    def broadcast_targets(self):
+        """For `before`: targets that are not of the shape of the outputs of that step."""
+        raise NotImplementedError("shapes are compared by the loss")
+
     def interrupted_update(self):
         """A context in which an update is interrupted by the user."""
         raise NotImplementedError("an update cannot be interrupted")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,9 +15,11 @@ from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.guards.batches import batches_of
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.fit import check_data, fit_arguments, is_fitting
 from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.recorded_run import (
     RecordedRun,
     check_optimizer,
@@ -40,9 +42,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
       - Checked before training: fixed equal batches, each once per epoch; the model, the loss and
-        the other callbacks, as far as Keras shows them.
-      - Checked in every step: what the optimizer checks; one step per batch; fresh
-        noise. After every epoch: variables that are not trained are unchanged.
+        the other callbacks, as far as Keras shows them; on the first batch, that no example moves
+        the outputs, losses or gradients of others.
+      - Checked in every step: what the optimizer checks; one step per batch; fresh noise; in a
+        `train_step` of one's own, that the losses are those of the compiled loss on the delivered
+        batch at the weights that the step moves (to 0.1 %). After every epoch: variables that are
+        not trained are unchanged.
       - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
         training data (History, progress bar) have no privacy guarantee and must stay private.
 
@@ -66,6 +71,14 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         block_loss: For BlockCoordinateKerasOptimizer with one block, what is known about the
             per-example loss before clipping, for ALL examples that could have been in the data. The
             gradients of the run are checked against its `lipschitz`.
+        loss_geometry: What is known about the per-example loss, before clipping. ``"auto"`` reads
+            it off the compiled loss and the model: CategoricalCrossentropy (also sparse),
+            BinaryCrossentropy, MeanSquaredError, Huber, LogCosh or an envelope loss of one `Dense`
+            layer whose input nothing else that is trained touches. A LossGeometry is your word, for
+            ALL examples that could have been in the data. None is composition, unless the optimizer
+            was told.
+        feature_norm: B, a bound on the L2 norm of every example's features at that layer; needed
+            for "auto". All examples are measured before the first step.
 
     Raises:
         UnsupportedRunError: From fit, when the run is not one that can be accounted.
@@ -83,6 +96,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         metrics_stay_private: bool = False,
         gradient_bound: float = math.inf,
         block_loss: LossGeometry | None = None,
+        loss_geometry: LossGeometry | str | None = None,
+        feature_norm: float | None = None,
     ):
         super().__init__()
         self._batch_size = validate.integer("batch_size", batch_size, minimum=1)
@@ -95,9 +110,15 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._relation = checked_relation(neighboring_relation)
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
-        self._declared = Declared(gradient_bound=gradient_bound, block_loss=block_loss)
+        self._declared = Declared(
+            gradient_bound=gradient_bound,
+            block_loss=block_loss,
+            loss_geometry=loss_geometry,
+            feature_norm=feature_norm,
+        )
         self._state: RunState | None = None  # that the first fit goes on from
         self._discard_later_steps = False
+        self._delivered: Iterator[tuple[Any, Any]] = iter(())
         self._source: tuple[Any, Any] = (None, None)
         self._releases_epochs = self._releases_steps = False
         self._other_callbacks: set[str] = set()
@@ -142,9 +163,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             neighboring_relation=read.named_relation,
             checkpoints_stay_private=checkpoints_stay_private,
             metrics_stay_private=metrics_stay_private,
-            gradient_bound=read.declared.gradient_bound,
-            block_loss=read.declared.block_loss,
         )
+        callback._declared = read.declared  # read off the compiled loss again, if it was
         callback._state, callback._discard_later_steps = read, discard_later_steps
         return callback
 
@@ -187,6 +207,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             examples=used,
             relation=self._relation,
             declared=self._declared,
+            trained=self._trained(source),
             state=self._state,
             discard_later_steps=self._discard_later_steps,
         )
@@ -199,10 +220,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         if cyclic_batches(source[0]) is None:  # else cyclic_dataset has looked
             warn_of_equal_examples([part for part in source if part is not None])
         self._record, self._source = record, source
-        record.optimizer.watch()
+
+    def _trained(self, source: tuple[Any, Any]) -> TrainedLoss:
+        return TrainedLoss.of_fit(self.model, lambda: batches_of(*source, self._batch_size))
 
     def _go_on(self, record: RecordedRun, source: tuple[Any, Any]) -> None:
-        record.go_on(self.model, self.model.optimizer)
+        record.go_on(self.model, self.model.optimizer, self._trained(source))
         if any(new is not old for new, old in zip(source, self._source, strict=True)):
             raise refusal(
                 "Expected the data of the run so far, the same object, got another: its batches "
@@ -222,6 +245,15 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 f"Expected to go on with batch {next_batch}, where the run stopped; fit starts "
                 "with batch 0. Use HiddenStateRecorder, or a state of the end of an epoch."
             )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Computes what the losses of the step have to be, if its train_step is not Keras' own."""
+        assert self._record is not None
+        if not self._record.compares_losses:
+            return
+        if not batch:
+            self._delivered = batches_of(*self._source, self._batch_size)
+        self._record.expect(*next(self._delivered))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Records the step."""

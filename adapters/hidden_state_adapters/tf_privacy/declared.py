@@ -8,14 +8,19 @@ from typing import Any
 
 import attrs
 
-from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants import Assumption, LossGeometry, validate
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
-# By name: whose runs it is about, and what takes its place elsewhere.
+# By name: whose runs it is about.
 _OF = {
-    "gradient_bound": ("a Dice optimizer", "the optimizer's loss_geometry, or a block_loss"),
-    "block_loss": ("a BlockCoordinateKerasOptimizer", "the optimizer's loss_geometry"),
+    "gradient_bound": "a Dice optimizer",
+    "block_loss": "a BlockCoordinateKerasOptimizer",
 }
+AUTO = "auto"
+EVERY_FEATURE = Assumption.declared(
+    "the features of every example that the data could hold are as short as those that it holds: "
+    "they are scaled example by example, by a rule that does not depend on the data"
+)
 
 
 def _bound(value: Any) -> float:
@@ -23,8 +28,11 @@ def _bound(value: Any) -> float:
 
 
 def _check_geometry(instance: object, attribute: Any, value: object) -> None:
-    if value is not None and not isinstance(value, LossGeometry):
-        raise TypeError(f"Expected {attribute.name} to be a LossGeometry or None, got {value!r}.")
+    may_be_auto = attribute.name == "loss_geometry"
+    if value is None or isinstance(value, LossGeometry) or (may_be_auto and value == AUTO):
+        return
+    auto = ', "auto"' if may_be_auto else ""
+    raise TypeError(f"Expected {attribute.name} to be a LossGeometry{auto} or None, got {value!r}.")
 
 
 @attrs.frozen(kw_only=True)
@@ -34,25 +42,86 @@ class Declared:
     Attributes:
         gradient_bound: Of the norm of every per-example gradient before clipping; inf if unknown.
         block_loss: The per-example loss as a function of the one block; None if unknown.
+        loss_geometry: The per-example loss, whatever the optimizer; None if unknown, "auto" if it
+            is to be read off model and loss.
+        feature_norm: Bound on the L2 norm of every example at the one linear layer that is
+            trained; needed for "auto", checked otherwise if it is given.
+        source: What `loss_geometry` was read off; "" if it is the user's word.
     """
 
     gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
     block_loss: LossGeometry | None = attrs.field(default=None, validator=_check_geometry)
+    loss_geometry: LossGeometry | str | None = attrs.field(default=None, validator=_check_geometry)
+    feature_norm: float | None = None
+    source: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.feature_norm is not None:
+            validate.real("feature_norm", self.feature_norm, above=0)
+        elif self.is_automatic:
+            raise ValueError(
+                'Expected feature_norm with loss_geometry="auto", got None: the constants grow '
+                "with the norm of the features. Normalise every example by itself, and pass the "
+                "norm."
+            )
+        if self.loss_geometry is None:
+            return
+        for name in _OF:
+            if self._says(name):
+                raise refusal(
+                    f"Expected loss_geometry or {name}, got both. Keep loss_geometry: it says "
+                    "everything about the loss."
+                )
+
+    def _says(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(_NOTHING, name))
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the geometry is still to be read off model and loss."""
+        return self.loss_geometry == AUTO
+
+    @property
+    def geometry(self) -> LossGeometry | None:
+        """Of the loss, once it is known."""
+        return self.loss_geometry if isinstance(self.loss_geometry, LossGeometry) else None
+
+    @property
+    def measured(self) -> list[Assumption]:
+        """What was measured for a geometry that is the user's word."""
+        if self.feature_norm is None or self.source:
+            return []
+        text = f"features of norm at most {self.feature_norm:g} at the linear layer, every example"
+        return [Assumption.checked(text)]
+
+    @property
+    def longest_gradient(self) -> float:
+        """Bound on the norm of every per-example gradient; inf if unknown."""
+        loss = self.geometry
+        if loss is None or loss.lipschitz is None:
+            return self.gradient_bound
+        return loss.lipschitz
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain types; None for what is not known."""
+        """Plain types; None for what is not known. "auto" has to be read off by then."""
         return {
             "gradient_bound": None if self.gradient_bound == math.inf else self.gradient_bound,
             "block_loss": None if self.block_loss is None else plain_geometry(self.block_loss),
+            "loss_geometry": None if self.geometry is None else plain_geometry(self.geometry),
+            "feature_norm": None if self.feature_norm is None else float(self.feature_norm),
+            "source": self.source,
         }
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Declared:
         """Inverse of `to_plain`."""
-        bound, loss = plain["gradient_bound"], plain["block_loss"]
+        bound = plain["gradient_bound"]
         return cls(
             gradient_bound=math.inf if bound is None else bound,
-            block_loss=None if loss is None else LossGeometry(**loss),
+            block_loss=_of_plain_geometry(plain["block_loss"]),
+            loss_geometry=_of_plain_geometry(plain["loss_geometry"]),
+            feature_norm=plain["feature_norm"],
+            source=str(plain["source"]),
         )
 
     def refuse_all_but(self, known: str, optimizer: str) -> None:
@@ -65,10 +134,10 @@ class Declared:
         Raises:
             UnsupportedRunError: Something else is declared.
         """
-        for name, (kind, instead) in _OF.items():
-            if name != known and getattr(self, name) != getattr(_NOTHING, name):
+        for name, kind in _OF.items():
+            if name != known and self._says(name):
                 raise refusal(
-                    f"Expected {name} for {kind}, got {optimizer}. Declare {instead}, or nothing."
+                    f"Expected {name} for {kind}, got {optimizer}. Say loss_geometry, or nothing."
                 )
 
 
@@ -78,3 +147,7 @@ _NOTHING = Declared()
 def plain_geometry(geometry: LossGeometry) -> dict[str, Any]:
     """The arguments of `LossGeometry` as plain types."""
     return attrs.asdict(geometry) | {"kind": geometry.kind.value}
+
+
+def _of_plain_geometry(plain: Mapping[str, Any] | None) -> LossGeometry | None:
+    return None if plain is None else LossGeometry(**plain)

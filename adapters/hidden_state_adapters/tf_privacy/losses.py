@@ -352,6 +352,15 @@ class EnvelopeSquaredError(EnvelopeLoss):
         return values, tf.reshape(tf.transpose(gradients), tf.shape(predictions))
 
 
+OF_ONE_OUTPUT = (EnvelopeBinaryCrossentropy, EnvelopeHinge)
+ENVELOPES = (
+    EnvelopeCategoricalCrossentropy,
+    EnvelopeSparseCategoricalCrossentropy,
+    EnvelopeSquaredError,
+    *OF_ONE_OUTPUT,
+)
+
+
 def _of_one_output(
     loss: Callable[..., tuple[Any, Any]],
     is_target: Callable[[Any], Any],

@@ -13,15 +13,23 @@ import attrs
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
+from hidden_state_accountants import Assumption, LossGeometry
+from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss, check_variables
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import PROBLEMS, Problem, StepEntry, StepLog
+from hidden_state_adapters.tf_privacy.step_log import (
+    PROBLEMS,
+    ExpectedLosses,
+    Problem,
+    StepEntry,
+    StepLog,
+)
 from hidden_state_adapters.tf_privacy.training import TrackedTraining, Training
 from hidden_state_adapters.tf_privacy.units import Units
 
@@ -85,7 +93,8 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
     # Keras' options that must keep these values, by name.
     _neutral_options: ClassVar[Mapping[str, Any]] = settings.NEUTRAL
     _gradients: Gradients | None = None
-    _is_watched = False
+    _is_watched = _has_single_rows = False
+    _expected: ExpectedLosses | None = None
 
     def __init__(
         self,
@@ -104,7 +113,12 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
 
     def _checked_loss(self, loss: Any) -> Any:
         """The loss to differentiate, at least one entry; called under the tape."""
-        return check_loss(loss, self._num_microbatches)
+        return check_loss(loss, self._num_microbatches, may_have_axes=self._has_single_rows)
+
+    @property
+    def _is_first_loss(self) -> bool:
+        """Whether this loss is the first one that is computed of the batch."""
+        return True
 
     def _norm_bound(self) -> float:
         """What the norm of a per-example gradient may be, with room for rounding."""
@@ -131,6 +145,9 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
 
     update_rule = "SGD"  # that the noisy mean goes through
     _declarable = ""  # what a user may declare of its runs: a name of `Declared`
+
+    def begin(self, declared: Declared) -> None:
+        """Takes over what is said of the run that begins."""
 
     def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
         """Refuses to begin a run over such batches, with these variables and declarations.
@@ -177,6 +194,17 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
             event: The run.
         """
         return []
+
+    def known_loss(self, declared: Declared) -> LossGeometry | None:
+        """The geometry of the loss that its runs are accounted with."""
+        return None
+
+    def derived(self, declared: Declared) -> list[Assumption]:
+        """What takes the place of a user's word of the same topic."""
+        if not declared.source:
+            return []
+        text = f"per-example loss: {declared.geometry!r}, {declared.source}"
+        return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE]
 
     def told(self, statement: Statement) -> str:
         """The statement of a recorded run, in the shape of TensorFlow Privacy's."""
@@ -235,9 +263,17 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         """Whether the variables are as the last step left them, bit by bit."""
         return self._log.has_written(list(variables))
 
-    def watch(self) -> None:
-        """The caller reads `last_step` after every step and raises if it was refused."""
+    def watch(
+        self, *, has_single_rows: bool = False, expected: ExpectedLosses | None = None
+    ) -> None:
+        """The caller reads `last_step` after every step and raises if it was refused.
+
+        Args:
+            has_single_rows: Whether a row of the losses is known to be about one example.
+            expected: What the losses of every step are compared with; None if they are not.
+        """
         self._is_watched = True
+        self._has_single_rows, self._expected = has_single_rows, expected
 
     # Keras' and TF Privacy's seams
 
@@ -262,11 +298,11 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         if grad_loss is not None:
             raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
         self._gradients = None
-        rows: list[tf.Tensor] = []
+        losses: list[tf.Tensor] = []
 
         def checked(value: Any) -> Any:
             checked_loss = self._checked_loss(value)
-            rows.append(tf.shape(value, out_type=tf.int64)[0])
+            losses.append(tf.convert_to_tensor(value))
             return checked_loss
 
         def checked_call() -> Any:
@@ -282,9 +318,12 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         variables = [variable for _, variable in pairs]
         check_variables(variables)
         self.training.begin(variables)
-        problem = self._problem(rows[0], variables)
+        rows = tf.shape(losses[0], out_type=tf.int64)[0]
+        problem = self._problem(rows, variables)
+        if self._expected is not None and self._is_first_loss:
+            problem += self._expected.problem(losses[0])
         self._raise_problem(problem)
-        self._gradients = Gradients(tuple(gradient for gradient, _ in pairs), rows[0], problem)
+        self._gradients = Gradients(tuple(gradient for gradient, _ in pairs), rows, problem)
         return pairs
 
     def _raise_problem(self, problem: tf.Tensor) -> None:

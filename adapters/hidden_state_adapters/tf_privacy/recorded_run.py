@@ -12,18 +12,20 @@ from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import Assumption, BatchOrder, Guarantee, RunRecorder, validate
 from hidden_state_accountants.accountants import compose_guarantees
-from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.derived import check_curvature, resolved
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, Problem, StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
 _CHECKED = (
@@ -32,7 +34,6 @@ _CHECKED = (
     "not trained unchanged",
 )
 _DECLARED = (
-    "every entry of the loss depends on one example of the delivered batch",
     "the initial model, the preprocessing of the examples and their order do not depend on the "
     "examples: no weights were trained on them before, unless by the runs that are composed here",
     "losses and metrics of the training data (History, progress bar) stay private",
@@ -62,6 +63,7 @@ class RecordedRun:
         examples: Of an epoch, a multiple of b.
         relation: Of the guarantee.
         declared: By the user.
+        trained: What the gradients are taken of.
         state: Of the run that goes on; None for a new one.
         discard_later_steps: Says that nothing of the steps after the state was ever seen.
 
@@ -80,6 +82,7 @@ class RecordedRun:
         examples: int,
         relation: NeighboringRelation,
         declared: Declared,
+        trained: TrainedLoss,
         state: RunState | None = None,
         discard_later_steps: bool = False,
     ):
@@ -96,14 +99,18 @@ class RecordedRun:
         optimizer.check_run()
         self.optimizer: CheckedOptimizer = optimizer
         self.units = Units.of(optimizer, batch_size, examples)
-        optimizer.check_start(self.units, model.trainable_variables, declared)
-        self.num_batches = 0  # of which the optimizer made steps, or parts of them
+        if state is not None:
+            state.check_fits(model, optimizer, self.units)
         self.model = model
+        self._fixed = FixedVariables(model)
+        trained.look()
+        self._fixed.check(model)
+        self._trained = trained
+        self._declared = self._known(declared)
+        self.num_batches = 0  # of which the optimizer made steps, or parts of them
         self._relation = relation
-        self._declared = declared
         self._period = self.units.batches
         self._grouping = _grouping(optimizer)
-        self._fixed = FixedVariables(model)
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
         self._invalid = ""
@@ -114,9 +121,23 @@ class RecordedRun:
         else:
             self._resume(state, discard_later_steps)
         self.optimizer.training.where_from = self._where_from
+        self._expected: ExpectedLosses | None = None
+        if trained.is_compared:
+            self._expected = ExpectedLosses(self.units.batch_size, self.num_batches)
+        optimizer.watch(has_single_rows=trained.has_single_rows, expected=self._expected)
         line = "" if state else self.optimizer.line_before(self.units, self._relation)
         if line:
             _logger.warning(line)
+
+    def _known(self, declared: Declared) -> Declared:
+        """What the run is accounted with, and the optimizer is told."""
+        known = resolved(declared, self._trained)
+        self.optimizer.begin(known)
+        self.optimizer.check_start(self.units, self.model.trainable_variables, known)
+        geometry = self.optimizer.known_loss(known)
+        if geometry is not None and not known.source:
+            check_curvature(geometry, self._trained)
+        return known
 
     def _begin(self) -> None:
         self._check_accumulation()
@@ -193,7 +214,7 @@ class RecordedRun:
             relation=self._relation.name,
             units=self.units,
             declared=self._declared,
-            texts=(*self._texts, *declared),
+            texts=tuple(dict.fromkeys((*self._texts, *self._trained.left_open, *declared))),
             num_batches=self.num_batches,
             iterations=int(optimizer.iterations),
             run=self._run.state_dict(),
@@ -205,7 +226,6 @@ class RecordedRun:
         )
 
     def _resume(self, state: RunState, discard_later_steps: bool) -> None:
-        state.check_fits(self.model, self.optimizer, self.units)
         self._live = live_run(state.run_id)
         self._live.check_newest(state.num_batches, discard_later_steps)
         self.optimizer.resume(state, self.model.trainable_variables)
@@ -252,12 +272,29 @@ class RecordedRun:
         """Whether there is no figure for the run any more."""
         return bool(self._invalid)
 
+    @property
+    def compares_losses(self) -> bool:
+        """Whether `expect` has to be told every batch."""
+        return self._expected is not None
+
+    def expect(self, examples: Any, targets: Any) -> None:
+        """Notes the losses that the next step has to be given.
+
+        Args:
+            examples: Of the batch that is delivered.
+            targets: Likewise.
+        """
+        if self._expected is not None:
+            self._expected.expect(self._trained.losses(examples, targets))
+
     def add(self, batch: int) -> None:
         """Records the step that was taken on a batch, with the values that it used.
 
         Raises:
             UnsupportedRunError: It is not the step that has to follow; nothing can follow then.
         """
+        if self._expected is not None:
+            self._expected.forget()
         try:
             self._add(self.optimizer.last_step, batch)
         except (TypeError, ValueError) as error:
@@ -288,12 +325,19 @@ class RecordedRun:
                 "Another record of this process goes on with the run: no bound covers what two "
                 "continuations show together. Go on there."
             )
+        if Problem.LOSS in entry.problem:
+            self._fixed.check(self.model)  # a plainer cause
         if entry.problem:  # the run ends here for a reason that may depend on the data
             raise refusal(f"step {step} was not taken. {entry.problem}")
         if entry.steps != step:
             raise refusal(
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
+            )
+        if self._expected is not None and self._expected.compared < step:
+            raise refusal(
+                f"the losses of step {step} were not compared with those of the known loss: the "
+                "step was traced before its record began. Make the tf.function after it."
             )
         if batch != self.next_batch or entry.rows != self.units.batch_size:
             raise refusal(
@@ -332,8 +376,8 @@ class RecordedRun:
         self._invalid = text
         raise refusal(text)
 
-    def go_on(self, model: Any, optimizer: Any) -> None:
-        """Checks that the run so far may go on with this model and optimizer.
+    def go_on(self, model: Any, optimizer: Any, trained: TrainedLoss) -> None:
+        """Checks that the run so far may go on with this model, optimizer and loss.
 
         Raises:
             UnsupportedRunError: It has ended, or the model is not the iterate that was accounted.
@@ -348,6 +392,7 @@ class RecordedRun:
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
+        self._trained.check_goes_on(trained)
         self.model = model
         self.check_iterate()
         optimizer.check_start(self.units, model.trainable_variables, self._declared)
@@ -437,12 +482,18 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in _CHECKED]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
+        own += [Assumption.checked(text) for text in self._trained.checked(self._texts)]
+        own += self._declared.measured
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
-        of_optimizer = self.optimizer.declared(self.event())
-        texts = (*_DECLARED, *of_optimizer, *self._texts, *declared)
-        own += [Assumption.declared(text) for text in texts]
-        return merge_assumptions([tuple(own), self.guarantee().assumptions])
+        of_run = (*self._trained.left_open, *self.optimizer.declared(self.event()), *self._texts)
+        own += [Assumption.declared(text) for text in (*_DECLARED, *of_run, *declared)]
+        # What was read off this run's loss says nothing about the runs before it.
+        assert self._run is not None
+        proven = self._run.guarantee(self._relation).assumptions
+        proven = replace_assumptions(proven, *self.optimizer.derived(self._declared))
+        before = [guarantee.assumptions for guarantee in self._spent]
+        return merge_assumptions([tuple(own), proven, *before])
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""

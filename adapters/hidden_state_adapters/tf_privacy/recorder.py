@@ -14,7 +14,9 @@ from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.guards.batches import batches_of, examples_and_targets
 from hidden_state_adapters.tf_privacy.guards.model import build
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.recorded_run import (
     RecordedRun,
     check_optimizer,
@@ -43,8 +45,9 @@ class HiddenStateRecorder(Figures):
       - Checked: the batches are handed out in the fixed order, each once per pass, and exactly one
         step of the optimizer was taken on each; a pass that was left goes on where it was left.
         The trained variables are the model's. Otherwise as `HiddenStateCallback`.
-      - Not checked, but listed by `assumptions`: that the loss of a step was computed from the
-        batch that was handed out last, and what the user declares.
+      - Checked if `loss` is given, and otherwise listed by `assumptions`: that the loss of a step
+        was computed from the batch that was handed out last, at the weights that the step moves.
+      - Not checked, but listed: what the user declares.
 
     Args:
         model: A Keras model or layer. Its trainable variables are the released model; set
@@ -54,6 +57,12 @@ class HiddenStateRecorder(Figures):
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
         gradient_bound: See `HiddenStateCallback`; for the Dice optimizers.
         block_loss: See `HiddenStateCallback`; for BlockCoordinateKerasOptimizer.
+        loss: The loss of the loop, a function of targets and outputs with one entry per example,
+            such as a Keras loss with ``reduction="none"``. If it is given, the losses of every
+            step must be those of ``loss(y, model(x, training=True))`` on the batch that was handed
+            out, at the weights that the step moves. If not, this is your word.
+        loss_geometry: See `HiddenStateCallback`; "auto" needs `loss`.
+        feature_norm: Likewise.
 
     Raises:
         UnsupportedRunError: At construction, from `batches` and from every figure, when the run is
@@ -69,13 +78,22 @@ class HiddenStateRecorder(Figures):
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
         gradient_bound: float = math.inf,
         block_loss: LossGeometry | None = None,
+        loss: Any = None,
+        loss_geometry: LossGeometry | str | None = None,
+        feature_norm: float | None = None,
     ):
         self._open(
             model,
             optimizer,
             data,
             relation=checked_relation(neighboring_relation),
-            declared=Declared(gradient_bound=gradient_bound, block_loss=block_loss),
+            declared=Declared(
+                gradient_bound=gradient_bound,
+                block_loss=block_loss,
+                loss_geometry=loss_geometry,
+                feature_norm=feature_norm,
+            ),
+            loss=loss,
         )
 
     @classmethod
@@ -86,6 +104,7 @@ class HiddenStateRecorder(Figures):
         optimizer: Any,
         data: tf.data.Dataset,
         *,
+        loss: Any = None,
         discard_later_steps: bool = False,
     ) -> HiddenStateRecorder:
         """Goes on with the run of another process (or of this one), as one run.
@@ -101,6 +120,7 @@ class HiddenStateRecorder(Figures):
             optimizer: A fresh or loaded optimizer with the arguments of before. Momentum and
                 moments are Keras' to restore; they change no figure.
             data: The examples of before, from `cyclic_dataset`.
+            loss: The loss of the loop, as for the constructor; needed if it was for "auto".
             discard_later_steps: Declares that nothing that was computed after the state, in this
                 process, was ever seen by anybody, nor made you go back.
 
@@ -116,6 +136,7 @@ class HiddenStateRecorder(Figures):
             data,
             relation=read.named_relation,
             declared=read.declared,
+            loss=loss,
             state=read,
             discard_later_steps=discard_later_steps,
         )
@@ -129,6 +150,7 @@ class HiddenStateRecorder(Figures):
         *,
         relation: NeighboringRelation,
         declared: Declared,
+        loss: Any,
         state: RunState | None = None,
         discard_later_steps: bool = False,
     ) -> None:
@@ -150,10 +172,12 @@ class HiddenStateRecorder(Figures):
             examples=batches.used,
             relation=relation,
             declared=declared,
+            trained=TrainedLoss.of_loop(
+                model, lambda: batches_of(data, None, batches.batch_size), loss
+            ),
             state=state,
             discard_later_steps=discard_later_steps,
         )
-        optimizer.watch()
         self._given: int | None = None  # the batch that was handed out, without a recorded step
         self._pass = 0
 
@@ -174,6 +198,7 @@ class HiddenStateRecorder(Figures):
             if own != self._pass:
                 self._record.invalidate("a pass over the data was begun before the last one ended.")
             self._given = index
+            self._record.expect(*examples_and_targets(batch))
             yield batch
         self._settle(is_over=True)
         self._record.check_iterate()
@@ -197,9 +222,10 @@ class HiddenStateRecorder(Figures):
         self._record.check_iterate()
 
     def _declared_texts(self) -> Iterable[str]:
-        yield (
-            "the loss of every step was computed from the batch that batches() gave last, its rows "
-            "in order"
-        )
+        if not self._record.compares_losses:
+            yield (
+                "the loss of every step was computed from the batch that batches() gave last, its "
+                "rows in order"
+            )
         if self._record.next_batch:
             yield "the number of steps was fixed in advance, within a pass over the data as it is"

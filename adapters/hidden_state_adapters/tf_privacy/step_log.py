@@ -17,6 +17,7 @@ import tensorflow as tf
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _INTEGERS = {tf.float32: tf.int32, tf.float64: tf.int64}
+_TOLERANCE = 1e-3  # of a loss: graphs, XLA and TensorFloat-32 round differently
 
 
 class Problem(enum.IntFlag):
@@ -33,6 +34,7 @@ class Problem(enum.IntFlag):
     ERROR = 128
     NOISE = 256
     SETTINGS = 512
+    LOSS = 1024
 
     def __str__(self) -> str:
         return " ".join(text for problem, text in PROBLEMS.items() if problem in self)
@@ -72,6 +74,14 @@ PROBLEMS = {
     ),
     Problem.SETTINGS: (
         "The learning rate, clip norm or noise multiplier was changed. The event has constant ones."
+    ),
+    Problem.LOSS: (
+        "The losses are not those of the known loss and model on the batch that was delivered, at "
+        "the weights that the step moves: other weights during the forward pass (sharpness-aware "
+        "or look-ahead steps, also if they are put back), other rows, a second step on one batch, "
+        "or another loss. Compute loss(targets, model(examples, training=True)) of the delivered "
+        "batch once; or leave the loss out of compile or of HiddenStateRecorder, which makes it "
+        "your word."
     ),
 }
 
@@ -198,6 +208,51 @@ class StepLog:
     def has_written(self, variables: Sequence[Any]) -> bool:
         """Whether the variables are as the last step left them, bit by bit."""
         return bool(np.equal(self._counts.numpy()[3], fingerprint(variables).numpy()))
+
+
+class ExpectedLosses:
+    """What the losses of the next step have to be, compared in the step itself.
+
+    Args:
+        rows: Of every batch.
+        steps: Of the run so far, which counts as compared.
+    """
+
+    def __init__(self, rows: int, steps: int):
+        with tf.init_scope():
+            self._values = tf.Variable(tf.zeros([rows], tf.float64), trainable=False)
+            self._is_known = tf.Variable(False, trainable=False)
+            self._compared = tf.Variable(steps, trainable=False, dtype=tf.int64)
+
+    def expect(self, losses: tf.Tensor) -> None:
+        """Notes the losses of the batch of the next step, with a row for each example."""
+        self._values.assign(_row_means(losses))
+        self._is_known.assign(True)
+
+    def forget(self) -> None:
+        """The next step is not one of a batch that was delivered; who counts steps notices it."""
+        self._is_known.assign(False)
+
+    def problem(self, losses: tf.Tensor) -> tf.Tensor:
+        """An int64 `Problem` of the step that is about to be taken with these losses."""
+        self._compared.assign_add(1, read_value=False)
+        expected, given = self._values.read_value(), _row_means(losses)
+        rows = int(expected.shape[0])
+        # Another number of rows is a problem by itself; shapes must not be one before.
+        given = tf.pad(given[:rows], [[0, rows - tf.shape(given[:rows])[0]]])
+        given = tf.ensure_shape(given, [rows])
+        fine = tf.abs(given - expected) <= _TOLERANCE * (1 + tf.abs(expected))
+        return as_bits({Problem.LOSS: tf.reduce_all(fine) | ~self._is_known.read_value()})
+
+    @property
+    def compared(self) -> int:
+        """How often losses were compared."""
+        return int(self._compared.numpy())
+
+
+def _row_means(losses: tf.Tensor) -> tf.Tensor:
+    rows = tf.reshape(losses, [tf.shape(losses)[0], -1])
+    return tf.reduce_mean(tf.cast(rows, tf.float64), axis=1)
 
 
 def as_bits(holds: Mapping[Problem, Any]) -> tf.Tensor:

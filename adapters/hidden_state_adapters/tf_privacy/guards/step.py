@@ -12,8 +12,21 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 _PRECISIONS = (tf.float32, tf.float64)
 
 
-def check_loss(loss: Any, num_microbatches: int | None, *, may_be_empty: bool = False) -> Any:
+def check_loss(
+    loss: Any,
+    num_microbatches: int | None,
+    *,
+    may_be_empty: bool = False,
+    may_have_axes: bool = False,
+) -> Any:
     """Returns the loss if it has one entry per example, as far as can be seen here.
+
+    Args:
+        loss: Of a batch.
+        num_microbatches: As declared.
+        may_be_empty: Whether a batch may have no rows.
+        may_have_axes: Whether a row may have several entries, of which TensorFlow Privacy takes
+            the mean: its rows are known not to depend on each other.
 
     Raises:
         UnsupportedRunError: It is reduced already, has no rows, is of low precision, or has
@@ -35,6 +48,14 @@ def check_loss(loss: Any, num_microbatches: int | None, *, may_be_empty: bool = 
             "Expected a loss with one entry per example, got a scalar: the examples were averaged "
             'before their gradients could be clipped. Use reduction="none" in the loss, and no '
             "kernel_regularizer or add_loss (weight_decay is outside the clip)."
+        )
+    if not may_have_axes and any(size != 1 for size in loss.shape[1:]):
+        raise refusal(
+            "Expected a loss of shape (examples,), one entry for each, got shape "
+            f"{tuple(loss.shape)}: targets of shape (b,) beside outputs of shape (b, 1) are "
+            "broadcast to (b, b), and every entry depends on all examples. Give targets and "
+            "outputs the same shape. If a row holds the losses of one example, take their mean, "
+            "tf.reduce_mean(loss, axis=-1), as TensorFlow Privacy would."
         )
     rows = loss.shape[0]
     if rows == 0 and not may_be_empty:

@@ -89,8 +89,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
             and does not contract.)
         projection_radius: R, or None for no projection. As the event's domain_diameter it is 2R.
-        loss_geometry: What is known about the per-example loss; for the callback, and its
-            `lipschitz` is checked.
+        loss_geometry: What you declare about the per-example loss; its `lipschitz` is checked.
+            Better leave it out, and let callback or recorder derive it (``"auto"``).
         name: Of the optimizer.
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
 
@@ -125,7 +125,11 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         if projection_radius is not None:
             projection_radius = validate.real("projection_radius", projection_radius, above=0)
         if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
-            raise TypeError(f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}.")
+            raise TypeError(
+                f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
+                'does not see the model: say loss_geometry="auto" and feature_norm= to '
+                "HiddenStateCallback or HiddenStateRecorder."
+            )
         super().__init__(
             WatchedGaussianSumQuery(clip, noise),
             settings.microbatches(num_microbatches),
@@ -136,6 +140,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         self._weight_decay = decay
         self._projection_radius = projection_radius
         self._loss_geometry = loss_geometry
+        self._loss_of_run: LossGeometry | None = None
 
     @property
     def weight_decay(self) -> float:
@@ -149,11 +154,11 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
 
     @property
     def loss_geometry(self) -> LossGeometry | None:
-        """What is declared about the per-example loss."""
-        return self._loss_geometry
+        """What is known about the per-example loss: declared here, or of the run."""
+        return self._loss_geometry or self._loss_of_run
 
     def _checked_loss(self, loss: Any) -> Any:
-        loss = check_loss(loss, None)
+        loss = check_loss(loss, None, may_have_axes=self._has_single_rows)
         check_microbatches(loss, self._num_microbatches)
         return loss
 
@@ -173,8 +178,10 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         return self._log.drawn
 
     def _norm_bound(self) -> float:
-        declared = None if self._loss_geometry is None else self._loss_geometry.lipschitz
-        return float("inf") if declared is None else declared * (1 + SLACK)
+        geometry = self.loss_geometry
+        if geometry is None or geometry.lipschitz is None:
+            return float("inf")
+        return geometry.lipschitz * (1 + SLACK)
 
     def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
         if self._projection_radius is not None:
@@ -185,10 +192,23 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
 
     # What kind of run its steps are
 
+    def begin(self, declared: Declared) -> None:
+        """Takes over the geometry of the loss.
+
+        Raises:
+            UnsupportedRunError: It has one already.
+        """
+        if None not in (self._loss_geometry, declared.geometry):
+            raise refusal(
+                "Expected loss_geometry in one place, got one of the optimizer and one of its "
+                "run. Leave it out of the optimizer."
+            )
+        self._loss_of_run = declared.geometry
+
     def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
         """As every mechanism's, and the variables start within the ball."""
         super().check_start(units, variables, declared)
-        if self._loss_geometry is not None:
+        if self.loss_geometry is not None:
             refuse_tensor_float_32()
         radius = self._projection_radius
         if radius is None:
@@ -200,6 +220,10 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
                 f"{norm:g}. Initialise smaller, or raise the radius."
             )
 
+    def known_loss(self, declared: Declared) -> LossGeometry | None:
+        """Of optimizer or run."""
+        return self.loss_geometry
+
     def new_run(self, units: Units, declared: Declared) -> RunRecorder:
         """Of which the last iterate is released."""
         radius = self._projection_radius
@@ -207,7 +231,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             batch_order=BatchOrder.CYCLIC,
             batch_size=units.records_per_step,
             dataset_size=units.records,
-            loss=units.geometry(self._loss_geometry),
+            loss=units.geometry(self.loss_geometry),
             domain_diameter=math.inf if radius is None else 2 * radius,
         )
 
@@ -246,7 +270,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
     def checked(self, units: Units) -> list[str]:
         """The values of the steps, and what holds for the variables."""
         checked = ["learning rate, weight decay, clip norm and noise as recorded, in every step"]
-        radius, geometry = self._projection_radius, self._loss_geometry
+        radius, geometry = self._projection_radius, self.loss_geometry
         if geometry is not None and geometry.lipschitz is not None:
             of = "per-example" if units.microbatch == 1 else "microbatches'"
             checked.append(f"{of} gradient norms at most {geometry.lipschitz:g}")

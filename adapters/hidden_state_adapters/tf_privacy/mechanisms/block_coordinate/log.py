@@ -98,6 +98,9 @@ class BlockLog(StepLog):
     ) -> None:
         """As `StepLog.write`, of all blocks; and what the whole run was like."""
         is_first = tf.equal(self._counts.read_value()[0], 0)
+        # The blocks after a refused one are refused because of it: its own problem has to stay.
+        before = self._counts.read_value()[2]
+        problem = tf.where(tf.equal(problem, 0), problem, tf.bitwise.bitwise_or(problem, before))
         super().write(rows=rows, problem=problem, variables=self.variables, values=values)
         rate, clip, multiplier, _, norm = (as_double(value) for value in values)
         old = self._run.read_value()

@@ -245,6 +245,10 @@ class BlockCoordinateKerasOptimizer(
             ],
         )
 
+    @property
+    def _is_first_loss(self) -> bool:
+        return self._turn in (None, 0)
+
     # What kind of run its steps are
 
     _declarable = "block_loss"
@@ -252,8 +256,21 @@ class BlockCoordinateKerasOptimizer(
     def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
         """As every mechanism's; a declared curvature needs full float32."""
         super().check_start(units, variables, declared)
-        if declared.block_loss is not None:
+        if self.known_loss(declared) is not None:
             refuse_tensor_float_32()
+
+    def declared(self, event: Any) -> list[str]:
+        """Only the losses of the first block are known before the step."""
+        if self._expected is None or self.num_blocks < 2:
+            return []
+        return [
+            "the losses of the later blocks of a step are those of the delivered batch at the "
+            "weights of that moment"
+        ]
+
+    def known_loss(self, declared: Declared) -> LossGeometry | None:
+        """Of the one block."""
+        return declared.geometry or declared.block_loss
 
     @property
     def last_step(self) -> StepEntry:
@@ -283,7 +300,7 @@ class BlockCoordinateKerasOptimizer(
         return BlockCoordinateRun(
             batch_size=units.batch_size,
             dataset_size=units.examples,
-            block_loss=declared.block_loss,
+            block_loss=self.known_loss(declared),
             **self._constants(),
         )
 
@@ -326,7 +343,7 @@ class BlockCoordinateKerasOptimizer(
             )
         super().resume(state, variables)
         self._fix_blocks(tuple(tuple(variables[i] for i in block) for block in state.blocks))
-        run, loss = state.run["declared"], state.declared.block_loss
+        run, loss = state.run["declared"], self.known_loss(state.declared)
         longest = math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
         settings_of_run = run["step_size"], run["clip_norm"], self.noise_multiplier
         self._log.resume_run(

@@ -17,10 +17,11 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 from hidden_state_accountants.runs.statement import Statement, statement_of
 from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
@@ -127,7 +128,12 @@ class DiceOptimizer(CheckedOptimizer):
 
     def _checked_loss(self, loss: Any) -> Any:
         rows_vary = self.expected_batch_size is not None
-        loss = check_loss(loss, self._num_microbatches, may_be_empty=rows_vary)
+        loss = check_loss(
+            loss,
+            self._num_microbatches,
+            may_be_empty=rows_vary,
+            may_have_axes=self._has_single_rows,
+        )
         if rows_vary and not loss.shape[0]:
             loss = _at_least_one_row(loss)
         self._dp_sum_query.rows = tf.shape(loss)[0]
@@ -191,7 +197,7 @@ class DiceOptimizer(CheckedOptimizer):
         return DiceSgdRun(
             dataset_size=units.examples,
             batch_order=BatchOrder.CYCLIC,
-            gradient_bound=declared.gradient_bound,
+            gradient_bound=declared.longest_gradient,
             batch_size=units.batch_size,
             **self._constants(),
         )
@@ -234,9 +240,17 @@ class DiceOptimizer(CheckedOptimizer):
             steps=state.num_batches,
             rows=state.units.batch_size,
             first_iteration=state.iterations - state.num_batches,
-            largest_norm=state.declared.gradient_bound,  # each was compared with it
+            largest_norm=state.declared.longest_gradient,  # each was compared with it
         )
         super().resume(state, variables)
+
+    def derived(self, declared: Declared) -> list[Assumption]:
+        """Of the loss only the bound on its gradients counts."""
+        bound = declared.longest_gradient
+        if not declared.source or math.isinf(bound):
+            return []
+        text = f"per-example gradient norms at most {bound:g}: {declared.source}"
+        return [Assumption.checked(text, Topic.GRADIENT_NORM), EVERY_FEATURE]
 
     def told(self, statement: Statement) -> str:
         """The lines to paste, with what the paper would have claimed."""

@@ -1,0 +1,132 @@
+"""The rows of a batch do not depend on each other: one is changed, and the others are looked at.
+
+Clipping bounds what one example does to its own gradient. If an example changes the outputs of the
+others (a mean or a norm over the batch, targets that are broadcast), nothing is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_FACTOR = 1e3  # by which the changed row sticks out: it moves a mean of a million rows visibly
+_RELATIVE = 1e-5  # rounding of a row that was computed twice in the same place of equal batches
+
+Function = Callable[[Any, Any], Sequence[tf.Tensor]]
+
+
+def number_of_rows(batch: Any) -> int | None:
+    """Rows of a structure of tensors or arrays; None if they do not agree or are not dense."""
+    parts = tf.nest.flatten(batch)
+    if not all(isinstance(part, np.ndarray | tf.Tensor) and len(part.shape) for part in parts):
+        return None
+    rows = {int(part.shape[0]) for part in parts}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def rows_that_move(
+    function: Function, examples: Any, targets: Any, variables: Sequence[Any]
+) -> str | None:
+    """What a changed row of a batch moves in the other rows.
+
+    Looked at are the results and their gradient, because at zero weights the results say nothing.
+
+    Args:
+        function: Maps examples and targets to tensors with a row for each example.
+        examples: A batch, a structure of dense tensors.
+        targets: Likewise, or None.
+        variables: Whose gradients are looked at.
+
+    Returns:
+        "" if nothing moves; None if this could not be looked at.
+    """
+    rows = number_of_rows(examples)
+    if rows is None:
+        return None
+    if rows == 1:
+        return ""
+    is_looked_at = False
+    for index, changed in _changes(examples, targets, rows):
+        others = np.delete(np.arange(rows), index)
+        values, gradients = _look(function, (examples, targets), others, variables)
+        if not values:
+            return None
+        try:
+            new_values, new_gradients = _look(function, changed, others, variables)
+        except Exception:  # of the user's: a number may stand for a word, or be limited
+            continue
+        if not _are_same(values, new_values):
+            return "results"
+        if not _are_same(gradients, new_gradients) and _are_finite(new_gradients):
+            return "gradients"
+        is_looked_at = True
+    return "" if is_looked_at else None
+
+
+def are_equal(function: Function, examples: Any, targets: Any) -> bool:
+    """Whether the function gives the same results twice."""
+    first, second = ([p.numpy() for p in function(examples, targets)] for _ in range(2))
+    return _are_same(first, second)
+
+
+def _look(
+    function: Function, batch: tuple[Any, Any], rows: np.ndarray, variables: Sequence[Any]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Results of these rows, and the gradient of a fixed mixture of them."""
+    random = np.random.default_rng(0)
+    with tf.GradientTape() as tape:
+        parts = [tf.gather(part, rows) for part in function(*batch)]
+        mixture = tf.zeros([], tf.float64)
+        for part in parts:
+            weighted = part * random.normal(size=part.shape)
+            mixture += tf.cast(tf.reduce_sum(weighted), tf.float64)
+    gradients = tape.gradient(mixture, variables, unconnected_gradients="zero")
+    return [part.numpy() for part in parts], [tf.convert_to_tensor(g).numpy() for g in gradients]
+
+
+def _changes(examples: Any, targets: Any, rows: int) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """Pairs of a row, and the batch in which it is another one."""
+    for index, new_row in ((0, _large), (rows - 1, _large), (rows - 1, _zeros)):
+        yield index, (_changed(examples, index, new_row), _changed(targets, index, _next))
+
+
+def _changed(batch: Any, index: int, new_row: Callable[[np.ndarray, int], Any]) -> Any:
+    def change(part: Any) -> tf.Tensor:
+        array = np.array(part)
+        is_number = array.dtype.kind == "f"  # otherwise a class or a word: one that occurs
+        array[index] = (new_row if is_number else _next)(array, index)
+        return tf.convert_to_tensor(array)
+
+    return None if batch is None else tf.nest.map_structure(change, batch)
+
+
+def _large(array: np.ndarray, index: int) -> np.ndarray:
+    return array[index] + _FACTOR * max(1.0, float(np.abs(array).max()))
+
+
+def _zeros(array: np.ndarray, index: int) -> np.ndarray:
+    return np.zeros_like(array[index])
+
+
+def _next(array: np.ndarray, index: int) -> np.ndarray:
+    return array[(index + 1) % len(array)]
+
+
+def _are_same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    return all(
+        a.shape == b.shape
+        and np.allclose(a, b, rtol=_RELATIVE, atol=_RELATIVE * _size(a), equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _size(part: np.ndarray) -> float:
+    finite = np.abs(part[np.isfinite(part)])
+    return float(finite.max()) if finite.size else 1.0
+
+
+def _are_finite(parts: Sequence[np.ndarray]) -> bool:
+    return all(np.isfinite(part).all() for part in parts)

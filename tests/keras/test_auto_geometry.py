@@ -1,0 +1,409 @@
+"""`loss_geometry="auto"`: the constants hold for Keras' gradients, and what has none is refused."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateKerasOptimizer,
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasSGDOptimizer,
+    HiddenStateCallback,
+    HiddenStateRecorder,
+    cyclic_dataset,
+)
+from hidden_state_adapters.tf_privacy.geometry import LinearPrediction, loss_geometry
+from hidden_state_adapters.tf_privacy.guards.head import gives_logits
+
+RECORDS, FEATURES, CLASSES, BATCH = 12, 3, 3, 4
+layers, losses = tf.keras.layers, tf.keras.losses
+LINEAR = layers.Dense
+
+
+def one_hot(random, rows, outputs):
+    return np.eye(outputs, dtype="float32")[random.integers(outputs, size=rows)]
+
+
+def unit(random, rows, outputs):
+    return random.random((rows, outputs)).astype("float32")
+
+
+def any_number(random, rows, outputs):
+    return random.normal(size=(rows, outputs)).astype("float32")
+
+
+def class_index(random, rows, outputs):
+    return random.integers(outputs, size=rows)
+
+
+def none(kind, **options):
+    return kind(reduction="none", **options)
+
+
+CONSTANTS = [
+    (none(losses.SparseCategoricalCrossentropy, from_logits=True), class_index, 4),
+    (none(losses.CategoricalCrossentropy, from_logits=True, label_smoothing=0.3), one_hot, 4),
+    (none(losses.BinaryCrossentropy, from_logits=True), unit, 1),
+    (none(losses.BinaryCrossentropy, from_logits=True, label_smoothing=0.3), unit, 3),
+    (none(losses.MeanSquaredError), any_number, 1),
+    (none(losses.MeanSquaredError), any_number, 3),
+    (none(losses.Huber, delta=0.4), any_number, 1),
+    (none(losses.Huber, delta=0.4), any_number, 3),
+    (none(losses.LogCosh), any_number, 1),
+    (losses.mean_squared_error, any_number, 2),
+    (losses.log_cosh, any_number, 3),
+]
+
+
+def slopes(loss, targets, predictions):
+    """The derivative of the loss of every row in its predictions, by Keras."""
+    predictions = tf.constant(predictions, tf.float32)
+    with tf.GradientTape() as tape:
+        tape.watch(predictions)
+        values = loss(tf.constant(targets), predictions)
+    return tape.gradient(values, predictions).numpy()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "make_targets", "outputs"),
+    CONSTANTS,
+    ids=[f"{getattr(loss, 'name', '') or loss.__name__}-{n}" for loss, _, n in CONSTANTS],
+)
+def test_constants_hold_for_keras_gradients_and_are_attained(loss, make_targets, outputs, bias):
+    """With features u the gradient in the kernel is the slope times u, and |u|^2 = q."""
+    random, rows = np.random.default_rng(0), 4000
+    norm = 1.5
+    square = norm**2 + bias
+    geometry = loss_geometry(loss, LinearPrediction(norm, bias, outputs, "linear"))
+    targets = make_targets(random, rows, outputs)
+    first = random.normal(scale=2.0, size=(rows, outputs)) * random.choice([0.1, 1, 10], (rows, 1))
+    if make_targets in (one_hot, class_index):  # two classes that are far above the others
+        first[: rows // 2] = [20.0, 20.0, *[0.0] * (outputs - 2)]
+    way = random.normal(size=first.shape)
+    second = first + 0.1 * way / np.linalg.norm(way, axis=1, keepdims=True)
+    a, b = slopes(loss, targets, first), slopes(loss, targets, second)
+    longest = math.sqrt(square) * np.linalg.norm(a, axis=1).max()
+    ratios = np.linalg.norm(a - b, axis=1) / np.linalg.norm(first - second, axis=1)
+    curvature = square * ratios.max()
+    assert 0.9 * geometry.smoothness < curvature <= geometry.smoothness * (1 + 1e-3)
+    if geometry.lipschitz is not None:
+        smoothed = 0.7 if getattr(loss, "_fn_kwargs", {}).get("label_smoothing") else 1.0
+        assert 0.6 * geometry.lipschitz * smoothed < longest <= geometry.lipschitz * (1 + 1e-5)
+    kind = "generalized_linear" if outputs == 1 else "convex"
+    assert geometry.kind.value == kind
+
+
+def make_data(targets="classes", scale=1.0):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    x *= scale / np.linalg.norm(x, axis=1, keepdims=True)
+    y = {
+        "classes": random.integers(CLASSES, size=RECORDS),
+        "one_hot": one_hot(random, RECORDS, CLASSES),
+        "labels": (x[:, :1] > 0).astype("float32"),
+    }[targets]
+    return x, y
+
+
+SPARSE = none(losses.SparseCategoricalCrossentropy, from_logits=True)
+PROBABILITIES = none(losses.SparseCategoricalCrossentropy)
+LOGISTIC = none(losses.BinaryCrossentropy, from_logits=True)
+SQUARED = none(losses.MeanSquaredError)
+
+
+def begin(
+    parts,
+    loss,
+    targets="classes",
+    *,
+    optimizer=CyclicDPKerasSGDOptimizer,
+    feature_norm=1.0,
+    loss_geometry="auto",
+    data=None,
+    eagerly=False,
+    **declared,
+):
+    """What fit checks before its first step."""
+    x, y = data or make_data(targets)
+    model = parts if isinstance(parts, tf.keras.Model) else tf.keras.Sequential(parts)
+    options = {"error_l2_norm_clip": 0.1} if optimizer is DiceKerasSGDOptimizer else {}
+    model.compile(optimizer(1.5, 2.0, learning_rate=0.5, **options), loss, run_eagerly=eagerly)
+    callback = HiddenStateCallback(
+        dataset_size=RECORDS,
+        batch_size=BATCH,
+        loss_geometry=loss_geometry,
+        feature_norm=feature_norm,
+        **declared,
+    )
+    model.fit(cyclic_dataset(x, y, batch_size=BATCH), epochs=0, callbacks=[callback], verbose=0)
+    return model.optimizer, callback
+
+
+def functional():
+    inputs = tf.keras.Input([FEATURES])
+    frozen = layers.Dense(5, "relu", kernel_initializer="identity", trainable=False)(inputs)
+    return tf.keras.Model(inputs, LINEAR(CLASSES)(frozen))
+
+
+class OwnCall(tf.keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.head = LINEAR(CLASSES, **kwargs)
+
+    def call(self, features):
+        return self.head(features)
+
+
+class CallInAFunction(OwnCall):
+    @tf.function
+    def call(self, features):
+        return self.head(features)
+
+
+SOFTMAX = hsa.LossGeometry.softmax_cross_entropy
+ACCEPTED = {
+    "softmax": ([LINEAR(CLASSES, use_bias=False)], SPARSE, SOFTMAX(1.0)),
+    "bias": ([LINEAR(CLASSES)], SPARSE, SOFTMAX(1.0, bias=True)),
+    "functional": (functional, SPARSE, SOFTMAX(1.0, bias=True)),
+    "own_call": (OwnCall, SPARSE, SOFTMAX(1.0, bias=True)),
+    "probabilities": ([LINEAR(CLASSES, "softmax")], PROBABILITIES, SOFTMAX(1.0, bias=True)),
+    "logistic": ([LINEAR(1)], LOGISTIC, hsa.LossGeometry.logistic(1.0, bias=True)),
+    "squared": (
+        [LINEAR(1, use_bias=False)],
+        SQUARED,
+        hsa.LossGeometry.squared_error(1.0, scale=2.0),
+    ),
+    "huber": ([LINEAR(1)], none(losses.Huber, delta=2.0), hsa.LossGeometry.huber(1.0, 2.0, True)),
+}
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_derived_in_fit(name, eagerly):
+    parts, loss, expected = ACCEPTED[name]
+    targets = "classes" if expected.kind.value == "convex" else "labels"
+    parts = parts() if callable(parts) else parts
+    optimizer, _ = begin(parts, loss, targets, eagerly=eagerly)
+    assert optimizer.loss_geometry == expected
+
+
+def test_a_fit_is_accounted_with_what_was_derived():
+    x, y = make_data()
+    model = tf.keras.Sequential([LINEAR(CLASSES, use_bias=False, activation="softmax")])
+    model.compile(CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5), PROBABILITIES)
+    callback = HiddenStateCallback(
+        dataset_size=RECORDS, batch_size=BATCH, loss_geometry="auto", feature_norm=1.0
+    )
+    model.fit(cyclic_dataset(x, y, batch_size=BATCH), callbacks=[callback], verbose=0)
+    assert callback.privacy_event.loss == SOFTMAX(1.0)
+    by_status = {}
+    for assumption in callback.assumptions:
+        by_status.setdefault(assumption.status.value, []).append(assumption.text)
+    checked, declared = " ".join(by_status["checked"]), " ".join(by_status["declared"])
+    assert "that of SparseCategoricalCrossentropy and one linear layer on features" in checked
+    assert "per-example gradient norms at most 1.41421" in checked
+    assert "per-example loss" not in declared
+    assert "the features of every example that the data could hold" in declared
+
+
+def test_a_declared_geometry_is_named_as_the_users_word():
+    x, y = make_data()
+    model = tf.keras.Sequential([LINEAR(CLASSES, use_bias=False)])
+    optimizer = CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5)
+    record = HiddenStateRecorder(
+        model, optimizer, cyclic_dataset(x, y, batch_size=BATCH), loss_geometry=SOFTMAX(1.0)
+    )
+    for features, classes in record.batches():
+        optimizer.minimize(lambda: SPARSE(classes, model(features)), model.trainable_variables)  # noqa: B023
+        break
+    texts = [a.text for a in record.assumptions if a.status is hsa.guarantee.Status.DECLARED]
+    assert f"per-example loss: {SOFTMAX(1.0)!r}" in texts
+
+
+def test_what_the_other_optimizers_make_of_it():
+    _, callback = begin([LINEAR(1)], LOGISTIC, "labels", optimizer=DiceKerasSGDOptimizer)
+    assert callback._record._declared.longest_gradient == pytest.approx(math.sqrt(2))
+    optimizer, callback = begin(
+        [LINEAR(1)], LOGISTIC, "labels", optimizer=BlockCoordinateKerasOptimizer
+    )
+    known = optimizer.known_loss(callback._record._declared)
+    assert known == hsa.LossGeometry.logistic(1.0, bias=True)
+
+
+def softmax_of_ones_own():
+    return layers.Lambda(tf.nn.softmax)
+
+
+def twice():
+    inputs, head = tf.keras.Input([FEATURES]), LINEAR(FEATURES)
+    return tf.keras.Model(inputs, head(head(inputs)))
+
+
+def last_example(change):
+    x, y = make_data()
+    change(x[-1])
+    return x, y
+
+
+def lengthen(row):
+    row *= 1.001
+
+
+def spoil(row):
+    row[0] = math.nan
+
+
+LABELS = {"targets": "labels"}
+REFUSED = {
+    "own_softmax": ([LINEAR(3), softmax_of_ones_own()], SPARSE, {}, "be that of dense"),
+    "softmax_and_logits": ([LINEAR(3, "softmax")], SPARSE, {}, "activation 'linear'"),
+    "no_softmax": ([LINEAR(3)], PROBABILITIES, {}, "activation 'softmax'"),
+    "tanh": ([LINEAR(3, "tanh")], SPARSE, {}, "without activation, got .* with tanh"),
+    "two_layers": ([LINEAR(5), LINEAR(3)], SPARSE, {}, "one Dense layer is trained"),
+    "conv": ([layers.Reshape([3, 1]), layers.Conv1D(3, 3), layers.Flatten()], SPARSE, {},
+             "one Dense layer is trained"),
+    "focal": ([LINEAR(1)], none(losses.BinaryFocalCrossentropy, from_logits=True), LABELS,
+              "got BinaryFocalCrossentropy"),
+    "hinge": ([LINEAR(1)], none(losses.SquaredHinge), LABELS, "got SquaredHinge"),
+    "own_loss": ([LINEAR(1)], lambda y, p: tf.reduce_sum((y - p) ** 2, 1), LABELS, "got a scalar"),
+    "string": ([LINEAR(1)], "mse", LABELS, "got a scalar"),
+    "no_delta": ([LINEAR(1)], none(losses.Huber, delta=0.0), LABELS, "delta > 0"),
+    "smoothing": ([LINEAR(1)], none(losses.BinaryCrossentropy, from_logits=True,
+                  label_smoothing=-1.0), LABELS, "label_smoothing between 0 and 1"),
+    "ignored": ([LINEAR(3)], none(losses.SparseCategoricalCrossentropy, from_logits=True,
+                ignore_class=0), {}, "ignore_class = None"),
+    "dropout": ([layers.Dropout(0.5), LINEAR(3)], SPARSE, {}, "in training mode"),
+    "head_twice": (twice(), SPARSE, {}, "after 2 calls"),
+    "sequences": ([layers.Reshape([1, 3]), LINEAR(3), layers.Flatten()], SPARSE, {},
+                  "be that of dense"),
+    "long": ([LINEAR(3)], SPARSE, {"data": last_example(lengthen)},
+             "feature_norm = 1 .* got 1.001.* for example 11"),
+    "not_a_number": ([LINEAR(3)], SPARSE, {"data": last_example(spoil)}, "got nan for example 11"),
+    "targets": ([LINEAR(3)], none(losses.CategoricalCrossentropy, from_logits=True),
+                {"data": (make_data()[0], 2 * make_data("one_hot")[1])}, "of probabilities"),
+    "labels": ([LINEAR(1)], LOGISTIC, {"data": (make_data()[0], 3 * make_data("labels")[1])},
+               "Expected probabilities as targets, got"),
+    "several": (tf.keras.Sequential([LINEAR(3)]), [SPARSE], {}, "one loss of Keras"),
+    "in_a_function": (CallInAFunction(), SPARSE, {}, "be that of dense|cannot be measured"),
+    "two_places": ([LINEAR(1)], LOGISTIC, {**LABELS, "optimizer": lambda *a, **k:
+                   CyclicDPKerasSGDOptimizer(*a, loss_geometry=SOFTMAX(1.0), **k)}, "in one place"),
+    "and_a_bound": ([LINEAR(1)], LOGISTIC, {"gradient_bound": 1.0, "optimizer":
+                    DiceKerasSGDOptimizer}, "loss_geometry or gradient_bound"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    parts, loss, options, text = REFUSED[name]
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        begin(parts, loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"loss_geometry": "auto"}, ValueError, "Expected feature_norm with"),
+        ({"loss_geometry": "auto", "feature_norm": 0.0}, ValueError, "feature_norm > 0"),
+        ({"loss_geometry": "softmax"}, TypeError, 'to be a LossGeometry, "auto" or None'),
+    ],
+)
+def test_impossible_arguments(options, kind, text):
+    with pytest.raises(kind, match=text):
+        HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **options)
+    with pytest.raises(TypeError, match='say loss_geometry="auto" and feature_norm= to'):
+        CyclicDPKerasSGDOptimizer(1.0, 1.0, loss_geometry="auto")
+
+
+def test_features_are_measured_for_a_declared_geometry_if_a_norm_is_given():
+    _, callback = begin([LINEAR(3)], SPARSE, loss_geometry=SOFTMAX(0.5, True))
+    (measured,) = callback._record._declared.measured
+    assert str(measured).startswith("checked: features of norm at most 1 at the linear layer")
+    with pytest.raises(hsa.UnsupportedRunError, match=r"feature_norm = 0.5 .* got 1"):
+        begin([LINEAR(3)], SPARSE, loss_geometry=SOFTMAX(0.5, True), feature_norm=0.5)
+
+
+@pytest.mark.parametrize("loss", [none(losses.MeanSquaredError), none(losses.LogCosh), [LOGISTIC]])
+def test_another_loss_in_a_later_call_of_fit(loss):
+    optimizer, callback = begin([LINEAR(1)], LOGISTIC, "labels")
+    model, data = callback.model, callback._source[0]
+    same = none(losses.BinaryCrossentropy, from_logits=True)
+    model.compile(optimizer, same)
+    model.fit(data, epochs=0, callbacks=[callback], verbose=0)
+    model.compile(optimizer, loss)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the compiled loss and"):
+        model.fit(data, epochs=0, callbacks=[callback], verbose=0)
+
+
+# Row 70: Keras' squared error has no factor 1/2
+
+
+def test_a_declared_curvature_that_the_squared_error_exceeds():
+    half = hsa.LossGeometry.squared_error(1.0, bias=True)
+    with pytest.raises(hsa.UnsupportedRunError, match="smoothness >= 4, the curvature of Keras'"):
+        begin([LINEAR(1)], SQUARED, "labels", loss_geometry=half, feature_norm=None)
+    whole = hsa.LossGeometry.squared_error(1.0, bias=True, scale=2.0)
+    begin([LINEAR(1)], SQUARED, "labels", loss_geometry=whole, feature_norm=None)
+    # Nothing is known of the curvature of what is not one linear layer.
+    begin([LINEAR(2), LINEAR(1)], SQUARED, "labels", loss_geometry=half, feature_norm=None)
+
+
+# Why probabilities do not do in a loop
+
+
+def test_keras_clips_probabilities_whose_logits_it_does_not_find():
+    model = tf.keras.Sequential([LINEAR(2, "softmax", use_bias=False)])
+    x, y = tf.ones([1, 1]), tf.constant([0])
+    model.build([None, 1])
+    model.set_weights([np.array([[-20.0, 20.0]], "float32")])
+
+    def gradient(call):
+        with tf.GradientTape() as tape:
+            loss = PROBABILITIES(y, call(x))
+        return float(tf.norm(tape.gradient(loss, model.trainable_variables)[0]))
+
+    found = []
+    tf.function(lambda x: found.append(gives_logits(model(x))))(x)
+    assert [gives_logits(model(x)), *found] == [True, True]
+    assert gradient(model) == pytest.approx(math.sqrt(2))
+    assert not gives_logits(tf.function(model)(x))
+    assert gradient(tf.function(model)) == 0.0
+
+
+class Copied(OwnCall):
+    def call(self, features):
+        return tf.identity(self.head(features))
+
+
+def test_probabilities_are_refused_where_keras_clips_them():
+    with pytest.raises(hsa.UnsupportedRunError, match="in which it clips the probabilities"):
+        begin(Copied(activation="softmax"), PROBABILITIES)
+
+
+def recorder(parts, loss, **options):
+    x, y = make_data()
+    model = tf.keras.Sequential(parts)
+    optimizer = CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5)
+    data = cyclic_dataset(x, y, batch_size=BATCH)
+    HiddenStateRecorder(
+        model, optimizer, data, loss=loss, loss_geometry="auto", feature_norm=1.0, **options
+    )
+    return optimizer
+
+
+def test_a_loop_of_ones_own():
+    assert recorder([LINEAR(3)], SPARSE).loss_geometry == SOFTMAX(1.0, bias=True)
+    for parts, loss, text in (
+        ([LINEAR(3)], None, "HiddenStateRecorder\\(loss="),
+        ([LINEAR(3, "softmax")], PROBABILITIES, "without activation in a loop of your own"),
+        ([layers.Dropout(0.5), LINEAR(3)], SPARSE, "cannot be compared"),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match=text):
+            recorder(parts, loss)
+    with pytest.raises(TypeError, match="Expected loss to be a function"):
+        recorder([LINEAR(3)], "mse")
