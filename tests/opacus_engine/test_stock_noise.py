@@ -322,3 +322,11 @@ def test_whose_coins_they_are_is_listed(is_own):
     declared = "declared: nobody ever learns the seed of the generator that drew the Poisson"
     assert any(line.startswith(checked if is_own else declared) for line in loop.assumptions)
     assert not any(line.startswith(declared if is_own else checked) for line in loop.assumptions)
+
+
+def test_a_gradient_that_is_not_finite_in_an_undeclared_run():
+    """Row 20: the model would be NaN beside a finite epsilon."""
+    loop = Loop("DPOptimizer")
+    loop.loader.dataset.tensors[0][:] = float("inf")
+    with pytest.raises(hsa.UnsupportedRunError, match="a gradient that is not finite"):
+        list(loop.steps())

@@ -33,6 +33,7 @@ from hidden_state_adapters.opacus.run.accounted import (
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.run.stock import StockRun
+from hidden_state_adapters.opacus.run.stock_checks import check_finite
 from hidden_state_adapters.opacus.run.stock_clip import StockClip
 from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
 from hidden_state_adapters.opacus.run.stock_loop import StockLoop
@@ -323,6 +324,7 @@ class HiddenStateAccountant(IAccountant):
                 "Call engine.accountant.declare_run(...) after make_private, before its first step."
             )
         loop.check_undeclared()
+        check_finite(optimizer, len(self) + 1)
         reason = loop.why_not_poisson(optimizer)
         if reason:
             self.refuse(reason)

@@ -150,7 +150,7 @@ class RecordedRun:
         Raises:
             UnsupportedRunError: What they show is not known.
         """
-        if self.num_batches:
+        if self.has_begun:  # steps that were not recorded have no figure anyway
             return
         self._take_over(self.optimizer.training.past_runs(self.model.variables))
         before = int(self.optimizer.iterations)

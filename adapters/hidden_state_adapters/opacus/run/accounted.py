@@ -118,6 +118,9 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
             Assumption.declared(
                 "every per-example gradient is that of the loss at one record of the batch"
             ),
+            Assumption.declared("nobody ever learns which records were drawn"),
+            Assumption.declared("the initial model does not depend on the records"),
+            Assumption.declared("parameters changed by the private optimizer only"),
         ),
     )
 
