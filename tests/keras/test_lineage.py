@@ -220,6 +220,22 @@ def test_zeros_belong_to_nobody(make_run):
     assert len(again.callback.privacy_events) == 1
 
 
+def test_parts_that_different_runs_trained_last(make_run):
+    """A model, then its head, then the whole again."""
+    run = make_run(optimizer={"loss_geometry": None})
+    run.model = tf.keras.Sequential(
+        [tf.keras.Input([4]), tf.keras.layers.Dense(2), tf.keras.layers.Dense(1)]
+    )
+    compile_with(run, run_eagerly=True)
+    run.fit()
+    events = [run.callback.privacy_event]
+    for is_frozen in (True, False):
+        run.model.layers[0].trainable = not is_frozen
+        again = second_run(make_run, run.model, optimizer={"loss_geometry": None})
+        check_composed(again, *events)
+        events.append(again.callback.privacy_event)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

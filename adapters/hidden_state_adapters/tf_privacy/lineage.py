@@ -154,8 +154,14 @@ def _value(variable: Any) -> np.ndarray:
 
 
 def remember(digests: Iterable[str], origin: Origin) -> None:
-    """Notes where weights with these digests come from."""
-    _origins.update(dict.fromkeys(digests, origin))
+    """Notes where weights with these digests come from.
+
+    What is known of the same weights is not given up for less: a run that trained a part of a model
+    again has changed what the one before it left, but not the rest.
+    """
+    for one in digests:
+        if not origin.why or one not in _origins:
+            _origins[one] = origin
 
 
 def to_plain(digests: Sequence[str], origin: Origin) -> dict[str, Any]:
