@@ -5,20 +5,50 @@ tests/keras/test_misuse.py make for their optimizers. Either the package refuses
 answers no question about the run any more; or the run is accounted as it happened. A case has the
 number of its row in docs/guards.md.
 
-A new optimizer gets all cases by one line in the table of its framework's test; a new case reaches
+What is committed on batches, data and several runs is in misuse_of_runs.py, the rest is here. A new
+optimizer gets all cases by one line in the table of its framework's test; a new case reaches
 all optimizers by one line in `MISUSES`.
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable
 
 import attrs
 import pytest
-from trial import BATCH, RECORDS, STEPS, Trial
+from misuse_of_runs import (
+    a_second_pass,
+    batch_doubled,
+    batch_skipped,
+    batch_used_after_the_pass,
+    batch_used_twice,
+    batches_fetched_in_advance,
+    data_batched,
+    data_batched_to_known_shapes,
+    data_repeated,
+    fewer_rows,
+    gone_on_elsewhere,
+    gone_on_here_and_elsewhere,
+    gone_on_twice,
+    gone_on_with_other_weights,
+    last_batch_skipped,
+    more_rows,
+    moved_and_trained_again,
+    no_rows,
+    older_pass_goes_on,
+    one_batch_ahead,
+    one_batch_ahead_and_an_older_one_again,
+    one_batch_ahead_and_the_newer_one_used,
+    other_loader,
+    pass_left_and_begun_again,
+    records_written,
+    trained_again,
+    trained_again_elsewhere,
+    two_passes_at_once,
+)
+from trial import STEPS, Trial
 
-from hidden_state_accountants import LastIterateAccountant, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
 
 ACCOUNTED = "accounted"
 
@@ -121,119 +151,6 @@ def _check_accounted(trial, changes, before):
             own = trial.start[setting]
             expected = [own] * before + [own if v is None else v for v in values]
             assert recorded == pytest.approx(expected), setting
-
-
-# --- rows 1 and 37: the batches -------------------------------------------------------------------
-
-
-def batch_skipped(trial):
-    for index, batch in enumerate(trial.batches()):
-        if index != 1:
-            trial.step(batch)
-
-
-def last_batch_skipped(trial):
-    for _ in range(2):
-        for index, batch in enumerate(trial.batches()):
-            if index != STEPS - 1:
-                trial.step(batch)
-
-
-def pass_left_and_begun_again(trial):
-    for batch in itertools.islice(trial.batches(), 1):
-        trial.step(batch)
-    trial.epoch()
-    return {"num_steps": STEPS}  # where a new pass goes on with the next batch
-
-
-def batch_used_twice(trial):
-    for batch in trial.batches():
-        trial.step(batch)
-        trial.step(batch)
-
-
-def batch_used_after_the_pass(trial):
-    for batch in trial.batches():
-        last = batch
-        trial.step(batch)
-    trial.step(last)
-
-
-def other_loader(trial):
-    for batch in trial.other_batches():
-        trial.step(batch)
-    trial.epoch()
-
-
-def batches_fetched_in_advance(trial):
-    for batch in list(trial.batches()):
-        trial.step(batch)
-
-
-def one_batch_ahead(trial):
-    """As Lightning, accelerate and prefetchers do: the loop knows which batch is the last."""
-    batches = trial.batches()
-    batch = next(batches)
-    for ahead in batches:
-        trial.step(batch)
-        batch = ahead
-    trial.step(batch)
-    return {"num_steps": STEPS}
-
-
-def one_batch_ahead_and_an_older_one_again(trial):
-    batches = trial.batches()
-    first, ahead = next(batches), next(batches)
-    trial.step(first)
-    trial.step(first)
-    trial.step(ahead)
-
-
-def one_batch_ahead_and_the_newer_one_used(trial):
-    batches = trial.batches()
-    next(batches)
-    trial.step(next(batches))
-
-
-def two_passes_at_once(trial):
-    for batch, _ in zip(trial.batches(), trial.batches(), strict=True):
-        trial.step(batch)
-
-
-def older_pass_goes_on(trial):
-    older, newer = trial.batches(), trial.batches()
-    trial.step(next(older))
-    trial.step(next(newer))
-    trial.step(next(older))
-
-
-def fewer_rows(trial):
-    for index, batch in enumerate(trial.batches()):
-        trial.step(trial.rows(batch, range(BATCH - 1)) if index == 1 else batch)
-
-
-def more_rows(trial):
-    for index, batch in enumerate(trial.batches()):
-        trial.step(trial.rows(batch, [*range(BATCH), 0]) if index == 1 else batch)
-
-
-def batch_doubled(trial):
-    for batch in trial.batches():
-        trial.step(trial.rows(batch, [*range(BATCH), *range(BATCH)]))
-
-
-def no_rows(trial):
-    for batch in trial.batches():
-        trial.step(trial.rows(batch, []))
-
-
-def records_written(trial):
-    trial.epoch(between=trial.write_records)
-
-
-def a_second_pass(trial):
-    """Row i of the gradient then belongs to two records."""
-    trial.epoch(before=trial.unused_gradients)
 
 
 # --- rows 4 and 20: the loss ----------------------------------------------------------------------
@@ -477,79 +394,6 @@ def update_hooked(trial):
 
 def parameter_added(trial):
     trial.epoch(between=trial.add_a_parameter)
-
-
-# --- rows 80 and 81: data whose examples are not single ones --------------------------------------
-
-
-def data_batched(trial):
-    trial.take_data(lambda dataset: dataset.batch(RECORDS // BATCH))
-
-
-def data_batched_to_known_shapes(trial):
-    groups = RECORDS // BATCH
-    trial.take_data(lambda dataset: dataset.batch(groups, drop_remainder=True).prefetch(1))
-
-
-def data_repeated(trial):
-    trial.take_data(lambda dataset: dataset.shuffle(RECORDS).repeat(2))
-
-
-# --- rows 82 and 85: weights that a private run left ----------------------------------------------
-
-
-def _second_run(trial, change):
-    trial.epoch()
-    first = trial.event()
-    change()
-    trial.begin_anew()
-    trial.epoch()
-    both = LastIterateAccountant().compose(first).compose(trial.event())
-    assert trial.get_epsilon() == pytest.approx(both.get_epsilon(1e-5))
-    return {"num_steps": STEPS}
-
-
-def trained_again(trial):
-    return _second_run(trial, lambda: None)
-
-
-def trained_again_elsewhere(trial):
-    return _second_run(trial, trial.copy_model)
-
-
-def moved_and_trained_again(trial):
-    return _second_run(trial, trial.move)
-
-
-def gone_on_elsewhere(trial):
-    trial.epoch()
-    trial.go_on_from(trial.save())
-    trial.epoch()
-    return {"num_steps": 2 * STEPS}
-
-
-def gone_on_twice(trial):
-    trial.epoch()
-    saved = trial.save()
-    trial.go_on_from(saved)
-    trial.epoch()
-    trial.go_on_from(saved)
-    trial.epoch()
-
-
-def gone_on_here_and_elsewhere(trial):
-    trial.epoch()
-    here = trial.stay_here()
-    trial.go_on_from(trial.save())
-    trial.epoch()
-    here.epoch()
-
-
-def gone_on_with_other_weights(trial):
-    trial.epoch()
-    state, weights = trial.save()
-    trial.go_on_from((state, [w + 1e-6 for w in weights]))
-    trial.epoch()
 
 
 def one_epoch(trial):
