@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import callbacks, compile_with
+from keras_fit import at_batch, callbacks, compile_with
 from misuse import each_row
 
 import hidden_state_accountants as hsa
@@ -276,6 +276,20 @@ def a_run_that_ended(make_run):
     second_run(make_run, run.model)
 
 
+def copied_weights_of_a_run_that_ended(make_run):
+    run = trained(make_run)
+    model = weights(run.model, None)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(callbacks=[at_batch(2, _interrupt)])
+    with pytest.raises(hsa.UnsupportedRunError, match="was interrupted"):
+        run.callback.get_epsilon(DELTA)
+    second_run(make_run, model)
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
 def older_weights_of_a_run(make_run):
     run = trained(make_run)
     older = run.model.get_weights()
@@ -301,6 +315,7 @@ CASES = [
     (82, steps_that_nobody_recorded, "nobody recorded its steps"),
     (82, steps_that_nobody_recorded_in_a_file, "nobody recorded its steps"),
     (82, a_run_that_ended, "stopped early"),
+    (82, copied_weights_of_a_run_that_ended, "fit was interrupted"),
     (82, older_weights_of_a_run, "as step 6 left it: the run went on to step 12"),
     (82, an_optimizer_that_counts_steps_of_other_weights, "iterations = 6 and other weights"),
 ]

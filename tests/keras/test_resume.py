@@ -212,6 +212,23 @@ def test_a_state_of_every_epoch_survives_a_crash(make_run, new_process):
     assert go_on().privacy_event == declared.privacy_event
 
 
+def test_a_record_that_is_left_behind_ends_nothing(make_run):
+    """But itself: weights of the run that goes on may begin another one."""
+    run = make_run()
+    state = fitted(run)
+    again = make_run()
+    again.model.set_weights(run.model.get_weights())
+    again.callback = HiddenStateCallback.from_state(state)
+    again.fit()
+    with pytest.raises(hsa.UnsupportedRunError, match="Another record of this process"):
+        run.fit()
+    second = make_run()
+    second.model = again.model
+    compile_with(second, run_eagerly=True)
+    second.fit()
+    assert [event.num_steps for event in second.callback.privacy_events] == [12, 6]
+
+
 def test_a_public_state_counts_as_a_release(make_run, new_process):
     run = make_run()
     run.fit()

@@ -66,6 +66,7 @@ class LiveRun:
         run: Its steps; None before the first one.
         steps: The steps of the optimizer that were recorded, here or in a state.
         released: The last of them whose weights were released.
+        ended: Why there is no figure for it any more; "" as long as there is.
     """
 
     run_id: str
@@ -74,6 +75,7 @@ class LiveRun:
     run: Run | None = None
     steps: int = 0
     released: int = 0
+    ended: str = ""
 
     def belongs_to(self, record: Any) -> bool:
         """Whether it is this record that may go on."""
@@ -212,13 +214,14 @@ def runs_of(origin: Origin, name: str) -> tuple[PastRun, ...]:
     Raises:
         UnsupportedRunError: It cannot be said what they show.
     """
-    if origin.why:
+    live = _live.get(origin.run_id)
+    why = origin.why or (live.ended if live is not None else "")
+    if why:
         raise refusal(
             f"Expected initial weights whose privacy is known, got {name}, which a private "
-            f"optimizer trained: {origin.why} Start from other weights (that they do not depend "
-            "on the examples is then your word)."
+            f"optimizer trained: {why} Start from other weights (that they do not depend on the "
+            "examples is then your word)."
         )
-    live = _live.get(origin.run_id)
     if live is None or live.run is None:
         return origin.runs
     if origin.step == live.run.num_steps:

@@ -172,7 +172,7 @@ class RecordedRun:
         """Goes on with the run that is live here, after runs that its weights come from."""
         self._earlier = tuple(past.run() for past in earlier)
         self._spent = [run.guarantee(self._relation) for run in self._earlier]
-        self._live.earlier, self._live.owner = earlier, weakref.ref(self)
+        self._live.earlier, self._live.owner, self._live.ended = earlier, weakref.ref(self), ""
         self.optimizer.training.follows_runs = bool(earlier)
 
     # How it goes on elsewhere
@@ -374,6 +374,8 @@ class RecordedRun:
     def invalidate(self, text: str) -> NoReturn:
         """Ends the run: there is no figure for it."""
         self._invalid = text
+        if self._live.belongs_to(self):  # else it goes on elsewhere
+            self._live.ended = text
         raise refusal(text)
 
     def go_on(self, model: Any, optimizer: Any, trained: TrainedLoss) -> None:
