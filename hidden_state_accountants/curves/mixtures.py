@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
+from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Profile
 
 _RATIO = 1.01  # of neighbouring nodes
@@ -16,9 +17,8 @@ _SMALL = 1e-3  # first node, in standard deviations of the privacy loss
 def many_gaussians(weights: np.ndarray, mus: np.ndarray, smallest: float) -> Profile:
     r"""Gaussian pairs, one of which is chosen, and revealed, with a probability that is its weight.
 
-    The profile is convex in :math:`e^\varepsilon`: it lies below the polygon through its values at
-    some nodes, which is what is returned. The nodes are one per cent apart: the variance of the
-    loss grows by a few hundred-thousandths.
+    What is returned is the polygon through its values at nodes that are one per cent apart: the
+    variance of the loss grows by a few hundred-thousandths.
 
     Args:
         weights: >= 0.
@@ -28,11 +28,7 @@ def many_gaussians(weights: np.ndarray, mus: np.ndarray, smallest: float) -> Pro
     finite = mus < math.inf
     nodes, values = _polygon(weights[finite], mus[finite], smallest)
     values = values + float(weights[~finite].sum())
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        # beyond the last node the profile is at most what it is there
-        return np.interp(np.expm1(np.minimum(epsilon, nodes[-1])), np.expm1(nodes), values)
-
+    deltas = polygon(nodes, values)
     return Profile(deltas, deltas, float(nodes[-1]))
 
 

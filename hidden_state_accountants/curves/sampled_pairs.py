@@ -26,12 +26,14 @@ from scipy import special
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
+from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Deltas, Profile
 from hidden_state_accountants.curves.renyi import STOCK_ORDERS
 from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
 
 _RATIO = 1.01  # of neighbouring nodes
 _COUNT = 1600  # of nodes
+_LARGEST_EXPONENT = 600.0  # a double holds exp(709)
 _FAR = 36.0  # standard deviations of a Gaussian: 1e-283 of its mass is beyond
 _NEGLIGIBLE = 25.0  # nats: how much less the last term of a sum has to be
 
@@ -96,9 +98,11 @@ def _nodes(largest: float) -> np.ndarray:
 def _hull(deltas: Deltas, largest: float) -> Deltas:
     r"""The largest convex function of :math:`e^\varepsilon` below the values at some nodes.
 
-    A profile is convex in it: one that lies below the values lies below their convex hull.
+    A profile is convex in it: one that lies below the values lies below their convex hull. The
+    values themselves stand beyond the last node.
     """
-    nodes = _nodes(largest)
+    last = min(largest, _LARGEST_EXPONENT)
+    nodes = _nodes(last)
     x, y = np.expm1(nodes), deltas(nodes)
     kept: list[int] = []
     for i in range(len(x)):
@@ -108,10 +112,10 @@ def _hull(deltas: Deltas, largest: float) -> Deltas:
                 break
             kept.pop()
         kept.append(i)
-    corners, heights = x[kept], y[kept]
+    on_hull = polygon(nodes[kept], y[kept])
 
     def below(epsilon: np.ndarray) -> np.ndarray:
-        return np.interp(np.expm1(np.minimum(epsilon, largest)), corners, heights)
+        return np.where(epsilon < last, on_hull(epsilon), deltas(epsilon))
 
     return below
 
@@ -127,8 +131,8 @@ def sampled_rdp(
         E_Q (P/Q)^\alpha = 1 + \alpha(\alpha-1) \Big[ \int_0^\infty e^{(\alpha-1)x} f(x)\,dx
         + \int_0^\infty e^{-\alpha x} b(x)\,dx \Big],
 
-    and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged at
-    the end of the profile, and where it is smaller, the mean over a coin that is revealed:
+    and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged
+    before f underflows, and where it is smaller, the mean over a coin that is revealed:
     :math:`1 - q + q e^{\alpha(\alpha-1)\mu^2/2}` (joint convexity).
 
     Args:
@@ -162,7 +166,9 @@ def _divergence(order: float, nodes: np.ndarray, above: np.ndarray, below: np.nd
     rising += means + max(0.0, 2 - order) * steps
     falling = starts - order * nodes[:-1] + np.log(-np.expm1(-order * steps) / order)
     total = special.logsumexp(np.concatenate([rising, falling]))
-    if rising[-1] > total - _NEGLIGIBLE:
+    # A double holds no more of the profile than about 38 standard deviations.
+    last = rising[np.isfinite(rising)][-1]
+    if last > total - _NEGLIGIBLE:
         return math.inf
     return float(np.logaddexp(0.0, math.log(order * power) + total)) / power
 

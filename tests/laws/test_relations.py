@@ -15,6 +15,9 @@ ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPEC
 BLOCKS = hsa.BlockCoordinateDpEvent(
     step_size=0.1, noise_variance=1.0, clip_norm=1.0, batch_size=4, dataset_size=12, num_epochs=2
 )
+DICE = hsa.DiceSgdDpEvent(
+    noise_std=0.02, clip_norm=1.0, error_clip_norm=1.0, batch_size=10, dataset_size=500, num_steps=9
+)
 CAPPED = cyclic_run(batch_order="poisson", max_batch_size=12)
 
 
@@ -60,7 +63,7 @@ WAYS = {
     "as_composition": lambda r: cyclic_run().as_composition(r).event.noise_multiplier,
     "guarantee": lambda r: hsa.Guarantee(GaussianCurve(1.0), r, "a claim").neighboring_relation,
     "bound": lambda r: hsa.BOUNDS[0].guarantee(cyclic_run(), r).epsilon(1e-5),
-    "conditions": lambda r: hsa.BOUNDS[0].check(CAPPED, r),
+    "conditions": lambda r: hsa.bounds.DiceSgd(analysis="published").check(DICE, r),
     "recorder": lambda r: recorded().guarantee(r).epsilon(1e-5),
     "running": lambda r: hsa.RunningGuarantee(recorded(), r).guarantee().epsilon(1e-5),
 }
