@@ -86,7 +86,7 @@ class ComposedCurve(RenyiOrLoss):
         known_in_closed_form = all(isinstance(curve, _QUICK) for curve, _ in self.parts)
         return ORDERS if known_in_closed_form else STOCK_ORDERS
 
-    def losses(self) -> Losses | None:
+    def privacy_losses(self) -> Losses | None:
         composed: list[tuple[PrivacyLoss, int]] = []
         for curve, count in self.parts:
             losses = curve.privacy_losses()

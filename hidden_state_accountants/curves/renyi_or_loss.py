@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
-from hidden_state_accountants.curves.losses import PrivacyLoss
+from hidden_state_accountants.curves.losses import Losses
 from hidden_state_accountants.curves.renyi import delta_from_rdp, epsilon_from_rdp
 
 _LARGEST_EPSILON = 200.0  # beyond it the divergences are good enough, and a loss takes gigabytes
@@ -30,23 +30,19 @@ class RenyiOrLoss:
         """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
         raise NotImplementedError
 
-    def losses(self) -> tuple[tuple[PrivacyLoss, int], ...] | None:
-        """Losses and how often each mechanism runs; None if one is not known."""
+    def privacy_losses(self) -> Losses | None:
+        """Pessimistic privacy losses; None if one is not known."""
         raise NotImplementedError
 
     @functools.cached_property
     def _divergences(self) -> np.ndarray:
         return self.rdp(self.orders)
 
-    def privacy_losses(self) -> tuple[tuple[PrivacyLoss, int], ...] | None:
-        """`losses`; None too where the divergences are good enough."""
+    @functools.cached_property
+    def _composed(self) -> ComposedLoss | None:
         if np.isfinite(self._divergences).any():
             if epsilon_from_rdp(self.orders, self._divergences, 1e-5) > _LARGEST_EPSILON:
                 return None
-        return self.losses()
-
-    @functools.cached_property
-    def _composed(self) -> ComposedLoss | None:
         parts = self.privacy_losses()
         return None if parts is None else ComposedLoss(parts)
 

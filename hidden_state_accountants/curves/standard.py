@@ -81,7 +81,7 @@ class StandardCurve(RenyiOrLoss):
                 relations.add(part.relation)
         return len(relations) <= 1
 
-    def losses(self) -> Losses | None:
+    def privacy_losses(self) -> Losses | None:
         if not self._losses_are_known():
             return None
         found = [event_losses(part.event, part.count, part.relation) for part in self.events]

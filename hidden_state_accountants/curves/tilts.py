@@ -92,7 +92,10 @@ class Parts:
         self.count = sum(part.count for part in self.all)
         self.lowest = sum(part.count * part.lowest for part in self.all)
         self.highest = sum(part.count * part.highest for part in self.all)
-        log_finite = math.fsum(part.count * math.log1p(-part.infinite) for part in self.all)
+        log_finite = math.fsum(
+            part.count * math.log1p(-part.infinite) if part.infinite < 1 else -math.inf
+            for part in self.all
+        )
         log_total = math.fsum(part.count * part.log_total for part in self.all)
         self.infinite = min(1.0, abs(math.expm1(log_finite)) * math.exp(log_total + 64 * UNIT))
 

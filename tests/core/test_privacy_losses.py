@@ -246,6 +246,13 @@ class TestLimits:
         assert loss.epsilon(0.0) == pytest.approx(2.0)
         assert 0 < loss.delta(1.999) < 1e-8
 
+    def test_no_finite_loss_is_no_privacy(self):
+        gaussian = PrivacyLoss.of(profiles.gaussian(0.5)).forward
+        lost = type(gaussian)(gaussian.lower, gaussian.masses, 1.0)
+        composed = ComposedLoss([(PrivacyLoss(lost, lost), 2)])
+        assert composed.delta(3.0) == 1.0
+        assert composed.epsilon(0.99) == math.inf
+
     def test_mass_at_infinity_is_paid_exactly(self):
         gaussian = PrivacyLoss.of(profiles.gaussian(0.5)).forward
         leaking = type(gaussian)(gaussian.lower, gaussian.masses, 1e-12)

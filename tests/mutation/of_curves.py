@@ -186,8 +186,8 @@ MUTATIONS = (
     Mutation(
         "mass_at_infinity_counts_once",
         "curves/tilts.py",
-        "part.count * math.log1p(-part.infinite)",
-        "math.log1p(-part.infinite)",
+        "part.count * math.log1p(-part.infinite) if",
+        "math.log1p(-part.infinite) if",
         _LOSS_TESTS,
     ),
     Mutation(
