@@ -16,6 +16,7 @@ from hidden_state_accountants.bounds import Composition
 from hidden_state_accountants.bounds.sampled_steps import step_curve, step_profile
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.sampled_pairs import (
     ReplacedInPoissonBatchCurve,
     ZeroedWithoutReplacementCurve,
@@ -144,6 +145,7 @@ class TestDivergences:
         cases = (
             (ZeroedWithoutReplacementCurve(mu, rate), (-mu, mu, 0.0)),
             (ReplacedInPoissonBatchCurve(mu, rate), (0.0, mu, -mu)),
+            (SampledWithoutReplacementCurve(100, round(100 * rate), 2 * mu), (0.0, 2 * mu, 0.0)),
         )
         for curve, (base, joined, other) in cases:
             pair = [
