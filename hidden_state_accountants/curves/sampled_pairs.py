@@ -205,7 +205,7 @@ class _PairCurve(RenyiOrLoss):
         mu = self.record_mu
         return sampled_rdp(self.profile, self.rate, self.apart * mu, 2 * mu, orders)
 
-    def losses(self) -> Losses | None:
+    def privacy_losses(self) -> Losses | None:
         return losses_of(self.profile)
 
     def to_dpevent(self) -> None:

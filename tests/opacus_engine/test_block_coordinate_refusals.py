@@ -321,7 +321,7 @@ def test_a_buffer_that_counts():
         ({"dataset_size": 48}, "whole epochs of 12 steps, got 6"),
         ({"dataset_size": 0}, "dataset_size >= 1"),
         ({"neighboring_relation": NeighboringRelation.ADD_OR_REMOVE_ONE}, "same number of records"),
-        ({"neighboring_relation": "replace"}, "NeighboringRelation"),
+        ({"neighboring_relation": "replace"}, "Expected neighboring_relation to be one of"),
         ({"block_loss": "convex"}, "LossGeometry"),
     ],
 )

@@ -42,10 +42,9 @@ class RowsGuard(Guard):
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless there are per-example gradients of one batch."""
-        if piece.block == 0:
-            self._take(piece)
         piece.rows = at_step(piece.step, lambda: gradient_rows(piece.params))
         if piece.block == 0:
+            self._take(piece)
             self.rows += piece.rows
         self._check_rows(piece)
 

@@ -49,7 +49,7 @@ def check_loss(
             'before their gradients could be clipped. Use reduction="none" in the loss, and no '
             "kernel_regularizer or add_loss (weight_decay is outside the clip)."
         )
-    if not may_have_axes and any(size != 1 for size in loss.shape[1:]):
+    if not may_have_axes and _may_be_broadcast(loss.shape):
         raise refusal(
             "Expected a loss of shape (examples,), one entry for each, got shape "
             f"{tuple(loss.shape)}: targets of shape (b,) beside outputs of shape (b, 1) are "
@@ -67,6 +67,11 @@ def check_loss(
             "num_microbatches out."
         )
     return loss
+
+
+def _may_be_broadcast(shape: tf.TensorShape) -> bool:
+    """Whether a second axis may be one of examples, too: it is as long as the first, or unknown."""
+    return any(size != 1 and (None in (size, shape[0]) or size == shape[0]) for size in shape[1:])
 
 
 def check_microbatches(loss: Any, num_microbatches: int | None) -> None:
