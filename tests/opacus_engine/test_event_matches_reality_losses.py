@@ -105,6 +105,18 @@ def second_loss_on_the_output(run):
         run.optimizer.step()
 
 
+def hook_on_the_output(change):
+    def loop(run):
+        for features, labels in run.loader:
+            run.optimizer.zero_grad()
+            output = run.model(features)
+            output.register_hook(change)
+            run.criterion(output, labels).backward()
+            run.optimizer.step()
+
+    return loop
+
+
 def targets_from_the_output(run):
     for features, _ in run.loader:
         run.optimizer.zero_grad()
@@ -144,6 +156,8 @@ RAISES = [
     (4, temperature, "step 1: the criterion was called with something else", 0),
     (4, criterion_for_the_log_only, "step 1 has gradients of another loss", 0),
     (4, second_loss_on_the_output, "step 1 has gradients of another loss", 0),
+    (4, hook_on_the_output(lambda gradient: 0.9 * gradient), "step 1 has gradients of another", 0),
+    (4, hook_on_the_output(lambda gradient: gradient.mul_(0.9)), "step 1 has gradients of", 0),
     (4, targets_from_the_output, "step 1 has gradients of another loss", 0),
     (5, features_too_long, "step 1 used features of norm 1.001", 0),
     (5, not_a_number, "step 1 used features of norm nan", 0),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.guards.independence import Exchange
+from hidden_state_adapters.opacus.guards.exchange import halves
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -98,6 +98,72 @@ def test_models_that_mix(name, batch_size):
     assert torch.equal(loop.plain.head.weight, before)
     with pytest.raises(hsa.UnsupportedRunError, match="mixes the records"):
         loop.engine.get_epsilon(1e-5)
+
+
+def pixels():
+    """Whole numbers, of which the largest differ."""
+    drawn = torch.randint(0, 256, (RECORDS, 5), generator=torch.Generator().manual_seed(0))
+    drawn[:, 0] = torch.arange(2 * RECORDS, RECORDS, -1)
+    return drawn
+
+
+@pytest.mark.parametrize("batch_size", [2, 12])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.int64])
+def test_whole_numbers_scaled_by_the_largest(kind, batch_size):
+    mixes = Model(lambda x: x.float() / x.max())
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
+        Loop(mixes, pixels().to(kind), batch_size=batch_size).epoch()
+    honest = Model(lambda x: x.float() / 255)
+    assert Loop(honest, pixels().to(kind), batch_size=batch_size).epoch().line.startswith(SEEN)
+
+
+class Normalized(torch.autograd.Function):
+    """The gradient of the batch has norm 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+class AfterTheHead(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.head, self.function = nn.Linear(5, 3), function
+
+    def forward(self, x):
+        return self.function(self.head(x))
+
+
+def hooked(x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / gradient.norm())
+    return x
+
+
+GRADIENTS_THAT_MIX = {
+    "function": Normalized.apply,
+    "hook": hooked,
+    "trained only": lambda x: x - x.mean(0) if torch.is_grad_enabled() else x,
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS_THAT_MIX)
+def test_gradients_that_mix(name):
+    loop = Loop(AfterTheHead(GRADIENTS_THAT_MIX[name]), batch_size=4)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
+        loop.epoch()
+
+
+def test_a_hook_of_the_module_that_mixes():
+    loop = Loop(nn.Sequential(nn.Linear(5, 3), nn.Tanh()), batch_size=4)
+    scale = lambda part, inputs, outputs: (inputs[0] / inputs[0].norm(),)  # noqa: E731
+    loop.plain[1].register_full_backward_hook(scale)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
+        loop.epoch()
 
 
 class Tokens(nn.Module):
@@ -204,7 +270,7 @@ def test_records_in_the_second_dimension(dim, mixes):
 
 
 def raises(x):
-    assert torch.is_grad_enabled(), "trains only"
+    assert torch.allclose(x.norm(dim=1), torch.ones(len(x))), "features of norm 1 only"
     return x
 
 
@@ -230,21 +296,34 @@ def test_what_cannot_be_looked_at_is_declared(function):
 
 
 class LossInside(nn.Module):
+    """As models of Hugging Face have it: label -100 is ignored, and the mean is over the others."""
+
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(5, 3)
 
     def forward(self, features, labels):
-        return functional.cross_entropy(self.head(features), labels)
+        return {"loss": functional.cross_entropy(self.head(features), labels), "n": len(labels)}
 
 
-def test_an_output_without_rows_is_declared():
-    loop = Loop(LossInside())
-    for features, labels in loop.loader:
-        loop.optimizer.zero_grad()
-        loop.model(features, labels).backward()
-        loop.optimizer.step()
-    assert loop.line.startswith(NOT_SEEN)
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_loss_inside_the_model(ignores):
+    """It has no row for every record; the gradients have."""
+    loop = Loop(LossInside(), batch_size=4)
+
+    def epoch():
+        for features, labels in loop.loader:
+            loop.optimizer.zero_grad()
+            labels[1:2] = -100 if ignores else labels[1:2]
+            loop.model(features, labels)["loss"].backward()
+            loop.optimizer.step()
+
+    if ignores:
+        with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
+            epoch()
+        return
+    epoch()
+    assert loop.line.startswith(SEEN)
 
 
 def test_layers_that_the_loop_calls_by_itself():
@@ -255,7 +334,7 @@ def test_layers_that_the_loop_calls_by_itself():
 
 def test_equal_rows_show_nothing():
     """The next batch is looked at."""
-    inputs = tokens()
+    inputs = tokens().clamp(max=1)
     inputs[1] = inputs[0]
     loop = Loop(Tokens(), inputs)
     batches = iter(loop.loader)
@@ -319,9 +398,10 @@ def test_nothing_is_left_behind():
     assert loop.line.startswith(SEEN)
 
 
-def test_two_more_passes_in_a_run():
+def test_a_few_more_passes_in_a_run():
+    """Each half of a batch stays, with three others in place of the other half."""
     loop = Loop(Model(nn.Identity())).epoch().epoch()
-    assert loop.plain.passes == 12 + 2
+    assert loop.plain.passes == 12 + 2 * (1 + 3)
 
 
 def test_the_trajectory_is_that_without_a_look(monkeypatch):
@@ -337,16 +417,26 @@ def test_the_trajectory_is_that_without_a_look(monkeypatch):
     torch.testing.assert_close(looked, trained(), rtol=0, atol=0)
 
 
-def test_the_exchange_shows_records_only():
-    """Every value is one of the batch, or lies between one and 0; whole numbers are codes."""
-    rows = torch.tensor([[0.5, 3.0], [-0.25, 4.0], [1.0, 5.0], [0.75, 6.0]])
-    before, after = Exchange(4, 0).versions(((rows,), {"other": "text"}))
-    assert after[1] == {"other": "text"}
-    for (version,), _ in (before, after):
-        assert set(version[:, 1].tolist()) <= set(rows[:, 1].tolist())
-        assert version[:, 0].abs().max() <= 1.0
-    kept = (before[0][0] == after[0][0]).all(dim=1)
-    assert kept.sum() == 2
+@pytest.mark.parametrize("keeps_whole", [False, True])
+def test_what_is_shown(keeps_whole):
+    """Every value is one of the batch, or lies between one and 0; whole numbers may be codes."""
+    rows = torch.tensor([[0.5, 3.0, 1], [-0.25, 4.0, 0], [1.0, -5.0, 2], [0.75, 6.0, 1]])
+    labels = torch.tensor([0, 1, 2, -100])
+    seen = set()
+    for half in halves(((rows, labels), {"other": "text"}), 4, 0, keeps_whole=keeps_whole):
+        seen.add(tuple(half.kept.tolist()))
+        first = half.versions[0][0][0]
+        for (version, targets), others in half.versions:
+            assert others == {"other": "text"}
+            assert version[:, 0].abs().max() <= 1.0
+            codes = {3.0, 4.0, -5.0, 6.0} if keeps_whole else {-5.0, *range(1, 7)}
+            assert set(version[:, 1].tolist()) <= codes
+            assert set(version[:, 2].tolist()) <= {0.0, 1.0, 2.0}
+            assert set(targets.tolist()) <= {0, 1, 2, -100}
+            assert torch.equal(version[half.kept], first[half.kept])
+            assert not torch.equal(version, first) or version is first
+    assert len(seen) == 2
+    assert sorted(place for kept in seen for place in kept) == [0, 1, 2, 3]
 
 
 # --- the criterion --------------------------------------------------------------------------------
@@ -362,7 +452,14 @@ class Contrastive(nn.Module):
         return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
-@pytest.mark.parametrize("criterion", [Weighted("mean"), Contrastive()])
+class Hardest(nn.Module):
+    def forward(self, output, labels):
+        return functional.cross_entropy(output, labels, reduction="none").topk(2).values.mean()
+
+
+@pytest.mark.parametrize(
+    "criterion", [Weighted("mean"), Contrastive(), Hardest(), nn.CrossEntropyLoss(ignore_index=2)]
+)
 def test_criteria_that_mix(criterion):
     loop = Loop(nn.Linear(5, 3), batch_size=6, criterion=criterion, loss=criterion)
     with pytest.raises(hsa.UnsupportedRunError, match="step 1: the criterion mixes the records"):

@@ -39,6 +39,7 @@ class LossGradient:
         self._own: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._seen = {"value": 0, "own": 0, "total": 0}
+        self._version: int | None = None
         self._is_other: Figure = False
 
     def follow_output(self, output: torch.Tensor) -> None:
@@ -65,7 +66,7 @@ class LossGradient:
     def is_of_another_value(self) -> Figure:
         """Whether the output got something else than the value of the criterion sent back."""
         own, total = self._own, self._total
-        if own is None or total is None or own.numel() != total.numel():
+        if own is None or total is None or own.numel() != total.numel() or self._was_written:
             return True
         if own.data_ptr() == total.data_ptr():
             return self._is_other
@@ -89,13 +90,19 @@ class LossGradient:
         with torch.no_grad():
             return criterion.is_other(output.detach(), factor * self._total, targets)
 
+    @property
+    def _was_written(self) -> bool:
+        """Whether a hook on the output changed in place what the criterion sent back."""
+        return self._own is not None and self._own._version != self._version
+
     def _note_value(self, gradient: torch.Tensor) -> None:
         self._seen["value"] += 1
         self._is_other = any_of([self._is_other, differ(gradient, torch.ones_like(gradient))])
 
     def _note_own(self, gradient: torch.Tensor) -> None:
         self._seen["own"] += 1
-        self._own = gradient  # keeps autograd from adding other gradients in place
+        # The reference keeps autograd from adding other gradients in place.
+        self._own, self._version = gradient, gradient._version
 
     def _note_total(self, gradient: torch.Tensor) -> None:
         self._seen["total"] += 1

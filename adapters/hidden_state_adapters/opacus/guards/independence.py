@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import random
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -17,98 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.exchange import Call, Half, halves
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
-
-
-class Exchange:
-    """Two versions of a batch that agree in half of its records.
-
-    The other half, drawn at random, is replaced by other rows of the batch. So that rows which
-    are equal in some respect (of norm 1, say) differ in it, numbers are scaled: by 1/2 in the rows
-    that are kept, in both versions, and by 1/4 in those that are replaced. Whole numbers stay: they
-    may be codes of categories, and an unknown code can stop a GPU for good. Every value of the new
-    rows is one that the batch holds, or lies between it and 0.
-
-    Args:
-        rows: Records of the batch, at least two.
-        dim: The dimension that counts them, in every tensor that has one entry for each.
-    """
-
-    def __init__(self, rows: int, dim: int):
-        self._rows, self._dim = rows, dim
-        places = np.random.default_rng(0).permutation(rows)
-        self._is_kept = torch.from_numpy(places >= rows // 2)
-        self._kept = torch.from_numpy(np.flatnonzero(places >= rows // 2))
-
-    def holds_records(self, value: Any) -> bool:
-        """Whether `value` is a tensor with an entry for every record."""
-        has_dim = isinstance(value, torch.Tensor) and value.dim() > self._dim
-        return has_dim and value.shape[self._dim] == self._rows
-
-    def versions(self, call: Call) -> tuple[Call, Call]:
-        """The arguments of a call, before and after the exchange."""
-        before: Call = tree_map(lambda value: self._version(value, is_new=False), call)
-        after: Call = tree_map(lambda value: self._version(value, is_new=True), call)
-        return before, after
-
-    def _version(self, value: Any, *, is_new: bool) -> Any:
-        if not self.holds_records(value):
-            return value
-        shape = [1] * value.dim()
-        shape[self._dim] = self._rows
-        rows = value.detach()
-        others = _scaled(rows.roll(1, self._dim), 0.25) if is_new else rows
-        mask = self._is_kept.to(value.device).reshape(shape)
-        version = torch.where(mask, _scaled(rows, 0.5), others)
-        return version.requires_grad_(value.requires_grad)
-
-    def differ(self, before: Call, after: Call) -> Figure:
-        """Whether the versions differ at all: with equal rows there is nothing to see."""
-        return any_of((a != b).any() for a, b in self._pairs(before, after))
-
-    def moved(self, before: Any, after: Any) -> Figure:
-        """Whether results for records that were kept differ, by more than rounding.
-
-        Raises:
-            ValueError: No result has an entry for every record.
-        """
-        pairs = [(a, b) for a, b in self._pairs(before, after) if a.is_floating_point()]
-        if not pairs:
-            raise ValueError("Expected a result with an entry for every record, got none.")
-        return any_of(_are_apart(self._rows_kept(a), self._rows_kept(b)) for a, b in pairs)
-
-    def _rows_kept(self, value: torch.Tensor) -> torch.Tensor:
-        return value.index_select(self._dim, self._kept.to(value.device))
-
-    def _pairs(self, before: Any, after: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
-            if self.holds_records(a):
-                yield a, b
-
-
-def _scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
-    if not value.is_floating_point():
-        return value
-    return torch.where(value == value.round(), value, factor * value)
-
-
-def _are_apart(a: torch.Tensor, b: torch.Tensor) -> Figure:
-    """Whether two results of one computation differ by more than rounding.
-
-    Rows that do not act on each other go through the same sums in both, so that they agree in every
-    bit; only where a layer cuts its input to the longest record of the batch are sums of other
-    lengths. eps^(2/3) of the largest result, 2e-5 in float32, is far above what that changes, and
-    far below what half of a batch changes in its statistics.
-    """
-    if not a.numel():
-        return False
-    size = torch.nan_to_num(a.abs(), nan=0.0, posinf=0.0).max()
-    limit = torch.finfo(a.dtype).eps ** (2 / 3) * size
-    agree = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= limit)
-    return ~agree.all()
+from hidden_state_adapters.opacus.guards.random_numbers import random_numbers_as_before
 
 
 @attrs.define(eq=False)
@@ -130,46 +41,64 @@ class Probe:
     call: Call | None = None
     is_open: bool = True
     is_passed: bool = False
-    _found: tuple[Exchange, tuple[Call, Call], tuple[Any, Any]] | None = None
+    _found: list[_Comparison] = attrs.field(factory=list)
 
     def figures(self, rows: int, dim: int) -> Mapping[str, Figure]:
         """Whether results moved that belong to records that were kept."""
         if self.call is None:
             return {}
-        exchange = Exchange(rows, dim)
-        try:
-            before, after = exchange.versions(self.call)
-            results = self._computed(before), self._computed(after)
-            moved, differ = exchange.moved(*results), exchange.differ(before, after)
-        except Exception:  # whatever a model may raise on records that are not in the data
-            self.is_open = False
-            return {}
-        self._found = exchange, (before, after), results
-        return {f"{self.name} moved": moved, f"{self.name} was shown other records": differ}
+        for keeps_whole in (False, True):  # some models know every code that they accept
+            try:
+                self._found = list(
+                    self._compared(halves(self.call, rows, dim, keeps_whole=keeps_whole))
+                )
+            except Exception:  # whatever a model may raise on records that are not in the data
+                continue
+            return {
+                f"{self.name} moved": any_of(found.moved for found in self._found),
+                f"{self.name} was shown other records": any_of(f.differ for f in self._found),
+            }
+        self.is_open = False
+        return {}
+
+    def _compared(self, parts: Iterable[Half]) -> Iterator[_Comparison]:
+        for half in parts:
+            results = [self._computed(version) for version in half.versions]
+            for one in range(1, len(results)):
+                moved = half.moved(results[0], results[one])
+                yield _Comparison(half, one, moved, half.differ(one))
 
     def judge(self, values: Mapping[str, float]) -> bool:
         """Whether records act on each other; reads what `figures` returned."""
-        if self._found is None:
+        found, self._found = self._found, []
+        if not found:
             return False
-        found, self._found = self._found, None
         if values[f"{self.name} moved"]:
             self.is_open = False
-            return self._is_the_same_again(*found)
+            return any(bool(one.moved) and self._is_the_same_again(one) for one in found)
         self.is_passed = bool(values[f"{self.name} was shown other records"])
         self.is_open = not self.is_passed
         return False
 
-    def _is_the_same_again(
-        self, exchange: Exchange, versions: tuple[Call, Call], results: tuple[Any, Any]
-    ) -> bool:
+    def _is_the_same_again(self, found: _Comparison) -> bool:
         """Whether it is no accident (random numbers of its own, sums in any order on a GPU)."""
-        again = [(results[k], self._computed(versions[k])) for k in (1, 0)]
-        return not any(bool(exchange.moved(*pair)) for pair in again)
+        half = found.half
+        twice = [[self._computed(half.versions[k]) for _ in range(2)] for k in (found.one, 0)]
+        return not any(bool(half.moved(*results)) for results in twice)
 
     def _computed(self, call: Call) -> Any:
-        devices = {x.device.index for x in tree_leaves(call) if _is_on_cuda(x)}
-        with _random_numbers_as_before(devices):
+        with random_numbers_as_before(tree_leaves(call)):
             return self.compute(call)
+
+
+@attrs.frozen(eq=False)
+class _Comparison:
+    """What was computed from two versions of a batch, and whether it moved."""
+
+    half: Half
+    one: int
+    moved: Figure
+    differ: Figure
 
 
 class IndependenceGuard(Guard):
@@ -179,10 +108,11 @@ class IndependenceGuard(Guard):
     batch (in a functional call, which no validator of modules sees) or a scale by its largest
     record make each depend on all.
 
-    In the first step with two records the model is run twice more, without gradients, on two
-    versions of the batch that agree in half of its records (see `Exchange`): their outputs must not
-    move. Of a criterion that the engine knows the gradients at its input are looked at. Random
-    numbers are repeated and then as before, buffers are copies. It is one look at one batch: what
+    In the first step with two records the model is run again, forward and backward, on versions of
+    the batch that agree in half of its records (see `exchange`): the outputs of these, and the
+    gradients in the outputs of the trainable layers, must not move. Of a criterion that the engine
+    knows the gradients at its input are looked at. Random numbers are repeated and then as before,
+    buffers are copies, gradients of parameters are not touched. It is one look at one batch: what
     mixes records in rare cases only is not seen. Where it cannot be looked at (the model raises, is
     random in a way of its own, returns nothing that has a row for each record) it is an assumption.
 
@@ -200,7 +130,7 @@ class IndependenceGuard(Guard):
         self._probes = {
             module: Probe(
                 "model",
-                lambda call: _outputs(module, call),
+                lambda call: _responses(module, call),
                 "Compute the output of every record from that record alone (nn.GroupNorm or "
                 "nn.LayerNorm in place of statistics of the batch, constants in place of its mean "
                 "or its largest norm). A mask that has by chance as many rows as the batch belongs "
@@ -229,8 +159,8 @@ class IndependenceGuard(Guard):
         if model.is_passed:
             names = " and ".join(f"the {p.name}" for p in (model, *others) if p.is_passed)
             yield Assumption.checked(
-                f"{names} took every record by itself: half of the first batch was exchanged, and "
-                "nothing moved for the other half"
+                f"{names} took every record by itself: each half of the first batch was "
+                "exchanged, and nothing moved for the other half"
             )
         else:
             yield Assumption.declared("the model takes every record of a batch by itself")
@@ -277,10 +207,75 @@ def _idle_guard() -> IndependenceGuard:
     return guard
 
 
-def _outputs(module: nn.Module, call: Call) -> Any:
+def _responses(module: nn.Module, call: Call) -> Any:
+    """The outputs, and the gradients of a sum of them in the outputs of the trainable layers.
+
+    A loss inside the model has no row for every record. The gradients do.
+    """
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.no_grad():
-        return functional_call(module, buffers, *call)
+    layers: list[torch.Tensor] = []
+
+    def note(part: nn.Module, args: Any, output: Any) -> None:
+        layers.extend(x for x in tree_leaves(output) if _is_differentiable(x))
+
+    with _without_our_hooks(module), torch.enable_grad():
+        owners = [m for m in module.modules() if any(True for _ in _trainable(m))]
+        handles = [part.register_forward_hook(note) for part in owners]
+        try:
+            outputs = functional_call(module, buffers, *call)
+        finally:
+            for handle in handles:
+                handle.remove()
+        totals = [
+            (x * _gradient_in(x)).sum() for x in tree_leaves(outputs) if _is_differentiable(x)
+        ]
+        gradients = ()
+        if totals and layers:
+            gradients = torch.autograd.grad(sum(totals), layers, allow_unused=True)
+    return tree_map(_detached, (outputs, gradients))
+
+
+def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in module.parameters(recurse=False) if p.requires_grad)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _gradient_in(output: torch.Tensor) -> torch.Tensor:
+    """Of a loss: 1. Otherwise other numbers everywhere, in every row a function of the output."""
+    if output.numel() == 1:
+        return torch.ones_like(output)
+    places = torch.arange(output.numel(), device=output.device, dtype=output.dtype)
+    return torch.cos(places).reshape(output.shape) + output.detach()
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def _without_our_hooks(module: nn.Module) -> Iterator[None]:
+    """Hooks of Opacus and of the guards rest, so that nothing is recorded; those of users act."""
+    resting = [(part, name, getattr(part, name)) for part in module.modules() for name in _HOOKS]
+    try:
+        for part, name, hooks in resting:
+            users = {k: hook for k, hook in hooks.items() if not _is_ours(hook)}
+            setattr(part, name, collections.OrderedDict(users))
+        yield
+    finally:
+        for part, name, hooks in resting:
+            setattr(part, name, hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    package = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return package in ("opacus", "hidden_state_adapters")
 
 
 def _gradients(criterion: nn.Module, call: Call) -> Sequence[torch.Tensor]:
@@ -290,19 +285,3 @@ def _gradients(criterion: nn.Module, call: Call) -> Sequence[torch.Tensor]:
     with torch.enable_grad():
         loss = criterion.forward(*args, **kwargs)  # past the hooks of other guards
         return torch.autograd.grad(loss.sum(), inputs)
-
-
-def _is_on_cuda(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
-
-
-@contextlib.contextmanager
-def _random_numbers_as_before(devices: Iterable[int]) -> Iterator[None]:
-    """Afterwards torch, numpy and Python draw what they would have drawn anyway."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002

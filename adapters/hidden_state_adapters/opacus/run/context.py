@@ -15,6 +15,7 @@ from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.guards.base import Guard, Guards
 from hidden_state_adapters.opacus.guards.batch import BatchGuard
+from hidden_state_adapters.opacus.guards.collation import CollationGuard
 from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGradientGuard
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
@@ -42,6 +43,7 @@ class RunContext:
         forward: Looks at the training passes.
         independence: Looks at whether records act on each other.
         batch: Looks at the batches.
+        collation: Looked at what the loader makes of records.
         criterion: Looks at the calls of the criterion, or None if its constants were declared.
         noise: What noise has to differ from, over all runs of the engine.
     """
@@ -53,6 +55,7 @@ class RunContext:
     forward: ForwardGuard
     independence: IndependenceGuard
     batch: BatchGuard
+    collation: CollationGuard
     criterion: CriterionGuard | None
     noise: NoiseMemory = attrs.field(repr=False)
 
@@ -73,6 +76,7 @@ class RunContext:
             relation: Of the guarantee.
         """
         inner, known = declared.inner, declared.known_criterion
+        collation = CollationGuard(declared.arguments.data_loader)
         parameters = ParameterGuard(inner, declared.optimizer)
         head = None
         if declared.head is not None:
@@ -115,6 +119,7 @@ class RunContext:
             batch=BatchGuard(
                 plan, cursor, lambda: forward.inputs, divisor_is_public=is_add_or_remove
             ),
+            collation=collation,
             criterion=criterion,
             noise=noise,
         )
@@ -137,6 +142,7 @@ class RunContext:
             self.parameters,
             self.batch,
             RecordsGuard(arguments.data_loader.dataset),
+            self.collation,
             self.forward,
             self.independence,
             *([] if criterion is None else [criterion]),

@@ -1,0 +1,158 @@
+"""Versions of a batch in which half of the records are others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+_MOST_COPIED = 6  # records, in each half
+
+
+@attrs.frozen(eq=False)
+class Half:
+    """A half of the records of a batch that is kept, and batches that agree in it.
+
+    Attributes:
+        rows: Records of the batch.
+        dim: The dimension that counts them, in every tensor that has one entry for each.
+        kept: Positions of the half that is kept.
+        versions: Arguments of a call. All agree in the half that is kept, and none in all others.
+    """
+
+    rows: int
+    dim: int
+    kept: torch.Tensor
+    versions: tuple[Call, ...]
+
+    def differ(self, one: int) -> Figure:
+        """Whether version `one` differs from the first: with equal rows there is nothing to see."""
+        pairs = self._pairs(self.versions[0], self.versions[one])
+        return any_of((a != b).any() for a, b in pairs)
+
+    def moved(self, before: Any, after: Any) -> Figure:
+        """Whether results for records that were kept differ, by more than rounding.
+
+        Raises:
+            ValueError: No result has an entry for every record.
+        """
+        pairs = [(a, b) for a, b in self._pairs(before, after) if a.is_floating_point()]
+        if not pairs:
+            raise ValueError("Expected a result with an entry for every record, got none.")
+        return any_of(
+            _are_apart(*_common(self._rows_kept(a), self._rows_kept(b))) for a, b in pairs
+        )
+
+    def _rows_kept(self, value: torch.Tensor) -> torch.Tensor:
+        return value.index_select(self.dim, self.kept.to(value.device))
+
+    def _pairs(self, before: Any, after: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
+            if holds_records(a, self.rows, self.dim):
+                yield a, b
+
+
+def holds_records(value: Any, rows: int, dim: int) -> bool:
+    """Whether `value` is a tensor with an entry for every record."""
+    has_dim = isinstance(value, torch.Tensor) and value.dim() > dim
+    return has_dim and value.shape[dim] == rows
+
+
+def halves(call: Call, rows: int, dim: int, *, keeps_whole: bool = False) -> Iterator[Half]:
+    """Each half of the records in turn, drawn at random, with others in place of the other half.
+
+    These are, besides the records themselves, the next ones of the batch, and copies of a single
+    one: of the largest, of the smallest, of that with the smallest label (-100 is ignored, say). So
+    that rows which are equal in some respect (of norm 1, say) differ in it, numbers are scaled:
+    by 1/2 in the rows that are kept, in all versions, and by 1/4 in the next ones.
+
+    Every value is one that the batch holds, or lies between it and 0. Whole numbers stay whole, and
+    those above 0 stay above it: they may be codes of categories, and an unknown code can stop a GPU
+    for good.
+
+    Args:
+        call: Arguments of which some are tensors with an entry for every record.
+        rows: Records of the batch, at least two.
+        dim: The dimension that counts them.
+        keeps_whole: Whether whole numbers are not scaled at all.
+    """
+    places = np.random.default_rng(0).permutation(rows)
+    others = [torch.arange(rows).roll(1), *_copies(call, rows, dim)]
+    for is_kept in (places >= rows // 2, places < rows // 2):
+        mask = torch.from_numpy(is_kept)
+
+        def version(number: int | None, mask: torch.Tensor = mask) -> Call:
+            def exchanged(value: Any) -> Any:
+                if not holds_records(value, rows, dim):
+                    return value
+                shape = [1] * value.dim()
+                shape[dim] = rows
+                old = new = value.detach()
+                if number is not None:
+                    new = old.index_select(dim, others[number].to(old.device))
+                if number == 0:
+                    new = _scaled(new, 0.25, keeps_whole)
+                kept = mask.to(old.device).reshape(shape)
+                made = torch.where(kept, _scaled(old, 0.5, keeps_whole), new)
+                return made.requires_grad_(value.requires_grad)
+
+            found: Call = tree_map(exchanged, call)
+            return found
+
+        versions = tuple(version(number) for number in (None, *range(len(others))))
+        yield Half(rows, dim, torch.from_numpy(np.flatnonzero(is_kept)), versions)
+
+
+def _copies(call: Call, rows: int, dim: int) -> list[torch.Tensor]:
+    """Positions with one record everywhere: those that are extreme in one of the arguments."""
+    extreme: dict[int, None] = {}
+    for value in tree_leaves(call):
+        if holds_records(value, rows, dim) and value.numel():
+            entries = value.detach().transpose(0, dim).reshape(rows, -1).double()
+            whole = not value.is_floating_point()
+            sizes = entries.sum(1) if whole else torch.linalg.vector_norm(entries, dim=1)
+            for found in (sizes.argmax(), sizes.argmin()):
+                extreme[int(found)] = None
+    return [torch.full((rows,), record) for record in list(extreme)[:_MOST_COPIED]]
+
+
+def _scaled(value: torch.Tensor, factor: float, keeps_whole: bool) -> torch.Tensor:
+    """`value` times `factor`; whole numbers rounded down, but not to 0, and none below 2."""
+    if value.dtype == torch.bool or value.is_complex():
+        return value
+    smaller = (value * factor).floor().clamp(min=1).to(value.dtype)
+    whole = torch.where((value < 2) | keeps_whole, value, smaller)
+    if not value.is_floating_point():
+        return whole
+    return torch.where(value == value.round(), whole, factor * value)
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both have, where a layer cuts its input to the longest record of the batch."""
+    common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+    return a[common], b[common]
+
+
+def _are_apart(a: torch.Tensor, b: torch.Tensor) -> Figure:
+    """Whether two results of one computation differ by more than rounding.
+
+    Rows that do not act on each other go through the same sums in both, so that they agree in every
+    bit; only where a layer cuts its input to the longest record of the batch are sums of other
+    lengths. eps^(2/3) of the largest result, 2e-5 in float32, is far above what that changes, and
+    far below what half of a batch changes in its statistics.
+    """
+    if not a.numel():
+        return False
+    size = torch.nan_to_num(a.abs(), nan=0.0, posinf=0.0).max()
+    limit = torch.finfo(a.dtype).eps ** (2 / 3) * size
+    agree = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= limit)
+    return ~agree.all()
