@@ -150,8 +150,9 @@ def test_one_transfer_in_a_piece(waits, kind):
     with BatchMemoryManager(
         data_loader=loop.loader, max_physical_batch_size=4, optimizer=loop.optimizer
     ) as pieces:
-        counts = [waits(loop.step, batch) for batch in pieces]
-    assert counts == [1] * 18
+        first, *counts = [waits(loop.step, batch) for batch in pieces]
+    assert counts == [1] * 17
+    assert first < 10  # it looks at whether records act on each other
 
 
 @pytest.mark.cuda
