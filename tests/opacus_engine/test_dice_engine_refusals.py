@@ -157,7 +157,7 @@ NOTHING_HAPPENED = ["moments_from_elsewhere"]
 def test_what_the_loop_does_otherwise(make_dice, misuse, text, epochs):
     """At the first step and in the middle: refused, and then there is no epsilon and no event."""
     generator = torch.Generator().manual_seed(4)
-    run = make_dice(gradient_bound=BOUND, noise_generator=generator)
+    run = make_dice(gradient_bound=BOUND, noise_generator=generator, grad_sample_mode="hooks")
     for _ in range(epochs):
         run.epoch()
     run.engine.get_epsilon(DELTA) if epochs else None

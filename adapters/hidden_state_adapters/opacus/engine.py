@@ -33,6 +33,7 @@ from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loaders import private_loader
+from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
@@ -208,8 +209,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 DP-MBCD: whole epochs.) None: that their number does not depend on the records is
                 your word.
             **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
-                wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"), clipping
-                ("flat").
+                wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"; left out:
+                "hooks", and for a model of which one linear layer is trained, the way of "ghost",
+                which is faster), clipping ("flat").
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
@@ -400,7 +402,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         **kwargs: Any,
     ) -> Any:
         options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        if grad_sample_mode != "ghost":
+        if grad_sample_mode != "ghost" and not self._clips_by_ghost(module):
             mode = {"grad_sample_mode": grad_sample_mode}
             return super()._prepare_model(module, **mode, **options, **kwargs)
         if not isinstance(module, AbstractGradSampleModule):
@@ -413,6 +415,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"{type(module).__name__} with {given}. Pass the plain module."
             )
         return module
+
+    def _clips_by_ghost(self, module: nn.Module) -> bool:
+        """Whether nobody asked how to clip, and the model is a linear head, which ghosts suit."""
+        assert self._context is not None
+        given = self._context.declared.arguments.opacus
+        is_open = "grad_sample_mode" not in given and given.get("wrap_model", True)
+        if isinstance(module, AbstractGradSampleModule):
+            return bool(is_open and type(module) is GhostGradSampleModule)
+        return bool(is_open and find_linear_head(module) is not None)
 
     def _prepare_criterion(self, *, criterion: Any, **kwargs: Any) -> Any:
         return criterion  # one backward pass, from which everything follows

@@ -146,13 +146,15 @@ class LinearGradients(LayerGradients):
         \sum_i w_i b_i a_i^T = \sum_i (w_i |a_i| b_i) (a_i / |a_i|)^T
     """
 
-    def _arrays(self) -> tuple[torch.Tensor, torch.Tensor]:
-        use = self.uses[0]
-        return use.activations[0].to(use.backprops.dtype), use.backprops
+    def __init__(self, uses: Sequence[LayerUse]):
+        super().__init__(uses)
+        (use,) = uses
+        self._inputs, self._backprops = use.activations[0].to(use.backprops.dtype), use.backprops
+        self._lengths = _row_norms(self._inputs)
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""
-        inputs, backprops = (_row_norms(array) for array in self._arrays())
+        inputs, backprops = self._lengths, _row_norms(self._backprops)
         # Goodfellow 2015, arXiv 1510.01799
         return [backprops * inputs if p.dim() == 2 else backprops for p in params]
 
@@ -163,10 +165,10 @@ class LinearGradients(LayerGradients):
         norms: Sequence[torch.Tensor],
     ) -> list[list[torch.Tensor]]:
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
-        inputs, backprops = self._arrays()
+        inputs, backprops = self._inputs, self._backprops
         # Weighted, a short factor can underflow, and be rounded up, though the product is long.
         limits = torch.finfo(inputs.dtype)
-        lengths = _row_norms(inputs).clamp(limits.tiny, limits.max)
+        lengths = self._lengths.clamp(limits.tiny, limits.max)
         inputs = inputs / lengths.to(inputs)[:, None]
 
         def total(p: nn.Parameter, weight: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleModule
@@ -13,6 +14,7 @@ from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.ghost import LayerGradients, LayerUse, gradients_of
+from hidden_state_adapters.opacus.gradients.linear_pass import LinearPass
 
 
 class GhostSample:
@@ -88,6 +90,27 @@ class GhostGradSampleModule(GradSampleModule):
     Source: one backward pass and a weighted sum ("book-keeping"): Bu, Wang, Zha, Karypis 2023
         (arXiv 2210.00038).
     """
+
+    def add_hooks(self, **arguments: Any) -> None:
+        """Adds Opacus' hooks; linear layers leave the sum of the gradients to the step."""
+        super().add_hooks(**arguments)
+        self._linear = [
+            layer
+            for layer in self.iterate_submodules(self._module)
+            if type(layer) is nn.Linear and "forward" not in vars(layer)
+        ]
+        for layer in self._linear:
+            layer.forward = LinearPass(layer, self._keeps_gradients)  # type: ignore[method-assign]
+
+    def remove_hooks(self) -> None:
+        """Leaves the layers as they were."""
+        super().remove_hooks()
+        for layer in self._linear:
+            del layer.forward  # the method of the class is there again
+        self._linear = []
+
+    def _keeps_gradients(self) -> bool:
+        return bool(self.hooks_enabled)
 
     def capture_backprops_hook(  # type: ignore[no-untyped-def]
         self,
