@@ -62,7 +62,7 @@ def test_the_trajectories_agree():
 
 
 def test_no_sum_of_gradients_is_made_twice():
-    """`grad` is made by the step; hooks on parameters, and passes that are not private, get theirs."""
+    """`grad` is made by the step; hooks on parameters and passes without privacy get theirs."""
     model = nn.Linear(5, 3)
     private, optimizer, loader = private_run(model)
     features, _ = next(iter(loader))
