@@ -1,4 +1,4 @@
-"""Step time and peak memory of the private optimizers against Opacus' DPOptimizer.
+"""Step time and peak memory of the private optimizers against Opacus' own.
 
     python benchmarks/opacus_step.py [--device cpu|cuda] [--seconds 8] [--only TEXT]
 
@@ -19,9 +19,10 @@ import warnings
 
 import opacus
 import torch
-from opacus import GradSampleModule, PrivacyEngine
+from opacus import PrivacyEngine
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from hidden_state_adapters.opacus import (
     DiceAdamOptimizer,
@@ -31,7 +32,26 @@ from hidden_state_adapters.opacus import (
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 BATCHES = 4  # per epoch
-GOALS = {"cyclic": 1.02, "DiceSGD": 1.10, "DiceAdam": 1.10}
+RECORDS = 10**6  # of the samplers
+
+# What is compared with what, each group in turn in one process: Adam does more than SGD, random
+# batches are of several sizes, and ghost clipping forms no per-example gradients.
+GROUPS = (
+    ("Opacus", "Opacus again", "plain SGD", "our default", "our hooks", "stock + ours", "DiceSGD"),
+    ("Opacus ghost", "our ghost"),
+    ("Opacus Poisson", "our Poisson"),
+    ("Opacus Adam", "DiceAdam"),
+)
+BASES = {kind: base for base, *kinds in GROUPS for kind in kinds}
+GOALS = {
+    "our default": 1.02,
+    "our hooks": 1.02,
+    "stock + ours": 1.02,
+    "DiceSGD": 1.10,
+    "our ghost": 1.00,
+    "our Poisson": 1.02,
+    "DiceAdam": 1.10,
+}
 
 
 def probe(features, classes):
@@ -54,11 +74,19 @@ def cnn():
     return model, (1, 28, 28), 10
 
 
+def frozen():
+    """A linear layer behind a frozen network of 50 layers with batch normalisation."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(50)]
+    backbone = nn.Sequential(*layers).requires_grad_(False).eval()
+    return nn.Sequential(backbone, nn.Linear(64, 10)), (64,), 10
+
+
 CASES = {
     "linear probe 512 x 10": (lambda: probe(512, 10), (64, 256, 1024)),
-    "linear probe 2048 x 100": (lambda: probe(2048, 100), (64,)),
+    "linear probe 2048 x 100": (lambda: probe(2048, 100), (64, 256)),
     "MLP 784-128-128-10": (lambda: mlp(128), (64, 256)),
     "CNN (MNIST)": (cnn, (64, 256)),
+    "50 frozen BatchNorm, 64 x 10": (frozen, (256,)),
 }
 
 
@@ -78,47 +106,50 @@ class Trainer:
         self.model = make_model()[0].to(device)
         self.is_probe = isinstance(self.model, nn.Linear)
         self.criterion = nn.CrossEntropyLoss()
+        self.is_ghost = kind in ("Opacus ghost", "our ghost")
         if "Adam" in kind:
             inner = torch.optim.Adam(self.model.parameters(), lr=0.1)
         else:
-            inner = torch.optim.SGD(self.model.parameters(), lr=0.1, weight_decay=0.01)
-        batch_size = len(dataset) // BATCHES
-        loader = DataLoader(dataset, batch_size=batch_size)
-        getattr(self, "_make_" + kind.split()[0].lower())(inner, loader, batch_size)
+            inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        loader = DataLoader(dataset, batch_size=len(dataset) // BATCHES)
+        arguments = {
+            "module": self.model, "optimizer": inner, "data_loader": loader,
+            "noise_multiplier": 1.0, "max_grad_norm": 2.1,
+        }  # fmt: skip
+        if self.is_ghost:
+            arguments |= {"grad_sample_mode": "ghost", "criterion": self.criterion}
+        if kind == "plain SGD":
+            self.module, self.optimizer, self.loader = self.model, inner, loader
+        elif kind.startswith(("Opacus", "stock")):
+            made = self._make_stock(kind, arguments)
+            self._keep(*made)
+        else:
+            self._keep(*self._make_ours(kind, arguments))
 
-    def _make_cyclic(self, inner, loader, batch_size):
-        known = {"loss_geometry": "auto", "feature_norm": 1.0} if self.is_probe else {}
-        self.module, self.optimizer, self.loader = HiddenStatePrivacyEngine().make_private(
-            module=self.model,
-            optimizer=inner,
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=2.1,
-            criterion=self.criterion,
-            **known,
-        )
+    def _keep(self, module, optimizer, *others):
+        self.module, self.optimizer, self.loader = module, optimizer, others[-1]
+        if self.is_ghost:
+            self.criterion = others[0]
 
-    def _make_opacus(self, inner, loader, batch_size):
-        self.module, self.optimizer, self.loader = PrivacyEngine(accountant="rdp").make_private(
-            module=self.model,
-            optimizer=inner,
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=2.1,
-            poisson_sampling=False,
-        )
+    def _make_stock(self, kind, arguments):
+        self.engine = PrivacyEngine(accountant="hidden_state" if "ours" in kind else "rdp")
+        made = self.engine.make_private(**arguments, poisson_sampling="Poisson" in kind)
+        if "ours" in kind:
+            known = {"criterion": self.criterion, "feature_norm": 1.0} if self.is_probe else {}
+            self.engine.accountant.declare_run(**known)
+        return made
 
-    def _make_dice(self, cls, inner, loader, batch_size):
-        self.module, self.loader = GradSampleModule(self.model), loader
-        self.optimizer = cls(
-            inner, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=batch_size
-        )
-
-    def _make_dicesgd(self, *arguments):
-        self._make_dice(DiceSGDOptimizer, *arguments)
-
-    def _make_diceadam(self, *arguments):
-        self._make_dice(DiceAdamOptimizer, *arguments)
+    def _make_ours(self, kind, arguments):
+        if kind == "our hooks":
+            arguments["grad_sample_mode"] = "hooks"
+        if kind.startswith("Dice"):
+            arguments["optimizer_class"] = DiceAdamOptimizer if "Adam" in kind else DiceSGDOptimizer
+            arguments["max_grad_norm"] = 0.5
+        elif self.is_probe:
+            arguments |= {"loss_geometry": "auto", "feature_norm": 1.0}
+            arguments["criterion"] = self.criterion
+        order = "poisson" if "Poisson" in kind else "cyclic"
+        return HiddenStatePrivacyEngine().make_private(**arguments, batch_order=order)
 
     def batches(self):
         while True:
@@ -204,13 +235,55 @@ def measure(name, batch_size, options):
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     dataset = make_data(shape, classes, batch_size, options.device)
     table = {}
-    # Adam does more than SGD: it is compared with Adam under Opacus.
-    for kinds in (("Opacus", "Opacus again", "cyclic", "DiceSGD"), ("Opacus Adam", "DiceAdam")):
+    for kinds in GROUPS:
         trainers = {kind: Trainer(kind, make_model, dataset, options.device) for kind in kinds}
         times = times_of(trainers, options.device, options.seconds)
         for kind in kinds:
             table[kind] = times[kind], peak_bytes(kind, make_model, dataset, options.device)
     return table, parameter_bytes
+
+
+def sampler_times():
+    """Seconds for the batches of one epoch, of a million records, by name."""
+    dataset = TensorDataset(torch.zeros(RECORDS, 1))
+    loader = DataLoader(dataset, batch_size=RECORDS // 1000)
+    shuffled = BatchSampler(RandomSampler(dataset), loader.batch_size, drop_last=False)
+    poisson = UniformWithReplacementSampler(num_samples=RECORDS, sample_rate=1e-3)
+    passes = {
+        "torch, shuffle=True": lambda: list(shuffled),
+        "Opacus, Poisson": lambda: list(poisson),
+    }
+    for order in ("cyclic", "reshuffled", "without_replacement", "poisson"):
+        model = nn.Linear(1, 2)
+        _, optimizer, _ = HiddenStatePrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            batch_order=order,
+        )
+        passes[f"ours, {order}"] = lambda plan=optimizer.context.plan: _one_pass(plan)
+    return {name: _seconds(one) for name, one in passes.items()}
+
+
+def _one_pass(plan):
+    plan.start_pass(0)
+    return [list(plan.batch(step)) for step in range(1000)]
+
+
+def _seconds(call):
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def sampler_rows(times):
+    yield "| | seconds for an epoch | against its base |"
+    yield "|---|---|---|"
+    for name, seconds in times.items():
+        base = times["Opacus, Poisson" if "oisson" in name else "torch, shuffle=True"]
+        yield f"| {name} | {seconds:.2f} | {seconds / base:.2f} |"
 
 
 def ratio_cell(times, base):
@@ -220,11 +293,7 @@ def ratio_cell(times, base):
     return f"{min(times) / min(base):.2f} / {middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-KINDS = ("Opacus again", "cyclic", "DiceSGD", "DiceAdam")
-
-
-def base_of(kind):
-    return "Opacus Adam" if kind == "DiceAdam" else "Opacus"
+KINDS = tuple(BASES)
 
 
 def time_rows(results):
@@ -232,17 +301,18 @@ def time_rows(results):
     yield "|---" * (3 + len(KINDS)) + "|"
     for (name, batch_size), (table, _) in results.items():
         cells = [name, str(batch_size), f"{1e3 * min(table['Opacus'][0]):.2f} ms"]
-        cells += [ratio_cell(table[kind][0], table[base_of(kind)][0]) for kind in KINDS]
+        cells += [ratio_cell(table[kind][0], table[BASES[kind]][0]) for kind in KINDS]
         yield "| " + " | ".join(cells) + " |"
 
 
 def memory_rows(results):
-    yield "| model | b | Opacus' peak | " + " | ".join(KINDS[1:]) + " |"
-    yield "|---" * (2 + len(KINDS)) + "|"
+    kinds = KINDS[2:]
+    yield "| model | b | Opacus' peak | " + " | ".join(kinds) + " |"
+    yield "|---" * (3 + len(kinds)) + "|"
     for (name, batch_size), (table, parameter_bytes) in results.items():
         cells = [name, str(batch_size), f"{table['Opacus'][1] / 2**20:.1f} MiB"]
-        for kind in KINDS[1:]:
-            peak, base = table[kind][1], table[base_of(kind)][1]
+        for kind in kinds:
+            peak, base = table[kind][1], table[BASES[kind]][1]
             cells.append(f"{peak / base:.3f} ({(peak - base) / parameter_bytes:+.2f})")
         yield "| " + " | ".join(cells) + " |"
 
@@ -252,7 +322,7 @@ def verdicts(results):
     for kind, goal in GOALS.items():
         met, missed = [], []
         for (name, batch_size), (table, _) in results.items():
-            ratio = min(table[kind][0]) / min(table[base_of(kind)][0])
+            ratio = min(table[kind][0]) / min(table[BASES[kind]][0])
             text = f"{name} at b = {batch_size} ({ratio:.2f})"
             (met if ratio <= goal + 0.005 else missed).append(text)
         yield f"- {kind}, goal {goal:.2f} (minima): met in {len(met)} of {len(results)} rows" + (
@@ -269,7 +339,7 @@ def device_name(device):
     return f"{names[0] if names else platform.processor()}, one thread"
 
 
-def page(results, options):
+def page(results, samplers, options):
     clock = "wall clock" if options.device == "cuda" else "CPU time of the one thread"
     return [
         "# Step time and memory beside Opacus",
@@ -279,25 +349,35 @@ def page(results, options):
         f"{platform.python_version()}, {datetime.date.today().isoformat()}; float32.",
         "",
         "A step is `zero_grad`, forward pass, loss, backward pass and `optimizer.step()`; loading "
-        'is left out. "Opacus" is `DPOptimizer` under a stock `PrivacyEngine`, on the same model '
-        "and batches, in turn with ours in one process; DiceAdam is compared with Adam under "
-        "Opacus. The linear probes are the engine's runs with everything declared "
+        "is left out. Everything is measured in turn in one process on the same model and batches, "
+        '"Opacus" and "Opacus again" being the same stock optimizer twice: the distance of their '
+        "ratio from 1 is noise. The linear probes are runs with everything declared "
         '(`loss_geometry="auto"`, feature norm), so that norms, features, loss and parameters are '
         "checked in every step; the other models declare nothing, as no theorem contracts them. "
-        "Only the ratios count: other programs ran on the machine. "
-        '"Opacus again" is the same stock optimizer once more: its distance from 1 is noise.',
+        "Only the ratios count: other programs ran on the machine.",
         "",
-        f"Time ({clock}): ratio of the minima / median of the ratio by round (quartiles). "
-        "DiceSGD and DiceAdam clip every record here.",
+        '- "our default": `HiddenStatePrivacyEngine` in a fixed order, which clips a linear head '
+        'without its per-example gradients; "our hooks": with `grad_sample_mode="hooks"`;',
+        '- "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`;',
+        "- DiceSGD, DiceAdam: of the engine, every record clipped, DiceAdam against Opacus' Adam;",
+        '- "our ghost" against Opacus\' own ghost clipping, "our Poisson" against Opacus\' Poisson '
+        "batches with hooks.",
+        "",
+        f"Time ({clock}): ratio of the minima / median of the ratio by round (quartiles).",
         "",
         *time_rows(results),
         "",
         *verdicts(results),
         "",
-        "Peak of the tensors' memory, with model, batch, activations and per-example gradients; in "
-        "brackets the difference in sizes of the parameters:",
+        "Peak of the tensors' memory, with model, batch, activations and per-example gradients, "
+        "against the same bases; in brackets the difference in sizes of the parameters. The first "
+        "step, which looks at whether records act on each other, is among them:",
         "",
         *memory_rows(results),
+        "",
+        f"Drawing the batches of an epoch, {RECORDS:,} records in batches of {RECORDS // 1000:,}:",
+        "",
+        *sampler_rows(samplers),
         "",
         *REASONS,
     ]
@@ -340,7 +420,7 @@ def main():
     if not options.only:
         suffix = "" if options.device == "cpu" else f"_{options.device}"
         path = FOLDER / f"opacus_step{suffix}.md"
-        path.write_text("\n".join(page(results, options)) + "\n")
+        path.write_text("\n".join(page(results, sampler_times(), options)) + "\n")
 
 
 if __name__ == "__main__":

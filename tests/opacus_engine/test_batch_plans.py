@@ -5,6 +5,7 @@ import copy
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -92,6 +93,58 @@ def test_poisson_batches_are_independent_coins():
     expected = {key: (1 / 3) ** len(key) * (2 / 3) ** (3 - len(key)) * 27_000 for key in drawn}
     assert len(drawn) == 8
     assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 3 << 56, (3 << 56) + 7, 255 << 56, 2**64 - 1, 2**64])
+def test_keys_are_drawn_in_two_parts(monkeypatch, threshold):
+    """What is below a threshold, and what is smallest, is what whole keys say."""
+    source = np.random.default_rng(0)
+    drawn = []
+
+    def urandom(count):
+        # Many first bytes are at the edge of what is chosen.
+        few = np.array([0, 2, 3, 3, 3, 254, 255], dtype=np.uint8)
+        found = source.choice(few, count) if not drawn else source.integers(0, 256, count)
+        drawn.append(found.astype(np.uint8).tobytes())
+        return drawn[-1]
+
+    monkeypatch.setattr("hidden_state_adapters.opacus.data.plans.os.urandom", urandom)
+    positions, keys = RandomKeys().below(0, 500, threshold)
+    if threshold == 0:
+        assert len(positions) == len(keys) == 0
+        return
+    first = np.frombuffer(drawn[0], dtype=np.uint8)
+    others = np.frombuffer(drawn[1], dtype=np.uint64) >> np.uint64(8)
+    candidates = np.flatnonzero(first <= (threshold - 1) >> 56)
+    whole = {
+        int(place): (int(first[place]) << 56) + int(rest)
+        for place, rest in zip(candidates, others, strict=True)
+    }
+    assert [int(p) for p in positions] == [p for p, key in whole.items() if key < threshold]
+    assert [int(key) for key in keys] == [key for key in whole.values() if key < threshold]
+    left_out = set(range(500)) - set(whole)
+    assert all((int(first[place]) << 56) >= threshold for place in left_out)
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 7, 39, 40])
+def test_the_smallest_keys_of_the_system(wanted):
+    """Uniform subsets, also where all first bytes differ."""
+    counts = collections.Counter()
+    for _ in range(4000):
+        chosen = RandomKeys().smallest(0, 40, wanted)
+        assert sorted(set(chosen.tolist())) == chosen.tolist()
+        assert len(chosen) == wanted
+        counts.update(chosen.tolist())
+    expected = 4000 * wanted / 40
+    assert all(abs(counts[k] - expected) <= 6 * expected**0.5 for k in range(40))
+
+
+def test_coins_of_the_system():
+    """Each with its probability, from one end of the keys to the other."""
+    for share in (0.001, 0.3, 0.9):
+        counts = [len(RandomKeys().below(0, 50_000, int(share * 2**64))[0]) for _ in range(20)]
+        spread = (20 * 50_000 * share * (1 - share)) ** 0.5
+        assert abs(sum(counts) - 20 * 50_000 * share) < 6 * spread
 
 
 def test_a_cap_drops_uniformly_and_draws_nothing_again():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -33,6 +33,46 @@ class RandomKeys:
             return np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
         sequence = np.random.SeedSequence(self.seed, spawn_key=(number,))
         return np.random.PCG64(sequence).random_raw(count)
+
+    def below(self, number: int, count: int, threshold: int) -> tuple[np.ndarray, np.ndarray]:
+        """The positions, in their order, of keys of draw `number` below `threshold`, and the keys.
+
+        Args:
+            number: Of the draw.
+            count: Keys of it.
+            threshold: 0 to 2**64.
+        """
+        if threshold == 0:
+            return np.arange(0), np.arange(0, dtype=np.uint64)
+        largest = threshold - 1
+        return self._from_first_bytes(number, count, lambda _: largest >> 56, largest)
+
+    def smallest(self, number: int, count: int, wanted: int) -> np.ndarray:
+        """The positions, in their order, of the `wanted` smallest keys of draw `number`."""
+
+        def last_byte(first: np.ndarray) -> int:
+            return int(np.searchsorted(np.bincount(first, minlength=256).cumsum(), wanted))
+
+        positions, keys = self._from_first_bytes(number, count, last_byte, _KEY_RANGE - 1)
+        return np.sort(positions[np.argpartition(keys, wanted - 1)[:wanted]])
+
+    def _from_first_bytes(
+        self, number: int, count: int, largest: Callable[[np.ndarray], int], threshold: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys of which the first byte is at most `largest` of all first bytes.
+
+        The operating system's source takes most of the time: the other bytes of a key are drawn
+        only where they matter.
+        """
+        if self.seed is not None:
+            positions, keys = np.arange(count), self.draw(number, count)
+        else:
+            first = np.frombuffer(os.urandom(count), dtype=np.uint8)
+            positions = np.flatnonzero(first <= largest(first))
+            others = self.draw(number, len(positions)) >> np.uint64(8)
+            keys = first[positions].astype(np.uint64) << np.uint64(56) | others
+        chosen = keys <= np.uint64(threshold)
+        return positions[chosen], keys[chosen]
 
     def permutation(self, number: int, count: int) -> np.ndarray:
         """A uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
@@ -267,16 +307,12 @@ class SampledPlan(BatchPlan):
 
     def _draw(self, step: int) -> np.ndarray:
         n, b = len(self._records), self.batch_size
-        keys = self._random.draw(step, n)
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
-            return np.sort(np.argsort(keys, kind="stable")[:b])
-        threshold = b * _KEY_RANGE // n
-        chosen = np.arange(n)
-        if threshold < _KEY_RANGE:
-            chosen = np.flatnonzero(keys < np.uint64(threshold))
+            return self._random.smallest(step, n, b)
+        chosen, keys = self._random.below(step, n, b * _KEY_RANGE // n)
         if self.max_batch_size is not None and len(chosen) > self.max_batch_size:
             # Given that they are below the threshold, the keys are still independent and uniform.
-            smallest = np.argsort(keys[chosen], kind="stable")[: self.max_batch_size]
+            smallest = np.argsort(keys, kind="stable")[: self.max_batch_size]
             chosen = np.sort(chosen[smallest])
         return chosen
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -26,17 +26,20 @@ class Half:
         rows: Records of the batch.
         dim: The dimension that counts them, in every tensor that has one entry for each.
         kept: Positions of the half that is kept.
-        versions: Arguments of a call. All agree in the half that is kept, and none in all others.
+        count: Of the versions.
+        version: The arguments of a call in version 0, 1, ..., count - 1. All agree in the half that
+            is kept, and in the other one version 0 has the records themselves.
     """
 
     rows: int
     dim: int
     kept: torch.Tensor
-    versions: tuple[Call, ...]
+    count: int
+    version: Callable[[int], Call]
 
-    def differ(self, one: int) -> Figure:
-        """Whether version `one` differs from the first: with equal rows there is nothing to see."""
-        pairs = self._pairs(self.versions[0], self.versions[one])
+    def differ(self, number: int) -> Figure:
+        """Whether a version differs from version 0: with equal rows there is nothing to see."""
+        pairs = self._pairs(self.version(0), self.version(number))
         return any_of((a != b).any() for a, b in pairs)
 
     def moved(self, before: Any, after: Any) -> Figure:
@@ -90,16 +93,16 @@ def halves(call: Call, rows: int, dim: int, *, keeps_whole: bool = False) -> Ite
     for is_kept in (places >= rows // 2, places < rows // 2):
         mask = torch.from_numpy(is_kept)
 
-        def version(number: int | None, mask: torch.Tensor = mask) -> Call:
+        def version(number: int, mask: torch.Tensor = mask) -> Call:
             def exchanged(value: Any) -> Any:
                 if not holds_records(value, rows, dim):
                     return value
                 shape = [1] * value.dim()
                 shape[dim] = rows
                 old = new = value.detach()
-                if number is not None:
-                    new = old.index_select(dim, others[number].to(old.device))
-                if number == 0:
+                if number > 0:
+                    new = old.index_select(dim, others[number - 1].to(old.device))
+                if number == 1:
                     new = _scaled(new, 0.25, keeps_whole)
                 kept = mask.to(old.device).reshape(shape)
                 made = torch.where(kept, _scaled(old, 0.5, keeps_whole), new)
@@ -108,8 +111,7 @@ def halves(call: Call, rows: int, dim: int, *, keeps_whole: bool = False) -> Ite
             found: Call = tree_map(exchanged, call)
             return found
 
-        versions = tuple(version(number) for number in (None, *range(len(others))))
-        yield Half(rows, dim, torch.from_numpy(np.flatnonzero(is_kept)), versions)
+        yield Half(rows, dim, torch.from_numpy(np.flatnonzero(is_kept)), 1 + len(others), version)
 
 
 def _copies(call: Call, rows: int, dim: int) -> list[torch.Tensor]:

@@ -63,10 +63,10 @@ class Probe:
 
     def _compared(self, parts: Iterable[Half]) -> Iterator[_Comparison]:
         for half in parts:
-            results = [self._computed(version) for version in half.versions]
-            for one in range(1, len(results)):
-                moved = half.moved(results[0], results[one])
-                yield _Comparison(half, one, moved, half.differ(one))
+            first = self._computed(half.version(0))
+            for number in range(1, half.count):
+                moved = half.moved(first, self._computed(half.version(number)))
+                yield _Comparison(half, number, moved, half.differ(number))
 
     def judge(self, values: Mapping[str, float]) -> bool:
         """Whether records act on each other; reads what `figures` returned."""
@@ -83,7 +83,8 @@ class Probe:
     def _is_the_same_again(self, found: _Comparison) -> bool:
         """Whether it is no accident (random numbers of its own, sums in any order on a GPU)."""
         half = found.half
-        twice = [[self._computed(half.versions[k]) for _ in range(2)] for k in (found.one, 0)]
+        calls = [half.version(number) for number in (found.number, 0)]
+        twice = [[self._computed(call) for _ in range(2)] for call in calls]
         return not any(bool(half.moved(*results)) for results in twice)
 
     def _computed(self, call: Call) -> Any:
@@ -96,7 +97,7 @@ class _Comparison:
     """What was computed from two versions of a batch, and whether it moved."""
 
     half: Half
-    one: int
+    number: int
     moved: Figure
     differ: Figure
 
