@@ -269,7 +269,7 @@ def test_a_device_without_private_noise():
 
 def test_parameters_on_two_devices(monkeypatch):
     monkeypatch.setattr(
-        "hidden_state_adapters.opacus.run.stock_noise.check_noise_source", lambda *_: None
+        "hidden_state_adapters.opacus.stock.noise.check_noise_source", lambda *_: None
     )
     params = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cpu", "meta")]
     optimizer = DPOptimizer(

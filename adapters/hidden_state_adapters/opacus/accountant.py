@@ -23,8 +23,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run
-from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.run.accounted import (
+from hidden_state_adapters.opacus.accounted import (
     AccountedRun,
     Row,
     RunGuarantees,
@@ -32,12 +31,13 @@ from hidden_state_adapters.opacus.run.accounted import (
     nothing,
     undeclared_guarantee,
 )
-from hidden_state_adapters.opacus.run.stock import StockRun
-from hidden_state_adapters.opacus.run.stock_checks import check_finite
-from hidden_state_adapters.opacus.run.stock_clip import StockClip
-from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
-from hidden_state_adapters.opacus.run.stock_loop import StockLoop
-from hidden_state_adapters.opacus.run.stock_noise import StockNoise
+from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.stock.checks import check_finite
+from hidden_state_adapters.opacus.stock.clip import StockClip
+from hidden_state_adapters.opacus.stock.declared import StockDeclaration
+from hidden_state_adapters.opacus.stock.loop import StockLoop
+from hidden_state_adapters.opacus.stock.noise import StockNoise
+from hidden_state_adapters.opacus.stock.run import StockRun
 
 MECHANISM = "hidden_state"
 

@@ -6,7 +6,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, BatchOrder
 from hidden_state_adapters.opacus.data.reading import LoaderReading
-from hidden_state_adapters.opacus.run.stock_coins import has_own_coins
+from hidden_state_adapters.opacus.stock.coins import has_own_coins
 
 _SECRETS = {
     BatchOrder.SHUFFLED_ONCE: "the order of the records was drawn uniformly; nobody ever learns it "

@@ -18,7 +18,7 @@ from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.run.stock import StockRun
+from hidden_state_adapters.opacus.stock.run import StockRun
 
 Row = tuple[float, float, int]
 """Noise multiplier, sample rate, number of steps; as in Opacus' histories."""

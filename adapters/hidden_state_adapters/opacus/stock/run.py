@@ -25,9 +25,9 @@ from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.guards.projection import check_inside
 from hidden_state_adapters.opacus.guards.settings import sgd_options
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
-from hidden_state_adapters.opacus.run.stock_account import StockAccount
-from hidden_state_adapters.opacus.run.stock_assumptions import batch_assumptions, unseen
-from hidden_state_adapters.opacus.run.stock_checks import (
+from hidden_state_adapters.opacus.stock.account import StockAccount
+from hidden_state_adapters.opacus.stock.assumptions import batch_assumptions, unseen
+from hidden_state_adapters.opacus.stock.checks import (
     USE_ENGINE,
     check_finite,
     count_rows,
@@ -36,8 +36,8 @@ from hidden_state_adapters.opacus.run.stock_checks import (
     refuse_adaptive_clipping,
     why_composition,
 )
-from hidden_state_adapters.opacus.run.stock_declared import StockDeclaration
-from hidden_state_adapters.opacus.run.stock_loss import WatchedLoss
+from hidden_state_adapters.opacus.stock.declared import StockDeclaration
+from hidden_state_adapters.opacus.stock.loss import WatchedLoss
 
 _logger = logging.getLogger("hidden_state_accountants")
 

@@ -8,7 +8,7 @@ from typing import Any
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.run.stock_checks import hides_rows, is_in_pieces
+from hidden_state_adapters.opacus.stock.checks import hides_rows, is_in_pieces
 
 _REMEDY = (
     "The noise is noise_multiplier times the clip norm of the optimizer, so it would be that of "

@@ -13,8 +13,8 @@ from opacus.optimizers import DPOptimizer
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.reading import is_poisson, read_loader
 from hidden_state_adapters.opacus.guards.row_counts import RowCounts
-from hidden_state_adapters.opacus.run.stock import StockRun
-from hidden_state_adapters.opacus.run.stock_coins import take_over_coins
+from hidden_state_adapters.opacus.stock.coins import take_over_coins
+from hidden_state_adapters.opacus.stock.run import StockRun
 
 _DECLARE = (
     "Call engine.accountant.declare_run() before the first step: it reads the loader, and without "
