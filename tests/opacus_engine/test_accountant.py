@@ -11,7 +11,7 @@ from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus_stock import DECLARED, DELTA, KINDS, epsilon, event, resume, step
+from opacus_stock import DECLARED, DELTA, KINDS, drawn, epsilon, event, resume, step
 from opacus_stock_loops import secret_generator
 from torch import nn
 
@@ -271,7 +271,7 @@ def test_undeclared_is_poisson_composition_with_one_warning(train):
         assert engine.get_epsilon(DELTA) == value
     steps = len(engine.accountant)
     assert engine.accountant.history == [(2.0, 1 / 6, steps)]
-    sampled = dp_accounting.PoissonSampledDpEvent(1 / 6, dp_accounting.GaussianDpEvent(2.0))
+    sampled = dp_accounting.PoissonSampledDpEvent(drawn(1 / 6), dp_accounting.GaussianDpEvent(2.0))
     stock = dp_accounting.pld.PLDAccountant().compose(sampled, steps)
     assert value == pytest.approx(stock.get_epsilon(DELTA), rel=1e-9)
     with pytest.raises(hsa.UnsupportedRunError, match="before the first step"):

@@ -1,5 +1,7 @@
 """Opacus' own engine with accountant="hidden_state": the declared run of the tests."""
 
+import math
+
 import pytest
 import torch
 from dp_accounting import NeighboringRelation
@@ -12,7 +14,15 @@ SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
 DECLARED = {"batch_order": "cyclic", "dataset_size": 60, "batch_size": 10, "loss_geometry": SOFTMAX}
 
 
+def drawn(rate):
+    """The rate at which Opacus draws: its random numbers are multiples of 2**-24."""
+    return math.ceil(rate * 2**24) / 2**24
+
+
 def event(**changes):
+    if changes.get("batch_order") == "poisson":
+        rate = changes.get("batch_size", 10) / changes.get("dataset_size", 60)
+        changes = {"sampling_rate": drawn(rate), **changes}
     arguments = {
         "noise_multiplier": 2.0, "learning_rate": 0.5, "clip_norm": 2.1, "batch_size": 10,
         "dataset_size": 60, "num_steps": 12, "batch_order": "cyclic", "loss": SOFTMAX,

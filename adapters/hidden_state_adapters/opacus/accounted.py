@@ -17,6 +17,7 @@ from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_adapters.opacus.data.reading import drawn_rate
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.stock.run import StockRun
 
@@ -106,7 +107,7 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
     """Composition of Poisson-sampled Gaussian mechanisms, as stock Opacus accountants assume.
 
     Formal guarantees: ADD_OR_REMOVE_ONE; every iterate may be released; each record joins every
-    batch independently with the sample rate.
+    batch independently with the sample rate as Opacus draws it (`drawn_rate`).
     """
     return Guarantee(
         curve=_curve(rows),
@@ -135,7 +136,8 @@ def _curve(rows: tuple[Row, ...]) -> Curve:
         if rate >= 1:
             mu_squared += steps / noise**2
             continue
-        event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+        gaussian = dp_accounting.GaussianDpEvent(noise)
+        event = dp_accounting.PoissonSampledDpEvent(drawn_rate(rate), gaussian)
         sampled.append(StockEvent(event, steps, NeighboringRelation.ADD_OR_REMOVE_ONE))
     mu = math.sqrt(mu_squared)
     return StandardCurve(tuple(sampled), gaussian_mu=mu) if sampled else GaussianCurve(mu)

@@ -90,7 +90,7 @@ class StockDeclaration:
         if reading.sampling_rate is not None and self.batch_size is not None:
             # Opacus rounds: any batch size of a loader with as many batches.
             n, given = reading.dataset_size, self.batch_size
-            rounds = round(1 / reading.sampling_rate) in (-(-n // given), n // given)
+            rounds = round(1 / reading.sampler.sample_rate) in (-(-n // given), n // given)
             sizes |= {given} if rounds else set()
         if self.batch_size is not None and self.batch_size not in sizes:
             raise _differs("batch_size", reading, reading.batch_size, self.batch_size)
