@@ -363,7 +363,7 @@ def test_the_loader_is_left_as_it_was():
     loop.epoch()
     make("poisson", engine=loop.engine).declare()
     assert type(loop.original.batch_sampler) is BatchSampler
-    assert not hasattr(loop.original.batch_sampler, "watch")
+    assert not hasattr(loop.original.batch_sampler, "watches")
 
 
 def test_make_private_is_called_again_before_the_first_step():

@@ -61,11 +61,13 @@ class StockLoop:
         self.accountant.declare_run(**{"criterion": self.criterion, "feature_norm": 1.0, **changes})
 
 
-def stock_loop(*, declared=None, data=None, loader=None, engine=None, base=None, **arguments):
+def stock_loop(
+    *, declared=None, data=None, loader=None, original=None, engine=None, base=None, **arguments
+):
     """make_private of a PrivacyEngine; `declared` before it is a dictionary of declare_run."""
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, CLASSES)
-    original = DataLoader(
+    original = original or DataLoader(
         records() if data is None else data, **{"batch_size": BATCH, **(loader or {})}
     )
     with warnings.catch_warnings():

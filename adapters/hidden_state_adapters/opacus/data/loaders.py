@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from opacus.data_loader import CollateFnWithEmpty
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.plans import BatchPlan
+from hidden_state_adapters.opacus.data.subsets import FixedSubsets
 
 
 class OrderedBatchSampler(BatchSampler):
@@ -32,7 +32,7 @@ class OrderedBatchSampler(BatchSampler):
     def __init__(self, plan: BatchPlan, cursor: BatchCursor, dataset: Any = None):
         super().__init__(range(len(plan.records)), plan.batch_size, drop_last=False)
         self.plan, self.cursor = plan, cursor
-        self._subsets = [(part, _indices(part)) for part in _subsets(dataset)]
+        self._subsets = FixedSubsets(dataset)
 
     def __iter__(self) -> Iterator[list[int]]:
         self._check_subsets()
@@ -51,13 +51,9 @@ class OrderedBatchSampler(BatchSampler):
             self.cursor.exhaust()
 
     def _check_subsets(self) -> None:
-        for part, indices in self._subsets:
-            if not np.array_equal(_indices(part), indices):
-                raise UnsupportedRunError(
-                    "Expected the indices of torch.utils.data.Subset as they were at make_private, "
-                    "got others: the batches of the run are no longer those that are accounted. "
-                    "Build a new Subset and call make_private again for another order."
-                )
+        reason = self._subsets.why_not()
+        if reason:
+            raise UnsupportedRunError(reason)
 
 
 class OrderedDataLoader(DataLoader):
@@ -118,18 +114,3 @@ def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any
     wrapped = CollateFnWithEmpty(collate, batch_first=batch_first)
     wrapped([data_loader.dataset[plan.records[0]]])
     return wrapped
-
-
-def _indices(part: Subset) -> np.ndarray:
-    """A copy, from a sequence, an array or a tensor."""
-    indices = part.indices
-    return np.array(indices.tolist() if hasattr(indices, "tolist") else indices)
-
-
-def _subsets(dataset: Any) -> Iterator[Subset]:
-    if isinstance(dataset, Subset):
-        yield dataset
-        yield from _subsets(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            yield from _subsets(part)

@@ -5,9 +5,12 @@ The sampler of its batches becomes one of a class that tells, and deals what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
@@ -16,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.subsets import FixedSubsets
 
 _FETCHED_AHEAD = 1  # batches that a loop may take from the loader before it steps on them
 
@@ -28,7 +32,7 @@ class LoaderWatch:
     at the end of its pass at the latest.
 
     Nothing is raised while the loader is iterated, which may be for another purpose; only a step
-    is refused.
+    is refused. Several watches may follow one loader, each for a run of its own.
 
     Args:
         data_loader: One that `reading.read_loader` reads.
@@ -36,6 +40,7 @@ class LoaderWatch:
         counts_steps: Whether batches are drawn for every step, and have no place in an epoch.
         batch: Gives the indices of a batch by its place in the epoch, where they are fixed.
         why_not: Looks at the loader when a pass starts; returns what is wrong with it, or "".
+        generator: What draws the batches, whose states are compared, or None.
     """
 
     def __init__(
@@ -46,31 +51,49 @@ class LoaderWatch:
         counts_steps: bool,
         batch: Callable[[int], Sequence[int]] | None,
         why_not: Callable[[], str],
+        generator: Callable[[], torch.Generator | None],
     ):
         prefetched = data_loader.num_workers * (data_loader.prefetch_factor or 0)
         self._cursor = BatchCursor(
             num_batches, prefetched + _FETCHED_AHEAD, counts_steps=counts_steps
         )
+        self._draws_each, self._generator = counts_steps, generator
+        self._subsets = FixedSubsets(data_loader.dataset)
+        self._changed = ""  # for good, unlike the problem of a pass
+        self._states: dict[int, Hashable] = {}
+        self._used_states: set[Hashable] = set()
         self._is_kept = num_batches == 1 and not counts_steps
         self._batch, self._why_not = batch, why_not
         self._rows: dict[int, int] = {}
         self._problem = ""  # of the pass at hand
-        self._sampler = data_loader.batch_sampler
+        self._sampler: Any = data_loader.batch_sampler
         self._was = _unwatched(type(self._sampler))
-        self._sampler.watch = self
-        self._sampler.__class__ = _WATCHED[self._was]
+        if "watches" not in vars(self._sampler):
+            self._sampler.__class__ = _WATCHED[self._was]
+            self._sampler.watches = []
+        self._sampler.watches.append(self)
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a pass that starts now, as they are."""
         pass_id, first = self._cursor.start_pass(), self._cursor.first_index
         self._rows.clear()
+        self._states.clear()
         self._problem = self._why_not()  # what went wrong before concerned passes that are over
-        return self._batches(batches, pass_id, first)
+        self._compare_subsets()
+        return self._batches(iter(batches), pass_id, first)
 
-    def _batches(self, batches: Iterable[Any], pass_id: int, first: int) -> Iterator[Any]:
-        for index, batch in enumerate(batches, first):
+    def _batches(self, batches: Iterator[Any], pass_id: int, first: int) -> Iterator[Any]:
+        for index in itertools.count(first):
+            if index == first or self._draws_each:
+                state = state_of(self._generator())
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
             if self._cursor.pass_id == pass_id:
                 self._announce(index, batch)
+                # An order is drawn once, and a state of its own for every batch of it.
+                self._states[index] = state if self._draws_each else state and (state, index)
             else:
                 self._note(
                     "a pass over the loader went on after another one had been started, so the "
@@ -80,6 +103,10 @@ class LoaderWatch:
             yield batch
         if self._cursor.pass_id == pass_id:
             self._cursor.exhaust()
+        self._compare_subsets()
+
+    def _compare_subsets(self) -> None:
+        self._changed = self._changed or self._subsets.why_not()
 
     def _announce(self, index: int, batch: Sequence[int]) -> None:
         if self._batch is not None and list(batch) != list(self._batch(index)):
@@ -103,8 +130,8 @@ class LoaderWatch:
         Raises:
             UnsupportedRunError: It is about none, or about another one.
         """
-        if self._problem:
-            raise UnsupportedRunError(self._problem)
+        if self._changed or self._problem:
+            raise UnsupportedRunError(self._changed or self._problem)
         expected = self._cursor.expected_index
         index, _ = self._cursor.take()
         if index is None or index != expected:
@@ -114,7 +141,21 @@ class LoaderWatch:
                 "order, exactly once per epoch. Iterate that loader itself, to its end, and step "
                 "once per batch."
             )
+        self._use_state(index)
         return self._rows[index]
+
+    def _use_state(self, index: int) -> None:
+        state = self._states.get(index)
+        if state is None:
+            return
+        if state in self._used_states:
+            raise UnsupportedRunError(
+                "its batch was drawn from a state of the generator that drew an earlier batch of "
+                "the run already, so that batch came again: the generator was seeded or set back "
+                "(manual_seed, set_state, torch.random.fork_rng). Leave it alone during a run, or "
+                "give the DataLoader none."
+            )
+        self._used_states.add(state)
 
     def stepped(self, steps: int) -> None:
         """The step was recorded; now there are `steps`."""
@@ -126,43 +167,64 @@ class LoaderWatch:
 
     def check_finished(self) -> None:
         """Raises UnsupportedRunError if batches were left out in a pass that has ended."""
+        self._compare_subsets()
+        if self._changed:
+            raise UnsupportedRunError(self._changed)
         self._cursor.check_finished()
 
     def close(self) -> None:
         """Leaves the sampler as it was."""
-        if self._sampler.__dict__.get("watch") is self:
-            self._sampler.__class__ = self._was
-            del self._sampler.watch
+        watches = self._sampler.__dict__.get("watches", [])
+        if self in watches:
+            watches.remove(self)
+            if not watches:
+                self._sampler.__class__ = self._was
+                del self._sampler.watches
+
+
+def state_of(generator: torch.Generator | None) -> bytes | None:
+    """A short hash of the state of a generator; None without one, or where nobody can read it."""
+    try:
+        state = None if generator is None else generator.get_state()
+    except RuntimeError:  # that of secure_mode reads the operating system's source
+        return None
+    return None if state is None else hashlib.sha256(state.numpy().tobytes()).digest()[:8]
+
+
+def _followed(watches: Iterable[LoaderWatch], batches: Iterable[Any]) -> Iterator[Any]:
+    for watch in watches:
+        batches = watch.follow(batches)
+    return iter(batches)
 
 
 # One base each and nothing new to hold: a sampler has to be able to become one of these.
 
 
 class WatchedBatchSampler(BatchSampler):
-    """torch's sampler of fixed-size batches, which tells a watch about every pass."""
+    """torch's sampler of fixed-size batches, which tells its watches about every pass."""
 
-    watch: LoaderWatch
+    watches: list[LoaderWatch]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.watch.follow(super().__iter__())
+        return _followed(self.watches, super().__iter__())
 
 
 class WatchedPoissonSampler(UniformWithReplacementSampler):
     """Opacus' Poisson sampler, likewise."""
 
-    watch: LoaderWatch
+    watches: list[LoaderWatch]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.watch.follow(super().__iter__())
+        return _followed(self.watches, super().__iter__())
 
 
 class WatchedDistributedPoissonSampler(DistributedUniformWithReplacementSampler):
     """Opacus' Poisson sampler for several processes, likewise."""
 
-    watch: LoaderWatch
+    watches: list[LoaderWatch]
 
     def __iter__(self) -> Iterator[Any]:
-        return self.watch.follow(super().__iter__())
+        return _followed(self.watches, super().__iter__())
 
 
 _WATCHED: dict[type, type] = {

@@ -15,7 +15,10 @@ _SECRETS = {
     "generator that drew them",
     BatchOrder.POISSON: "nobody ever learns which records were drawn, or the sizes of the batches",
 }
-_SEED = "nobody ever learns the seed of the generator that drew the Poisson batches"
+_SEED = (
+    "nobody ever learns the seed of the generator that drew the Poisson batches, which gives no "
+    "other numbers"
+)
 OWN_COINS = Assumption.checked(
     "Poisson batches drawn by a generator of the run's own, whose state the operating system drew "
     "and no seed of the program reaches"

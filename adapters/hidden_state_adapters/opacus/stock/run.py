@@ -16,17 +16,17 @@ from hidden_state_accountants import (
     UnsupportedRunError,
 )
 from hidden_state_adapters.opacus.data.reading import read_loader
-from hidden_state_adapters.opacus.data.watch import LoaderWatch
 from hidden_state_adapters.opacus.gradients.norms import joint_norm
 from hidden_state_adapters.opacus.gradients.sums import gradient_norms
-from hidden_state_adapters.opacus.guards.base import Piece, at_step
+from hidden_state_adapters.opacus.guards.base import Piece
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard, check_clip_margin
 from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.guards.projection import check_inside
 from hidden_state_adapters.opacus.guards.settings import sgd_options
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
 from hidden_state_adapters.opacus.stock.account import StockAccount
-from hidden_state_adapters.opacus.stock.assumptions import batch_assumptions, unseen
+from hidden_state_adapters.opacus.stock.assumptions import unseen
+from hidden_state_adapters.opacus.stock.batches import FollowedBatches
 from hidden_state_adapters.opacus.stock.checks import (
     USE_ENGINE,
     check_finite,
@@ -61,7 +61,7 @@ class StockRun:
         self._declared = declared
         self._account: StockAccount | None = None
         self._record: RunRecorder | None = None
-        self._watch: LoaderWatch | None = None
+        self._batches: FollowedBatches | None = None
         self._watched_loss: WatchedLoss | None = None
         self._batch_assumptions: tuple[Assumption, ...] = ()
         self._is_composition: bool | None = None
@@ -130,17 +130,11 @@ class StockRun:
         self.close()
         self._account, self._record, self._is_composition = account, record, is_composition
         self._watched_loss = loss
-        self._batch_assumptions = batch_assumptions(reading, account.order, relation)
         if loss is not None:
             loss.watch()
-        self._watch = LoaderWatch(
-            loader,
-            reading.num_batches,
-            counts_steps=reading.order is BatchOrder.POISSON,
-            batch=None if reading.plan is None else reading.plan.batch,
-            why_not=reading.why_not,
-        )
-        self._watch.resume(record.num_steps)
+        self._batches = FollowedBatches(loader, reading)
+        self._batch_assumptions = self._batches.assumptions(account.order, relation)
+        self._batches.resume(record.num_steps)
 
     def _the_loader(self, found: Any) -> Any:
         given = self._declared.data_loader
@@ -168,14 +162,14 @@ class StockRun:
 
     def close(self) -> None:
         """Leaves loader, model and criterion as they were."""
-        for watch in (self._watch, self._watched_loss):
+        for watch in (self._batches, self._watched_loss):
             if watch is not None:
                 watch.close()
 
     def check(self) -> None:
         """Raises UnsupportedRunError if batches were left out in a pass that has ended."""
-        if self._watch is not None:
-            self._watch.check_finished()
+        if self._batches is not None:
+            self._batches.check_finished()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state of a recorder into a run without steps.
@@ -190,8 +184,8 @@ class StockRun:
                 "Call make_private on a fresh engine, then load."
             )
         self._record, self._is_composition = self._account.restored(state)
-        if self._watch is not None:
-            self._watch.resume(self._record.num_steps)
+        if self._batches is not None:
+            self._batches.resume(self._record.num_steps)
 
     # The steps
 
@@ -222,17 +216,11 @@ class StockRun:
     def _take_batch(self, optimizer: DPOptimizer, step: int) -> int | None:
         """The rows of the batch that the step is about; None if it does not show them."""
         assert self._account is not None
-        assert self._watch is not None
+        assert self._batches is not None
         self._is_ghost = hides_rows(optimizer)
         is_poisson = self._account.order is BatchOrder.POISSON
         rows = count_rows(optimizer, step, is_poisson=is_poisson)
-        expected = at_step(step, self._watch.take)
-        if rows not in (None, expected):
-            raise UnsupportedRunError(
-                f"step {step} used {rows} rows, expected the {expected} records of its batch: "
-                "another batch, or one whose rows were left out or repeated. Train on the batches "
-                "of the loader that make_private returned, as they are."
-            )
+        self._batches.take(step, rows)
         return rows
 
     def _becomes_composition(self, reason: str) -> bool:
@@ -300,7 +288,7 @@ class StockRun:
         weight_decay: float,
         rows: int | None,
     ) -> None:
-        assert self._watch is not None
+        assert self._batches is not None
         self.recorder.step(
             noise_multiplier=float(optimizer.noise_multiplier),
             learning_rate=learning_rate,
@@ -309,4 +297,4 @@ class StockRun:
             batch_index=self.recorder.expected_batch_index,
             batch_rows=rows,
         )
-        self._watch.stepped(self.recorder.num_steps)
+        self._batches.stepped(self.recorder.num_steps)

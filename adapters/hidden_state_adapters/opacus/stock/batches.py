@@ -1,0 +1,91 @@
+"""The batches of a stock loader, from its sampler to the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.reading import LoaderReading
+from hidden_state_adapters.opacus.data.watch import LoaderWatch
+from hidden_state_adapters.opacus.guards.base import Piece, at_step
+from hidden_state_adapters.opacus.guards.records import RecordsGuard
+from hidden_state_adapters.opacus.stock.assumptions import batch_assumptions
+from hidden_state_adapters.opacus.stock.coins import has_own_coins
+
+
+class FollowedBatches:
+    """Compares every step with the batch that the loader dealt, and the records with themselves.
+
+    Args:
+        loader: A loader that was read.
+        reading: What was read.
+    """
+
+    def __init__(self, loader: Any, reading: LoaderReading):
+        self._reading = reading
+        self._records = RecordsGuard(loader.dataset)
+        self._watch = LoaderWatch(
+            loader,
+            reading.num_batches,
+            counts_steps=reading.order is BatchOrder.POISSON,
+            batch=None if reading.plan is None else reading.plan.batch,
+            why_not=reading.why_not,
+            generator=self._generator,
+        )
+
+    def _generator(self) -> torch.Generator | None:
+        """What draws the batches, if somebody may set it back."""
+        order, sampler = self._reading.order, self._reading.sampler
+        if order not in (BatchOrder.POISSON, BatchOrder.RESHUFFLED) or has_own_coins(sampler):
+            return None
+        drawing = sampler if order is BatchOrder.POISSON else sampler.sampler
+        return drawing.generator or torch.default_generator
+
+    def assumptions(
+        self, order: BatchOrder, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """What was read and is followed, what is secret, and what is known of the records.
+
+        Args:
+            order: That is accounted.
+            relation: Of the guarantee.
+        """
+        return (*batch_assumptions(self._reading, order, relation), *self._records.assumptions)
+
+    def take(self, step: int, rows: int | None) -> None:
+        """Takes the batch that step `step` has to be about.
+
+        Args:
+            step: From 1 on.
+            rows: That the step added up; None if it does not show them.
+
+        Raises:
+            UnsupportedRunError: It is about another batch, or the records changed.
+        """
+        self._records.before(Piece(step=step, params=()))
+        expected = at_step(step, self._watch.take)
+        if rows not in (None, expected):
+            raise UnsupportedRunError(
+                f"step {step} used {rows} rows, expected the {expected} records of its batch: "
+                "another batch, or one whose rows were left out or repeated. Train on the batches "
+                "of the loader that make_private returned, as they are."
+            )
+
+    def stepped(self, steps: int) -> None:
+        """The step was recorded; now there are `steps`."""
+        self._watch.stepped(steps)
+
+    def resume(self, steps: int) -> None:
+        """The run goes on after `steps` steps."""
+        self._watch.resume(steps)
+
+    def check_finished(self) -> None:
+        """Raises UnsupportedRunError if batches were left out in a pass that has ended."""
+        self._watch.check_finished()
+
+    def close(self) -> None:
+        """Leaves the loader as it was."""
+        self._watch.close()

@@ -1,0 +1,148 @@
+"""Stock engines: the batches of a run are drawn anew, and its records stay what they are."""
+
+import pytest
+import torch
+from opacus_stock import SOFTMAX, epsilon, event
+from opacus_stock_loops import BATCH, records, secret_generator, stock_loop
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import hidden_state_accountants as hsa
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+CAME_AGAIN = "a state of the generator that drew an earlier batch of the run already"
+
+
+def run_on(**arguments):
+    return stock_loop(declared={"loss_geometry": SOFTMAX}, **arguments)
+
+
+# --- row 95: the generator of the batches is set back ---------------------------------------------
+
+
+def forked(loop):
+    with torch.random.fork_rng():
+        loop.epoch()
+
+
+@pytest.fixture
+def secret_seed():
+    """Of torch's default generator, which shuffles where the loader has no generator."""
+    with torch.random.fork_rng():
+        yield
+
+
+@pytest.mark.usefixtures("secret_seed")
+def test_epochs_from_the_same_state_of_the_default_generator():
+    """Reported 1.28, true 3.13: every epoch deals the batches of the first one."""
+    loop = stock_loop(loader={"shuffle": True})
+    torch.manual_seed(secret_generator().initial_seed())
+    loop.accountant.declare_run(loss_geometry=SOFTMAX)
+    forked(loop)
+    with pytest.raises(hsa.UnsupportedRunError, match=f"step 7: .*{CAME_AGAIN}"):
+        forked(loop)
+
+
+@pytest.mark.parametrize("kind", ["reshuffled", "poisson"])
+def test_a_generator_that_is_set_back(kind):
+    generator = secret_generator()
+    if kind == "poisson":
+        loop = run_on(loader={"generator": generator}, poisson_sampling=True)
+    else:
+        loop = run_on(loader={"shuffle": True, "generator": generator})
+    state = generator.get_state()
+    loop.epoch()
+    generator.set_state(state)
+    with pytest.raises(hsa.UnsupportedRunError, match=f"step 7: .*{CAME_AGAIN}"):
+        loop.epoch()
+
+
+def test_a_generator_that_is_set_back_before_every_batch():
+    generator = secret_generator()
+    loop = run_on(loader={"generator": generator}, poisson_sampling=True)
+    batches, state = iter(loop.loader), generator.get_state()
+    loop.step(next(batches))
+    generator.set_state(state)
+    with pytest.raises(hsa.UnsupportedRunError, match=f"step 2: .*{CAME_AGAIN}"):
+        loop.step(next(batches))
+
+
+def test_an_order_that_was_only_looked_at_may_come_again():
+    generator = secret_generator()
+    loop = run_on(loader={"shuffle": True, "generator": generator})
+    state = generator.get_state()
+    assert len(list(loop.loader)) == 6
+    generator.set_state(state)
+    for _ in range(2):
+        loop.epoch()
+    assert loop.epsilon == epsilon(event(batch_order="reshuffled"))
+
+
+# --- row 96: the records change -------------------------------------------------------------------
+
+
+def test_records_that_are_written_between_epochs():
+    loop = run_on()
+    loop.epoch()
+    loop.loader.dataset.tensors[0][0] *= -1
+    with pytest.raises(hsa.UnsupportedRunError, match="step 7 follows a write to the tensors"):
+        loop.epoch()
+
+
+@pytest.mark.parametrize("poisson", [False, True])
+def test_indices_of_a_subset_that_change(poisson):
+    data = Subset(records(70), list(range(60)))
+    loop = run_on(data=data, poisson_sampling=poisson)
+    loop.epoch()
+    data.indices = list(range(10, 70))
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 7: .*indices of torch"):
+        loop.epoch()
+
+
+def test_indices_that_change_in_the_last_epoch():
+    data = Subset(records(70), list(range(60)))
+    loop = run_on(data=data)
+    for batch in loop.loader:
+        loop.step(batch)
+        data.indices = list(range(10, 70))
+    data.indices = list(range(60))
+    with pytest.raises(hsa.UnsupportedRunError, match="the indices of torch"):
+        _ = loop.epsilon
+
+
+class Streamed(Dataset):
+    """Records that nobody can watch."""
+
+    def __init__(self):
+        self.records = records()
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        return self.records[index]
+
+
+def test_what_is_known_of_the_records_is_listed():
+    checked = "checked: tensors of the data set without writes that torch counts"
+    declared = "declared: the data set holds the same records during the whole run"
+    for data, line in ((records(), checked), (Streamed(), declared)):
+        loop = run_on(data=data)
+        loop.epoch()
+        lines = [str(a) for a in loop.accountant.guarantee.assumptions]
+        assert [text for text in (checked, declared) if text in lines] == [line]
+
+
+# --- one loader for several runs ------------------------------------------------------------------
+
+
+def test_two_engines_on_one_loader():
+    """Neither engine hides the batches from the other one."""
+    loader = DataLoader(records(), batch_size=BATCH)
+    loops = [run_on(original=loader) for _ in range(2)]
+    for _ in range(2):
+        for loop in loops:
+            loop.epoch()
+    for loop in loops:
+        assert loop.loader is loader
+        assert loop.epsilon == epsilon(event())
