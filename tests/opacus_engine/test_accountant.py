@@ -132,10 +132,12 @@ def test_ghost_clipping_hides_the_rows(make_loader, order):
     assert "no penalty, no hook on a layer" in listed  # their part of the sum is not clipped
 
 
-def test_adaptive_clipping_is_refused(train):
+@pytest.mark.parametrize("declared", [DECLARED, None])
+def test_adaptive_clipping_is_refused(train, declared):
     with pytest.raises(hsa.UnsupportedRunError, match="step 1 uses adaptive clipping"):
         train(
-            DECLARED,
+            declared,
+            poisson_sampling=declared is None,
             clipping="adaptive",
             target_unclipped_quantile=0.5,
             clipbound_learning_rate=0.2,
@@ -177,6 +179,25 @@ def test_gradients_that_are_not_finite(train, optimizer, factor):
     with pytest.raises(hsa.UnsupportedRunError, match="step 13 has a gradient that is not finite"):
         step(*run[1:], factor=factor)
     assert all(p.isfinite().all() for p in run[1].parameters())
+
+
+@pytest.mark.filterwarnings("ignore:No run was declared")
+@pytest.mark.parametrize("declared", [{**DECLARED, "loss_geometry": None}, None])
+def test_a_refused_step_ends_the_run(train, declared):
+    """Row 97: which step a loop leaves out would depend on the record."""
+    engine, *run = train(declared, poisson_sampling=declared is None)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 13 has a gradient that is not finite"):
+        step(*run, factor=math.inf)
+    resumed = HiddenStateAccountant()
+    resumed.load_state_dict(engine.accountant.state_dict())
+    ended = "which ended it: step 13 has a gradient that is not finite"
+    for go_on in (
+        lambda: step(*run),
+        lambda: engine.get_epsilon(DELTA),
+        lambda: resumed.get_epsilon(DELTA),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match=ended):
+            go_on()
 
 
 def test_accumulation_raises(train):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -32,7 +33,7 @@ from hidden_state_adapters.opacus.accounted import (
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.stock.checks import check_finite
+from hidden_state_adapters.opacus.stock.checks import check_finite, refuse_adaptive_clipping
 from hidden_state_adapters.opacus.stock.clip import StockClip
 from hidden_state_adapters.opacus.stock.declared import StockDeclaration
 from hidden_state_adapters.opacus.stock.loop import StockLoop
@@ -295,39 +296,55 @@ class HiddenStateAccountant(IAccountant):
 
         def hook_fn(optimizer: DPOptimizer) -> None:
             if not _records_itself(optimizer):
-                clip.check(loop.module, optimizer)
-                self._record_step(loop, optimizer, noise.take_over(optimizer))
+                self._admit_step(loop, optimizer)
+                with self._ended_by_refusals():
+                    clip.check(loop.module, optimizer)
+                    self._record_step(loop, optimizer, noise.take_over(optimizer))
 
         return hook_fn
 
-    def _record_step(self, loop: StockLoop, optimizer: DPOptimizer, noise: Assumption) -> None:
-        run = loop.run
-        if run is None:
-            self._assume_undeclared(noise)
-            self._record_undeclared_step(loop, optimizer)
-        else:
-            if run is not self._declared:
+    def _admit_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+        """Raises UnsupportedRunError if there may be no step; looks at nothing of the records."""
+        self.check_not_refused()
+        refuse_adaptive_clipping(optimizer, len(self) + 1)
+        if loop.run is not None:
+            if loop.run is not self._declared:
                 raise UnsupportedRunError(
                     "This run ended when the next one was declared; its last iterate was taken as "
                     "released then."
                 )
             loop.check_owner(optimizer)
-            run.observe(optimizer)
-            if not loop.has_begun:
-                self._assume(noise)
-        loop.has_begun = True
-
-    def _record_undeclared_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+            return
         if self._runs or self._declared is not None:
             raise UnsupportedRunError(
                 "Expected one declare_run for every make_private, got an optimizer without one. "
                 "Call engine.accountant.declare_run(...) after make_private, before its first step."
             )
         loop.check_undeclared()
+
+    @contextlib.contextmanager
+    def _ended_by_refusals(self) -> Iterator[None]:
+        """Remembers what is refused within: which step it was may depend on a record."""
+        try:
+            yield
+        except UnsupportedRunError as error:
+            self.refuse(f"A step of the run was refused, which ended it: {error}")
+            raise
+
+    def _record_step(self, loop: StockLoop, optimizer: DPOptimizer, noise: Assumption) -> None:
+        if loop.run is None:
+            self._assume_undeclared(noise)
+            self._record_undeclared_step(loop, optimizer)
+        else:
+            loop.run.observe(optimizer)
+            if not loop.has_begun:
+                self._assume(noise)
+        loop.has_begun = True
+
+    def _record_undeclared_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
         check_finite(optimizer, len(self) + 1)
         reason = loop.why_not_poisson(optimizer)
         if reason:
-            self.refuse(reason)
             raise UnsupportedRunError(reason)
         rate = loop.sample_rate * optimizer.accumulated_iterations
         self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
@@ -402,8 +419,6 @@ class HiddenStateAccountant(IAccountant):
             )
         if state_dict.get("runs"):
             self._load_runs(list(state_dict["runs"]))
-            for reason in state_dict.get("refusals", ()):
-                self.refuse(str(reason))
         elif state_dict["history"]:
             if self._runs:
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
@@ -411,6 +426,8 @@ class HiddenStateAccountant(IAccountant):
             self._is_written = False
             for text in state_dict.get("assumptions", ()):
                 self._assume_undeclared(Assumption.declared(text))
+        for reason in state_dict.get("refusals", ()):
+            self.refuse(str(reason))
 
     def _load_runs(self, states: list[Any]) -> None:
         if self._declared is not None and not self._declared.is_known:

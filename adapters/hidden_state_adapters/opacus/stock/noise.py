@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from opacus.optimizers import (
-    AdaClipDPOptimizer,
     DistributedDPOptimizer,
     DPOptimizer,
     DPOptimizerFastGradientClipping,
@@ -23,7 +22,6 @@ from hidden_state_adapters.opacus.guards.noise import NoiseMemory, assumption_on
 _KNOWN: set[Callable[..., Any]] = {
     kind.add_noise
     for kind in (
-        AdaClipDPOptimizer,
         DPOptimizer,
         DPOptimizerFastGradientClipping,
         DistributedDPOptimizer,
@@ -32,8 +30,7 @@ _KNOWN: set[Callable[..., Any]] = {
 }
 """What adds noise from `optimizer.generator` to sums that are still there afterwards.
 
-Clipping per layer inherits it. AdaClip also adds noise to its count of clipped gradients; drawn
-again, the count has both.
+Clipping per layer inherits it.
 """
 
 

@@ -33,7 +33,6 @@ from hidden_state_adapters.opacus.stock.checks import (
     count_rows,
     hides_rows,
     is_in_pieces,
-    refuse_adaptive_clipping,
     why_composition,
 )
 from hidden_state_adapters.opacus.stock.declared import StockDeclaration
@@ -196,7 +195,6 @@ class StockRun:
             UnsupportedRunError: It is not one of the run.
         """
         step = self.recorder.num_steps + 1
-        refuse_adaptive_clipping(optimizer, step)
         rows = self._take_batch(optimizer, step)
         check_finite(optimizer, step)
         reason = why_composition(optimizer)
