@@ -345,7 +345,7 @@ MISUSES = [
     (56, undeclared_shuffled_batches, "Expected a Poisson loader"),
     (56, undeclared_draws_with_replacement, "Expected a Poisson loader"),
     (56, undeclared_at_a_higher_rate, r"1 / len\(data_loader\) = 0.05, got 0.5"),
-    (56, undeclared_on_the_original_loader, "got 10 rows in each of the first 15 batches"),
+    (56, undeclared_on_the_original_loader, f"step 1: .*{NO_NEW_BATCH} 0"),
     (56, undeclared_hook_by_hand, "got 10 rows in each of the first 15 batches"),
     (57, two_processes(cyclic), "Expected one process, got 2 with DataLoader"),
     (57, two_processes(poisson_from_all_records_in_each), "Expected one process, got 2"),

@@ -177,7 +177,8 @@ def test_it_is_listed(declared, given):
     generator = torch.Generator() if given else None
     loop = Loop("DPOptimizer", engine, noise_generator=generator, poisson_sampling=not declared)
     list(loop.steps())
-    (line,) = [line for line in loop.assumptions if "generator" in line]
+    noise = "noise from a generator", "noise_generator"
+    (line,) = [line for line in loop.assumptions if any(name in line for name in noise)]
     words = "declared: noise_generator has a" if given else "checked: noise from a generator of its"
     assert line.startswith(words)
     assert loop.optimizer.generator is generator or not given

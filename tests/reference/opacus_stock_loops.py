@@ -87,7 +87,9 @@ def stock_loop(
         private = engine.make_private_with_epsilon(target_delta=DELTA, **options)
     else:
         private = engine.make_private(**{"noise_multiplier": 2.0, **options})
-    return StockLoop(engine, *private, criterion=nn.CrossEntropyLoss(), original=original)
+    model, optimizer, *criterion, made = private  # with ghost clipping a criterion as well
+    criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
+    return StockLoop(engine, model, optimizer, made, criterion, original)
 
 
 def plain_sgd(parameters):

@@ -25,6 +25,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.accounted import (
+    ON_TRUST,
     AccountedRun,
     Row,
     RunGuarantees,
@@ -37,7 +38,9 @@ from hidden_state_adapters.opacus.stock.checks import check_finite, refuse_adapt
 from hidden_state_adapters.opacus.stock.clip import StockClip
 from hidden_state_adapters.opacus.stock.declared import StockDeclaration
 from hidden_state_adapters.opacus.stock.loop import StockLoop
+from hidden_state_adapters.opacus.stock.model import check_collate, check_model
 from hidden_state_adapters.opacus.stock.noise import StockNoise
+from hidden_state_adapters.opacus.stock.pieces import PieceWatch
 from hidden_state_adapters.opacus.stock.run import StockRun
 
 MECHANISM = "hidden_state"
@@ -86,11 +89,12 @@ class HiddenStateAccountant(IAccountant):
         self._runs: list[AccountedRun] = []
         self._declared: StockRun | None = None  # the newest; not among the runs until it is read
         self._loop: StockLoop | None = None  # that Opacus made last
+        self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
+        self._undeclared_loops: list[StockLoop] = []
         super().__init__()
         self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
         self._warned: set[str] = set()
         self._refusals: list[str] = []
-        self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
         self._guarantees = RunGuarantees(self.neighboring_relation)
 
     @classmethod
@@ -254,6 +258,7 @@ class HiddenStateAccountant(IAccountant):
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
         self._is_written = bool(self._history)  # a question (calibration), not a training run
+        self._of_undeclared = ON_TRUST if self._history else ()
 
     def __len__(self) -> int:
         return sum(steps for _, _, steps in self.history)
@@ -269,6 +274,11 @@ class HiddenStateAccountant(IAccountant):
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
                 "direct call of step(), which does not say enough about the step."
             )
+        for assumption in ON_TRUST:
+            self._assume_undeclared(assumption)
+        self._add_row(noise_multiplier, sample_rate)
+
+    def _add_row(self, noise_multiplier: float, sample_rate: float) -> None:
         self._is_written = False
         row = float(noise_multiplier), float(sample_rate)
         if self._history and self._history[-1][:2] == row:
@@ -285,6 +295,8 @@ class HiddenStateAccountant(IAccountant):
         """
         loop = StockLoop.of_caller(self, sample_rate)
         loop.check_calibration()
+        check_model(loop.module)
+        check_collate(loop.data_loader)
         run = self._declared
         if run is not None and not run.has_begun and not _records_itself(loop.optimizer):
             loop.start(run, self.neighboring_relation)
@@ -292,21 +304,37 @@ class HiddenStateAccountant(IAccountant):
                 self._loop.run = None  # make_private was called again
             self._list(run)
         self._loop = loop
+        if loop.optimizer is not None and not _records_itself(loop.optimizer):
+            self._watch_pieces(loop, loop.optimizer)
+            if loop.run is None:
+                loop.follow()
         noise, clip = StockNoise(), StockClip()
 
         def hook_fn(optimizer: DPOptimizer) -> None:
             if not _records_itself(optimizer):
-                self._admit_step(loop, optimizer)
+                step = len(self) + 1
+                self._admit_step(loop, optimizer, step)
                 with self._ended_by_refusals():
                     clip.check(loop.module, optimizer)
-                    self._record_step(loop, optimizer, noise.take_over(optimizer))
+                    self._record_step(loop, optimizer, step, noise.take_over(optimizer))
 
         return hook_fn
 
-    def _admit_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+    def _watch_pieces(self, loop: StockLoop, optimizer: DPOptimizer) -> PieceWatch:
+        def look(optimizer: DPOptimizer) -> None:
+            if loop.run is not None:
+                loop.run.check_piece(optimizer)
+
+        def refusing() -> contextlib.AbstractContextManager[None]:
+            return self._ended_by_refusals()
+
+        loop.pieces = PieceWatch(optimizer, refusing, look)
+        return loop.pieces
+
+    def _admit_step(self, loop: StockLoop, optimizer: DPOptimizer, step: int) -> None:
         """Raises UnsupportedRunError if there may be no step; looks at nothing of the records."""
         self.check_not_refused()
-        refuse_adaptive_clipping(optimizer, len(self) + 1)
+        refuse_adaptive_clipping(optimizer, step)
         if loop.run is not None:
             if loop.run is not self._declared:
                 raise UnsupportedRunError(
@@ -320,7 +348,8 @@ class HiddenStateAccountant(IAccountant):
                 "Expected one declare_run for every make_private, got an optimizer without one. "
                 "Call engine.accountant.declare_run(...) after make_private, before its first step."
             )
-        loop.check_undeclared()
+        if not loop.has_begun:
+            loop.check_undeclared()
 
     @contextlib.contextmanager
     def _ended_by_refusals(self) -> Iterator[None]:
@@ -331,23 +360,33 @@ class HiddenStateAccountant(IAccountant):
             self.refuse(f"A step of the run was refused, which ended it: {error}")
             raise
 
-    def _record_step(self, loop: StockLoop, optimizer: DPOptimizer, noise: Assumption) -> None:
+    def _record_step(
+        self, loop: StockLoop, optimizer: DPOptimizer, step: int, noise: Assumption
+    ) -> None:
+        # The pieces of a hook that was attached by hand are counted from the second step on.
+        pieces = loop.pieces or self._watch_pieces(loop, optimizer)
+        rows = pieces.take_rows()
         if loop.run is None:
+            self._record_undeclared_step(loop, optimizer, step, rows)
             self._assume_undeclared(noise)
-            self._record_undeclared_step(loop, optimizer)
         else:
-            loop.run.observe(optimizer)
+            loop.run.observe(optimizer, rows)
             if not loop.has_begun:
                 self._assume(noise)
         loop.has_begun = True
 
-    def _record_undeclared_step(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
-        check_finite(optimizer, len(self) + 1)
-        reason = loop.why_not_poisson(optimizer)
-        if reason:
-            raise UnsupportedRunError(reason)
+    def _record_undeclared_step(
+        self, loop: StockLoop, optimizer: DPOptimizer, step: int, rows: int | None
+    ) -> None:
+        check_finite(optimizer, step)
+        loop.take_undeclared(optimizer, step, rows)
+        if not loop.has_begun:
+            self._undeclared_loops.append(loop)
+            known = loop.undeclared_assumptions(optimizer)
+            for assumption in ON_TRUST if known is None else known:
+                self._assume_undeclared(assumption)
         rate = loop.sample_rate * optimizer.accumulated_iterations
-        self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+        self._add_row(optimizer.noise_multiplier, rate)
 
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
         """The epsilon of everything recorded, at `delta`; further arguments are ignored.
@@ -375,6 +414,8 @@ class HiddenStateAccountant(IAccountant):
                 "fresh accountant for each."
             )
         if self._history:
+            for loop in self._undeclared_loops:
+                loop.check_finished()
             guarantee = undeclared_guarantee(tuple(self._history))
             merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
             return attrs.evolve(guarantee, assumptions=merged)

@@ -102,6 +102,19 @@ def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
     return [a.text for a in assumptions if a.status is Status.DECLARED]
 
 
+ON_TRUST = tuple(
+    Assumption.declared(text)
+    for text in (
+        "every record joins every batch independently (Poisson sampling)",
+        "every per-example gradient is that of the loss at one record of the batch",
+        "nobody ever learns which records were drawn",
+        "the initial model does not depend on the records",
+        "parameters changed by the private optimizer only",
+    )
+)
+"""Of undeclared steps whose batches nobody follows."""
+
+
 @functools.lru_cache(maxsize=16)
 def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
     """Composition of Poisson-sampled Gaussian mechanisms, as stock Opacus accountants assume.
@@ -113,16 +126,7 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
         curve=_curve(rows),
         neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         theorem="composition of Poisson-sampled Gaussian mechanisms (no run was declared)",
-        assumptions=(
-            *COMMON,
-            Assumption.declared("every record joins every batch independently (Poisson sampling)"),
-            Assumption.declared(
-                "every per-example gradient is that of the loss at one record of the batch"
-            ),
-            Assumption.declared("nobody ever learns which records were drawn"),
-            Assumption.declared("the initial model does not depend on the records"),
-            Assumption.declared("parameters changed by the private optimizer only"),
-        ),
+        assumptions=COMMON,
     )
 
 

@@ -50,9 +50,18 @@ class BatchCursor:
         prefetched: How many batches the loader's workers fetch in advance.
         counts_steps: Whether the index of a batch is the number of its step (batches that are drawn
             for every step), not its place in the epoch.
+        may_wait: How many pieces may wait when the sampler is exhausted and not have been left out:
+            prefetched ones, of a pass that goes on or was broken off.
     """
 
-    def __init__(self, num_batches: int, prefetched: int = 0, *, counts_steps: bool = False):
+    def __init__(
+        self,
+        num_batches: int,
+        prefetched: int = 0,
+        *,
+        counts_steps: bool = False,
+        may_wait: int = 0,
+    ):
         # What the flags mean, and what changes them:
         #
         #   flag           true if                                      set by           unset by
@@ -72,7 +81,7 @@ class BatchCursor:
         # A pass that is only looked at leaves nothing out. Pieces that wait when the sampler is
         # exhausted were passed over, too; before that they may still be prefetched ones.
         self._num_batches, self._prefetched = num_batches, prefetched
-        self._counts_steps = counts_steps
+        self._counts_steps, self._may_wait = counts_steps, may_wait
         self._is_kept = num_batches == 1 and not counts_steps
         self.steps_taken = 0
         self.first_batch = 0
@@ -226,4 +235,4 @@ class BatchCursor:
             )
 
     def _is_incomplete(self) -> bool:
-        return self._left_out or (self._is_exhausted and bool(self._pieces))
+        return self._left_out or (self._is_exhausted and len(self._pieces) > self._may_wait)

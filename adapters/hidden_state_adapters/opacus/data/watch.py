@@ -55,7 +55,11 @@ class LoaderWatch:
     ):
         prefetched = data_loader.num_workers * (data_loader.prefetch_factor or 0)
         self._cursor = BatchCursor(
-            num_batches, prefetched + _FETCHED_AHEAD, counts_steps=counts_steps
+            num_batches,
+            prefetched + _FETCHED_AHEAD,
+            counts_steps=counts_steps,
+            # A Poisson batch that was left out shows in the rows of the one that is used for it.
+            may_wait=prefetched if counts_steps else 0,
         )
         self._draws_each, self._generator = counts_steps, generator
         self._subsets = FixedSubsets(data_loader.dataset)

@@ -44,6 +44,12 @@ class FollowedBatches:
         drawing = sampler if order is BatchOrder.POISSON else sampler.sampler
         return drawing.generator or torch.default_generator
 
+    @property
+    def sampling_rate(self) -> float:
+        """The probability with which a record joins a batch; 1 for one batch of all records."""
+        rate = self._reading.sampling_rate
+        return 1.0 if rate is None else rate
+
     def assumptions(
         self, order: BatchOrder, relation: NeighboringRelation
     ) -> tuple[Assumption, ...]:
@@ -70,8 +76,10 @@ class FollowedBatches:
         if rows not in (None, expected):
             raise UnsupportedRunError(
                 f"step {step} used {rows} rows, expected the {expected} records of its batch: "
-                "another batch, or one whose rows were left out or repeated. Train on the batches "
-                "of the loader that make_private returned, as they are."
+                "another batch, one whose rows were left out or repeated (two views of a record?), "
+                "or one after a batch that a pass was left in the middle of (BatchMemoryManager). "
+                "Train on the batches of the loader that make_private returned, as they are, to "
+                "the end of every batch."
             )
 
     def stepped(self, steps: int) -> None:

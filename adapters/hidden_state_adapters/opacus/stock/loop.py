@@ -10,10 +10,15 @@ import attrs
 from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
-from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.opacus.data.reading import is_poisson, read_loader
+from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
+from hidden_state_adapters.opacus.data.reading import drawn_rate, is_poisson, read_loader
 from hidden_state_adapters.opacus.guards.row_counts import RowCounts
+from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.stock.assumptions import unseen
+from hidden_state_adapters.opacus.stock.batches import FollowedBatches
+from hidden_state_adapters.opacus.stock.checks import hides_rows
 from hidden_state_adapters.opacus.stock.coins import take_over_coins
+from hidden_state_adapters.opacus.stock.pieces import PieceWatch
 from hidden_state_adapters.opacus.stock.run import StockRun
 
 _DECLARE = (
@@ -33,6 +38,7 @@ class StockLoop:
         optimizer: The private optimizer, at the latest since its first step; None before.
         is_calibrated: Whether make_private_with_epsilon found the noise.
         run: The declared run, or None.
+        pieces: Counts what the optimizer adds up; None before it is known.
         has_begun: Whether a step was recorded.
     """
 
@@ -42,7 +48,11 @@ class StockLoop:
     optimizer: DPOptimizer | None = None
     is_calibrated: bool = False
     run: StockRun | None = None
+    pieces: PieceWatch | None = None
     has_begun: bool = False
+    _batches: FollowedBatches | None = None  # of an undeclared run
+    _why_not_followed: str = ""
+    _steps: int = 0  # of an undeclared run
     _counts: RowCounts | None = None
 
     @classmethod
@@ -100,6 +110,20 @@ class StockLoop:
             optimizer=self.optimizer,
         )
         self.run = run
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def follow(self) -> None:
+        """Follows the Poisson batches of a run that nobody declares, where they can be read."""
+        try:
+            reading = read_loader(self.data_loader)
+            check_processes(self.data_loader, num_processes(self.optimizer))
+        except UnsupportedRunError as error:
+            self._why_not_followed = str(error)
+            return
+        if reading.order in (BatchOrder.FULL, BatchOrder.POISSON):
+            self._batches = FollowedBatches(self.data_loader, reading)
 
     def check_owner(self, optimizer: DPOptimizer) -> None:
         """Raises UnsupportedRunError if the steps of another optimizer come through the hook."""
@@ -120,20 +144,47 @@ class StockLoop:
                 "(poisson_sampling=False): the epsilon that stock accountants report is not one of "
                 f"this run. {_DECLARE}"
             )
-        rate = getattr(getattr(self.data_loader, "batch_sampler", None), "sample_rate", 0.0)
-        if rate > self.sample_rate * (1 + 1e-9):
+        if self.is_poisson and self._why_not_followed:
+            raise UnsupportedRunError(self._why_not_followed)
+        rate = 0.0 if self._batches is None else self._batches.sampling_rate
+        if rate > drawn_rate(self.sample_rate) * (1 + 1e-9):
             raise UnsupportedRunError(
                 f"Expected a loader that samples at a rate of 1 / len(data_loader) = "
                 f"{self.sample_rate:g}, got {rate:g}: the epsilon that stock accountants report is "
                 f"not one of this run. {_DECLARE}"
             )
 
-    def why_not_poisson(self, optimizer: DPOptimizer) -> str:
-        """What the batches so far say against Poisson sampling, or "" ."""
+    def take_undeclared(self, optimizer: DPOptimizer, step: int, rows: int | None) -> None:
+        """Takes the batch of step `step` of a run that nobody declared.
+
+        Raises:
+            UnsupportedRunError: It is not the next Poisson batch, or those of a loader that cannot
+                be followed do not look like Poisson batches.
+        """
+        if self._batches is not None:
+            self._batches.take(step, rows)
+            self._steps += 1
+            self._batches.stepped(self._steps)
+            return
         if self._counts is None:
             self._counts = RowCounts(optimizer.expected_batch_size or 1, self.sample_rate)
         reason = self._counts.why_not_poisson(optimizer)
-        return f"{reason} {_DECLARE}" if reason else ""
+        if reason:
+            raise UnsupportedRunError(f"{reason} {_DECLARE}")
+
+    def undeclared_assumptions(self, optimizer: DPOptimizer) -> tuple[Assumption, ...] | None:
+        """What a run that nobody declared rests on; None if its batches are not followed."""
+        if self._batches is None:
+            return None
+        return (
+            *self._batches.assumptions(BatchOrder.POISSON, NeighboringRelation.ADD_OR_REMOVE_ONE),
+            *unseen(radius=None, is_ghost=hides_rows(optimizer)),
+        )
+
+    def check_finished(self) -> None:
+        """Raises UnsupportedRunError if an undeclared run left out batches in a pass."""
+        if self._batches is not None:
+            self._batches.check_finished()
 
 
 def _frame_of(name: str, accountant: Any, frame: FrameType | None) -> FrameType | None:

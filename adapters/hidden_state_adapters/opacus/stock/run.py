@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
@@ -188,14 +189,24 @@ class StockRun:
 
     # The steps
 
-    def observe(self, optimizer: DPOptimizer) -> None:
+    def check_piece(self, optimizer: DPOptimizer) -> None:
+        """Raises UnsupportedRunError if a piece of a batch has longer gradients than declared."""
+        loss = None if self._account is None else self._account.loss
+        if loss is not None and not why_composition(optimizer):
+            self._check_norms(optimizer, self.recorder.num_steps + 1, loss.lipschitz)
+
+    def observe(self, optimizer: DPOptimizer, added: int | None) -> None:
         """Records the step that `optimizer` is about to take.
+
+        Args:
+            optimizer: In its step hook.
+            added: The rows that it added up for the step; None if nobody counted.
 
         Raises:
             UnsupportedRunError: It is not one of the run.
         """
         step = self.recorder.num_steps + 1
-        rows = self._take_batch(optimizer, step)
+        rows = self._take_batch(optimizer, step, added)
         check_finite(optimizer, step)
         reason = why_composition(optimizer)
         if self._is_composition is None:
@@ -211,13 +222,14 @@ class StockRun:
             self._add_last_iterate(optimizer, step, rows)
         self.has_begun = True
 
-    def _take_batch(self, optimizer: DPOptimizer, step: int) -> int | None:
-        """The rows of the batch that the step is about; None if it does not show them."""
+    def _take_batch(self, optimizer: DPOptimizer, step: int, added: int | None) -> int | None:
+        """The rows of the batch that the step is about; None if nobody knows them."""
         assert self._account is not None
         assert self._batches is not None
         self._is_ghost = hides_rows(optimizer)
         is_poisson = self._account.order is BatchOrder.POISSON
         rows = count_rows(optimizer, step, is_poisson=is_poisson)
+        rows = rows if added is None else added
         self._batches.take(step, rows)
         return rows
 
@@ -268,14 +280,21 @@ class StockRun:
                 f"step {step} used a batch in several pieces, of which only the last can be held "
                 f"against the criterion. Declare a LossGeometry. {USE_ENGINE}"
             )
-        if lipschitz is None and self._watched_loss is None:
-            return
-        norms = gradient_norms(params)
-        if len(norms):
-            GradientGuard.of_lipschitz(lipschitz).check(step, float(norms.max()))
+        norms = self._check_norms(optimizer, step, lipschitz)
         if self._watched_loss is not None:
             piece = Piece(step=step, params=params, rows=len(norms), norms=norms)
             self._watched_loss.check(piece, optimizer.loss_reduction)
+
+    def _check_norms(
+        self, optimizer: DPOptimizer, step: int, lipschitz: float | None
+    ) -> torch.Tensor:
+        """The norms of the gradients at hand, where they are needed; shape (rows,)."""
+        if lipschitz is None and self._watched_loss is None:
+            return torch.zeros(0)
+        norms = gradient_norms(optimizer.params)
+        if len(norms):
+            GradientGuard.of_lipschitz(lipschitz).check(step, float(norms.max()))
+        return norms
 
     def _add(
         self,
