@@ -34,11 +34,13 @@ from hidden_state_adapters.opacus.accounted import (
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewhere, note_trained
 from hidden_state_adapters.opacus.stock.checks import check_finite, refuse_adaptive_clipping
 from hidden_state_adapters.opacus.stock.clip import StockClip
 from hidden_state_adapters.opacus.stock.declared import StockDeclaration
 from hidden_state_adapters.opacus.stock.loop import StockLoop
 from hidden_state_adapters.opacus.stock.model import check_collate, check_model
+from hidden_state_adapters.opacus.stock.moves import MoveWatch, note_recorded
 from hidden_state_adapters.opacus.stock.noise import StockNoise
 from hidden_state_adapters.opacus.stock.pieces import PieceWatch
 from hidden_state_adapters.opacus.stock.run import StockRun
@@ -90,7 +92,8 @@ class HiddenStateAccountant(IAccountant):
         self._declared: StockRun | None = None  # the newest; not among the runs until it is read
         self._loop: StockLoop | None = None  # that Opacus made last
         self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
-        self._undeclared_loops: list[StockLoop] = []
+        self._loops: list[StockLoop] = []  # with steps that nobody declared
+        self._token = object()  # stands for this accountant and holds nothing
         super().__init__()
         self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
         self._warned: set[str] = set()
@@ -295,6 +298,9 @@ class HiddenStateAccountant(IAccountant):
         """
         loop = StockLoop.of_caller(self, sample_rate)
         loop.check_calibration()
+        made = None if _records_itself(loop.optimizer) else loop.optimizer
+        if made is not None:
+            check_not_trained_elsewhere(made.params, self._token)
         check_model(loop.module)
         check_collate(loop.data_loader)
         run = self._declared
@@ -303,9 +309,10 @@ class HiddenStateAccountant(IAccountant):
             if self._loop is not None and self._loop.run is run:
                 self._loop.run = None  # make_private was called again
             self._list(run)
+        self._leave(self._loop)
         self._loop = loop
-        if loop.optimizer is not None and not _records_itself(loop.optimizer):
-            self._watch_pieces(loop, loop.optimizer)
+        if made is not None:
+            self._watch(loop, made)
             if loop.run is None:
                 loop.follow()
         noise, clip = StockNoise(), StockClip()
@@ -320,7 +327,17 @@ class HiddenStateAccountant(IAccountant):
 
         return hook_fn
 
-    def _watch_pieces(self, loop: StockLoop, optimizer: DPOptimizer) -> PieceWatch:
+    def _leave(self, loop: StockLoop | None) -> None:
+        """What happens to the parameters of a loop after the next make_private is no matter."""
+        if loop is None or loop.moves is None:
+            return
+        moves, loop.moves = loop.moves, None
+        try:
+            moves.check()
+        except UnsupportedRunError as error:
+            self.refuse(str(error))
+
+    def _watch(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
         def look(optimizer: DPOptimizer) -> None:
             if loop.run is not None:
                 loop.run.check_piece(optimizer)
@@ -328,12 +345,14 @@ class HiddenStateAccountant(IAccountant):
         def refusing() -> contextlib.AbstractContextManager[None]:
             return self._ended_by_refusals()
 
-        loop.pieces = PieceWatch(optimizer, refusing, look)
-        return loop.pieces
+        loop.pieces, loop.moves = PieceWatch(optimizer, refusing, look), MoveWatch(optimizer)
+        note_trained(optimizer.params, self._token, loop.count)
 
     def _admit_step(self, loop: StockLoop, optimizer: DPOptimizer, step: int) -> None:
         """Raises UnsupportedRunError if there may be no step; looks at nothing of the records."""
         self.check_not_refused()
+        if loop.moves is not None:
+            loop.moves.check()
         refuse_adaptive_clipping(optimizer, step)
         if loop.run is not None:
             if loop.run is not self._declared:
@@ -363,9 +382,10 @@ class HiddenStateAccountant(IAccountant):
     def _record_step(
         self, loop: StockLoop, optimizer: DPOptimizer, step: int, noise: Assumption
     ) -> None:
-        # The pieces of a hook that was attached by hand are counted from the second step on.
-        pieces = loop.pieces or self._watch_pieces(loop, optimizer)
-        rows = pieces.take_rows()
+        if loop.pieces is None:  # a hook that was attached by hand: from the second step on
+            self._watch(loop, optimizer)
+        assert loop.pieces is not None
+        rows = loop.pieces.take_rows()
         if loop.run is None:
             self._record_undeclared_step(loop, optimizer, step, rows)
             self._assume_undeclared(noise)
@@ -373,7 +393,8 @@ class HiddenStateAccountant(IAccountant):
             loop.run.observe(optimizer, rows)
             if not loop.has_begun:
                 self._assume(noise)
-        loop.has_begun = True
+        loop.count.num_steps += 1
+        note_recorded(optimizer)
 
     def _record_undeclared_step(
         self, loop: StockLoop, optimizer: DPOptimizer, step: int, rows: int | None
@@ -381,7 +402,7 @@ class HiddenStateAccountant(IAccountant):
         check_finite(optimizer, step)
         loop.take_undeclared(optimizer, step, rows)
         if not loop.has_begun:
-            self._undeclared_loops.append(loop)
+            self._loops.append(loop)
             known = loop.undeclared_assumptions(optimizer)
             for assumption in ON_TRUST if known is None else known:
                 self._assume_undeclared(assumption)
@@ -406,6 +427,8 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: There is none.
         """
         self.check_not_refused()
+        if self._loop is not None:
+            self._loop.check()
         runs = [run for run in self._runs if run.recorder.num_steps]
         if self._history and runs:
             raise UnsupportedRunError(
@@ -414,8 +437,8 @@ class HiddenStateAccountant(IAccountant):
                 "fresh accountant for each."
             )
         if self._history:
-            for loop in self._undeclared_loops:
-                loop.check_finished()
+            for loop in self._loops:
+                loop.check()
             guarantee = undeclared_guarantee(tuple(self._history))
             merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
             return attrs.evolve(guarantee, assumptions=merged)

@@ -151,8 +151,10 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
                 "it can change the update unseen. Remove it.",
             )
     hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith("torch.")]
-    if foreign:  # torch's profiler counts steps with one
+    # torch's profiler counts steps with one, and stock engines look who takes them.
+    known = "torch.", "hidden_state_adapters."
+    foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith(known)]
+    if foreign:
         raise UnsupportedUpdateError(
             f"Expected no step hooks for all optimizers, got {foreign[0]!r} from "
             "register_optimizer_step_pre_hook or register_optimizer_step_post_hook",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,10 +13,20 @@ from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.guards.base import Guard
 
+
+class Steps(Protocol):
+    """A run, as far as it counts its steps."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps recorded."""
+        ...
+
+
 _branches: dict[str, list[Run]] = {}
 """The records of this process, by run: a run that was resumed has several."""
 _left_behind: weakref.WeakSet[Run] = weakref.WeakSet()
-_moved: weakref.WeakSet[Run] = weakref.WeakSet()
+_moved: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runs that changed parameters, if only in a step that was interrupted and not recorded."""
 _trained: Any = WeakIdKeyDictionary()
 """Parameter -> the runs that train it: the engine, by a token that refers to nothing, and the
@@ -73,7 +83,7 @@ def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> No
         )
 
 
-def note_trained(params: Iterable[nn.Parameter], engine: object, run: Run) -> None:
+def note_trained(params: Iterable[nn.Parameter], engine: object, run: Steps) -> None:
     """Remembers that a run of `engine` trains `params`."""
     for param in params:
         _trained.setdefault(param, []).append((engine, run))

@@ -18,6 +18,7 @@ from hidden_state_adapters.opacus.stock.assumptions import unseen
 from hidden_state_adapters.opacus.stock.batches import FollowedBatches
 from hidden_state_adapters.opacus.stock.checks import hides_rows
 from hidden_state_adapters.opacus.stock.coins import take_over_coins
+from hidden_state_adapters.opacus.stock.moves import MoveWatch
 from hidden_state_adapters.opacus.stock.pieces import PieceWatch
 from hidden_state_adapters.opacus.stock.run import StockRun
 
@@ -25,6 +26,13 @@ _DECLARE = (
     "Call engine.accountant.declare_run() before the first step: it reads the loader, and without "
     "further arguments epsilon is that of composition."
 )
+
+
+@attrs.define(eq=False)
+class StepCount:
+    """The steps of a loop; all that is remembered of it with the parameters."""
+
+    num_steps: int = 0
 
 
 @attrs.define(eq=False)
@@ -39,7 +47,8 @@ class StockLoop:
         is_calibrated: Whether make_private_with_epsilon found the noise.
         run: The declared run, or None.
         pieces: Counts what the optimizer adds up; None before it is known.
-        has_begun: Whether a step was recorded.
+        moves: Notices steps that were not recorded; likewise.
+        count: The recorded steps.
     """
 
     sample_rate: float
@@ -49,10 +58,10 @@ class StockLoop:
     is_calibrated: bool = False
     run: StockRun | None = None
     pieces: PieceWatch | None = None
-    has_begun: bool = False
+    moves: MoveWatch | None = None
+    count: StepCount = attrs.field(factory=StepCount)
     _batches: FollowedBatches | None = None  # of an undeclared run
     _why_not_followed: str = ""
-    _steps: int = 0  # of an undeclared run
     _counts: RowCounts | None = None
 
     @classmethod
@@ -76,6 +85,11 @@ class StockLoop:
             optimizer=made.get("optimizer"),
             is_calibrated=calibration is not None,
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was recorded."""
+        return self.count.num_steps > 0
 
     @property
     def is_poisson(self) -> bool | None:
@@ -163,8 +177,7 @@ class StockLoop:
         """
         if self._batches is not None:
             self._batches.take(step, rows)
-            self._steps += 1
-            self._batches.stepped(self._steps)
+            self._batches.stepped(self.count.num_steps + 1)
             return
         if self._counts is None:
             self._counts = RowCounts(optimizer.expected_batch_size or 1, self.sample_rate)
@@ -181,8 +194,10 @@ class StockLoop:
             *unseen(radius=None, is_ghost=hides_rows(optimizer)),
         )
 
-    def check_finished(self) -> None:
-        """Raises UnsupportedRunError if an undeclared run left out batches in a pass."""
+    def check(self) -> None:
+        """Raises UnsupportedRunError if steps were not recorded, or batches left out in a pass."""
+        if self.moves is not None:
+            self.moves.check()
         if self._batches is not None:
             self._batches.check_finished()
 
