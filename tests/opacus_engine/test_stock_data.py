@@ -3,10 +3,19 @@
 import pytest
 import torch
 from opacus_stock import SOFTMAX, epsilon, event
-from opacus_stock_loops import BATCH, records, secret_generator, stock_loop
-from torch.utils.data import DataLoader, Dataset, Subset
+from opacus_stock_loops import (
+    BATCH,
+    FEATURES,
+    plain_sgd,
+    records,
+    secret_generator,
+    stock_loop,
+)
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -146,3 +155,66 @@ def test_two_engines_on_one_loader():
     for loop in loops:
         assert loop.loader is loader
         assert loop.epsilon == epsilon(event())
+
+
+# --- a part of the records, in random order -------------------------------------------------------
+
+
+def on_a_part(indices):
+    sampler = SubsetRandomSampler(indices, generator=secret_generator())
+    return {"sampler": sampler}
+
+
+def test_a_part_of_the_records_is_read():
+    loop = run_on(loader=on_a_part(range(10, 50)))
+    for _ in range(2):
+        loop.epoch()
+    assert loop.optimizer.expected_batch_size == 15  # of Opacus, which divides all records by four
+    truth = event(
+        batch_order="reshuffled", dataset_size=40, num_steps=8,
+        learning_rate=0.5 * 10 / 15, weight_decay=0.1 / (10 / 15),
+    )  # fmt: skip
+    assert loop.event == truth
+    assert loop.epsilon == epsilon(truth)
+
+
+def test_another_part_of_the_records():
+    indices = list(range(40))
+    loop = run_on(loader=on_a_part(indices))
+    loop.epoch()
+    indices[0] = 59
+    with pytest.raises(hsa.UnsupportedRunError, match="step 5: the sampler of the loader was chan"):
+        loop.epoch()
+
+
+def test_a_part_with_a_record_twice():
+    with pytest.raises(hsa.UnsupportedRunError, match="an index twice in SubsetRandomSampler"):
+        run_on(loader=on_a_part([*range(39), 0]))
+
+
+def test_a_part_that_the_batches_do_not_divide():
+    with pytest.raises(hsa.UnsupportedRunError, match="batch_size that divides the 45 records"):
+        run_on(loader={**on_a_part(range(45)), "drop_last": True})
+
+
+@pytest.mark.parametrize("order", ["reshuffled", "poisson", "cyclic"])
+def test_the_other_engine_draws_from_the_part_itself(order):
+    model, part = nn.Linear(FEATURES, 3), on_a_part(range(10, 50))
+    loader = DataLoader(records(), batch_size=BATCH, **part)
+
+    def make_private():
+        return HiddenStatePrivacyEngine().make_private(
+            module=model,
+            optimizer=plain_sgd(model.parameters()),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            batch_order=order,
+        )
+
+    if order == "cyclic":
+        with pytest.raises(hsa.UnsupportedRunError, match="got SubsetRandomSampler, which draws a"):
+            make_private()
+        return
+    *_, private = make_private()
+    assert sorted(private.batch_sampler.plan.records) == list(range(10, 50))

@@ -109,6 +109,13 @@ def test_other_optimizers_on_other_parameters_and_after_the_run():
     assert second.epsilon > 0
 
 
+@each_run
+def test_no_step_is_no_secret(arguments):
+    loop = stock_loop(**arguments)
+    assert loop.epsilon == 0.0
+    assert "no step was recorded" in loop.accountant.guarantee.explain()
+
+
 # --- row 26 ---------------------------------------------------------------------------------------
 
 

@@ -338,6 +338,9 @@ def test_what_an_undeclared_run_rests_on():
         "declared: with Opacus' ghost clipping: ",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, start
+    assert any(
+        line.endswith("p.grad is left alone between backward() and step()") for line in lines
+    )
     assert not any("(Poisson sampling)" in line for line in lines)
 
 

@@ -444,7 +444,10 @@ class HiddenStateAccountant(IAccountant):
             return attrs.evolve(guarantee, assumptions=merged)
         for run in self._runs:
             run.check()
-        return self._guarantees.compose(runs)
+        guarantee = self._guarantees.compose(runs)
+        if not runs:
+            return attrs.evolve(guarantee, theorem="nothing composed: no step was recorded")
+        return guarantee
 
     def _warn_undeclared(self) -> None:
         text = _WRITTEN if self._is_written else _UNDECLARED

@@ -15,6 +15,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
 )
 
@@ -142,13 +143,18 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
     if type(sampler) is RandomSampler and batch_order is not BatchOrder.CYCLIC:
         if not sampler.replacement and sampler.num_samples == size:
             return range(size)  # the order of the loader does not matter
+    if type(sampler) is SubsetRandomSampler and batch_order is not BatchOrder.CYCLIC:
+        _refuse_repeated_indices(sampler.indices, "SubsetRandomSampler")
+        return _copy(sampler.indices)  # nor does it here
     if isinstance(sampler, list | tuple | range):
         _refuse_repeated_indices(sampler, "the sampler")
         return _copy(sampler)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+    is_whole = type(sampler) is RandomSampler and not sampler.replacement
+    if type(sampler) is SubsetRandomSampler or (is_whole and sampler.num_samples == size):
+        given = "shuffle=True" if is_whole else "SubsetRandomSampler"
         raise UnsupportedRunError(
             f'Expected records in a fixed order with batch_order="{batch_order.value}", got '
-            "shuffle=True, which draws a new order in every epoch. "
+            f"{given}, which draws a new order in every epoch. "
             'Pass batch_order="reshuffled" for a new secret order in every epoch, or '
             'batch_order="poisson" for Opacus\' sampling; both are drawn here. For a fixed, public '
             "order pass shuffle=False."

@@ -11,7 +11,7 @@ from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
@@ -102,12 +102,13 @@ class LoaderReading:
 
 def _settings(batches: Any) -> tuple[Any, ...]:
     """What decides the batches of a sampler, but for the records in a fixed order."""
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     names = ("batch_size", "drop_last", "sample_rate", "num_samples", "total_size", "generator")
     return (
         sampler,
         *(getattr(batches, name, None) for name in names),
         *(getattr(sampler, name, None) for name in ("replacement", "num_samples", "generator")),
+        tuple(map(int, sampler.indices)) if type(sampler) is SubsetRandomSampler else (),
         torch.get_default_dtype(),  # of the random numbers of Poisson batches
     )
 
@@ -188,12 +189,12 @@ def _read_poisson(data_loader: DataLoader) -> LoaderReading:
 
 def _read_equal_batches(data_loader: DataLoader) -> LoaderReading:
     sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
-    shuffles = type(sampler) is RandomSampler
+    shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
     plan = plan_batches(data_loader, BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC)
     size = len(plan.records)
-    if shuffles and size < len(data_loader.dataset):  # type: ignore[arg-type]
+    if shuffles and size < len(sampler):
         raise UnsupportedRunError(
-            f"Expected a batch_size that divides the {len(data_loader.dataset)} records, got "  # type: ignore[arg-type]
+            f"Expected a batch_size that divides the {len(sampler)} records, got "
             f"{plan.batch_size}: with shuffle=True, drop_last=True leaves out other records in "
             "every epoch, and no bound here is about that. Leave the same records out with "
             f"torch.utils.data.Subset(dataset, range({size})), or use poisson_sampling=True."

@@ -139,8 +139,9 @@ class ForwardGuard(Guard):
                 f"step {piece.step} follows {self.passes} training passes through the model or a "
                 "layer of it, expected 1: every record passes once, in its own row. (A look at the "
                 "outputs without torch.no_grad(), gradient accumulation, two losses with a pass "
-                "each, a layer that is called by itself?) Evaluate in eval() mode or under "
-                "torch.no_grad(), and step once per pass."
+                "each, a layer that is called by itself, or again by activation checkpointing?) "
+                "Evaluate in eval() mode or under torch.no_grad(), step once per pass, and save "
+                "memory with BatchMemoryManager instead of checkpointing."
             )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:

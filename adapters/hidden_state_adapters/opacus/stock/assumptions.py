@@ -63,6 +63,7 @@ def unseen(*, radius: float | None, is_ghost: bool) -> tuple[Assumption, ...]:
     if is_ghost:
         texts.append(
             "with Opacus' ghost clipping: the loss has one entry per record, and gradients come "
-            "from it through the layers alone (no penalty, no hook on a layer), once per batch"
+            "from it through the layers alone (no penalty, no hook on a layer), once per batch; "
+            "p.grad is left alone between backward() and step()"
         )
     return tuple(Assumption.declared(text) for text in texts)
