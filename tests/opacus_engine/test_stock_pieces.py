@@ -344,6 +344,16 @@ def test_what_an_undeclared_run_rests_on():
     assert not any("(Poisson sampling)" in line for line in lines)
 
 
+def test_a_full_batch_rests_on_no_secret():
+    loop = stock_loop(loader={"batch_size": RECORDS})
+    for _ in range(2):
+        loop.epoch()
+    assert loop.accountant.history == [(2.0, 1.0, 2)]
+    lines = [str(line) for line in loop.accountant.guarantee.assumptions]
+    assert any(line.startswith("checked: the loader deals all 60 records") for line in lines)
+    assert not any("nobody ever learns" in line for line in lines)
+
+
 def test_what_undeclared_steps_rest_on_that_nobody_follows():
     loop = run_on()
     loop.accountant.step(noise_multiplier=1.0, sample_rate=0.1)

@@ -51,14 +51,15 @@ class FollowedBatches:
         return 1.0 if rate is None else rate
 
     def assumptions(
-        self, order: BatchOrder, relation: NeighboringRelation
+        self, order: BatchOrder | None, relation: NeighboringRelation
     ) -> tuple[Assumption, ...]:
         """What was read and is followed, what is secret, and what is known of the records.
 
         Args:
-            order: That is accounted.
+            order: That is accounted; None for the one that was read.
             relation: Of the guarantee.
         """
+        order = self._reading.order if order is None else order
         return (*batch_assumptions(self._reading, order, relation), *self._records.assumptions)
 
     def take(self, step: int, rows: int | None) -> None:

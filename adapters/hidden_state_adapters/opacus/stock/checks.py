@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from opacus.optimizers import (
     AdaClipDPOptimizer,
     DPOptimizer,
@@ -42,8 +44,11 @@ def refuse_adaptive_clipping(optimizer: DPOptimizer, step: int) -> None:
 def check_finite(optimizer: DPOptimizer, step: int) -> None:
     """Raises UnsupportedRunError if the noisy gradients are not finite."""
     gradients = [p.grad for p in optimizer.params if p.grad is not None]
-    figures = {str(i): g.isfinite().all() for i, g in enumerate(gradients)}
-    if not all(read(figures).values()):
+    sums = read({str(i): g.sum() for i, g in enumerate(gradients)})
+    if all(map(math.isfinite, sums.values())):
+        return
+    # A sum may overflow where no number does.
+    if not all(read({str(i): g.isfinite().all() for i, g in enumerate(gradients)}).values()):
         raise UnsupportedRunError(
             f"step {step} has a gradient that is not finite, which no clip bounds and no noise "
             "hides. Look for a division by 0, or scale the loss down."

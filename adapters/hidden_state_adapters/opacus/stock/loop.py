@@ -190,7 +190,7 @@ class StockLoop:
         if self._batches is None:
             return None
         return (
-            *self._batches.assumptions(BatchOrder.POISSON, NeighboringRelation.ADD_OR_REMOVE_ONE),
+            *self._batches.assumptions(None, NeighboringRelation.ADD_OR_REMOVE_ONE),
             *unseen(radius=None, is_ghost=hides_rows(optimizer)),
         )
 
