@@ -64,6 +64,22 @@ def test_steps_that_nobody_records(arguments, go_on, text, epochs):
         _ = loop.epsilon
 
 
+@each_run
+def test_updates_by_hand_without_a_step(arguments):
+    loop = stock_loop(**arguments)
+    with torch.no_grad():
+        loop.model._module.weight[:] = 0.0  # before the first batch it is another public start
+    assert loop.epsilon == 0.0
+    for features, labels in loop.loader:
+        loop.model.zero_grad()
+        loop.criterion(loop.model(features), labels).backward()
+        with torch.no_grad():
+            for p in loop.model.parameters():
+                p -= 0.1 * p.grad
+    with pytest.raises(hsa.UnsupportedRunError, match="parameters that were written since"):
+        _ = loop.epsilon
+
+
 @each_way
 def test_they_are_not_forgotten(go_on, text):
     loop = stock_loop(**RUNS[0])

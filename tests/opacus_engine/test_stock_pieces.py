@@ -213,17 +213,19 @@ def test_undeclared_loops_that_are_refused(commit, text):
 
 
 @each_declaration
-def test_embeddings_that_shorten_their_rows(declared):
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_embeddings_that_shorten_their_rows(declared, wrap_model):
     """A forward pass writes to the rows of the records in the batch, without noise."""
     loop = run_on(declared=declared)
     model = nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten(), nn.Linear(15, 2))
-    with pytest.raises(hsa.UnsupportedRunError, match=r"got Embedding .*with max_norm = 1"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"got Embedding 0 with max_norm = 1"):
         loop.engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=loop.original,
             noise_multiplier=1.0,
             max_grad_norm=1.0,
+            wrap_model=wrap_model,
         )
 
 

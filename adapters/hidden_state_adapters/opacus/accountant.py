@@ -429,6 +429,8 @@ class HiddenStateAccountant(IAccountant):
         self.check_not_refused()
         if self._loop is not None:
             self._loop.check()
+            if not len(self):
+                self._loop.check_without_steps()
         runs = [run for run in self._runs if run.recorder.num_steps]
         if self._history and runs:
             raise UnsupportedRunError(

@@ -125,6 +125,11 @@ class LoaderWatch:
             self._cursor.emit(index)
             self._cursor.signal(False)
 
+    @property
+    def has_dealt(self) -> bool:
+        """Whether a batch was dealt."""
+        return bool(self._rows)
+
     def _note(self, problem: str) -> None:
         self._problem = self._problem or problem
 

@@ -83,6 +83,11 @@ class FollowedBatches:
                 "the end of every batch."
             )
 
+    @property
+    def has_dealt(self) -> bool:
+        """Whether a batch was dealt."""
+        return self._watch.has_dealt
+
     def stepped(self, steps: int) -> None:
         """The step was recorded; now there are `steps`."""
         self._watch.stepped(steps)

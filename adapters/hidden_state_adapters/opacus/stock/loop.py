@@ -201,6 +201,12 @@ class StockLoop:
         if self._batches is not None:
             self._batches.check_finished()
 
+    def check_without_steps(self) -> None:
+        """Raises UnsupportedRunError if no step was recorded, but the model seems to be trained."""
+        followed = self._batches if self.run is None else self.run
+        if self.moves is not None and followed is not None and followed.has_dealt:
+            self.moves.check_nothing_moved()
+
 
 def _frame_of(name: str, accountant: Any, frame: FrameType | None) -> FrameType | None:
     """The running call of a method of the `opacus.PrivacyEngine` that has the accountant."""

@@ -11,7 +11,8 @@ from hidden_state_accountants import UnsupportedRunError
 
 def check_model(module: Any) -> None:
     """Raises UnsupportedRunError for layers that write to their parameters in a forward pass."""
-    for name, layer in module.named_modules() if isinstance(module, nn.Module) else ():
+    inner = getattr(module, "_module", module)  # behind Opacus' wrapper, or its hooks
+    for name, layer in inner.named_modules() if isinstance(inner, nn.Module) else ():
         if getattr(layer, "max_norm", None) is not None and isinstance(
             layer, nn.Embedding | nn.EmbeddingBag
         ):

@@ -25,7 +25,7 @@ class MoveWatch:
     parameters: then the model trains, and no step is counted. So what torch calls before every step
     of every optimizer looks whether the parameters are those of a run.
 
-    Updates that are written by hand are not seen.
+    Updates that are written by hand are not seen, unless no step at all is recorded.
 
     Args:
         optimizer: That Opacus made.
@@ -34,6 +34,7 @@ class MoveWatch:
     def __init__(self, optimizer: DPOptimizer):
         self._original = weakref.ref(optimizer.original_optimizer)
         self._problem = ""
+        self._writes = [(weakref.ref(p), p._version) for p in optimizer.params]
         _look_at_every_step()
         for param in optimizer.params:
             _watches.setdefault(param, weakref.WeakSet()).add(self)
@@ -60,6 +61,16 @@ class MoveWatch:
         """Raises UnsupportedRunError if there was such a step."""
         if self._problem:
             raise UnsupportedRunError(self._problem)
+
+    def check_nothing_moved(self) -> None:
+        """Raises UnsupportedRunError if the parameters were written since the beginning."""
+        params = ((param(), writes) for param, writes in self._writes)
+        if any(param is not None and param._version != writes for param, writes in params):
+            raise UnsupportedRunError(
+                "Expected a step of the optimizer that make_private returned, got none, but "
+                "batches of its loader, and parameters that were written since: an update by hand? "
+                "Train with that optimizer; load weights before make_private."
+            )
 
 
 def note_recorded(optimizer: DPOptimizer) -> None:

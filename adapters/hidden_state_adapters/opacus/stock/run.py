@@ -77,6 +77,11 @@ class StockRun:
         return self._record is not None
 
     @property
+    def has_dealt(self) -> bool:
+        """Whether the loader dealt a batch."""
+        return self._batches is not None and self._batches.has_dealt
+
+    @property
     def recorder(self) -> RunRecorder:
         """The record of the steps, once the batches are known."""
         assert self._record is not None
