@@ -11,6 +11,7 @@ from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.reading import LoaderReading
 from hidden_state_adapters.opacus.data.watch import LoaderWatch
 from hidden_state_adapters.opacus.guards.base import Piece, at_step
+from hidden_state_adapters.opacus.guards.collation import CollationGuard
 from hidden_state_adapters.opacus.guards.records import RecordsGuard
 from hidden_state_adapters.opacus.stock.assumptions import batch_assumptions
 from hidden_state_adapters.opacus.stock.coins import has_own_coins
@@ -22,11 +23,15 @@ class FollowedBatches:
     Args:
         loader: A loader that was read.
         reading: What was read.
+
+    Raises:
+        UnsupportedRunError: Its collate_fn makes something else of a record beside other ones.
     """
 
     def __init__(self, loader: Any, reading: LoaderReading):
         self._reading = reading
         self._records = RecordsGuard(loader.dataset)
+        self._collation = CollationGuard(loader)
         self._watch = LoaderWatch(
             loader,
             reading.num_batches,
@@ -60,7 +65,8 @@ class FollowedBatches:
             relation: Of the guarantee.
         """
         order = self._reading.order if order is None else order
-        return (*batch_assumptions(self._reading, order, relation), *self._records.assumptions)
+        of_records = (*self._records.assumptions, *self._collation.assumptions)
+        return (*batch_assumptions(self._reading, order, relation), *of_records)
 
     def take(self, step: int, rows: int | None) -> None:
         """Takes the batch that step `step` has to be about.
