@@ -110,7 +110,25 @@ def test_batches_that_only_their_shapes_tell_are_refused():
         cyclic_dataset(uneven, batch_size=1)
 
 
+def copies(dataset):
+    return [dataset, dataset.map(lambda a, b: (-a, b))]
+
+
+def pairs_and_mirrored(dataset):
+    plain, mirrored = copies(dataset)
+    return plain.concatenate(mirrored)
+
+
+def halves_joined():
+    dataset = pairs().map(lambda a, b: (a, b))
+    return dataset.skip(6).concatenate(dataset.take(6))
+
+
 SINGLE = {
+    "halves in another order": halves_joined,
+    "by class": lambda: (
+        pairs().filter(lambda a, b: b > 0).concatenate(pairs().filter(lambda a, b: b <= 0))
+    ),
     "taken apart": lambda: pairs().batch(4).unbatch(),
     "taken apart by hand": lambda: (
         pairs().batch(4).flat_map(lambda *parts: tf.data.Dataset.from_tensor_slices(parts))
@@ -135,6 +153,11 @@ def test_single_examples_are_taken(make):
 
 
 REPEATED = {
+    "joined with an augmented copy": lambda: pairs_and_mirrored(pairs()),
+    "joined with a copy of a shuffled one": lambda: pairs_and_mirrored(pairs().shuffle(12)),
+    "sampled from itself and a copy": lambda: tf.data.Dataset.sample_from_datasets(
+        copies(pairs()), stop_on_empty_dataset=False
+    ),
     "at the end": lambda: pairs().repeat(3),
     "endlessly, and cut": lambda: pairs().repeat().take(24),
     "before an augmentation": lambda: pairs().repeat(2).map(lambda a, b: (a, b)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +13,8 @@ from hidden_state_accountants import UnsupportedRunError
 # datasets of, and what has a count of repetitions.
 _REMADE = ("FlatMap", "Interleave", "ParallelInterleave", "GroupByWindow", "GroupByReducer")
 _REPEATED = ("Repeat", "ShuffleAndRepeat")
+_JOINED = ("Concatenate", "DirectedInterleave")
+_SELECTED = ("Take", "TakeWhile", "Skip", "Shard", "Filter")
 
 
 def check_single_examples(dataset: tf.data.Dataset) -> None:
@@ -38,9 +41,10 @@ def check_single_examples(dataset: tf.data.Dataset) -> None:
         )
     if _is_repeated(dataset):
         raise UnsupportedRunError(
-            "Expected a Dataset with every example once, got one with repeat(): an example would "
-            "count as several, each protected by itself. Drop repeat(): epochs are passes over "
-            "the data, as many as fit(epochs=...) or the loop over batches() makes."
+            "Expected a Dataset with every example once, got one with repeat(), or joined with a "
+            "copy of itself (an augmented one?): an example would count as several, each protected "
+            "by itself. Drop the copies: epochs are passes over the data, as many as "
+            "fit(epochs=...) or the loop over batches() makes, and every example has one view."
         )
 
 
@@ -65,7 +69,24 @@ def _depth(dataset: Any) -> int:
 def _is_repeated(dataset: Any) -> bool:
     if _kind(dataset) in _REPEATED and tf.get_static_value(dataset._count) != 1:
         return True
-    return any(map(_is_repeated, _inputs(dataset)))
+    inputs = _inputs(dataset)
+    return _joins_copies(dataset, inputs) or any(map(_is_repeated, inputs))
+
+
+def _joins_copies(dataset: Any, inputs: Sequence[Any]) -> bool:
+    """Whether one dataset is joined with what was made of all of it (an augmented copy)."""
+    if _kind(dataset) not in _JOINED:
+        return False
+    sources = [source for part in inputs for source in _whole_sources(part)]
+    return len(set(sources)) < len(sources)
+
+
+def _whole_sources(dataset: Any) -> set[int]:
+    """What it has all examples of, by identity: each dataset on the way, and those before it."""
+    found = {id(_of_version_2(dataset))}
+    if _kind(dataset) not in _SELECTED:
+        found.update(*map(_whole_sources, _inputs(dataset)))
+    return found
 
 
 def _kind(dataset: Any) -> str:
