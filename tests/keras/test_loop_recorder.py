@@ -222,6 +222,29 @@ def test_other_losses_than_those_of_the_known_loss(make_loop, act):
     assert loop.optimizer.last_step.steps == 0
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-3])
+def test_row104_small_losses_are_compared_by_their_size(make_run, size):
+    """Squared errors of small targets, summed over the outputs in place of their mean."""
+    run = make_run(optimizer={"loss_geometry": None})
+    targets = size * np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+    head = tf.keras.layers.Dense(4, kernel_initializer="zeros")
+    record = HiddenStateRecorder(
+        head,
+        run.optimizer,
+        cyclic_dataset(run.x, targets, batch_size=4),
+        loss=tf.keras.losses.MeanSquaredError(reduction="none"),
+    )
+
+    def epoch():
+        for x, y in record.batches():
+            losses = lambda: tf.reduce_sum(tf.square(y - head(x)), axis=1)  # noqa: B023, E731
+            run.optimizer.minimize(losses, head.trainable_variables)
+
+    with pytest.raises(hsa.UnsupportedRunError, match="The losses are not"):
+        epoch()
+    assert run.optimizer.last_step.steps == 0
+
+
 def test_a_step_that_was_traced_before_its_record_began(make_run):
     run = make_run()
     loop = Loop(run)
