@@ -112,6 +112,19 @@ def test_a_pass_that_is_left_goes_on_where_it_was_left(make_loop):
     assert loop.record.privacy_event == EXPECTED
 
 
+def test_another_record_after_a_pass_that_was_left(make_run):
+    """The last step of the first record was not recorded yet when the second one asks."""
+    run = make_run()
+    first = Loop(run)
+    for x, y in first.record.batches():
+        first.step(x, y)
+        break
+    run.optimizer = make_run().optimizer
+    second = Loop(run)
+    second.epoch()
+    assert [event.num_steps for event in second.record.privacy_events] == [1, 6]
+
+
 def test_figures_within_a_pass(make_loop):
     loop = make_loop()
     for count, (x, y) in enumerate(loop.record.batches()):

@@ -62,6 +62,7 @@ def adapted():
     return layer
 
 
+SWITCH = tf.Variable(0.0, trainable=False)  # of the user's, outside of every model
 LAYERS = {
     "": lambda: layers.Activation("linear"),
     "batch_norm": layers.BatchNormalization,
@@ -69,6 +70,7 @@ LAYERS = {
     "adapted": adapted,
     "largest": lambda: layers.Lambda(lambda x: x / tf.reduce_max(tf.norm(x, axis=1))),
     "mean": lambda: layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0)),
+    "switched": lambda: layers.Lambda(lambda x: x - SWITCH * tf.reduce_mean(x, axis=0)),
     "statistics": lambda: layers.Lambda(
         lambda x: tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3)
     ),
@@ -173,6 +175,7 @@ class KerasTrial(Trial):
         )
 
     def build(self):
+        SWITCH.assign(0.0)
         self.backbone = layers.Dense(
             FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
         )
@@ -286,6 +289,9 @@ class KerasTrial(Trial):
 
     def write_buffer(self):
         self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
+
+    def switch_on(self):
+        SWITCH.assign(1.0)
 
     def freeze(self):
         self.bias.trainable = False

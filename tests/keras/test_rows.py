@@ -7,7 +7,7 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy.guards.rows import rows_that_move
+from hidden_state_adapters.tf_privacy.guards.rows import rows_that_move, same_random_numbers
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 
 layers, losses = tf.keras.layers, tf.keras.losses
@@ -49,6 +49,19 @@ def test_at_zero_weights_the_gradients_show_it():
     assert moved(lambda x: x @ kernel, variables=[kernel]) == ""
 
 
+PIXELS = tf.constant(np.random.default_rng(0).integers(256, size=(ROWS, 2)), tf.uint8)
+BRIGHT = tf.concat([PIXELS, tf.fill([ROWS, 1], tf.constant(255, tf.uint8))], axis=1)
+
+
+@pytest.mark.parametrize("pixels", [PIXELS, BRIGHT, tf.cast(BRIGHT, tf.int32)])
+def test_row103_a_scale_by_the_largest_pixel_of_the_batch(pixels):
+    def scaled(x):
+        return tf.cast(x, tf.float32) / tf.cast(tf.reduce_max(x), tf.float32)
+
+    assert moved(scaled, pixels) == "results"
+    assert moved(lambda x: tf.cast(x, tf.float32) / 255, pixels) == ""
+
+
 EMBEDDING = layers.Embedding(5, 2)
 APART = {
     "dense": (layers.Dense(4, activation="relu"), X),
@@ -85,7 +98,9 @@ def test_not_looked_at():
 
 
 def look(parts, loss, y, x=X, **options):
-    trained = TrainedLoss(tf.keras.Sequential(parts), lambda: [(x, y)], loss, **options)
+    model = tf.keras.Sequential(parts)
+    model.build((None, 3))
+    trained = TrainedLoss(model, lambda: [(x, y)], loss, **options)
     trained.look()
     return trained
 
@@ -115,11 +130,62 @@ def test_losses_that_mix_the_batch(loss, y):
         look([layers.Dense(1)], loss, y)
 
 
+def by_frequency(targets, outputs):
+    positive = tf.reduce_mean(targets)
+    weights = tf.where(targets > 0.5, 1 / (positive + 0.1), 1 / (1.1 - positive))
+    return weights[:, 0] * BCE(targets, outputs)
+
+
+def by_largest_target(targets, outputs):
+    return squares(targets / tf.reduce_max(targets), outputs)
+
+
+@pytest.mark.parametrize(
+    ("loss", "y"),
+    [
+        (by_frequency, [0, 0, 1, 1, 0]),  # the neighbours of the first and last row are like them
+        (by_frequency, [0, 0, 0, 0, 0]),
+        (by_largest_target, [1, 3, 9, 2, 1]),
+    ],
+)
+def test_row103_losses_that_depend_on_the_targets_of_the_batch(loss, y):
+    with pytest.raises(hsa.UnsupportedRunError, match="a loss of its own"):
+        look([layers.Dense(1)], loss, tf.constant(y, tf.float32)[:, None])
+
+
 def test_losses_that_do_not():
     trained = look([layers.Dense(1)], squares, LABELS)
     assert trained.is_compared
     assert "no other example's losses" in texts(trained, "checked")
     assert texts(trained, "declared") == ""
+
+
+class Sampled(layers.Layer):
+    """Noise for every example, in training and in inference, as in Keras' VAE tutorial."""
+
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x))
+
+
+@pytest.mark.parametrize("kernel", ["zeros", "ones"])
+def test_noise_of_ones_own_is_not_taken_for_other_examples(kernel):
+    head = layers.Dense(1, kernel_initializer=kernel)
+    trained = look([Sampled(), head], squares, LABELS)
+    assert "no other example's losses" in texts(trained, "checked")
+    assert not trained.is_compared
+    mean = layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0))
+    with pytest.raises(hsa.UnsupportedRunError, match="a loss of its own"):
+        look([Sampled(), mean, head], squares, LABELS)
+
+
+def test_looking_does_not_disturb_the_random_numbers_of_the_program():
+    tf.random.set_seed(3)
+    expected = [float(tf.random.normal([])) for _ in range(2)]
+    tf.random.set_seed(3)
+    first = float(tf.random.normal([]))
+    with same_random_numbers():
+        tf.random.normal([])
+    assert [first, float(tf.random.normal([]))] == expected
 
 
 def test_random_outputs_are_looked_at_without_randomness():

@@ -283,6 +283,24 @@ def averaged_weights_released(trial):
     trial.release()
 
 
+def averaged_weights_accounted(trial):
+    """While the event is asked for, which names no weights."""
+    older = trial.weights()
+    trial.epoch()
+    trained = trial.weights()
+    trial.set_weights([(a + b) / 2 for a, b in zip(older, trained, strict=True)])
+    trial.event()
+    trial.set_weights(trained)
+
+
+def switched_on_later(trial):
+    """What the records do to each other; the first look saw nothing of it."""
+    trial.epoch()
+    trial.switch_on()
+    trial.epoch()
+    trial.get_epsilon()
+
+
 def weights_averaged_on_the_side(trial):
     """Looked at and put back, bit by bit."""
     trial.epoch()
@@ -479,6 +497,7 @@ MISUSES = (
     Misuse(11, weights_moved_at_the_end, MOVED, MOVED, goes_on=BOTH),
     Misuse(11, older_weights_loaded, MOVED, MOVED, goes_on=KERAS),
     Misuse(11, averaged_weights_released, MOVED, MOVED, goes_on=BOTH),
+    Misuse(101, averaged_weights_accounted, None, MOVED, goes_on=KERAS),
     Misuse(11, trained_without_noise, MOVED, MOVED),
     Misuse(11, update_applied_again, MOVED, "not the noisy mean", goes_on=BOTH),
     Misuse(11, parameter_frozen, r"trains \[|of the construction", OTHER_VARIABLES, goes_on=KERAS),
@@ -502,6 +521,7 @@ MISUSES = (
     Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="statistics"),
     Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="mean"),
     Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="largest"),
+    Misuse(102, switched_on_later, None, OWN_ROWS, layer="switched"),
     Misuse(64, records_written, "a write to the tensors of the data set", None),
     Misuse(82, trained_again, None, ACCOUNTED),
     Misuse(82, trained_again_elsewhere, None, ACCOUNTED),

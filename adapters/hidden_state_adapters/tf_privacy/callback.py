@@ -266,12 +266,11 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         """Adds the epsilon to the logs, and notes a checkpoint as released."""
         assert self._record is not None
         self.model.reset_metrics()
-        self._record.check_fixed()
-        self._record.note_weights()
+        self._record.after_epoch()
         if self._releases_epochs:
             self._record.release()
         if self._target_delta is not None and logs is not None:
-            logs[_EPSILON] = self.guarantee.epsilon(self._target_delta)
+            logs[_EPSILON] = self._record.guarantee().epsilon(self._target_delta)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Refuses a run that something stopped before the declared number of epochs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
@@ -53,11 +54,7 @@ def resolved(declared: Declared, trained: TrainedLoss) -> Declared:
     if not declared.is_automatic:
         head.check_examples(trained.batches(), norm, None)
         return declared
-    prediction, loss = head.prediction(norm), trained.keras_loss
-    if loss is None:
-        raise refusal(_NO_LOSS)
-    geometry = loss_geometry(loss, prediction)
-    _check_certain(trained, prediction)
+    geometry, loss = _read_off(trained, head.prediction(norm)), trained.keras_loss
     head.check_examples(trained.batches(), norm, rule_of(loss)[0])
     name = getattr(loss, "__name__", type(loss).__name__)
     source = (
@@ -65,6 +62,36 @@ def resolved(declared: Declared, trained: TrainedLoss) -> Declared:
         "example of the data set has"
     )
     return attrs.evolve(declared, loss_geometry=geometry, source=source)
+
+
+def features_of_first_batch(declared: Declared, trained: TrainedLoss) -> list[np.ndarray]:
+    """What the linear layer gets of the first batch at this moment; empty if it does not matter.
+
+    The examples are measured once, before the first step, because what comes before the layer is a
+    fixed map. A layer that is added, a number that a callback raises, make it another one.
+
+    Args:
+        declared: As `resolved` returned it.
+        trained: What is trained at this moment.
+
+    Raises:
+        UnsupportedRunError: The loss is not the one that was read off.
+    """
+    if declared.feature_norm is None:
+        return []
+    head = LinearHead(trained.model)
+    if declared.source:
+        _read_off(trained, head.prediction(float(declared.feature_norm)))
+    examples, _ = next(iter(trained.batches()))
+    return [head.features(examples)]
+
+
+def _read_off(trained: TrainedLoss, prediction: LinearPrediction) -> LossGeometry:
+    if trained.keras_loss is None:
+        raise refusal(_NO_LOSS)
+    geometry = loss_geometry(trained.keras_loss, prediction)
+    _check_certain(trained, prediction)
+    return geometry
 
 
 def check_curvature(declared: LossGeometry, trained: TrainedLoss) -> None:

@@ -26,6 +26,7 @@ class Figures:
         self._catch_up()
         if self._record is None:
             raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
+        self._record.check_told()
         return self._record
 
     @property
@@ -34,7 +35,8 @@ class Figures:
 
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: Steps were taken that are not recorded, or the run has ended.
+            UnsupportedRunError: Steps were taken that are not recorded, the run has ended, or the
+                model is neither the last iterate nor what another private optimizer made of it.
         """
         return self._recorded().event()
 
@@ -79,10 +81,10 @@ class Figures:
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        self._catch_up()
         if self._record is not None:
-            self._record.check_iterate()
-            self._record.release()
+            record = self._recorded()
+            record.check_iterate()
+            record.release()
 
     def state(
         self, *, stays_private: bool = False, include_private_state: bool = False

@@ -10,16 +10,28 @@ from typing import Any, NoReturn
 
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import Assumption, BatchOrder, Guarantee, RunRecorder, validate
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    Guarantee,
+    RunRecorder,
+    UnsupportedRunError,
+    validate,
+)
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.derived import check_curvature, resolved
+from hidden_state_adapters.tf_privacy.derived import (
+    check_curvature,
+    features_of_first_batch,
+    resolved,
+)
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
+from hidden_state_adapters.tf_privacy.guards.rows import are_same
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
@@ -37,6 +49,10 @@ _DECLARED = (
     "the initial model, the preprocessing of the examples and their order do not depend on the "
     "examples: no weights were trained on them before, unless by the runs that are composed here",
     "losses and metrics of the training data (History, progress bar) stay private",
+)
+_NO_MEMORY = (
+    "no step reads what was computed from other examples without noise and is kept outside of the "
+    "model's variables: a memory of features, centres, running statistics"
 )
 _EARLIER = (
     "the private runs that the initial weights come from ({}) are composed with this one: the "
@@ -107,6 +123,8 @@ class RecordedRun:
         self._fixed.check(model)
         self._trained = trained
         self._declared = self._known(declared)
+        self._features = features_of_first_batch(self._declared, trained)
+        self._looked_at = 0  # the steps by then
         self.num_batches = 0  # of which the optimizer made steps, or parts of them
         self._relation = relation
         self._period = self.units.batches
@@ -120,7 +138,7 @@ class RecordedRun:
             self._begin()
         else:
             self._resume(state, discard_later_steps)
-        self.optimizer.training.where_from = self._where_from
+        self.optimizer.training.where_from = self.where_from
         self._expected: ExpectedLosses | None = None
         if trained.is_compared:
             self._expected = ExpectedLosses(self.units.batch_size, self.num_batches)
@@ -240,7 +258,12 @@ class RecordedRun:
         self._texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
         self._check_accumulation()
 
-    def _where_from(self) -> Origin:
+    def where_from(self) -> Origin:
+        """Where the current weights come from.
+
+        Raises:
+            ValueError, UnsupportedRunError: What they show is not known.
+        """
         self.event()  # there is one
         return Origin(self._live.run_id, self._number_of_steps)
 
@@ -394,10 +417,11 @@ class RecordedRun:
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
-        self._trained.check_goes_on(trained)
+        self._trained.go_on(trained)
         self.model = model
         self.check_iterate()
         optimizer.check_start(self.units, model.trainable_variables, self._declared)
+        self._look_again()
 
     # What must hold for a figure
 
@@ -434,6 +458,19 @@ class RecordedRun:
             self.check()
             self.check_variables()
 
+    def check_told(self) -> None:
+        """What is asked before anything is told of the run: model and loss are what they were.
+
+        Where another private optimizer has trained on, there is nothing to look at any more; the
+        event is told, to be composed with that of the other.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted, or `look_again`.
+        """
+        if not self.optimizer.training.is_over:
+            self.check_iterate()
+            self.look_again()
+
     def check_variables(self) -> None:
         """Likewise, also while gradients are accumulated."""
         if not self.optimizer.is_iterate(self.model.trainable_variables):
@@ -448,6 +485,43 @@ class RecordedRun:
         try:
             self._fixed.check(self.model)
         except ValueError as error:
+            self.invalidate(str(error))
+
+    def after_epoch(self) -> None:
+        """Looks at what may have changed without a trace in the trained variables.
+
+        Model and loss are looked at after 1, 2, 4, 8, ... epochs, and whenever a figure is asked
+        for: so what a schedule switches on for a while is found, and long runs stay fast.
+        """
+        self.check_fixed()
+        self.note_weights()
+        epochs = self.num_batches // self._period
+        if not epochs & (epochs - 1):
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Ends the run if model or loss are not what was looked at before the first step.
+
+        Raises:
+            UnsupportedRunError: Rows depend on each other now, or the features of the first batch
+                are other ones: the map before the linear layer is not the fixed one.
+        """
+        if self._looked_at != self.num_batches:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._looked_at = self.num_batches
+        try:
+            self._trained.look()
+            features = features_of_first_batch(self._declared, self._trained)
+            if not are_same(features, self._features):
+                raise refusal(
+                    "Expected features of the first batch at the linear layer as before the first "
+                    "step, got other ones: the examples were measured with another model (a layer "
+                    "was added? a callback changed a scale?). Keep what comes before the layer as "
+                    "it was, or leave loss_geometry and feature_norm out."
+                )
+        except UnsupportedRunError as error:
             self.invalidate(str(error))
 
     # What was spent
@@ -488,7 +562,9 @@ class RecordedRun:
         own += self._declared.measured
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
-        of_run = (*self._trained.left_open, *self.optimizer.declared(self.event()), *self._texts)
+        of_run = [*self._trained.left_open, *self.optimizer.declared(self.event()), *self._texts]
+        if not self._declared.source:  # else loss and features are known
+            of_run.append(_NO_MEMORY)
         own += [Assumption.declared(text) for text in (*_DECLARED, *of_run, *declared)]
         # What was read off this run's loss says nothing about the runs before it.
         assert self._run is not None

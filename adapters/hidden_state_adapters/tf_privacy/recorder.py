@@ -17,6 +17,7 @@ from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.batches import batches_of, examples_and_targets
 from hidden_state_adapters.tf_privacy.guards.model import build
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.lineage import Origin
 from hidden_state_adapters.tf_privacy.recorded_run import (
     RecordedRun,
     check_optimizer,
@@ -180,6 +181,7 @@ class HiddenStateRecorder(Figures):
         )
         self._given: int | None = None  # the batch that was handed out, without a recorded step
         self._pass = 0
+        optimizer.training.where_from = self._where_from
 
     def batches(self) -> Iterator[Any]:
         """The batches of one pass over the data, or the rest of a pass that was left.
@@ -202,7 +204,7 @@ class HiddenStateRecorder(Figures):
             yield batch
         self._settle(is_over=True)
         self._record.check_iterate()
-        self._record.note_weights()
+        self._record.after_epoch()
 
     def _settle(self, *, is_over: bool) -> None:
         """Records the step on the batch that was handed out, if there was one.
@@ -217,9 +219,12 @@ class HiddenStateRecorder(Figures):
         given, self._given = self._given, None
         self._record.add(given)
 
+    def _where_from(self) -> Origin:
+        self._settle(is_over=False)  # of a pass that was left
+        return self._record.where_from()
+
     def _catch_up(self) -> None:
         self._settle(is_over=False)
-        self._record.check_iterate()
 
     def _declared_texts(self) -> Iterable[str]:
         if not self._record.compares_losses:

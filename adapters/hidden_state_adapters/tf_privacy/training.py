@@ -82,6 +82,14 @@ class Training:
             setattr(variable, _ATTRIBUTE, self)
         self._variables, self._initial = list(variables), [""] * len(variables)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether another private optimizer has trained the variables since."""
+        others = {
+            id(one): one for v in self._variables if (one := getattr(v, _ATTRIBUTE)) is not self
+        }
+        return any(other._trainer.has_stepped for other in others.values())
+
     def past_runs(self, variables: Iterable[Any]) -> tuple[PastRun, ...]:
         """The private runs that the weights come from, each once; they count as released.
 

@@ -106,8 +106,8 @@ class LinearHead:
     def _measured(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[np.ndarray, Any]]:
         """For every batch the L2 norms of its features, shape (rows,), and its targets."""
         for index, (examples, targets) in enumerate(batches):
-            features = self._features(examples)
-            if not index and not np.array_equal(features, self._features(examples)):
+            features = self.features(examples)
+            if not index and not np.array_equal(features, self.features(examples)):
                 raise refusal(
                     "Expected features that are a fixed map of the examples, got other ones from "
                     "the same examples in training mode (Dropout or noise before the head?): their "
@@ -116,8 +116,12 @@ class LinearHead:
                 )
             yield np.linalg.norm(features.astype(np.float64), axis=1), targets
 
-    def _features(self, examples: Any) -> np.ndarray:
-        """What the layer gets of a batch in a training pass, shape (rows, entries)."""
+    def features(self, examples: Any) -> np.ndarray:
+        """What the layer gets of a batch in a training pass, shape (rows, entries).
+
+        Raises:
+            UnsupportedRunError: They are not what the layer makes a prediction of.
+        """
         with self._watched() as calls:
             output = self._model(examples, training=True)
         if len(calls) != 1 or calls[0][1] is not output:

@@ -6,16 +6,19 @@ others (a mean or a norm over the batch, targets that are broadcast), nothing is
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 _FACTOR = 1e3  # by which the changed row sticks out: it moves a mean of a million rows visibly
 _RELATIVE = 1e-5  # rounding of a row that was computed twice in the same place of equal batches
 
 Function = Callable[[Any, Any], Sequence[tf.Tensor]]
+_Batch = tuple[Any, Any]  # examples and targets
 
 
 def number_of_rows(batch: Any) -> int | None:
@@ -49,36 +52,48 @@ def rows_that_move(
     if rows == 1:
         return ""
     is_looked_at = False
-    for index, changed in _changes(examples, targets, rows):
+    for index, batch, changed in _changes(examples, targets, rows):
         others = np.delete(np.arange(rows), index)
-        values, gradients = _look(function, (examples, targets), others, variables)
-        if not values:
-            return None
         try:
+            values, gradients = _look(function, batch, others, variables)
             new_values, new_gradients = _look(function, changed, others, variables)
         except Exception:  # of the user's: a number may stand for a word, or be limited
             continue
-        if not _are_same(values, new_values):
+        if not values:
+            return None
+        if not are_same(values, new_values):
             return "results"
-        if not _are_same(gradients, new_gradients) and _are_finite(new_gradients):
+        if not are_same(gradients, new_gradients) and _are_finite(new_gradients):
             return "gradients"
-        is_looked_at = True
+        is_looked_at |= changed[0] is not examples
     return "" if is_looked_at else None
 
 
-def are_equal(function: Function, examples: Any, targets: Any) -> bool:
-    """Whether the function gives the same results twice."""
-    first, second = ([p.numpy() for p in function(examples, targets)] for _ in range(2))
-    return _are_same(first, second)
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """TensorFlow draws the same random numbers whenever this is entered, and goes on as before."""
+    state = context.context()
+    seed, generator = state._seed, getattr(state, "_rng", None)  # of seeds; None without a seed
+    tf.random.set_seed(0)
+    try:
+        yield
+    finally:
+        state._seed, state._rng = seed, generator
+
+
+def are_equal(function: Function, examples: Any, targets: Any, variables: Sequence[Any]) -> bool:
+    """Whether the function gives the same results twice, and the same gradients of them."""
+    first, second = (_look(function, (examples, targets), None, variables) for _ in range(2))
+    return all(map(are_same, first, second))
 
 
 def _look(
-    function: Function, batch: tuple[Any, Any], rows: np.ndarray, variables: Sequence[Any]
+    function: Function, batch: _Batch, rows: np.ndarray | None, variables: Sequence[Any]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Results of these rows, and the gradient of a fixed mixture of them."""
+    """Results of these rows (None: of all), and the gradient of a fixed mixture of them."""
     random = np.random.default_rng(0)
     with tf.GradientTape() as tape:
-        parts = [tf.gather(part, rows) for part in function(*batch)]
+        parts = [part if rows is None else tf.gather(part, rows) for part in function(*batch)]
         mixture = tf.zeros([], tf.float64)
         for part in parts:
             weighted = part * random.normal(size=part.shape)
@@ -87,35 +102,57 @@ def _look(
     return [part.numpy() for part in parts], [tf.convert_to_tensor(g).numpy() for g in gradients]
 
 
-def _changes(examples: Any, targets: Any, rows: int) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """Pairs of a row, and the batch in which it is another one."""
-    for index, new_row in ((0, _large), (rows - 1, _large), (rows - 1, _zeros)):
-        yield index, (_changed(examples, index, new_row), _changed(targets, index, _next))
+def _changes(examples: Any, targets: Any, rows: int) -> Iterator[tuple[int, _Batch, _Batch]]:
+    """Triples of a row, a batch, and the batch in which this row is another one.
+
+    Whole numbers may have an end that every row touches (8-bit pixels), so they are halved, too.
+    """
+    batch, last = (examples, targets), rows - 1
+    for index, new_row in ((0, _large), (last, _large), (0, _other), (last, _zeros)):
+        changed = _changed(examples, index, new_row), _changed(targets, index, _other)
+        yield index, batch, changed
+    if targets is not None:
+        yield last, batch, (examples, _changed(targets, last, _large))
+    if any(np.array(part).dtype.kind in "iu" for part in tf.nest.flatten(examples)):
+        halved = tf.nest.map_structure(_halved, examples)
+        yield last, (halved, targets), (_changed(halved, last, _large), targets)
 
 
 def _changed(batch: Any, index: int, new_row: Callable[[np.ndarray, int], Any]) -> Any:
     def change(part: Any) -> tf.Tensor:
         array = np.array(part)
-        is_number = array.dtype.kind == "f"  # otherwise a class or a word: one that occurs
-        array[index] = (new_row if is_number else _next)(array, index)
+        is_number = array.dtype.kind in "fiu"  # otherwise a word or a truth value that occurs
+        array[index] = (new_row if is_number else _other)(array, index)
         return tf.convert_to_tensor(array)
 
     return None if batch is None else tf.nest.map_structure(change, batch)
 
 
+def _halved(part: Any) -> Any:
+    return tf.convert_to_tensor(part) // 2 if np.array(part).dtype.kind in "iu" else part
+
+
 def _large(array: np.ndarray, index: int) -> np.ndarray:
-    return array[index] + _FACTOR * max(1.0, float(np.abs(array).max()))
+    size = _FACTOR * max(1.0, float(np.abs(array.astype(np.float64)).max()))
+    if array.dtype.kind == "f":
+        return array[index] + size
+    return np.full_like(array[index], min(size, np.iinfo(array.dtype).max))
 
 
 def _zeros(array: np.ndarray, index: int) -> np.ndarray:
     return np.zeros_like(array[index])
 
 
-def _next(array: np.ndarray, index: int) -> np.ndarray:
-    return array[(index + 1) % len(array)]
+def _other(array: np.ndarray, index: int) -> Any:
+    """The first row that is not this one; if there is none, a number that occurs nowhere."""
+    differs = (array != array[index]).reshape(len(array), -1).any(axis=1)
+    if differs.any():
+        return array[np.argmax(differs)]
+    return array[index] == 0 if array.dtype.kind in "fiu" else array[index]
 
 
-def _are_same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+def are_same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    """Whether these are the same arrays, up to what two computations of them differ by."""
     return all(
         a.shape == b.shape
         and np.allclose(a, b, rtol=_RELATIVE, atol=_RELATIVE * _size(a), equal_nan=True)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.tf_privacy.guards.rows import are_equal, number_of_rows, rows_that_move
+from hidden_state_adapters.tf_privacy.guards.rows import (
+    are_equal,
+    number_of_rows,
+    rows_that_move,
+    same_random_numbers,
+)
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
 from hidden_state_adapters.tf_privacy.losses import ENVELOPES
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -84,11 +91,11 @@ class TrainedLoss:
             is_the_step=not is_own,
         )
 
-    def check_goes_on(self, other: TrainedLoss) -> None:
-        """Refuses another loss, or another step, in a later part of the run.
+    def go_on(self, other: TrainedLoss) -> None:
+        """Takes over the model of a later part of the run, which has to be looked at again.
 
         Raises:
-            UnsupportedRunError: What was looked at is not what is trained now.
+            UnsupportedRunError: Loss or step are not those that were looked at.
         """
         is_other_step = self.is_the_step != other.is_the_step
         if is_other_step or not _is_same_loss(self.given, other.given):
@@ -97,6 +104,7 @@ class TrainedLoss:
                 "is known of the loss was read off them. Keep them, or use an optimizer and a "
                 "callback of its own for every loss, and compose their events."
             )
+        self.model = other.model
 
     @property
     def is_compared(self) -> bool:
@@ -122,7 +130,7 @@ class TrainedLoss:
         return check_loss(self.loss(targets, outputs), None, may_have_axes=True)
 
     def look(self) -> None:
-        """Refuses a model or a loss that mixes the rows of the first batch.
+        """Refuses a model or a loss that mixes the rows of the first batch; again during the run.
 
         Raises:
             UnsupportedRunError: It does, or the loss has not one entry for each example.
@@ -132,8 +140,14 @@ class TrainedLoss:
         if rows is None:
             return
         is_training, shapes = True, ""
+        variables = self.model.trainable_variables
+        randomness: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
         def results(examples: Any, targets: Any) -> list[tf.Tensor]:
+            with randomness():
+                return parts_of(examples, targets)
+
+        def parts_of(examples: Any, targets: Any) -> list[tf.Tensor]:
             nonlocal shapes
             outputs = self.model(examples, training=is_training)
             shapes = _shapes(targets, outputs)
@@ -149,7 +163,7 @@ class TrainedLoss:
             return [part for part in parts if part.dtype.is_floating]
 
         try:
-            self._is_random = not are_equal(results, examples, targets)
+            self._is_random |= not are_equal(results, examples, targets, variables)
         except Exception as error:  # of the user's, who calls the model in another way
             if self.is_the_step or (self._is_told and isinstance(error, UnsupportedRunError)):
                 raise
@@ -164,7 +178,9 @@ class TrainedLoss:
                 self.look()
             return
         is_training = not self._is_random
-        moved = rows_that_move(results, examples, targets, self.model.trainable_variables)
+        if self._is_random and not are_equal(results, examples, targets, variables):
+            randomness = same_random_numbers  # drawn in inference mode, too (a sampling layer)
+        moved = rows_that_move(results, examples, targets, variables)
         if moved:
             raise refusal(
                 f"Expected every example to have {'a loss' if self.loss else 'outputs'} of its "
