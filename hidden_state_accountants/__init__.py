@@ -38,6 +38,7 @@ from hidden_state_accountants.paper_accountants import (
     ShiftedInterpolationAccountant,
 )
 from hidden_state_accountants.process.geometry import clipped_update_lipschitz
+from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
 from hidden_state_accountants.runs import block_coordinate as _block_coordinate  # noqa: F401
 from hidden_state_accountants.runs import dice_sgd as _dice_sgd  # noqa: F401  registers its run
 from hidden_state_accountants.runs.last_iterate import RunRecorder
@@ -53,6 +54,7 @@ __all__ = [
     "BlockCoordinateAccountant",
     "BlockCoordinateDpEvent",
     "Bound",
+    "Candidate",
     "ChienLiAccountant",
     "Comparison",
     "DiceSgdAccountant",
@@ -64,6 +66,7 @@ __all__ = [
     "LastIterateDpEvent",
     "LossGeometry",
     "LossKind",
+    "Recommendation",
     "RunRecorder",
     "RunningGuarantee",
     "Schedule",
@@ -78,5 +81,6 @@ __all__ = [
     "compose_guarantees",
     "envelope_smoothing",
     "position_profile",
+    "recommend",
     "shifted_gdp_mu",
 ]

@@ -17,11 +17,12 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.accountants import BoundAccountant
 from hidden_state_accountants.cli import output
 from hidden_state_accountants.cli.flags import with_run
-from hidden_state_accountants.cli.run_file import RunDescription
+from hidden_state_accountants.cli.run_file import RELATIONS, RunDescription
 from hidden_state_accountants.cli.template import TEMPLATE
 from hidden_state_accountants.figures import round_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.plotting import check_path
+from hidden_state_accountants.recommendation import LOSSES
 
 _EXIT_BAD_INPUT = 2
 _ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -352,6 +353,50 @@ def profile(run: Run, json: Json = False) -> None:
     found = run()
     epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation)
     output.profile(found, epsilons, json)
+
+
+@app.command()
+def recommend(
+    dataset_size: Annotated[int, typer.Option(help="n: records; public.")],
+    epsilon: Annotated[float, typer.Option("--epsilon", "-e", help="To meet.")],
+    delta: Annotated[float, typer.Option("--delta", "-d", help="To meet.")] = 1e-5,
+    classes: Annotated[int, typer.Option(help="2 trains one logit, more a softmax.")] = 2,
+    feature_norm: Annotated[
+        float, typer.Option(help="Bound on the L2 norm of every record's features.")
+    ] = 1.0,
+    bias: Annotated[bool, typer.Option("--bias", help="A bias is trained as well.")] = False,
+    loss: Annotated[
+        str | None, typer.Option(help=f"{', '.join(LOSSES)}; default: by the classes.")
+    ] = None,
+    orders: Annotated[
+        str | None,
+        typer.Option(help="Batch orders that can be had: cyclic,full. Default: all."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    relation: Annotated[str, typer.Option(help=f"{', '.join(RELATIONS)}.")] = "replace_special",
+    json: Json = False,
+) -> None:
+    """How should I train a linear model, for a given epsilon?
+
+    Complete runs, the best first. No record is looked at.
+    Example: `hsa recommend --dataset-size 50000 --epsilon 1 --classes 10`
+    """
+    found = hsa.recommend(
+        dataset_size,
+        epsilon,
+        delta,
+        classes=classes,
+        feature_norm=feature_norm,
+        bias=bias,
+        loss=loss,
+        orders=None if orders is None else orders.replace(" ", "").split(","),
+        epochs=epochs,
+        neighboring_relation=relation,
+    )
+    if json:
+        output.json(found.to_dict())
+    else:
+        typer.echo(str(found))
 
 
 @app.command()

@@ -434,3 +434,14 @@ def test_shell_completion_knows_the_flags(monkeypatch, capsys):
     except SystemExit:
         pass
     assert "--noise-multiplier" in capsys.readouterr().out
+
+
+def test_recommend(capsys):
+    command = "recommend --dataset-size 1200 --epsilon 1 --classes 10 --orders cyclic,full"
+    command += " --epochs 16"
+    assert run([*command.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    expected = hsa.recommend(1200, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=16)
+    assert found == json.loads(json.dumps(expected.to_dict()["candidates"]))
+    assert run(command.split()) == 0
+    assert capsys.readouterr().out == f"{expected}\n"

@@ -1,0 +1,484 @@
+r"""Which run to train a linear model with, for a given epsilon: order, batches, clip, rate, noise.
+
+The recipe is fixed in advance and looks at no record, so that it costs no privacy. With features
+of norm 1, :math:`\mu` the Gaussian parameter of the target, n records, clip norm C and T steps, the
+learning rate is the least of
+
+.. math:: \frac{1.4\, n \mu}{C T}, \qquad \frac{k}{2 M \sqrt{l}}, \qquad \frac{10^4}{2 M T}
+
+for the Lipschitz constant M of the gradient and l batches per epoch, with k = 64, or 32 where the
+steps must not stretch distances. The weights start at zero, the rate stays constant and nothing
+decays. With the first term the noise in every weight has the standard deviation 1.4 F, whatever the
+data are: F is the noise factor, the noise in the sum of all gradients over that of full batches.
+
+>>> import hidden_state_accountants as hsa
+>>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
+>>> [(c.event.batch_order.value, c.event.batch_size) for c in found]
+[('full', 1500), ('cyclic', 375), ('cyclic', 75)]
+>>> round(found.best.event.learning_rate, 3)
+29.318
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.accountants import LastIterateAccountant
+from hidden_state_accountants.calibration.noise import calibrate_noise
+from hidden_state_accountants.calibration.target import gaussian_log_mu
+from hidden_state_accountants.events.batch_order import (
+    BatchOrder,
+    parse_batch_order,
+    sensitivity_in_clip_norms,
+    unmet_relation,
+)
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, square_norm
+from hidden_state_accountants.figures import round_up, text_up
+from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.losses.envelope import envelope_smoothing
+
+ORDERS = (BatchOrder.POISSON, BatchOrder.FULL, BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
+_COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
+_BATCHES = (4, 20, 100, 400)  # per epoch
+_LEAST_BATCH = 50
+_EVALUATIONS = 2_000_000  # that a long run may take
+_SHORT, _LONG = 16, 64  # epochs
+_KAPPA = 1.4
+_LONGEST = 1e4  # total learning rate after which a linear model without noise has nearly converged
+_STEEPEST, _STEEPEST_HIDDEN = 64.0, 32.0
+_TOLERANCE = 1e-3
+_OF_EACH_ORDER = 2  # runs with exact figures
+
+
+@attrs.frozen
+class LinearLoss:
+    """A loss of a linear model, and how it is kept short.
+
+    Attributes:
+        name: As in `LossGeometry`.
+        curvature: M, the Lipschitz constant of its gradient in the predictions.
+        clip_norm: C, of the gradient in the predictions.
+        envelope: The geometry of its envelope.
+        criteria: The names of both in the adapter for Opacus.
+    """
+
+    name: str
+    curvature: float
+    clip_norm: float
+    envelope: Callable[..., LossGeometry]
+    criteria: tuple[str, str]
+
+
+LOSSES = {
+    loss.name: loss
+    for loss in (
+        LinearLoss(
+            "softmax_cross_entropy",
+            0.5,
+            0.3,
+            LossGeometry.envelope_softmax_cross_entropy,
+            ("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
+        ),
+        LinearLoss(
+            "logistic",
+            0.25,
+            0.3,
+            LossGeometry.envelope_logistic,
+            ("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
+        ),
+        LinearLoss(
+            "squared_error",
+            1.0,
+            0.3,
+            LossGeometry.envelope_squared_error,
+            ("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
+        ),
+    )
+}
+
+
+@attrs.frozen(eq=False)
+class Candidate:
+    """A run that meets the target, with all that is needed to start it.
+
+    Attributes:
+        event: The run. Its learning rate is for the mean of the gradients of a batch.
+        loss: The name of the loss, as in `LossGeometry`.
+        clip_norm: C, of the gradient in the predictions. The event's is that in the parameters.
+        smoothing: Of the envelope of the loss; None for the plain loss, whose gradients the
+            optimizer clips.
+        epochs: Passes over the data.
+        noise_factor: F, the noise in the sum of all gradients over that of full batches: 1 is the
+            least.
+        reach: The share of the total learning rate that the recipe would like to take.
+        score: What is ranked by; smaller is better. Differences below 0.05 mean nothing.
+        target_epsilon: What the event's epsilon is not above.
+        delta: Of the target.
+        neighboring_relation: Of the target.
+    """
+
+    event: LastIterateDpEvent
+    loss: str
+    clip_norm: float
+    smoothing: float | None
+    epochs: int
+    noise_factor: float
+    reach: float
+    score: float
+    target_epsilon: float
+    delta: float
+    neighboring_relation: NeighboringRelation
+
+    @property
+    def gradient_evaluations(self) -> int:
+        """Gradients of single records that the run computes (of POISSON batches: on average)."""
+        return self.event.num_steps * self.event.batch_size
+
+    @property
+    def is_composition(self) -> bool:
+        """Whether nothing depends on the iterates being hidden: all may be released."""
+        return self.event.batch_order in _COMPOSED
+
+    @property
+    def criterion(self) -> str:
+        """The loss to train with, as a constructor of the adapter for Opacus."""
+        plain, envelope = LOSSES[self.loss].criteria
+        if self.smoothing is None:
+            return plain
+        return f"{envelope}(clip_norm={self.clip_norm:g}, smoothing={self.smoothing:.8g})"
+
+    @property
+    def reason(self) -> str:
+        """What speaks for the run, and what it asks for."""
+        return _REASONS[self.event.batch_order]
+
+    def guarantee(self) -> Guarantee:
+        """What is proved of the run, with its assumptions."""
+        return LastIterateAccountant(self.neighboring_relation).compose(self.event).guarantee
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "event": self.event.to_dict(),
+            "criterion": self.criterion,
+            "noise_factor": self.noise_factor,
+            "gradient_evaluations": self.gradient_evaluations,
+            "target_epsilon": self.target_epsilon,
+            "delta": self.delta,
+            "neighboring_relation": self.neighboring_relation.name,
+            "is_composition": self.is_composition,
+            "score": self.score,
+            "reason": self.reason,
+        }
+
+
+_REASONS = {
+    BatchOrder.POISSON: (
+        "composition with random batches: nothing about the last iterate is used, every iterate "
+        "may be released. Stock Opacus does this."
+    ),
+    BatchOrder.FULL: (
+        "composition with full batches: no order to keep secret, every iterate may be released. "
+        "Stock Opacus does this, with poisson_sampling=False and one batch."
+    ),
+    BatchOrder.SHUFFLED_ONCE: (
+        "last iterate only: batches of a fixed size in one order, which must stay secret."
+    ),
+    BatchOrder.CYCLIC: "last iterate only: batches of a fixed size in an order that may be public.",
+}
+
+
+@attrs.frozen(eq=False)
+class Recommendation:
+    """Runs that meet one target, the best first. A sequence of `Candidate`.
+
+    Attributes:
+        candidates: At least one.
+    """
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The first."""
+        return self.candidates[0]
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self.candidates)
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def __getitem__(self, index: int) -> Candidate:
+        return self.candidates[index]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"candidates": [candidate.to_dict() for candidate in self]}
+
+    def __str__(self) -> str:
+        """A table, and what to do with its first row."""
+        head = ("order", "batch", "epochs", "noise", "clip", "rate", "factor", "gradients")
+        rows = [head, *map(_cells, self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        best, relation = self.best, self.best.neighboring_relation.name
+        lines = [
+            f"epsilon <= {text_up(best.target_epsilon)} at delta = {best.delta:g} "
+            f"({relation}), best first:",
+            *("  ".join(map(str.rjust, row, widths)) for row in rows),
+            f"{best.event.batch_order.value}: {best.reason}",
+            f"criterion: {best.criterion}; clip norm in the parameters {best.event.clip_norm!r}",
+        ]
+        other = next((c for c in self if c.is_composition != best.is_composition), None)
+        if other is not None:
+            lines.append(f"{other.event.batch_order.value}: {other.reason}")
+        return "\n".join(lines)
+
+
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    event = candidate.event
+    return (
+        event.batch_order.value,
+        str(event.batch_size),
+        str(candidate.epochs),
+        f"{event.noise_multiplier:.6g}",
+        f"{candidate.clip_norm:g}",
+        f"{event.learning_rate:.4g}",
+        f"{candidate.noise_factor:.3f}",
+        f"{candidate.gradient_evaluations:,}",
+    )
+
+
+def recommend(
+    n: int,
+    epsilon: float,
+    delta: float,
+    *,
+    classes: int = 2,
+    feature_norm: float = 1.0,
+    bias: bool = False,
+    loss: str | None = None,
+    orders: Iterable[BatchOrder | str] | None = None,
+    epochs: int | None = None,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+) -> Recommendation:
+    """Complete runs that train a linear model with (epsilon, delta), the best first.
+
+    Nothing here looks at records, so the choice costs no privacy: all arguments are public. The
+    ranking is by the noise factor, by whether the steps are enough for the total learning rate that
+    the noise allows, and, where that makes no difference, by cost. Composition is among the
+    candidates: where it is as good as hiding the iterates, it comes first.
+
+    Formal guarantees: every event has been asked for its epsilon by `LastIterateAccountant`; it is
+    not above the target. What the model is worth is not guaranteed: docs/recommend.md has
+    measurements.
+
+    Args:
+        n: The number of records; public.
+        epsilon: > 0, of the target.
+        delta: In (0, 1), of the target.
+        classes: 2 trains one logit, more a softmax; of no meaning for "squared_error".
+        feature_norm: A bound on the L2 norm of every record's features. Normalise every record to
+            exactly this norm.
+        bias: Whether a bias is trained as well.
+        loss: "logistic", "softmax_cross_entropy" or "squared_error" (targets in [-1, 1]); None
+            goes by the classes.
+        orders: The batch orders that can be had; None is FULL, POISSON, SHUFFLED_ONCE and CYCLIC.
+        epochs: Passes over the data; None tries 16, and 64 where these are few gradients.
+        neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value, or no order is covered.
+    """
+    n = validate.integer("n", n, minimum=2)
+    validate.target_pair(epsilon, delta, ("epsilon", "delta"))
+    task = _Task(
+        n=n,
+        epsilon=validate.real("epsilon", epsilon, above=0),
+        delta=validate.real("delta", delta, above=0),
+        loss=_loss(loss, validate.integer("classes", classes, minimum=2)),
+        square=square_norm(feature_norm, bias),
+        feature_norm=float(feature_norm),
+        bias=bias,
+        relation=validate.neighboring_relation(neighboring_relation),
+    )
+    lengths = _lengths(n) if epochs is None else (validate.integer("epochs", epochs, minimum=1),)
+    found = []
+    for order in _orders(orders, task.relation):
+        plans = [
+            _Plan(task, order, split, length) for length in lengths for split in _splits(order, n)
+        ]
+        plans.sort(key=lambda plan: plan.score(plan.estimated_factor))
+        found += [plan.candidate() for plan in plans[:_OF_EACH_ORDER]]
+    return Recommendation(tuple(sorted(found, key=lambda candidate: candidate.score)))
+
+
+def _loss(name: str | None, classes: int) -> LinearLoss:
+    if name is None:
+        name = "logistic" if classes == 2 else "softmax_cross_entropy"
+    if name not in LOSSES:
+        raise ValueError(f"Expected loss to be one of {', '.join(LOSSES)}, got {name!r}.")
+    return LOSSES[name]
+
+
+def _orders(
+    given: Iterable[BatchOrder | str] | None, relation: NeighboringRelation
+) -> Sequence[BatchOrder]:
+    if isinstance(given, str):
+        raise TypeError(f"Expected orders to be a list of batch orders, got {given!r}.")
+    orders = ORDERS if given is None else tuple(map(parse_batch_order, given))
+    for order in orders:
+        if order not in ORDERS:
+            known = ", ".join(known.value for known in ORDERS)
+            raise ValueError(f"Expected orders among {known}, got {order.value!r}.")
+    covered = [order for order in orders if unmet_relation(order, relation) is None]
+    if not covered:
+        reason = unmet_relation(orders[0], relation) if orders else "none is named."
+        raise ValueError(f"Expected an order that {relation.name} covers: {reason}")
+    return covered
+
+
+def _lengths(n: int) -> Sequence[int]:
+    return (_SHORT, _LONG) if n * _LONG <= _EVALUATIONS else (_SHORT,)
+
+
+def _splits(order: BatchOrder, n: int) -> Sequence[int]:
+    """Batches per epoch."""
+    if order is BatchOrder.FULL:
+        return (1,)
+    return [split for split in _BATCHES if n >= split * _LEAST_BATCH] or [min(4, n)]
+
+
+@attrs.frozen
+class _Task:
+    """The target, and the loss on records of a bounded norm."""
+
+    n: int
+    epsilon: float
+    delta: float
+    loss: LinearLoss
+    square: float
+    feature_norm: float
+    bias: bool
+    relation: NeighboringRelation
+
+    @property
+    def mu(self) -> float:
+        """Of the Gaussian curve through the target, for records that count once in a sum."""
+        mu = math.exp(gaussian_log_mu(self.epsilon, self.delta))
+        return mu / sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
+
+
+@attrs.frozen
+class _Plan:
+    """The recipe for one order, number of batches per epoch and length; the noise is still open."""
+
+    task: _Task
+    order: BatchOrder
+    split: int
+    epochs: int
+
+    @property
+    def steps(self) -> int:
+        return self.split * self.epochs
+
+    @property
+    def wanted(self) -> float:
+        """The learning rate that noise and data ask for, for features of norm 1."""
+        task = self.task
+        flatness = 0.5 / task.loss.curvature
+        total = min(_KAPPA * task.n * task.mu / task.loss.clip_norm, _LONGEST * flatness)
+        return total / self.steps
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that such steps can take, for features of norm 1."""
+        steepest = _STEEPEST if self.order in _COMPOSED else _STEEPEST_HIDDEN
+        return min(self.wanted, steepest * 0.5 / (self.task.loss.curvature * math.sqrt(self.split)))
+
+    @property
+    def smoothing(self) -> float | None:
+        """Of the envelope; composition asks for none."""
+        if self.order in _COMPOSED:
+            return None
+        return envelope_smoothing(self.rate, curvature=self.task.loss.curvature, feature_norm=1.0)
+
+    @property
+    def estimated_factor(self) -> float:
+        """The noise factor, cheaply: by central limit theorem, and for a record in the last batch.
+
+        It only decides which plans are worth an exact figure.
+        """
+        if self.order is BatchOrder.FULL:
+            return 1.0
+        if self.order is BatchOrder.POISSON:
+            rounds = (self.task.mu * self.split) ** 2 / self.steps
+            noise = 1 / math.sqrt(math.log1p(rounds))
+            return noise * self.task.mu * math.sqrt(self.split / self.epochs)
+        positions = self.split if self.order is BatchOrder.CYCLIC else self.split / 2
+        return math.sqrt(1 + (positions - 1) / self.epochs)
+
+    def score(self, factor: float) -> float:
+        """What the accuracy falls with: fitted to measurements in docs/recommend.md."""
+        reach = self.rate / self.wanted
+        saturation = 0.05 * math.log1p((self.smoothing or 0.0) * self.task.loss.curvature)
+        few_steps = 3 / self.steps
+        cost = 0.01 * math.log2(self.epochs)
+        return math.log(factor) + 0.15 * math.log(reach) ** 2 + few_steps + saturation + cost
+
+    def event(self) -> LastIterateDpEvent:
+        """The run, with a noise multiplier that is still to be found."""
+        task, clip_norm = self.task, self.task.loss.clip_norm
+        size = task.n // self.split
+        geometry = None  # composition asks for nothing of the loss
+        if self.smoothing is not None:
+            geometry = task.loss.envelope(
+                task.feature_norm, task.bias, clip_norm=clip_norm, smoothing=self.smoothing
+            )
+        return LastIterateDpEvent(
+            noise_multiplier=1.0,
+            learning_rate=self.rate / task.square,
+            # A little above the gradient bound of the envelope, so that rounding never clips.
+            clip_norm=round_up(clip_norm * math.sqrt(task.square) * (1 + 1e-5), 8),
+            batch_size=size,
+            dataset_size=task.n if self.order in _COMPOSED else size * self.split,
+            num_steps=self.steps,
+            batch_order=self.order,
+            loss=geometry,
+        )
+
+    def candidate(self) -> Candidate:
+        """The run with the noise that it needs."""
+        task, event = self.task, self.event()
+        noise = _noise(task.epsilon, task.delta, task.relation, event)
+        factor = noise * task.mu * math.sqrt(self.split / self.epochs)
+        return Candidate(
+            event=attrs.evolve(event, noise_multiplier=round_up(noise, 7)),
+            loss=task.loss.name,
+            clip_norm=task.loss.clip_norm,
+            smoothing=self.smoothing,
+            epochs=self.epochs,
+            noise_factor=factor,
+            reach=self.rate / self.wanted,
+            score=self.score(factor),
+            target_epsilon=task.epsilon,
+            delta=task.delta,
+            neighboring_relation=task.relation,
+        )
+
+
+@functools.lru_cache(maxsize=256)  # the fits of a search ask again and again
+def _noise(
+    epsilon: float, delta: float, relation: NeighboringRelation, event: LastIterateDpEvent
+) -> float:
+    return calibrate_noise(
+        epsilon, delta, event, neighboring_relation=relation, tolerance=_TOLERANCE
+    )

@@ -1,0 +1,149 @@
+"""Recommended runs meet their targets, whatever accountant is asked."""
+
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+from hidden_state_accountants.calibration.target import gaussian_log_mu
+
+COMPOSED = (BatchOrder.FULL, BatchOrder.POISSON)
+
+
+def recommend(n=1200, epsilon=1.0, delta=1e-5, **options):
+    return hsa.recommend(n, epsilon, delta, **{"classes": 10, "epochs": 16, **options})
+
+
+@pytest.mark.parametrize(
+    ("n", "epsilon", "classes", "bias", "relation"),
+    [
+        (455, 0.1, 2, False, NeighboringRelation.ADD_OR_REMOVE_ONE),
+        (455, 0.3, 10, True, NeighboringRelation.REPLACE_ONE),
+        (3001, 3.0, 2, True, NeighboringRelation.REPLACE_SPECIAL),
+    ],
+)
+def test_every_run_meets_the_target_and_wastes_little(n, epsilon, classes, bias, relation):
+    found = recommend(n, epsilon, classes=classes, bias=bias, neighboring_relation=relation)
+    for candidate in found:
+        accountant = hsa.LastIterateAccountant(relation).compose(candidate.event)
+        assert 0.99 * epsilon <= accountant.get_epsilon(1e-5) <= epsilon
+        assert candidate.guarantee().neighboring_relation is relation
+    assert [c.score for c in found] == sorted(c.score for c in found)
+
+
+def test_composition_is_that_of_stock_accountants():
+    """Nothing of this package is needed to believe these runs."""
+    for candidate in recommend(orders=["poisson", "full"]):
+        event = candidate.event.as_composition(NeighboringRelation.ADD_OR_REMOVE_ONE)
+        accountant = dp_accounting.pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+        assert 0.98 < accountant.compose(event).get_epsilon(1e-5) < 1.01
+        assert candidate.is_composition
+        assert candidate.event.loss is None
+        assert "Stock Opacus" in candidate.reason
+
+
+def test_hidden_runs_need_less_noise_than_their_composition():
+    found = recommend(orders=["cyclic", "shuffled_once"])
+    assert {c.event.batch_order for c in found} == {BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE}
+    for candidate in found:
+        event = candidate.event
+        composed = event.as_composition("REPLACE_SPECIAL")
+        accountant = dp_accounting.pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+        assert accountant.compose(composed).get_epsilon(1e-5) > 1.2
+        assert event.loss.lipschitz < event.clip_norm < event.loss.lipschitz * 1.0001
+        # c = 1: a step moves no two weights apart.
+        assert event.learning_rate * event.loss.smoothness <= 2
+        assert not candidate.is_composition
+
+
+def test_the_best_is_no_worse_than_composition_with_the_same_gradients():
+    found = recommend()
+    assert found.best.score <= min(c.score for c in found if c.is_composition)
+    assert {c.event.batch_order for c in found} == set(hsa.BatchOrder) - {
+        BatchOrder.RESHUFFLED,
+        BatchOrder.WITHOUT_REPLACEMENT,
+    }
+
+
+def test_the_rate_makes_the_noise_of_a_weight_what_the_recipe_says():
+    (full,) = recommend(n=2000, epsilon=0.3, orders=["full"], epochs=64)
+    event = full.event
+    std = event.learning_rate * event.noise_std_on_sum()[0] / event.batch_size * math.sqrt(64)
+    assert full.reach == 1
+    assert std == pytest.approx(1.4 * full.noise_factor, rel=1e-4)
+    assert full.noise_factor == pytest.approx(1, rel=2e-3)
+    mu = math.exp(gaussian_log_mu(0.3, 1e-5))
+    assert event.learning_rate == pytest.approx(1.4 * 2000 * mu / (0.3 * 64), rel=1e-9)
+
+
+@pytest.mark.parametrize(("norm", "bias"), [(3.0, False), (1.0, True)])
+def test_a_unit_of_the_features_changes_nothing(norm, bias):
+    """The same predictions: the rate falls with the square of the norm, the noise stays."""
+    orders = ["full", "cyclic"]
+    pairs = zip(
+        recommend(orders=orders),
+        recommend(orders=orders, feature_norm=norm, bias=bias),
+        strict=True,
+    )
+    square = norm**2 + bias
+    for one, other in pairs:
+        a, b = one.event, other.event
+        assert b.learning_rate * square == pytest.approx(a.learning_rate, rel=1e-9)
+        assert b.noise_multiplier == pytest.approx(a.noise_multiplier, rel=2e-3)
+        assert b.clip_norm == pytest.approx(a.clip_norm * math.sqrt(square), rel=1e-5)
+
+
+def test_batches_divide_what_takes_part():
+    for candidate in recommend(n=1237, orders=["cyclic", "shuffled_once"]):
+        event = candidate.event
+        assert event.dataset_size % event.batch_size == 0
+        assert 1237 - event.batch_size < event.dataset_size <= 1237
+    for candidate in recommend(n=1237, orders=["full", "poisson"]):
+        assert candidate.event.dataset_size == 1237
+
+
+def test_add_or_remove_leaves_the_orders_that_it_covers():
+    found = recommend(neighboring_relation="add_or_remove_one")
+    assert {c.event.batch_order for c in found} == set(COMPOSED)
+
+
+def test_the_text_says_relation_criterion_and_what_stock_tools_do():
+    text = str(recommend(orders=["full", "cyclic"]))
+    assert "REPLACE_SPECIAL" in text
+    assert "Stock Opacus" in text
+    assert "last iterate only" in text
+    hidden = recommend(orders=["cyclic"])
+    assert f"EnvelopeCrossEntropyLoss(clip_norm=0.3, smoothing={hidden[0].smoothing:.8g})" in str(
+        hidden
+    )
+    assert len(hidden) == len(list(hidden)) == len(hidden.to_dict()["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 1}, "n >= 2"),
+        ({"epsilon": 0.0}, "epsilon > 0"),
+        ({"delta": 0.0}, "delta > 0"),
+        ({"classes": 1}, "classes >= 2"),
+        ({"epochs": 0}, "epochs >= 1"),
+        ({"loss": "huber"}, "loss to be one of"),
+        ({"orders": ["reshuffled"]}, "orders among"),
+        ({"orders": []}, "none is named"),
+        (
+            {"orders": ["cyclic"], "neighboring_relation": "ADD_OR_REMOVE_ONE"},
+            "cannot add or remove",
+        ),
+    ],
+)
+def test_impossible_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        recommend(**changes)
+
+
+def test_one_order_is_a_list_too():
+    with pytest.raises(TypeError, match="list of batch orders"):
+        recommend(orders="cyclic")
