@@ -16,9 +16,9 @@ endif
 WORKERS ?= 2
 DEEP_EXAMPLES ?= 18
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
-CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine))
+CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine sklearn_estimators))
 # Folders that answer in seconds. Those left out search at random (soundness, laws) or build TensorFlow graphs (keras).
-FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging \
+FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
     keras/test_cyclic_optimizer.py keras/test_data.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)

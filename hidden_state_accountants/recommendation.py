@@ -43,7 +43,8 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, square_norm
 from hidden_state_accountants.figures import round_up, text_up
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.losses.envelope import envelope_smoothing
+from hidden_state_accountants.losses.envelope import LEAST_SOFTMAX_CLIP_NORM as LEAST_CLIP_NORM
+from hidden_state_accountants.losses.envelope import check_clip_norm, envelope_smoothing
 
 ORDERS = (BatchOrder.POISSON, BatchOrder.FULL, BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
@@ -53,7 +54,6 @@ _EVALUATIONS = 2_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
 _KAPPA = 1.4
 _LONGEST = 1e4  # total learning rate after which a linear model without noise has nearly converged
-_STEEPEST, _STEEPEST_HIDDEN = 64.0, 32.0
 _TOLERANCE = 1e-3
 _OF_EACH_ORDER = 2  # runs with exact figures
 
@@ -66,6 +66,7 @@ class LinearLoss:
         name: As in `LossGeometry`.
         curvature: M, the Lipschitz constant of its gradient in the predictions.
         clip_norm: C, of the gradient in the predictions.
+        steepest: k of composition and of hidden runs.
         envelope: The geometry of its envelope.
         criteria: The names of both in the adapter for Opacus.
     """
@@ -73,6 +74,7 @@ class LinearLoss:
     name: str
     curvature: float
     clip_norm: float
+    steepest: tuple[float, float]
     envelope: Callable[..., LossGeometry]
     criteria: tuple[str, str]
 
@@ -84,6 +86,7 @@ LOSSES = {
             "softmax_cross_entropy",
             0.5,
             0.3,
+            (64.0, 32.0),
             LossGeometry.envelope_softmax_cross_entropy,
             ("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
         ),
@@ -91,6 +94,7 @@ LOSSES = {
             "logistic",
             0.25,
             0.3,
+            (64.0, 32.0),
             LossGeometry.envelope_logistic,
             ("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
         ),
@@ -98,6 +102,7 @@ LOSSES = {
             "squared_error",
             1.0,
             0.3,
+            (4.0, 4.0),
             LossGeometry.envelope_squared_error,
             ("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
         ),
@@ -266,6 +271,8 @@ def recommend(
     feature_norm: float = 1.0,
     bias: bool = False,
     loss: str | None = None,
+    clip_norm: float | None = None,
+    weight_decay: float = 0.0,
     orders: Iterable[BatchOrder | str] | None = None,
     epochs: int | None = None,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
@@ -291,6 +298,8 @@ def recommend(
         bias: Whether a bias is trained as well.
         loss: "logistic", "softmax_cross_entropy" or "squared_error" (targets in [-1, 1]); None
             goes by the classes.
+        clip_norm: C, of the gradient in the predictions; None is that of the recipe.
+        weight_decay: Of the weights, decoupled. The recipe has none: it did not help.
         orders: The batch orders that can be had; None is FULL, POISSON, SHUFFLED_ONCE and CYCLIC.
         epochs: Passes over the data; None tries 16, and 64 where these are few gradients.
         neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
@@ -304,7 +313,8 @@ def recommend(
         n=n,
         epsilon=validate.real("epsilon", epsilon, above=0),
         delta=validate.real("delta", delta, above=0),
-        loss=_loss(loss, validate.integer("classes", classes, minimum=2)),
+        loss=_loss(loss, validate.integer("classes", classes, minimum=2), clip_norm),
+        decay=validate.magnitude("weight_decay", weight_decay),
         square=square_norm(feature_norm, bias),
         feature_norm=float(feature_norm),
         bias=bias,
@@ -321,12 +331,14 @@ def recommend(
     return Recommendation(tuple(sorted(found, key=lambda candidate: candidate.score)))
 
 
-def _loss(name: str | None, classes: int) -> LinearLoss:
+def _loss(name: str | None, classes: int, clip_norm: float | None) -> LinearLoss:
     if name is None:
         name = "logistic" if classes == 2 else "softmax_cross_entropy"
     if name not in LOSSES:
         raise ValueError(f"Expected loss to be one of {', '.join(LOSSES)}, got {name!r}.")
-    return LOSSES[name]
+    if clip_norm is None:
+        return LOSSES[name]
+    return attrs.evolve(LOSSES[name], clip_norm=check_clip_norm(clip_norm, least=LEAST_CLIP_NORM))
 
 
 def _orders(
@@ -365,6 +377,7 @@ class _Task:
     epsilon: float
     delta: float
     loss: LinearLoss
+    decay: float
     square: float
     feature_norm: float
     bias: bool
@@ -401,15 +414,22 @@ class _Plan:
     @property
     def rate(self) -> float:
         """The learning rate that such steps can take, for features of norm 1."""
-        steepest = _STEEPEST if self.order in _COMPOSED else _STEEPEST_HIDDEN
-        return min(self.wanted, steepest * 0.5 / (self.task.loss.curvature * math.sqrt(self.split)))
+        decay = self.task.decay / self.task.square
+        steepest = self.task.loss.steepest[self.order not in _COMPOSED]
+        steepest *= 0.5 / (self.task.loss.curvature * math.sqrt(self.split))
+        return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)
 
     @property
     def smoothing(self) -> float | None:
         """Of the envelope; composition asks for none."""
         if self.order in _COMPOSED:
             return None
-        return envelope_smoothing(self.rate, curvature=self.task.loss.curvature, feature_norm=1.0)
+        return envelope_smoothing(
+            self.rate,
+            curvature=self.task.loss.curvature,
+            feature_norm=1.0,
+            weight_decay=self.task.decay / self.task.square,
+        )
 
     @property
     def estimated_factor(self) -> float:
@@ -446,6 +466,7 @@ class _Plan:
         return LastIterateDpEvent(
             noise_multiplier=1.0,
             learning_rate=self.rate / task.square,
+            weight_decay=task.decay,
             # A little above the gradient bound of the envelope, so that rounding never clips.
             clip_norm=round_up(clip_norm * math.sqrt(task.square) * (1 + 1e-5), 8),
             batch_size=size,

@@ -1,0 +1,504 @@
+"""Private linear models in scikit-learn's form."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from typing import Any
+
+import attrs
+import numpy as np
+from dp_accounting import NeighboringRelation
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import (
+    Assumption,
+    Candidate,
+    Guarantee,
+    LastIterateDpEvent,
+    LossGeometry,
+    validate,
+)
+from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.sklearn.randomness import OWN_NOISE, OwnGenerator
+from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records
+from hidden_state_adapters.sklearn.steps import Slopes, train
+
+_FLOATS = (np.float64, np.float32)
+_FROM_LABELS = "from_labels"
+_SECONDS = 2.0  # between two lines of progress
+
+
+class PrivacyBudgetWarning(UserWarning):
+    """The same records may be trained on again, and every fit spends its epsilon."""
+
+
+class PrivateLinearModel(BaseEstimator):
+    """What classifier and regressor have in common.
+
+    The constructor only stores. `fit` asks `hidden_state_accountants.recommend` for a run, which
+    looks at no record, and trains it.
+    """
+
+    def _more_than_one_fit(self, what: str) -> None:
+        warnings.warn(
+            f"{what}: every fit on the same records spends its own epsilon, and whoever sees "
+            "several models, or the best of several, sees all of them spent together. Compose "
+            "privacy_event_ of every fit in a LastIterateAccountant, search on public data, or "
+            "use the default settings, which need no search.",
+            PrivacyBudgetWarning,
+            stacklevel=3,
+        )
+
+    def __sklearn_clone__(self) -> Any:
+        self._more_than_one_fit(f"{type(self).__name__} is cloned, to be fitted again or elsewhere")
+        return type(self)(**clone_parameters(self))
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.non_deterministic = True
+        return tags
+
+    def _read(self, X: Any, y: Any) -> tuple[Any, Any]:
+        if hasattr(self, "privacy_event_"):
+            self._more_than_one_fit(f"this {type(self).__name__} was fitted before")
+        return validate_data(
+            self,
+            X,
+            y,
+            accept_sparse="csr",
+            dtype=_FLOATS,
+            ensure_min_samples=2,
+            y_numeric=isinstance(self, RegressorMixin),
+        )
+
+    def _records(self, X: Any, constant: float) -> Records:
+        if self.normalization not in NORMALIZATIONS:
+            raise ValueError(
+                f"Expected normalization to be one of {', '.join(NORMALIZATIONS)}, got "
+                f"{self.normalization!r}."
+            )
+        return Records.of(X, self._feature_norm(), self.normalization, constant)
+
+    def _feature_norm(self) -> float:
+        return validate.real("feature_norm", self.feature_norm, above=0)
+
+    def _constant(self) -> float:
+        """The feature of the intercept."""
+        if not isinstance(self.fit_intercept, bool | np.bool_):
+            raise TypeError(
+                f"Expected fit_intercept to be True or False, got {self.fit_intercept!r}."
+            )
+        return self._intercept_share * self._feature_norm() if self.fit_intercept else 0.0
+
+    def _recommended(self, n: int, **options: Any) -> Candidate:
+        relation = validate.neighboring_relation(self.neighboring_relation)
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
+                "ADD_OR_REMOVE_ONE: the number of records sets the batches and the learning rate "
+                "here, so it is public. REPLACE_SPECIAL is add-or-remove with that number fixed."
+            )
+        orders = None if self.batch_order == "auto" else [self.batch_order]
+        return hsa.recommend(
+            n,
+            self.epsilon,
+            self.delta,
+            feature_norm=math.hypot(self._feature_norm(), self._constant()),
+            orders=orders,
+            epochs=self.epochs,
+            neighboring_relation=relation,
+            **options,
+        ).best
+
+    def _train(self, candidate: Candidate, records: Records, targets: Any, outputs: int) -> None:
+        slopes = Slopes(candidate.loss, candidate.clip_norm, candidate.smoothing)
+        progress = _Progress(type(self).__name__, candidate) if self.verbose else _silent
+        weights = train(
+            candidate.event, records, targets, outputs, slopes, OwnGenerator(), progress
+        )
+        self.privacy_event_: LastIterateDpEvent = candidate.event
+        self.n_iter_ = candidate.event.num_steps
+        self._weights = weights
+        self._relation = candidate.neighboring_relation
+        self._is_composition = candidate.is_composition
+
+    def _predictions(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
+        records = self._records(X, self._constant())
+        everything = slice(0, len(records))
+        parts = [records.predictions(i, self._weights) for i in records.blocks(everything)]
+        return np.concatenate(parts)
+
+    @property
+    def guarantee_(self) -> Guarantee:
+        """What is proved of the fitted model, with its assumptions.
+
+        It is about this one fit: other fits on the same records compose with it.
+        """
+        check_is_fitted(self)
+        accountant = hsa.LastIterateAccountant(self._relation).compose(self.privacy_event_)
+        return attrs.evolve(
+            accountant.guarantee, assumptions=self._assumptions(accountant.guarantee)
+        )
+
+    def _assumptions(self, guarantee: Guarantee) -> tuple[Assumption, ...]:
+        event = self.privacy_event_
+        secret = "" if event.batch_order.value in ("full", "cyclic") else ", and kept by nobody"
+        return replace_assumptions(
+            guarantee.assumptions,
+            Assumption.checked(
+                f"{event.num_steps} steps with constant settings, chosen before the records are "
+                "looked at",
+                Topic.FIXED_IN_ADVANCE,
+            ),
+            Assumption.checked(
+                f"{event.batch_order.value} batches, dealt without looking at the records{secret}",
+                Topic.ORDER,
+            ),
+            Assumption.checked(
+                f"sums of gradients are divided by the constant {event.batch_size}", Topic.DIVISOR
+            ),
+            Assumption.checked(
+                "every record is brought to its norm by itself, and its gradient is no longer than "
+                f"{event.gradient_bound()[0]:g}",
+                Topic.GRADIENT_NORM,
+            ),
+            Assumption.checked("training starts at zero", Topic.START),
+            OWN_NOISE,
+            Assumption.declared(
+                "the arguments of the constructor do not depend on the records: no search over "
+                "them on these records, no bounds or classes read off them",
+                Topic.HYPER_PARAMETERS,
+            ),
+            Assumption.declared(
+                "X was not transformed with statistics of these records (means, scales, "
+                "principal components, a vocabulary)"
+            ),
+            Assumption.public(f"the number of records, {event.dataset_size}"),
+            *self._public(),
+            *([] if event.loss is None else [_loss_assumption(event.loss)]),
+        )
+
+    def _public(self) -> tuple[Assumption, ...]:
+        return ()
+
+    @property
+    def report_(self) -> str:
+        """A statement to paste: epsilon, relation, theorem, run and assumptions."""
+        guarantee = self.guarantee_
+        text = statement_of(
+            [self.privacy_event_], guarantee, guarantee.assumptions, self.delta
+        ).lines()
+        return f"{text}\nfits: this one; every other fit on the same records spends as well"
+
+
+def _loss_assumption(loss: LossGeometry) -> Assumption:
+    return Assumption.checked(f"the loss is the estimator's own: {loss}", Topic.LOSS)
+
+
+def clone_parameters(estimator: BaseEstimator) -> dict[str, Any]:
+    """Copies of the parameters, as sklearn.base.clone makes them."""
+    return {
+        name: clone(value, safe=False) for name, value in estimator.get_params(deep=False).items()
+    }
+
+
+class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
+    """A linear classifier that is (epsilon, delta)-differentially private: logistic or softmax.
+
+    >>> import numpy as np
+    >>> from hidden_state_adapters.sklearn import PrivateClassifier
+    >>> X = np.repeat([[1.0, 0.1], [0.1, 1.0]], 500, axis=0)
+    >>> y = np.repeat(["a", "b"], 500)
+    >>> model = PrivateClassifier(epsilon=1.0, delta=1e-5, classes=["a", "b"]).fit(X, y)
+    >>> float(model.score(X, y))
+    1.0
+
+    Nothing has to be tuned: `hidden_state_accountants.recommend` chooses the run from the number of
+    records, the target and the classes. The weights start at zero.
+
+    Formal guarantees: the fitted attributes are (epsilon, delta)-differentially private under
+    `neighboring_relation` if the assumptions in `report_` hold. `classes`, the number of records
+    and the other arguments are public. Every fit spends epsilon. The noise cannot be seeded: there
+    is no random_state. Predictions on records that were trained on are private only for those who
+    see no other function of them.
+
+    Args:
+        epsilon: Of the target.
+        delta: Of the target.
+        classes: All labels that there can be, at least two; a label outside of them is an error
+            before training. "from_labels" takes those that occur, and lists as your word that it
+            is public which ones do.
+        feature_norm: What every record is scaled to. Any value gives the same model, up to
+            rounding, with normalization="scale".
+        normalization: "scale" brings every record to exactly `feature_norm`, "clip" the longer
+            ones only.
+        fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
+        batch_order: "poisson", "full", "shuffled_once", "cyclic", or "auto" for what is
+            recommended.
+        epochs: Passes over the records; None for what is recommended.
+        neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE: the number of records is public.
+        verbose: Above 0: how far the training is, on the standard output. Nothing that is computed
+            from the records is shown.
+
+    Attributes:
+        classes_: The labels, sorted.
+        coef_: Shape (1 or classes, features), for records as they are normalised.
+        intercept_: Shape (1 or classes,).
+        n_features_in_, n_iter_: Of the training.
+        privacy_event_: What was trained, for an accountant that composes several fits.
+        guarantee_, report_: What is proved, and a statement to paste.
+    """
+
+    _intercept_share = 0.3
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        classes: Any = None,
+        feature_norm: float = 1.0,
+        normalization: str = "scale",
+        fit_intercept: bool = True,
+        batch_order: str = "auto",
+        epochs: int | None = None,
+        neighboring_relation: Any = "REPLACE_SPECIAL",
+        verbose: int = 0,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.classes = classes
+        self.feature_norm = feature_norm
+        self.normalization = normalization
+        self.fit_intercept = fit_intercept
+        self.batch_order = batch_order
+        self.epochs = epochs
+        self.neighboring_relation = neighboring_relation
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> PrivateClassifier:
+        """Trains on records X, shape (records, features), with the labels y, shape (records,).
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value, or a label is not among the
+                classes. Nothing was trained.
+            UnsupportedRunError: A gradient was not finite; the fit counts as spent.
+        """
+        X, y = self._read(X, y)
+        check_classification_targets(y)
+        classes = self._classes(y)
+        codes = _codes(y, classes)
+        candidate = self._recommended(X.shape[0], classes=len(classes))
+        outputs = 1 if len(classes) == 2 else len(classes)
+        one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
+        records = self._records(X, self._constant())
+        self._train(candidate, records, lambda index: one_hot[codes[index]], outputs)
+        self.classes_ = classes
+        self.coef_ = self._weights[:-1].T.copy()
+        self.intercept_ = self._weights[-1] * self._constant()
+        return self
+
+    def _classes(self, y: np.ndarray) -> np.ndarray:
+        given = self.classes
+        if given is None:
+            raise ValueError(
+                "Expected classes, all labels that there can be, got None: which labels occur is "
+                'private. Pass classes=[...], or classes="from_labels" if it is public.'
+            )
+        is_word = isinstance(given, str)
+        if is_word and given != _FROM_LABELS:
+            raise ValueError(f'Expected classes to be a list or "{_FROM_LABELS}", got {given!r}.')
+        classes = np.unique(y if is_word else np.asarray(given))
+        if len(classes) < 2:
+            raise ValueError(
+                f"Expected at least two classes, got {len(classes)} class: {classes!r}."
+            )
+        return classes
+
+    def _public(self) -> tuple[Assumption, ...]:
+        if isinstance(self.classes, str):
+            return (Assumption.declared("it is public which labels occur (classes from_labels)"),)
+        return (Assumption.public(f"the {len(self.classes_)} classes"),)
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Logits: shape (records,) for two classes, else (records, classes)."""
+        logits = self._predictions(X)
+        return logits[:, 0] if logits.shape[1] == 1 else logits
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The likeliest class of every record, shape (records,)."""
+        logits = self._predictions(X)
+        best = logits[:, 0] > 0 if logits.shape[1] == 1 else logits.argmax(axis=1)
+        return self.classes_[np.asarray(best, dtype=np.intp)]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities, shape (records, classes); those of the training loss, not calibrated."""
+        logits = self._predictions(X)
+        if logits.shape[1] == 1:
+            logits = np.hstack([np.zeros_like(logits), logits])
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return exponentials / exponentials.sum(axis=1, keepdims=True)
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Logarithms of `predict_proba`."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+
+def _codes(y: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """Positions of the labels among the sorted classes.
+
+    Raises:
+        ValueError: A label is not among them.
+    """
+    codes = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
+    unknown = y != classes[codes]
+    if np.any(unknown):
+        raise ValueError(
+            f"Expected every label among classes = {classes.tolist()!r}, got "
+            f"{y[np.argmax(unknown)]!r}. Add it to classes, which are public, or leave such "
+            "records out by a rule that looks at one record at a time."
+        )
+    return codes
+
+
+class PrivateRegressor(RegressorMixin, PrivateLinearModel):
+    """A linear regression that is (epsilon, delta)-differentially private: Huber's loss or ridge.
+
+    >>> import numpy as np
+    >>> from hidden_state_adapters.sklearn import PrivateRegressor
+    >>> x = np.linspace(-1, 1, 5000)
+    >>> model = PrivateRegressor(epsilon=1.0, delta=1e-5, target_bounds=(-3, 3))
+    >>> bool(model.fit(x[:, None], 2 * x).score(x[:, None], 2 * x) > 0.9)
+    True
+
+    Targets are cut at `target_bounds` and brought to [-1, 1] by them; the loss is half the squared
+    error up to a residual of `threshold` there, and linear beyond (Huber). A threshold of 2 is the
+    squared error as long as predictions stay within the bounds, with more noise; with alpha it is
+    ridge regression.
+
+    Formal guarantees: as for `PrivateClassifier`.
+
+    Args:
+        epsilon, delta: As for `PrivateClassifier`.
+        target_bounds: (low, high), from public knowledge.
+        threshold: Of the residual, in units of half the distance of the bounds.
+        alpha: The loss gets alpha/2 times the squared norm of the weights, the intercept included.
+        feature_norm: What longer records are cut to. Choose it from public knowledge.
+        normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
+        fit_intercept: Whether a constant of `feature_norm` is appended to every record.
+        batch_order, epochs, neighboring_relation, verbose: As for `PrivateClassifier`.
+
+    Attributes:
+        coef_: Shape (features,), for records as they are normalised.
+        intercept_: A number.
+        n_features_in_, n_iter_, privacy_event_, guarantee_, report_: As for `PrivateClassifier`.
+    """
+
+    _intercept_share = 1.0
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        *,
+        target_bounds: Any = None,
+        threshold: float = 0.3,
+        alpha: float = 0.0,
+        feature_norm: float = 1.0,
+        normalization: str = "clip",
+        fit_intercept: bool = True,
+        batch_order: str = "auto",
+        epochs: int | None = None,
+        neighboring_relation: Any = "REPLACE_SPECIAL",
+        verbose: int = 0,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.target_bounds = target_bounds
+        self.threshold = threshold
+        self.alpha = alpha
+        self.feature_norm = feature_norm
+        self.normalization = normalization
+        self.fit_intercept = fit_intercept
+        self.batch_order = batch_order
+        self.epochs = epochs
+        self.neighboring_relation = neighboring_relation
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> PrivateRegressor:
+        """Trains on records X, shape (records, features), with the targets y, shape (records,).
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value; nothing was trained.
+            UnsupportedRunError: A gradient was not finite; the fit counts as spent.
+        """
+        X, y = self._read(X, y)
+        low, high = self._bounds()
+        middle, half = (high + low) / 2, (high - low) / 2
+        targets = np.clip((np.asarray(y, dtype=np.float64) - middle) / half, -1.0, 1.0)[:, None]
+        candidate = self._recommended(
+            X.shape[0],
+            loss="squared_error",
+            clip_norm=self.threshold,
+            weight_decay=self.alpha,
+        )
+        records = self._records(X, self._constant())
+        self._train(candidate, records, lambda index: targets[index], 1)
+        self._middle, self._half = middle, half
+        self.coef_ = half * self._weights[:-1, 0]
+        self.intercept_ = float(middle + half * self._constant() * self._weights[-1, 0])
+        return self
+
+    def _bounds(self) -> tuple[float, float]:
+        if self.target_bounds is None:
+            raise ValueError(
+                "Expected target_bounds=(low, high), got None: the range of the targets is "
+                "private. Take it from public knowledge."
+            )
+        low, high = (validate.real("target_bounds", bound) for bound in self.target_bounds)
+        if not low < high:
+            raise ValueError(f"Expected target_bounds (low, high), got {self.target_bounds!r}.")
+        return low, high
+
+    def _public(self) -> tuple[Assumption, ...]:
+        return (Assumption.public(f"the bounds of the targets, {self.target_bounds!r}"),)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Shape (records,)."""
+        scaled = self._predictions(X)[:, 0]
+        return self._middle + self._half * scaled
+
+
+def _silent(step: int, steps: int) -> None:
+    """No progress."""
+
+
+class _Progress:
+    """Prints how far a training is: the number of steps, and nothing about the records."""
+
+    def __init__(self, name: str, candidate: Candidate):
+        event = candidate.event
+        self._name, self._last = name, time.monotonic()
+        print(
+            f"{name}: {event.num_steps} steps of {event.batch_order.value} batches of "
+            f"{event.batch_size}, epsilon {text_up(candidate.target_epsilon)} at delta "
+            f"{candidate.delta:g} ({candidate.neighboring_relation.name})",
+            flush=True,
+        )
+
+    def __call__(self, step: int, steps: int) -> None:
+        now = time.monotonic()
+        if step == steps or now - self._last > _SECONDS:
+            self._last = now
+            print(f"{self._name}: step {step} of {steps}", flush=True)

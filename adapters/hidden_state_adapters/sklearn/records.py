@@ -1,0 +1,104 @@
+"""The records as a model sees them: each one is brought to its norm by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+from scipy import sparse
+
+NORMALIZATIONS = ("scale", "clip")
+_SHORTEST, _LONGEST = 1e-30, 1e30
+_BLOCK = 2**22  # numbers of the matrix that are worked on at once
+
+
+@attrs.frozen(eq=False)
+class Records:
+    """The rows of a matrix, scaled one by one, with a constant feature for the intercept.
+
+    The matrix itself is never copied.
+
+    Attributes:
+        matrix: Shape (records, features), dense or CSR, float32 or float64.
+        scales: What the rows are multiplied with, shape (records,).
+        constant: The feature of the intercept; 0 without one.
+        norms: Of the scaled rows with the constant, shape (records,).
+    """
+
+    matrix: Any
+    scales: np.ndarray
+    constant: float
+    norms: np.ndarray
+
+    @classmethod
+    def of(cls, matrix: Any, feature_norm: float, normalization: str, constant: float) -> Records:
+        """Scales every row by itself; one shorter than 1e-30 or longer than 1e30 counts as zeros.
+
+        Args:
+            matrix: See above.
+            feature_norm: F.
+            normalization: "scale" to exactly F (rows of zeros stay), "clip" to at most F.
+            constant: The feature of the intercept, or 0.
+        """
+        norms = row_norms(matrix)
+        # A row that float32 cannot scale without overflow would end the whole run.
+        is_usable = (norms >= _SHORTEST) & (norms <= _LONGEST)
+        norms = np.where(is_usable, norms, 1.0)
+        scales = np.where(is_usable, feature_norm / norms, 0.0)
+        if normalization == "clip":
+            scales = np.minimum(scales, 1.0)
+        return cls(matrix, scales, constant, np.hypot(scales * norms, constant))
+
+    def __len__(self) -> int:
+        return int(self.matrix.shape[0])
+
+    @property
+    def num_weights(self) -> int:
+        """Of one output, the intercept included."""
+        return int(self.matrix.shape[1]) + 1
+
+    def blocks(self, index: np.ndarray | slice) -> Iterator[np.ndarray | slice]:
+        """Parts of an index that fit into a bounded amount of memory."""
+        rows = max(1, _BLOCK // max(1, self.matrix.shape[1]))
+        if isinstance(index, slice):
+            for first in range(index.start, index.stop, rows):
+                yield slice(first, min(first + rows, index.stop))
+        else:
+            for first in range(0, len(index), rows):
+                yield index[first : first + rows]
+
+    def predictions(self, index: Any, weights: np.ndarray) -> np.ndarray:
+        """Shape (rows, outputs), float64, for weights of shape (num_weights, outputs)."""
+        rows, scales = self.matrix[index], self.scales[index][:, None]
+        with np.errstate(all="ignore"):  # rows that count as zeros may overflow
+            products = np.asarray(rows @ weights[:-1].astype(self.matrix.dtype), dtype=np.float64)
+            scaled = np.where(scales > 0, products * scales, 0.0)
+        return scaled + self.constant * weights[-1]
+
+    def add_gradients(self, index: Any, slopes: np.ndarray, total: np.ndarray) -> None:
+        """Adds the gradients of records with the slopes (rows, outputs) in their predictions."""
+        scaled = (slopes * self.scales[index][:, None]).astype(self.matrix.dtype)
+        total[:-1] += self.matrix[index].T @ scaled
+        total[-1] += self.constant * slopes.sum(axis=0)
+
+
+def row_norms(matrix: Any) -> np.ndarray:
+    """The L2 norms of the rows, float64; no overflow for finite entries."""
+    norms = np.empty(matrix.shape[0])
+    rows = max(1, _BLOCK // max(1, matrix.shape[1]))
+    for first in range(0, len(norms), rows):
+        part = matrix[first : first + rows]
+        if sparse.issparse(part):
+            part = part.astype(np.float64)
+            largest = np.asarray(abs(part).max(axis=1).todense()).ravel()
+            squares = part.multiply(sparse.diags(1 / np.where(largest > 0, largest, 1.0)) @ part)
+            squares = np.asarray(squares.sum(axis=1)).ravel()
+            norms[first : first + rows] = np.sqrt(largest) * np.sqrt(squares)
+        else:
+            part = np.asarray(part, dtype=np.float64)
+            largest = np.abs(part).max(axis=1, initial=0.0)
+            part = part / np.where(largest > 0, largest, 1.0)[:, None]
+            norms[first : first + rows] = largest * np.sqrt((part * part).sum(axis=1))
+    return norms

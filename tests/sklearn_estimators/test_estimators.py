@@ -1,0 +1,232 @@
+"""The estimators as a user meets them."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.sklearn import (
+    PrivacyBudgetWarning,
+    PrivateClassifier,
+    PrivateRegressor,
+)
+
+rng = np.random.default_rng(1)
+CENTERS = np.array([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]])
+LABELS = rng.integers(3, size=900)
+X = CENTERS[LABELS] + 0.1 * rng.normal(size=(900, 3))
+NAMES = np.array(["a", "b", "c"])[LABELS]
+
+
+def classifier(**changes):
+    settings = dict(epsilon=3.0, classes=["c", "a", "b"], batch_order="full", epochs=16)
+    return PrivateClassifier(**{**settings, **changes})
+
+
+def regressor(**changes):
+    settings = dict(epsilon=3.0, target_bounds=(-2, 4), batch_order="full", epochs=16)
+    return PrivateRegressor(**{**settings, **changes})
+
+
+def fit_quietly(model, x=X, y=NAMES):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyBudgetWarning)
+        return model.fit(x, y)
+
+
+@pytest.mark.parametrize("order", ["auto", "full", "poisson", "shuffled_once", "cyclic"])
+def test_every_order_learns_and_meets_its_target(order):
+    model = classifier(batch_order=order, epochs=None).fit(X, NAMES)
+    assert model.score(X, NAMES) > 0.95
+    assert 2.9 < model.guarantee_.epsilon(1e-5) <= 3
+    if order != "auto":
+        assert model.privacy_event_.batch_order.value == order
+    assert list(model.classes_) == ["a", "b", "c"]
+    assert model.coef_.shape == (3, 3)
+    assert model.intercept_.shape == (3,)
+    np.testing.assert_allclose(model.predict_proba(X).sum(axis=1), 1)
+    np.testing.assert_array_equal(
+        model.classes_[model.decision_function(X).argmax(1)], model.predict(X)
+    )
+
+
+def test_two_classes_are_one_logit():
+    y = LABELS > 0
+    model = classifier(classes=[False, True]).fit(X, y)
+    assert model.score(X, y) > 0.95
+    assert model.coef_.shape == (1, 3)
+    np.testing.assert_array_equal(model.predict(X), model.predict_proba(X)[:, 1] > 0.5)
+    normalised = X / np.linalg.norm(X, axis=1, keepdims=True)
+    np.testing.assert_allclose(
+        model.decision_function(X), normalised @ model.coef_[0] + model.intercept_[0], atol=1e-9
+    )
+
+
+def test_a_class_that_does_not_occur_is_predicted_from():
+    """Which classes occur must not be seen in the shape of the model."""
+    model = classifier(classes=["a", "b", "c", "d"]).fit(X, NAMES)
+    assert model.coef_.shape == (4, 3)
+    assert model.predict_proba(X).shape == (900, 4)
+
+
+def test_the_scale_of_a_record_does_not_matter_with_scaling():
+    model = classifier().fit(X, NAMES)
+    scales = np.exp(rng.normal(size=(900, 1)))
+    np.testing.assert_allclose(model.predict_proba(X * scales), model.predict_proba(X), atol=1e-9)
+
+
+def test_regression():
+    y = X @ [1.0, -1.0, 2.0] + 0.5
+    model = regressor(feature_norm=2.0, epochs=64).fit(X, y)
+    assert model.score(X, y) > 0.9
+    np.testing.assert_allclose(model.predict(X), X @ model.coef_ + model.intercept_, atol=1e-9)
+    assert model.guarantee_.epsilon(1e-5) <= 3
+
+
+def test_ridge_shrinks():
+    y = X @ [1.0, -1.0, 2.0]
+    norms = [
+        np.linalg.norm(regressor(alpha=alpha, epsilon=100.0, threshold=2.0).fit(X, y).coef_)
+        for alpha in (0.0, 1.0)
+    ]
+    assert norms[1] < 0.7 * norms[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "y", "message"),
+    [
+        (classifier(classes=None), NAMES, "which labels occur is private"),
+        (classifier(classes="labels"), NAMES, "a list or"),
+        (classifier(classes=["a"]), NAMES, "at least two classes"),
+        (classifier(classes=["a", "b"]), NAMES, "every label among classes"),
+        (classifier(epsilon=0.0), NAMES, "epsilon > 0"),
+        (classifier(delta=1.0), NAMES, "delta"),
+        (classifier(batch_order="reshuffled"), NAMES, "orders among"),
+        (classifier(normalization="l2"), NAMES, "normalization to be one of"),
+        (classifier(feature_norm=0.0), NAMES, "feature_norm > 0"),
+        (classifier(neighboring_relation="add_or_remove_one"), NAMES, "number of records sets"),
+        (classifier(epochs=0), NAMES, "epochs >= 1"),
+        (regressor(target_bounds=None), LABELS, "range of the targets is"),
+        (regressor(target_bounds=(1, 1)), LABELS, "target_bounds"),
+        (regressor(threshold=0.0), LABELS, "clip_norm"),
+        (regressor(alpha=-1.0), LABELS, "weight_decay >= 0"),
+    ],
+)
+def test_refused_before_training(model, y, message, monkeypatch):
+    monkeypatch.setattr(
+        "hidden_state_adapters.sklearn.estimators.train",
+        lambda *_: pytest.fail("something was trained"),
+    )
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, y)
+
+
+def test_the_noise_has_no_seed():
+    with pytest.raises(TypeError, match="random_state"):
+        PrivateClassifier(random_state=0)
+    coefs = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        coefs.append(classifier().fit(X, NAMES).coef_)
+    assert not np.isclose(*coefs).any()
+
+
+def test_nothing_of_the_training_stays():
+    """What a saved model holds is its weights and public facts."""
+    model = classifier().fit(X, NAMES)
+    kept = {name: value for name, value in vars(model).items() if name not in model.get_params()}
+    arrays = {name for name, value in kept.items() if isinstance(value, np.ndarray)}
+    assert arrays == {"_weights", "classes_", "coef_", "intercept_"}
+    assert set(kept) - arrays == {
+        "_is_composition",
+        "_relation",
+        "n_features_in_",
+        "n_iter_",
+        "privacy_event_",
+    }
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.predict(X), model.predict(X))
+    assert again.report_ == model.report_
+
+
+def test_the_report_says_relation_theorem_and_whose_word_things_are():
+    report = classifier(batch_order="cyclic").fit(X, NAMES).report_
+    for text in (
+        "at delta = 1e-05",
+        "REPLACE_SPECIAL",
+        "Theorem A",
+        "declared (your word)",
+        "one record per person",
+        "no search over them",
+        "the number of records, 900",
+        "the 3 classes",
+        "every other fit on the same records spends as well",
+    ):
+        assert text in report
+    assert "it is public which labels occur" in (
+        classifier(classes="from_labels").fit(X, NAMES).report_
+    )
+
+
+def test_one_absurd_record_does_not_end_a_run():
+    rows = X.astype(np.float32)
+    rows[0], rows[1] = 3e38, 1e-44
+    for model in (classifier(), classifier(normalization="clip", batch_order="cyclic")):
+        assert model.fit(rows, NAMES).score(rows[2:], NAMES[2:]) > 0.95
+
+
+def test_fits_compose():
+    models = [classifier().fit(X, NAMES) for _ in range(2)]
+    accountant = hsa.LastIterateAccountant()
+    for model in models:
+        accountant.compose(model.privacy_event_)
+    assert 4 < accountant.get_epsilon(1e-5) < 6
+
+
+def test_a_clone_a_second_fit_and_a_search_warn():
+    model = classifier()
+    with pytest.warns(PrivacyBudgetWarning, match="is cloned"):
+        copy = clone(model)
+    assert copy.get_params() == model.get_params()
+    assert copy is not model
+    model.fit(X, NAMES)
+    with pytest.warns(PrivacyBudgetWarning, match="was fitted before"):
+        model.fit(X, NAMES)
+    with pytest.warns(PrivacyBudgetWarning):
+        GridSearchCV(classifier(), {"epochs": [16]}, cv=2).fit(X, NAMES)
+    with pytest.warns(PrivacyBudgetWarning):
+        cross_val_score(classifier(), X, NAMES, cv=2)
+
+
+def test_the_first_fit_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_pipeline(FunctionTransformer(np.abs), classifier()).fit(X, NAMES).predict(X)
+
+
+def test_progress_shows_steps_only(capsys):
+    classifier(verbose=1).fit(X, NAMES)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        "PrivateClassifier: 16 steps of full batches of 900, epsilon 3 at delta 1e-05 "
+        "(REPLACE_SPECIAL)"
+    )
+    assert last == "PrivateClassifier: step 16 of 16"
+
+
+def test_the_relation_is_passed_on():
+    one = classifier().fit(X, NAMES)
+    other = classifier(neighboring_relation="REPLACE_ONE").fit(X, NAMES)
+    ratio = other.privacy_event_.noise_multiplier / one.privacy_event_.noise_multiplier
+    assert ratio == pytest.approx(2, rel=5e-3)
+    assert other.guarantee_.neighboring_relation.name == "REPLACE_ONE"
+    assert fit_quietly(one).privacy_event_.num_steps == 16
