@@ -6,6 +6,7 @@
 #   PIP_ARGS='...'               more options for pip, an --extra-index-url with PyTorch's CPU builds for example
 #   PYTEST_ARGS='...'            more options for pytest
 #   WORKERS=2                    test processes
+#   UTILITY_ARGS='--size reduced'  options of the benchmark of "make utility"
 #   DEEP_EXAMPLES=18             how many times the examples of "make test" that "make test-deep" searches
 
 ifeq ($(origin PYTHON), undefined)
@@ -39,7 +40,7 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks lint format clean distclean
+.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -51,6 +52,7 @@ help:
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write docs/benchmarks/opacus_step.md: steps of the Opacus optimizers against Opacus'"
+	@echo "make utility      write docs/benchmarks/utility.md: accuracy at equal epsilon (hours; it can be stopped)"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make lint         ruff, mypy and the import directions"
 	@echo "make format       let ruff format and fix the sources"
@@ -80,6 +82,10 @@ tightness: .venv/.test-installed
 
 benchmarks: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/opacus_step.py
+
+# Goes on where it stopped. diffprivlib and mlxtend take part if they are installed.
+utility: .venv/.test-installed
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/utility/utility.py $(UTILITY_ARGS)
 
 # One process: its progress is seen at once. New random runs every time; a failure is replayed first.
 test-deep: .venv/.test-installed

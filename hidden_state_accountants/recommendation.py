@@ -21,7 +21,9 @@ data are: F is the noise factor, the noise in the sum of all gradients over that
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -479,7 +481,10 @@ class _Plan:
     def candidate(self) -> Candidate:
         """The run with the noise that it needs."""
         task, event = self.task, self.event()
-        noise = _noise(task.epsilon, task.delta, task.relation, event)
+        priced = event
+        if self.order in _COMPOSED:  # asks for nothing but batches and steps: found once for all
+            priced = attrs.evolve(event, learning_rate=1.0, clip_norm=1.0, weight_decay=0.0)
+        noise = _noise(task.epsilon, task.delta, task.relation, priced)
         factor = noise * task.mu * math.sqrt(self.split / self.epochs)
         return Candidate(
             event=attrs.evolve(event, noise_multiplier=round_up(noise, 7)),
@@ -500,6 +505,19 @@ class _Plan:
 def _noise(
     epsilon: float, delta: float, relation: NeighboringRelation, event: LastIterateDpEvent
 ) -> float:
-    return calibrate_noise(
-        epsilon, delta, event, neighboring_relation=relation, tolerance=_TOLERANCE
-    )
+    with _quiet_absl():
+        return calibrate_noise(
+            epsilon, delta, event, neighboring_relation=relation, tolerance=_TOLERANCE
+        )
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Iterator[None]:
+    """Without dp-accounting's remarks on Rényi orders that it leaves out for large rates."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,5 +1,6 @@
 """The estimators as a user meets them."""
 
+import doctest
 import pickle
 import warnings
 
@@ -18,6 +19,7 @@ from hidden_state_adapters.sklearn import (
     PrivacyBudgetWarning,
     PrivateClassifier,
     PrivateRegressor,
+    estimators,
 )
 
 rng = np.random.default_rng(1)
@@ -230,3 +232,9 @@ def test_the_relation_is_passed_on():
     assert ratio == pytest.approx(2, rel=5e-3)
     assert other.guarantee_.neighboring_relation.name == "REPLACE_ONE"
     assert fit_quietly(one).privacy_event_.num_steps == 16
+
+
+def test_examples():
+    found = doctest.testmod(estimators)
+    assert found.failed == 0
+    assert found.attempted >= 10

@@ -1,0 +1,163 @@
+"""Accuracy at equal epsilon: ours without tuning against tuned methods; writes the page.
+
+    python benchmarks/utility/utility.py --size full        # hours; goes on where it stopped
+    python benchmarks/utility/utility.py --size reduced     # about a quarter of an hour
+
+Methods with settings are tuned on a validation split, at no cost in privacy: the same number of
+settings for each, one run per setting. The best is trained again with several seeds.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+
+import attrs
+import numpy as np
+import utility_data
+import utility_methods as methods
+from utility_page import write_page
+
+ROOT = pathlib.Path(__file__).parents[2]
+DECAYS = np.geomspace(1e-4, 3, 24)
+OURS = ("recommend", "recommend, fixed batches")
+EPOCHS = (1, 4, 16, 64)
+
+
+@attrs.frozen
+class Size:
+    """How much is run.
+
+    Attributes:
+        sets: Names of data sets.
+        epsilons: Targets.
+        seeds: Runs of the chosen setting.
+        lengths: Epochs that are tuned over.
+        splits: Batches per epoch that are tuned over.
+        rates: Times the learning rate of the recipe.
+        decays: Of the methods that minimise.
+        cost: Epochs of the table of accuracy against gradients; empty for none.
+    """
+
+    sets: tuple[str, ...]
+    epsilons: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
+    seeds: int = 5
+    lengths: tuple[int, ...] = (64,)
+    splits: tuple[int, ...] = methods.SPLITS
+    rates: tuple[float, ...] = methods.RATES
+    decays: tuple[float, ...] = tuple(DECAYS)
+    cost: tuple[int, ...] = EPOCHS
+
+
+SIZES = {
+    "full": Size(("digits", "cancer", "synthetic", "mnist5k"), seeds=10, lengths=(16, 64)),
+    "reduced": Size(("digits", "cancer")),
+    "smoke": Size(
+        ("cancer",),
+        epsilons=(1.0,),
+        seeds=2,
+        lengths=(4,),
+        splits=(4,),
+        rates=(1.0,),
+        decays=(0.01, 0.1, 1.0),
+        cost=(),
+    ),
+}
+
+
+def methods_of(data, epsilon, size):
+    """Name and settings of every method."""
+    descent = (size.lengths, size.splits, size.rates)
+    # Full batches have one split; twice the rates, half a factor apart, make up for it.
+    rates = sorted({rate * factor for rate in size.rates for factor in (1.0, 2**0.5)})
+    yield "recommend", methods.estimator(data, epsilon, "auto")
+    yield "recommend, fixed batches", methods.estimator(data, epsilon, "shuffled_once")
+    yield "hidden, tuned", methods.hidden(data, epsilon, *descent)
+    yield "Poisson + PLD", methods.composition(data, epsilon, "poisson", *descent)
+    yield "full batch", methods.composition(data, epsilon, "full", size.lengths, (1,), rates)
+    yield "banded factorisation", methods.matrix_factorisation(data, epsilon, *descent)
+    yield "objective perturbation", methods.objective_perturbation(data, epsilon, size.decays)
+    yield "output perturbation", methods.output_perturbation(data, epsilon, size.decays)
+    if has_diffprivlib():
+        yield "diffprivlib", methods.diffprivlib(data, epsilon, 1 / np.array(size.decays))
+
+
+def has_diffprivlib():
+    try:
+        import diffprivlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def cells(size):
+    """Key and settings of every cell of the tables."""
+    for name in size.sets:
+        try:
+            data = utility_data.load(name)
+        except ImportError as error:
+            tell(f"{name} is left out: {error}")
+            continue
+        yield (name, "no privacy", 0.0, 0), methods.not_private(data, size.decays)
+        for epsilon in size.epsilons:
+            for method, settings in methods_of(data, epsilon, size):
+                yield (name, method, epsilon, 0), settings
+        for epochs in size.cost:
+            for order in ("poisson", "shuffled_once", "cyclic", "full"):
+                settings = methods.estimator(data, 1.0, order, epochs)
+                yield (name, f"cost, {order}", 1.0, epochs), settings
+
+
+def measure(settings, seeds):
+    """Picks a setting on the validation split; its accuracies on the test split."""
+    settings = list(settings)
+    if not settings:
+        return {"setting": "none meets the target", "test": [], "settings": 0}
+    scores = [setting.run()[0] for setting in settings] if len(settings) > 1 else [0.0]
+    best = settings[int(np.argmax(scores))]
+    runs = [best.run() for _ in range(seeds)]
+    return {
+        "setting": best.setting,
+        "validation": float(np.mean([run[0] for run in runs])),
+        "test": [run[1] for run in runs],
+        "settings": len(settings),
+    }
+
+
+def tell(line):
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(size_name, results_path, page_path):
+    """Runs what is missing in the file of results, and writes the page."""
+    size = SIZES[size_name]
+    results = json.loads(results_path.read_text()) if results_path.exists() else {}
+    start = time.monotonic()
+    for key, settings in cells(size):
+        text = "|".join(map(str, key))
+        if text in results:
+            continue
+        results[text] = measure(settings, size.seeds)
+        partial = results_path.with_suffix(".part")
+        partial.write_text(json.dumps(results, indent=1))
+        partial.replace(results_path)
+        tests = results[text]["test"]
+        mean = f"{100 * np.mean(tests):.1f}" if tests else "-"
+        tell(f"{time.monotonic() - start:6.0f} s  {text}: {mean} ({results[text]['setting']})")
+    write_page(page_path, size_name, size, results, OURS)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--results", type=pathlib.Path)
+    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/utility.md")
+    arguments = parser.parse_args()
+    results = arguments.results or ROOT / f"build/utility_{arguments.size}.json"
+    results.parent.mkdir(parents=True, exist_ok=True)
+    run(arguments.size, results, arguments.page)
+
+
+if __name__ == "__main__":
+    main()
