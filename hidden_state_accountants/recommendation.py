@@ -15,8 +15,8 @@ data are: F is the noise factor, the noise in the sum of all gradients over that
 >>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
 >>> [(c.event.batch_order.value, c.event.batch_size) for c in found]
 [('full', 1500), ('cyclic', 375), ('cyclic', 75)]
->>> round(found.best.event.learning_rate, 3)
-29.318
+>>> found.best.event.learning_rate
+29.32
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ _SHORT, _LONG = 16, 64  # epochs
 _KAPPA = 1.4
 _LONGEST = 1e4  # total learning rate after which a linear model without noise has nearly converged
 _TOLERANCE = 1e-3
+_DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
 _OF_EACH_ORDER = 2  # runs with exact figures
 
 
@@ -160,7 +161,7 @@ class Candidate:
         plain, envelope = LOSSES[self.loss].criteria
         if self.smoothing is None:
             return plain
-        return f"{envelope}(clip_norm={self.clip_norm:g}, smoothing={self.smoothing:.8g})"
+        return f"{envelope}(clip_norm={self.clip_norm:g}, smoothing={text_up(self.smoothing, 8)})"
 
     @property
     def reason(self) -> str:
@@ -251,12 +252,12 @@ class Recommendation:
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
-    event = candidate.event
+    event: Any = candidate.event
     return (
         event.batch_order.value,
         str(event.batch_size),
         str(candidate.epochs),
-        f"{event.noise_multiplier:.6g}",
+        text_up(event.noise_multiplier, _DIGITS),
         f"{candidate.clip_norm:g}",
         f"{event.learning_rate:.4g}",
         f"{candidate.noise_factor:.3f}",
@@ -286,9 +287,9 @@ def recommend(
     the noise allows, and, where that makes no difference, by cost. Composition is among the
     candidates: where it is as good as hiding the iterates, it comes first.
 
-    Formal guarantees: every event has been asked for its epsilon by `LastIterateAccountant`; it is
-    not above the target. What the model is worth is not guaranteed: docs/recommend.md has
-    measurements.
+    Formal guarantees: the noise multipliers are those of `calibrate_noise`, rounded up, so that
+    `LastIterateAccountant` gives every event an epsilon that is not above the target. What the
+    model is worth is not guaranteed: docs/recommend.md has measurements.
 
     Args:
         n: The number of records; public.
@@ -419,7 +420,12 @@ class _Plan:
         decay = self.task.decay / self.task.square
         steepest = self.task.loss.steepest[self.order not in _COMPOSED]
         steepest *= 0.5 / (self.task.loss.curvature * math.sqrt(self.split))
-        return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)
+        return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
+
+    @property
+    def learning_rate(self) -> float:
+        """For the features as they are, with the digits that are printed."""
+        return float(f"{self.rate / self.task.square:.4g}")
 
     @property
     def smoothing(self) -> float | None:
@@ -427,10 +433,11 @@ class _Plan:
         if self.order in _COMPOSED:
             return None
         return envelope_smoothing(
-            self.rate,
+            self.learning_rate,
             curvature=self.task.loss.curvature,
-            feature_norm=1.0,
-            weight_decay=self.task.decay / self.task.square,
+            feature_norm=self.task.feature_norm,
+            bias=self.task.bias,
+            weight_decay=self.task.decay,
         )
 
     @property
@@ -467,7 +474,7 @@ class _Plan:
             )
         return LastIterateDpEvent(
             noise_multiplier=1.0,
-            learning_rate=self.rate / task.square,
+            learning_rate=self.learning_rate,
             weight_decay=task.decay,
             # A little above the gradient bound of the envelope, so that rounding never clips.
             clip_norm=round_up(clip_norm * math.sqrt(task.square) * (1 + 1e-5), 8),
@@ -487,7 +494,7 @@ class _Plan:
         noise = _noise(task.epsilon, task.delta, task.relation, priced)
         factor = noise * task.mu * math.sqrt(self.split / self.epochs)
         return Candidate(
-            event=attrs.evolve(event, noise_multiplier=round_up(noise, 7)),
+            event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
             loss=task.loss.name,
             clip_norm=task.loss.clip_norm,
             smoothing=self.smoothing,

@@ -368,6 +368,10 @@ def recommend(
     loss: Annotated[
         str | None, typer.Option(help=f"{', '.join(LOSSES)}; default: by the classes.")
     ] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Of the gradient in the predictions; default: 0.3.")
+    ] = None,
+    weight_decay: Annotated[float, typer.Option(help="Decoupled.")] = 0.0,
     orders: Annotated[
         str | None,
         typer.Option(help="Batch orders that can be had: cyclic,full. Default: all."),
@@ -389,6 +393,8 @@ def recommend(
         feature_norm=feature_norm,
         bias=bias,
         loss=loss,
+        clip_norm=clip_norm,
+        weight_decay=weight_decay,
         orders=None if orders is None else orders.replace(" ", "").split(","),
         epochs=epochs,
         neighboring_relation=relation,

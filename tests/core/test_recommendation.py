@@ -68,15 +68,17 @@ def test_the_best_is_no_worse_than_composition_with_the_same_gradients():
     }
 
 
-def test_the_rate_makes_the_noise_of_a_weight_what_the_recipe_says():
-    (full,) = recommend(n=2000, epsilon=0.3, orders=["full"], epochs=64)
+@pytest.mark.parametrize(("relation", "clips"), [("REPLACE_SPECIAL", 1), ("REPLACE_ONE", 2)])
+def test_the_rate_makes_the_noise_of_a_weight_what_the_recipe_says(relation, clips):
+    options = {"orders": ["full"], "epochs": 64, "neighboring_relation": relation}
+    (full,) = recommend(n=2000, epsilon=0.3, **options)
     event = full.event
     std = event.learning_rate * event.noise_std_on_sum()[0] / event.batch_size * math.sqrt(64)
     assert full.reach == 1
-    assert std == pytest.approx(1.4 * full.noise_factor, rel=1e-4)
+    assert std == pytest.approx(1.4 * full.noise_factor, rel=1e-3)
     assert full.noise_factor == pytest.approx(1, rel=2e-3)
     mu = math.exp(gaussian_log_mu(0.3, 1e-5))
-    assert event.learning_rate == pytest.approx(1.4 * 2000 * mu / (0.3 * 64), rel=1e-9)
+    assert event.learning_rate == pytest.approx(1.4 * 2000 * mu / clips / (0.3 * 64), rel=1e-3)
 
 
 @pytest.mark.parametrize(("norm", "bias"), [(3.0, False), (1.0, True)])
@@ -91,7 +93,7 @@ def test_a_unit_of_the_features_changes_nothing(norm, bias):
     square = norm**2 + bias
     for one, other in pairs:
         a, b = one.event, other.event
-        assert b.learning_rate * square == pytest.approx(a.learning_rate, rel=1e-9)
+        assert b.learning_rate * square == pytest.approx(a.learning_rate, rel=1e-3)
         assert b.noise_multiplier == pytest.approx(a.noise_multiplier, rel=2e-3)
         assert b.clip_norm == pytest.approx(a.clip_norm * math.sqrt(square), rel=1e-5)
 
@@ -116,10 +118,23 @@ def test_the_text_says_relation_criterion_and_what_stock_tools_do():
     assert "Stock Opacus" in text
     assert "last iterate only" in text
     hidden = recommend(orders=["cyclic"])
-    assert f"EnvelopeCrossEntropyLoss(clip_norm=0.3, smoothing={hidden[0].smoothing:.8g})" in str(
-        hidden
-    )
+    assert f"criterion: {hidden.best.criterion};" in str(hidden)
     assert len(hidden) == len(list(hidden)) == len(hidden.to_dict()["candidates"])
+
+
+def test_what_is_printed_is_enough():
+    """Who copies the figures of the table trains a run that meets the target."""
+    found = recommend(orders=["cyclic", "full"], feature_norm=1.3, weight_decay=0.01)
+    for candidate, line in zip(found, str(found).splitlines()[2:], strict=False):
+        event = candidate.event
+        order, batch, epochs, noise, _, rate, *_ = line.split()
+        assert (order, int(batch)) == (event.batch_order.value, event.batch_size)
+        assert int(epochs) == candidate.epochs
+        assert float(noise) >= event.noise_multiplier
+        assert float(rate) == event.learning_rate
+        if candidate.smoothing is not None:
+            printed = float(candidate.criterion.split("smoothing=")[1].rstrip(")"))
+            assert 0 < candidate.smoothing <= printed
 
 
 @pytest.mark.parametrize(
