@@ -73,6 +73,20 @@ def test_two_classes_are_one_logit():
     )
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (LABELS.astype(np.float32), {2, 0, 1}),
+        (LABELS.astype(np.uint8), range(3)),
+        (NAMES.astype(object), ["a", "b", "c"]),
+        (NAMES, np.array(["a", "b", "c"], dtype=object)),
+    ],
+)
+def test_kinds_of_labels(labels, classes):
+    model = classifier(classes=classes).fit(X, labels)
+    assert model.score(X, labels) > 0.95
+
+
 def test_a_class_that_does_not_occur_is_predicted_from():
     """Which classes occur must not be seen in the shape of the model."""
     model = classifier(classes=["a", "b", "c", "d"]).fit(X, NAMES)
@@ -110,6 +124,8 @@ def test_ridge_shrinks():
         (classifier(classes="labels"), NAMES, "a list or"),
         (classifier(classes=["a"]), NAMES, "at least two classes"),
         (classifier(classes=["a", "b"]), NAMES, "every label among classes"),
+        (classifier(classes=["0", "1", "2"]), LABELS, "of the kind of classes"),
+        (classifier(classes=[0, 1, 2]), NAMES, "of the kind of classes"),
         (classifier(epsilon=0.0), NAMES, "epsilon > 0"),
         (classifier(delta=1.0), NAMES, "delta"),
         (classifier(batch_order="reshuffled"), NAMES, "orders among"),

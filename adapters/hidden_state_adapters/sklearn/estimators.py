@@ -32,6 +32,7 @@ from hidden_state_adapters.sklearn.steps import Slopes, train
 
 _FLOATS = (np.float64, np.float32)
 _FROM_LABELS = "from_labels"
+_NUMBERS = "biuf"  # kinds of dtypes
 _SECONDS = 2.0  # between two lines of progress
 
 
@@ -318,7 +319,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         is_word = isinstance(given, str)
         if is_word and given != _FROM_LABELS:
             raise ValueError(f'Expected classes to be a list or "{_FROM_LABELS}", got {given!r}.')
-        classes = np.unique(y if is_word else np.asarray(given))
+        classes = np.unique(y if is_word else np.asarray(list(given)))
         if len(classes) < 2:
             raise ValueError(
                 f"Expected at least two classes, got {len(classes)} class: {classes!r}."
@@ -361,6 +362,11 @@ def _codes(y: np.ndarray, classes: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: A label is not among them.
     """
+    if (y.dtype.kind in _NUMBERS) != (classes.dtype.kind in _NUMBERS):
+        raise ValueError(
+            f"Expected labels of the kind of classes = {classes.tolist()!r}, got {y[0]!r}. Convert "
+            "one of them: numbers are no texts."
+        )
     codes = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
     unknown = y != classes[codes]
     if np.any(unknown):
