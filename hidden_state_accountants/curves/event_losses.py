@@ -10,6 +10,10 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.losses import Losses, losses_of, stock_loss
+from hidden_state_accountants.curves.sampled_pairs import (
+    ReplacedInPoissonBatchCurve,
+    ZeroedWithoutReplacementCurve,
+)
 
 # PLDAccountant (0.5.0 to 0.6.0) composes these once, whatever the count.
 _PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
@@ -22,15 +26,40 @@ class _PldAccountant(pld.PLDAccountant):
         return self._pld
 
 
+def pair_curve(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> ZeroedWithoutReplacementCurve | ReplacedInPoissonBatchCurve | None:
+    """The curve of a sampled Gaussian in which both data sets move; None for all others.
+
+    No stock accountant knows these: a record that is zeroed in a batch of fixed size, and one that
+    is replaced in a Poisson batch. The noise multiplier is one over the largest contribution of a
+    record. Where the pair is not symmetric, the data set that has the record comes first.
+    """
+    if relation is NeighboringRelation.REPLACE_SPECIAL:
+        if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+            mu, rate = _gaussian_mu(event.event), _share_of_records(event)
+            if 0 < mu < math.inf and 0 < rate <= 1:
+                return ZeroedWithoutReplacementCurve(mu, rate)
+    if relation is NeighboringRelation.REPLACE_ONE:
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+            mu, rate = _gaussian_mu(event.event), event.sampling_probability
+            if 0 < mu < math.inf and 0 < rate <= 1:
+                return ReplacedInPoissonBatchCurve(mu, rate)
+    return None
+
+
 def event_profile(
     event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> profiles.Profile | None:
-    """The exact privacy profile of a sampled Gaussian or of a Laplace mechanism.
+    """The privacy profile of a sampled Gaussian or of a Laplace mechanism; None for all others.
 
-    Valid under ADD_OR_REMOVE_ONE for Laplace noise and Poisson sampling, where the data set that
-    has the record is P; under REPLACE_ONE for sampling without replacement. None for all others.
-    The noise multiplier is one over the sensitivity under that relation.
+    Exact under ADD_OR_REMOVE_ONE for Laplace noise and Poisson sampling, where the data set that
+    has the record is P, and under REPLACE_ONE for sampling without replacement; an upper bound for
+    a `pair_curve`. The noise multiplier is one over the sensitivity under that relation.
     """
+    pair = pair_curve(event, relation)
+    if pair is not None:
+        return pair.profile
     if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
         if isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier > 0:
             return profiles.laplace(event.noise_multiplier)
@@ -42,10 +71,14 @@ def event_profile(
     if relation is NeighboringRelation.REPLACE_ONE:
         if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
             whole = _gaussian_profile(event.event)
-            rate = event.sample_size / event.source_dataset_size
+            rate = _share_of_records(event)
             if whole is not None and 0 < rate <= 1:
                 return profiles.without_replacement(whole, rate)
     return None
+
+
+def _share_of_records(event: dp_accounting.SampledWithoutReplacementDpEvent) -> float:
+    return float(event.sample_size / event.source_dataset_size)
 
 
 def _gaussian_profile(event: dp_accounting.DpEvent) -> profiles.Profile | None:

@@ -1,4 +1,4 @@
-"""Events of dp-accounting beside ours, by privacy losses or by its RDP accountant."""
+"""Events of dp-accounting beside ours, by privacy losses or by Renyi divergences."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.event_losses import (
     event_losses,
     event_profile,
+    pair_curve,
     stock_pld_supports,
 )
 from hidden_state_accountants.curves.losses import Losses, losses_of
@@ -40,7 +41,7 @@ class StandardCurve(RenyiOrLoss):
     """Standard events composed with mu-GDP: by privacy losses or by RDP, whichever gives less.
 
     Attributes:
-        events: At least one; RdpAccountant supports them all, or the loss of each is known.
+        events: At least one; the divergences of all are known, or the loss of each is.
         gaussian_mu: The mu of a mechanism that runs as well.
 
     Raises:
@@ -67,18 +68,22 @@ class StandardCurve(RenyiOrLoss):
 
     def _rdp_supports(self) -> bool:
         return all(
-            rdp.RdpAccountant([2.0], part.relation).supports(part.event) for part in self.events
+            pair_curve(part.event, part.relation) is not None
+            or rdp.RdpAccountant([2.0], part.relation).supports(part.event)
+            for part in self.events
         )
 
     def _losses_are_known(self) -> bool:
-        # Pairs that are not symmetric compose in one order, that of a common relation.
+        # Pairs that are not symmetric compose in one order, that of a common relation. A record
+        # that is zeroed and one that is removed have one order: the data set that has it is first.
         relations = set()
         for part in self.events:
             profile = event_profile(part.event, part.relation)
             if profile is None and not stock_pld_supports(part.event, part.count, part.relation):
                 return False
             if profile is None or not profile.is_symmetric:
-                relations.add(part.relation)
+                zeroed = part.relation is _REPLACE_SPECIAL
+                relations.add(_ADD_OR_REMOVE if zeroed else part.relation)
         return len(relations) <= 1
 
     def privacy_losses(self) -> Losses | None:
@@ -95,6 +100,10 @@ class StandardCurve(RenyiOrLoss):
             return np.full(orders.shape, math.inf)
         total = orders * self.gaussian_mu**2 / 2
         for part in self.events:
+            pair = pair_curve(part.event, part.relation)
+            if pair is not None:
+                total = total + part.count * pair.rdp(orders)
+                continue
             accountant = rdp.RdpAccountant(orders.ravel().tolist(), part.relation)
             accountant.compose(part.event, part.count)
             total = total + accountant.rdp.reshape(orders.shape)
@@ -137,10 +146,12 @@ def read_standard_event(
     Zeroing a record is adding or removing it where the event is additive noise on a sum. Under
     REPLACE_ONE the sensitivity doubles, which not every stock accountant does by itself: its noise
     is halved here, or the event refused. In a batch of fixed size a zeroed record still takes the
-    place of another one, so that it counts as a replacement.
+    place of another one, so that it counts as a replacement where it has no curve of its own.
     """
     event = _with_noise(event, 1.0)
     name = type(event).__name__
+    if pair_curve(event, relation) is not None:
+        return StockEvent(event, count, relation)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         if relation is _ADD_OR_REMOVE:
             return (

@@ -157,15 +157,18 @@ class TestBatchesOfFixedSize:
         for shift in (-1.0, 0.0, 1.0, 2.0):  # of the record against the others
             law = 0.9 * stats.norm.pdf(grid) + 0.1 * stats.norm.pdf(grid - shift)
             cubes[shift] = np.einsum("i,j,k->ijk", law, law, law) * 0.1**3
+        zeroed = ((1.0, 0.0), (2.0, 1.0))
+        replaced = (*zeroed, (1.0, -1.0), (2.0, 0.0))
         attack = max(
             np.maximum(cubes[one] - math.exp(epsilon) * cubes[other], 0).sum()
-            for pair in ((1.0, 0.0), (2.0, 1.0), (1.0, -1.0), (2.0, 0.0))
+            for pair in (zeroed if relation is REPLACE_SPECIAL else replaced)
             for one, other in (pair, pair[::-1])
         )
         halved = dp_accounting.SampledWithoutReplacementDpEvent(1000, 100, gaussian(0.5))
         stock = rdp.RdpAccountant(neighboring_relation=REPLACE_ONE).compose(halved, 3)
         found = fixed_size(relation).get_delta(epsilon)
-        assert attack <= found < 1.2 * attack
+        # joint convexity is not exact where the record, its stand-in and 0 are different places
+        assert attack <= found < (1.2 if relation is REPLACE_ONE else 1.7) * attack
         assert found < 0.2 * stock.get_delta(epsilon)
 
     def test_the_figure_that_was_loose(self):
@@ -195,6 +198,68 @@ class TestBatchesOfFixedSize:
         accountant = hsa.LastIterateAccountant(ADD_OR_REMOVE)
         with pytest.raises(hsa.UnsupportedRunError, match="number of records is fixed"):
             accountant.compose(FIXED_SIZE)
+
+
+class TestPairsInWhichBothDataSetsMove:
+    """No stock accountant knows them; 7.39 was 12.36, and 7.91 was refused."""
+
+    @pytest.mark.parametrize(
+        ("order", "relation", "limit"),
+        [("without_replacement", REPLACE_SPECIAL, 7.3935), ("poisson", REPLACE_ONE, 7.9158)],
+    )
+    def test_the_same_as_the_run_with_all_iterates_released(self, order, relation, limit):
+        sampled = {
+            "without_replacement": dp_accounting.SampledWithoutReplacementDpEvent(
+                50_000, 500, gaussian(2.0)
+            ),
+            "poisson": dp_accounting.PoissonSampledDpEvent(0.01, gaussian(2.0)),
+        }[order]
+        run = cyclic_run(
+            batch_order=order, loss=None, batch_size=500, dataset_size=50_000, num_steps=20_000,
+            noise_multiplier=2.0,
+        )  # fmt: skip
+        standard = hsa.LastIterateAccountant(relation).compose(sampled, 20_000).get_epsilon(1e-5)
+        ours = hsa.LastIterateAccountant(relation).compose(run).get_epsilon(1e-5)
+        assert 0.999 * limit < standard <= limit
+        assert standard == pytest.approx(ours, rel=1e-9)
+
+    def test_a_zeroed_record_beside_one_that_is_removed(self):
+        """Both pairs are ordered: the data set with the record comes first in each of them."""
+        poisson, fixed = (EVENTS[name] for name in ("poisson", "without_replacement"))
+        both = hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(poisson, 50).compose(fixed, 50)
+        x = np.linspace(-60, 60, 24_001)  # the sum of all steps: others at 0, the record at 1
+        joined = stats.binom.pmf(np.arange(101), 100, 0.1)
+        law = sum(p * stats.norm.pdf(x, k, 40.0) for k, p in enumerate(joined))
+        pair = law, stats.norm.pdf(x, 0.0, 40.0)
+        for epsilon in (0.0, 0.1, 0.3):
+            exact = max(
+                np.maximum(p - math.exp(epsilon) * q, 0).sum() * (x[1] - x[0])
+                for p, q in (pair, pair[::-1])
+            )
+            assert 0 < exact <= both.get_delta(epsilon)
+        larger = hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(fixed, 100)
+        assert both.get_epsilon(1e-5) < larger.get_epsilon(1e-5)
+
+    def test_beside_an_event_that_has_divergences_only(self):
+        """A tree has no privacy loss: the divergences of both add up."""
+        tree, fixed = EVENTS["tree"], EVENTS["without_replacement"]
+        alone = hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(tree)
+        if alone.guarantee.curve.privacy_losses() is not None:
+            pytest.skip("this version of dp-accounting composes the losses of a tree")
+        both = hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(tree).compose(fixed, 6)
+        pair = hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(fixed, 6)
+        orders = np.array([2.0, 8.0])
+        expected = alone.guarantee.rdp(orders) + pair.guarantee.rdp(orders)
+        np.testing.assert_allclose(both.guarantee.rdp(orders), expected)
+
+    def test_other_noise_on_a_batch_of_fixed_size_counts_as_a_replacement(self):
+        laplace = dp_accounting.LaplaceDpEvent(9.0)
+        event = dp_accounting.SampledWithoutReplacementDpEvent(100, 10, laplace)
+        found = [
+            hsa.LastIterateAccountant(relation).supports(event)
+            for relation in (REPLACE_SPECIAL, REPLACE_ONE)
+        ]
+        assert found[0] == found[1]
 
 
 class TestCappedPoissonBatches:

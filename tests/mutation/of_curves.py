@@ -211,4 +211,25 @@ MUTATIONS = (
         "part = StockEvent(_with_noise(event, 1.0), count, _REPLACE_ONE)",
         _COMPOSITION_LAWS,
     ),
+    Mutation(
+        "replaced_record_of_a_standard_event_moves_half_as_far",
+        "curves/event_losses.py",
+        "return ReplacedInPoissonBatchCurve(mu, rate)",
+        "return ReplacedInPoissonBatchCurve(mu / 2, rate)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "zeroed_record_of_a_standard_event_moves_half_as_far",
+        "curves/event_losses.py",
+        "return ZeroedWithoutReplacementCurve(mu, rate)",
+        "return ZeroedWithoutReplacementCurve(mu / 2, rate)",
+        _STANDARD_LAWS,
+    ),
+    Mutation(
+        "divergence_of_a_pair_beside_events_is_lost",
+        "curves/standard.py",
+        "total = total + part.count * pair.rdp(orders)",
+        "total = total + 0 * pair.rdp(orders)",
+        _STANDARD_LAWS,
+    ),
 )
