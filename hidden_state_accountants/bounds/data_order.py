@@ -11,6 +11,7 @@ Given the order, Theorem A applies; the guarantee is the mean over the orders (j
 from __future__ import annotations
 
 import itertools
+import math
 
 import attrs
 import numpy as np
@@ -21,6 +22,11 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
     distance_anywhere,
     mu_squared_by_position,
     segment_mu_squared,
+)
+from hidden_state_accountants.bounds.solvers.carries import (
+    EpochCosts,
+    best_carries,
+    carried_curve,
 )
 from hidden_state_accountants.bounds.solvers.taut_string import (
     least_mu_squared,
@@ -40,6 +46,9 @@ from hidden_state_accountants.process.noisy_process import (
 _CITATION = Citation(
     "Bok, Su, Altschuler 2024", "shifted interpolation, averaged over secret orders", "2403.00278"
 )
+
+_MANY_STEPS = 100_000
+_FEW = 4  # mixtures that are composed in a second
 
 
 @attrs.frozen
@@ -78,10 +87,12 @@ class Reshuffled(HiddenStateBound):
     Formal guarantees:
       - Relation: REPLACE_ONE and REPLACE_SPECIAL.
       - Released: the last iterate and those after `release_steps`.
-      - The smaller, at every delta, of two bounds. (i) Shifts that are used up by the end of each
-        epoch: the epochs' mixtures compose. (ii) For constant parameters, c <= 1 and no releases:
-        the record is in the last batch of every epoch but the last, and in a uniform position
-        there; a participation that is moved to a later step never costs less.
+      - The smallest, at every delta, of three bounds. (i) Shifts that are used up by the end of
+        each epoch: the epochs' mixtures compose. (ii) For constant parameters, c <= 1 and no
+        releases: the record is in the last batch of every epoch but the last, and in a uniform
+        position there; a participation that is moved to a later step never costs less. (iii) For
+        all parameters, and releases at the ends of epochs: distances that no order exceeds are
+        carried over the ends of the epochs, whose costs add up, position by position.
       - Assumptions: Theorem A's, and that neither the orders nor their seed are ever published.
     """
 
@@ -95,13 +106,16 @@ class Reshuffled(HiddenStateBound):
         return unmet_conditions(event, relation, [BatchOrder.RESHUFFLED])
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """The smaller of the two bounds."""
+        """The smallest of the bounds that apply; (i), with nothing carried, where it is quick."""
         process = noisy_process(event, relation)
-        curve = _epoch_by_epoch(process)
+        carried = _carried(process)
+        curves = [] if carried is None else [carried]
+        if carried is None or _is_quick(process) or process.domain_diameter < math.inf:
+            curves.append(_epoch_by_epoch(process))
         if process.is_constant and not process.release_steps and process.contraction[0] <= 1:
-            curve = BestOfCurves((curve, _late_participations(process)))
+            curves.append(_late_participations(process))
         return Proof(
-            curve=curve,
+            curve=curves[0] if len(curves) == 1 else BestOfCurves(tuple(curves)),
             theorem=self.citation.of("Theorem A averaged over the secret order of each epoch"),
         )
 
@@ -111,6 +125,30 @@ def _mean_over_positions(mu_squared: np.ndarray, period: int) -> GaussianMixture
     mus = np.zeros(period)
     mus[: len(mu_squared)] = np.sqrt(mu_squared)
     return GaussianMixtureCurve(np.full(period, 1 / period), mus)
+
+
+def _carried(process: NoisyProcess) -> Curve | None:
+    """Distances that are carried over the ends of epochs.
+
+    None if releases divide an epoch, or no noise hides a position.
+    """
+    if any(step % process.period for step in process.release_steps):
+        return None
+    if process.is_constant and process.num_steps > _MANY_STEPS:
+        return None  # the other bounds are quicker, and about as good
+    epochs = EpochCosts.of(process)
+    if epochs is None:
+        return None
+    carries = best_carries(epochs)
+    return carried_curve(epochs, carries) if np.isfinite(epochs.costs(carries)).all() else None
+
+
+def _is_quick(process: NoisyProcess) -> bool:
+    """Whether few epochs differ, so that there are few mixtures to compose."""
+    whole = process.num_steps // process.period * process.period
+    parts = (process.contraction, process.sensitivity, process.noise_std)
+    rows = np.hstack([part[:whole].reshape(-1, process.period) for part in parts])
+    return process.is_constant or len(np.unique(rows, axis=0)) <= _FEW
 
 
 def _epoch_by_epoch(process: NoisyProcess) -> Curve:

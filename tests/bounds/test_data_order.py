@@ -102,10 +102,17 @@ def worst_given_positions(event, positions):
 class TestReshuffled:
     @pytest.mark.parametrize("steps", [12, 9, 3])
     @pytest.mark.parametrize("decay", [0.0, 1.0])
-    def test_covers_the_mean_over_all_sequences_of_positions(self, steps, decay):
+    @pytest.mark.parametrize("rates", [0.5, "falling", "jumping"])
+    def test_covers_the_mean_over_all_sequences_of_positions(self, steps, decay, rates):
         """Given all positions Theorem A applies: the mean over them is a bound of its own."""
+        schedules = {
+            "falling": np.geomspace(0.5, 0.05, steps),
+            "jumping": np.resize([0.5, 0.3, 2.2, 0.05, 0.4], steps),  # 2.2 expands
+        }
         event = cyclic_run(
-            batch_order="reshuffled", num_steps=steps, weight_decay=decay,
+            batch_order="reshuffled", num_steps=steps,
+            weight_decay=decay * (rates != "jumping"),
+            learning_rate=schedules.get(rates, rates),
             loss=hsa.LossGeometry.generalized_linear(1.0),
         )  # fmt: skip
         period, epochs = event.batches_per_epoch, -(-steps // event.batches_per_epoch)
@@ -116,7 +123,10 @@ class TestReshuffled:
         finest = GaussianMixtureCurve(np.full(len(mus), 1 / len(mus)), mus)
         curve = Reshuffled().guarantee(event, SPECIAL).curve
         for epsilon in EPSILONS:
-            assert curve.delta(epsilon) >= finest.delta(epsilon) * (1 - 1e-9)
+            assert finest.delta(epsilon) * (1 - 1e-9) <= curve.delta(epsilon)
+            assert curve.delta(epsilon) <= 2 * finest.delta(epsilon) + 1e-9
+        if rates != 0.5:
+            return
         last = worst_given_positions(event, [period - 1] * (epochs - 1) + [(steps - 1) % period])
         assert last >= max(mus) * (1 - 1e-12)  # a later participation never costs less
         for epsilon in EPSILONS:
@@ -131,13 +141,15 @@ class TestReshuffled:
         alone = attrs.evolve(event, num_steps=4)
         epoch = ShuffledOnce().guarantee(attrs.evolve(alone, batch_order="shuffled_once"), SPECIAL)
         curve = Reshuffled().guarantee(event, SPECIAL).curve
-        np.testing.assert_allclose(
-            curve.rdp(np.array([2.0, 7.0])), 3 * epoch.rdp(np.array([2.0, 7.0]))
-        )
+        assert len(curve.curves) == 2  # with and without carries: nothing else is proven
+        orders = np.array([2.0, 7.0])
+        assert (curve.rdp(orders) < 0.9 * 3 * epoch.rdp(orders)).all()
 
-    def test_schedules_compose_epoch_by_epoch(self):
+    def test_every_epoch_released_composes_epoch_by_epoch(self):
         rates = np.geomspace(0.5, 0.05, 24)
-        event = cyclic_run(batch_order="reshuffled", learning_rate=rates)
+        event = cyclic_run(
+            batch_order="reshuffled", learning_rate=rates, release_steps=range(4, 24, 4)
+        )
         parts = [
             ShuffledOnce().guarantee(
                 cyclic_run(
@@ -149,17 +161,27 @@ class TestReshuffled:
         ]
         orders = np.array([1.5, 4.0])
         expected = sum(part.rdp(orders) for part in parts)
-        np.testing.assert_allclose(Reshuffled().guarantee(event, SPECIAL).rdp(orders), expected)
+        found = Reshuffled().guarantee(event, SPECIAL).rdp(orders)
+        assert (expected * (1 - 1e-9) <= found).all()
+        np.testing.assert_allclose(found, expected, rtol=3e-3)  # rounded up
 
-    def test_releases_inside_an_epoch_compose_inside_the_position(self):
-        event = cyclic_run(batch_order="reshuffled", num_steps=8, release_steps=(2, 4, 5))
-        one = ShuffledOnce()
-        first = one.guarantee(
-            cyclic_run(batch_order="shuffled_once", num_steps=4, release_steps=(2,)), SPECIAL
+    @pytest.mark.parametrize("rates", [[0.5] * 8, np.geomspace(0.05, 0.5, 8)])
+    def test_releases_inside_an_epoch_compose_inside_the_position(self, rates):
+        releases = (2, 4, 5) if rates[0] == rates[-1] else (2, 4, 6)  # of one shape, or not
+        event = cyclic_run(
+            batch_order="reshuffled", num_steps=8, release_steps=releases, learning_rate=rates
         )
-        second = one.guarantee(
-            cyclic_run(batch_order="shuffled_once", num_steps=4, release_steps=(1,)), SPECIAL
-        )
+        first, second = (
+            ShuffledOnce().guarantee(
+                cyclic_run(
+                    batch_order="shuffled_once", num_steps=4,
+                    learning_rate=rates[start : start + 4],
+                    release_steps=[r - start for r in releases if start < r < start + 4],
+                ),
+                SPECIAL,
+            )
+            for start in (0, 4)
+        )  # fmt: skip
         orders = np.array([1.5, 4.0])
         np.testing.assert_allclose(
             Reshuffled().guarantee(event, SPECIAL).rdp(orders),

@@ -6,10 +6,12 @@ from mutation import Mutation
 
 SHIFTS = "bounds/shifted_interpolation.py"
 TAUT_STRING = "bounds/solvers/taut_string.py"
+CARRIES = "bounds/solvers/carries.py"
 _LAWS = "laws/test_accountants.py"
 _RECORDER_TESTS = "core/test_recorder.py"
 _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
 _RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
+_CARRIES_TESTS = "bounds/test_carries.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
 
 MUTATIONS = (
@@ -190,5 +192,47 @@ MUTATIONS = (
         "mu_squared[:] = by_position[-1]",
         "mu_squared[:] = 0 * by_position[-1]",
         _RESHUFFLED_TESTS,
+    ),
+    Mutation(
+        "what_is_carried_over_the_end_of_an_epoch_is_forgotten",
+        CARRIES,
+        "carried = (carries[:-1] * epochs.whole)[:, None]",
+        "carried = (0 * carries[:-1] * epochs.whole)[:, None]",
+        _CARRIES_TESTS,
+    ),
+    Mutation(
+        "record_is_hidden_before_it_comes",
+        CARRIES,
+        "shifted * epochs.before <= carried * total",
+        "shifted * 0 <= carried * total",
+        _CARRIES_TESTS,
+    ),
+    Mutation(
+        "released_iterates_are_carried_over",
+        CARRIES,
+        "released[[step // period - 1 for step in process.release_steps]] = True",
+        "released[[step // period for step in process.release_steps]] = True",
+        _CARRIES_TESTS,
+    ),
+    Mutation(
+        "costs_of_epochs_are_rounded_down",
+        CARRIES,
+        "cells = np.ceil((row - low) / width * (1 - _ROUNDING)).astype(int)",
+        "cells = np.zeros(len(row), dtype=int)",
+        _CARRIES_TESTS,
+    ),
+    Mutation(
+        "costs_are_merged_downwards",
+        CARRIES,
+        "index = np.searchsorted(edges, np.arange(len(law)))",
+        "index = np.maximum(np.searchsorted(edges, np.arange(len(law))) - 1, 0)",
+        _CARRIES_TESTS,
+    ),
+    Mutation(
+        "what_every_position_costs_at_least_is_dropped",
+        CARRIES,
+        "start = float(lowest[varies].sum() + highest[~varies].sum())",
+        "start = float(highest[~varies].sum())",
+        _CARRIES_TESTS,
     ),
 )
