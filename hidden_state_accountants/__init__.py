@@ -37,6 +37,7 @@ from hidden_state_accountants.paper_accountants import (
     LangevinAccountant,
     ShiftedInterpolationAccountant,
 )
+from hidden_state_accountants.process.batch_curvature import CurvatureRelease, release_curvature
 from hidden_state_accountants.process.geometry import clipped_update_lipschitz
 from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
 from hidden_state_accountants.runs import block_coordinate as _block_coordinate  # noqa: F401
@@ -57,6 +58,7 @@ __all__ = [
     "Candidate",
     "ChienLiAccountant",
     "Comparison",
+    "CurvatureRelease",
     "DiceSgdAccountant",
     "DiceSgdDpEvent",
     "Guarantee",
@@ -82,5 +84,6 @@ __all__ = [
     "envelope_smoothing",
     "position_profile",
     "recommend",
+    "release_curvature",
     "shifted_gdp_mu",
 ]

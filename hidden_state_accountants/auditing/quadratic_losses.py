@@ -120,7 +120,7 @@ def _curvature_range(loss: LossGeometry | None) -> tuple[float, float]:
         return -math.inf, math.inf
     if loss.kind is LossKind.HOELDER:
         return -loss.smoothness, loss.smoothness
-    return loss.strong_convexity - loss.weak_convexity, loss.smoothness
+    return loss.strong_convexity - loss.weak_convexity, loss.common_smoothness
 
 
 def _curvatures(event: LastIterateDpEvent) -> list[float]:

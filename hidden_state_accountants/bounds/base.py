@@ -14,7 +14,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.citation import Citation
-from hidden_state_accountants.curves.base import Curve
+from hidden_state_accountants.curves.base import Curve, with_delta
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee, replace_assumptions
@@ -163,3 +163,12 @@ class HiddenStateBound(Bound):
     ) -> tuple[Assumption, ...]:
         """Loss, releases, schedules, divisor, domain and order of the batches."""
         return assumptions.of_hidden_iterates(event)
+
+    def guarantee_of(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation, proof: Proof
+    ) -> Guarantee:
+        """As for every bound; what is known of the loss may hold with some probability only."""
+        failure = None if event.loss is None else event.loss.curvature_failure
+        if failure is not None:
+            proof = attrs.evolve(proof, curve=with_delta(proof.curve, failure))
+        return super().guarantee_of(event, relation, proof)

@@ -211,6 +211,13 @@ class CurveWithDelta:
         return None
 
 
+def with_delta(curve: Curve, extra: float) -> CurveWithDelta:
+    """The curve with a probability of failure, beside the one that it may have already."""
+    if isinstance(curve, CurveWithDelta):
+        return CurveWithDelta(curve.curve, curve.extra + extra)
+    return CurveWithDelta(curve, extra)
+
+
 @attrs.frozen(eq=False)
 class BestOfCurves:
     """Several curves that all hold: at every point the smallest counts.

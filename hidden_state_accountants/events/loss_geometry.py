@@ -23,6 +23,9 @@ class LossKind(enum.Enum):
     GENERALIZED_LINEAR = "generalized_linear"
 
 
+_CONVEX = (LossKind.CONVEX, LossKind.STRONGLY_CONVEX, LossKind.GENERALIZED_LINEAR)
+
+
 @attrs.frozen(kw_only=True, repr=False)
 class LossGeometry:
     """Curvature and gradient bound of EVERY per-example loss on the domain of the parameters.
@@ -40,6 +43,11 @@ class LossGeometry:
         exponent: The Hölder exponent in (0, 1]; 1 for every other kind.
         lipschitz: A bound on the norm of the per-example gradient (before clipping), or None. With
             ``lipschitz <= clip_norm`` clipping never acts.
+        curvature: K, a bound on the Hessian of the mean loss of EVERY batch of the run, on the data
+            set or on its neighbour; None if nothing better than `smoothness` is known. See
+            `with_curvature`.
+        curvature_failure: The probability that `curvature` does not hold, which adds to delta; None
+            if it certainly does.
     """
 
     kind: LossKind = attrs.field()
@@ -48,6 +56,8 @@ class LossGeometry:
     weak_convexity: float = 0.0
     exponent: float = 1.0
     lipschitz: float | None = None
+    curvature: float | None = None
+    curvature_failure: float | None = None
 
     def __attrs_post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -71,6 +81,7 @@ class LossGeometry:
         if self.lipschitz is not None:
             put("lipschitz", validate.magnitude("lipschitz", self.lipschitz))
         self._check_kind()
+        self._check_curvature()
 
     def _check_kind(self) -> None:
         kind = self.kind
@@ -103,6 +114,56 @@ class LossGeometry:
                 "Expected smoothness = 0 and a lipschitz constant for a linear loss, "
                 f"got smoothness {self.smoothness!r} and lipschitz {self.lipschitz!r}."
             )
+
+    def _check_curvature(self) -> None:
+        failure = self.curvature_failure
+        if failure is not None:
+            failure = validate.real("curvature_failure", failure, minimum=0, maximum=1) or None
+            object.__setattr__(self, "curvature_failure", failure)
+        if self.curvature is None:
+            if failure is not None:
+                raise ValueError(
+                    f"Expected curvature_failure = None without a curvature, got {failure:g}."
+                )
+            return
+        if self.kind not in _CONVEX:
+            raise ValueError(
+                f"Expected curvature = None for a {self.kind.value} loss, got {self.curvature!r}. "
+                "The curvature of a batch is used of convex losses alone."
+            )
+        curvature = validate.real(
+            "curvature",
+            self.curvature,
+            minimum=self.strong_convexity,
+            maximum=self.smoothness,
+            remedy="It is a Hessian, in the units of smoothness: no mean loss of a batch has a "
+            "larger one than the losses of the records.",
+        )
+        object.__setattr__(self, "curvature", curvature)
+
+    def with_curvature(self, curvature: float, failure: float = 0.0) -> LossGeometry:
+        """The same losses, of which more is known: how curved the mean loss of a batch is.
+
+        Steps that do not expand may then be 2/curvature long instead of 2/smoothness. For a linear
+        model the curvature is at most the share lambda_max(X_S^T X_S)/(b B**2) of `smoothness`,
+        X_S the features of a batch and B the bound on their norms: `release_curvature` finds a
+        bound that is private. Used where clipping never acts, and for generalized linear models;
+        not for POISSON batches (docs/theory/curvature.md).
+
+        Args:
+            curvature: K >= 0; what is above `smoothness` is cut.
+            failure: The probability, over the batches and the noise of a release, that neither
+                the data set nor its neighbour has all batches within it. Adds to delta, once.
+        """
+        curvature = validate.real("curvature", curvature, minimum=0)
+        return attrs.evolve(
+            self, curvature=min(curvature, self.smoothness), curvature_failure=failure
+        )
+
+    @property
+    def common_smoothness(self) -> float:
+        """The largest curvature that all records of a batch may have at once."""
+        return self.smoothness if self.curvature is None else self.curvature
 
     @classmethod
     def convex(cls, smoothness: float, lipschitz: float | None = None) -> LossGeometry:
@@ -295,7 +356,13 @@ class LossGeometry:
             arguments.append(f"exponent={self.exponent!r}")
         if self.lipschitz is not None:
             arguments.append(f"lipschitz={self.lipschitz!r}")
-        return f"LossGeometry.{self.kind.value}({', '.join(arguments)})"
+        made = f"LossGeometry.{self.kind.value}({', '.join(arguments)})"
+        if self.curvature is None:
+            return made
+        known = [repr(self.curvature)]
+        if self.curvature_failure:
+            known.append(f"failure={self.curvature_failure!r}")
+        return f"{made}.with_curvature({', '.join(known)})"
 
     # dp_accounting serialises the parts of an event with the method of the same name.
     to_named_tuple = dp_event.DpEvent.to_named_tuple

@@ -16,6 +16,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.process import conditions, geometry
 from hidden_state_accountants.process.conditions import UnmetCondition
 
@@ -162,6 +163,8 @@ def _process(
     else:
         contraction = np.full(event.num_steps, np.inf)
     terms = 2 * most_terms
+    if event.loss.curvature is not None:
+        contraction = np.minimum(contraction, _of_curvature(event, event.loss.curvature))
     if event.batch_order is BatchOrder.POISSON:
         contraction = np.maximum(contraction, np.abs(1 - eta * decay))
     elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
@@ -178,3 +181,20 @@ def _process(
         release_steps=event.release_steps,
         is_constant=not event.has_schedules,
     )
+
+
+def _of_curvature(event: LastIterateDpEvent, curvature: float) -> np.ndarray:
+    """The modulus if the mean loss of every batch is that curved; inf where it has none."""
+    loss = event.loss
+    assert loss is not None
+    if event.batch_order is BatchOrder.POISSON:  # the sizes of batches enter it
+        return np.full(event.num_steps, np.inf)
+    modulus = geometry.unclipped_update_lipschitz(
+        event.per_step("learning_rate"),
+        curvature,
+        loss.strong_convexity,
+        event.per_step("weight_decay"),
+    )
+    if loss.kind is LossKind.GENERALIZED_LINEAR:  # a clip leaves it one
+        return modulus
+    return np.where(clips_act(event), np.inf, modulus)

@@ -139,7 +139,7 @@ def test_bad_values(changes, error, text):
         ({"schema": 2}, ValueError, "schema = 1, got 2"),
         ({"type": "Other"}, ValueError, "type = 'LastIterateDpEvent', got 'Other'"),
         ({"color": 1}, ValueError, "Unknown key in LastIterateDpEvent: color"),
-        ({"loss": {"kind": "convex", "curvature": 1}}, ValueError, "Unknown key in loss"),
+        ({"loss": {"kind": "convex", "roundness": 1}}, ValueError, "Unknown key in loss"),
         ({"loss": {"kind": "round", "smoothness": 1.0}}, ValueError, "kind to be one of"),
         ({"loss": 3}, TypeError, "loss to be a dictionary"),
     ],

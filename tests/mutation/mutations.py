@@ -7,6 +7,7 @@ run is told: an equivalent change has no place here.
 from __future__ import annotations
 
 import of_composition
+import of_curvature
 import of_curves
 import of_envelopes
 import of_moves
@@ -24,6 +25,7 @@ MUTATIONS = (
     *of_composition.MUTATIONS,
     *of_oracles.MUTATIONS,
     *of_random_batches.MUTATIONS,
+    *of_curvature.MUTATIONS,
     *of_runs.MUTATIONS,
     *of_envelopes.MUTATIONS,
 )
