@@ -477,9 +477,9 @@ CLASSES = (
             ),
             (
                 "without_replacement",
-                "The pair of a step comes from joint convexity, not from one pair of Gaussians, "
-                "and the window lets the two runs enter as far apart as their batches may have "
-                "left them. What was found is for one dimension.",
+                "The two directions of a step's pair are attained by different runs, and the "
+                "window lets the two runs enter as far apart as their batches may have left them. "
+                "What was found is for one dimension.",
             ),
             ("poisson", _SAMPLED),
         )

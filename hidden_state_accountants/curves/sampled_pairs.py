@@ -1,21 +1,23 @@
 r"""Sampled Gaussian mechanisms in which both data sets have the record, or what became of it.
 
 With probability 1 - q both outputs are drawn from P0, else the one from P1 and the other from Q1,
-three Gaussians of one variance. By advanced joint convexity (Balle, Barthe, Gaboardi 2018, arXiv
-1807.01647 v2, Theorem 2)
+three Gaussians of one variance. With :math:`e^{\varepsilon'} = 1 + q(e^\varepsilon - 1)`, beta =
+:math:`(1-q) e^{-\varepsilon} + q` (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 2)
+and any shares that sum to 1
 
 .. math::
-    \delta\big(\log(1 + q(e^\varepsilon - 1))\big) \le q\,\big[(1-\beta)\,\delta_{|P_1 - P_0|}
-    (\varepsilon) + \beta\,\delta_{|P_1 - Q_1|}(\varepsilon)\big], \qquad
-    \beta = (1-q) e^{-\varepsilon} + q.
+    \delta(\varepsilon') = q\,H_\varepsilon\big(P_1 \,|\, (1-\beta) P_0 + \beta Q_1\big)
+    \le q\,\big[\lambda\,\delta_{|P_1 - P_0|}(\varepsilon_0) + (1-\lambda)\,\delta_{|P_1 - Q_1|}
+    (\varepsilon_1)\big],\qquad \lambda e^{\varepsilon_0} = (1-\beta) e^\varepsilon,\;
+    (1-\lambda) e^{\varepsilon_1} = \beta e^\varepsilon.
 
-Where the distances differ, the two directions do: the pair is ordered, and composes with others of
-the same order (docs/theory/random_distance.md).
+The best share makes this the divergence of three Gaussians on one line. Where the distances differ,
+the two directions do: the pair is ordered, and composes with others of the same order
+(docs/theory/random_distance.md).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import ClassVar
 
@@ -26,14 +28,13 @@ from scipy import special
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
-from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Deltas, Profile
 from hidden_state_accountants.curves.renyi import STOCK_ORDERS
 from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
 
 _RATIO = 1.01  # of neighbouring nodes
 _COUNT = 1600  # of nodes
-_LARGEST_EXPONENT = 600.0  # a double holds exp(709)
+_ROUNDING = 2.0**-50  # of the logarithms of shares
 _FAR = 36.0  # standard deviations of a Gaussian: 1e-283 of its mass is beyond
 _NEGLIGIBLE = 25.0  # nats: how much less the last term of a sum has to be
 
@@ -46,13 +47,12 @@ def zeroed_without_replacement(mu: float, rate: float) -> Profile:
         rate: The probability that the batch holds the record.
     """
 
-    def smaller(epsilon: np.ndarray) -> np.ndarray:
-        # The second one is that of a coin which is revealed: joint convexity, no more.
-        joint = _joint(2 * mu, mu, rate, epsilon)
-        return np.minimum(joint, rate * deltas_from_mu(mu, epsilon))
+    def forward(epsilon: np.ndarray) -> np.ndarray:
+        return profiles.sampled_deltas(_between(mu, rate, base_is_far=True), rate, epsilon)
 
-    forward = _hull(smaller, _reach(2 * mu, rate))
-    backward = functools.partial(_joint, mu, mu, rate)
+    def backward(epsilon: np.ndarray) -> np.ndarray:
+        return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)
+
     return Profile(forward, backward, _largest(2 * mu, rate))
 
 
@@ -63,20 +63,51 @@ def replaced_in_poisson_batch(mu: float, rate: float) -> Profile:
         mu: The gradient bound over the noise, of both records.
         rate: The probability that the record joins.
     """
-    deltas = functools.partial(_joint, mu, 2 * mu, rate)
+
+    def deltas(epsilon: np.ndarray) -> np.ndarray:
+        return profiles.sampled_deltas(_between(mu, rate, base_is_far=False), rate, epsilon)
+
     return Profile(deltas, deltas, _largest(2 * mu, rate))
 
 
-def _joint(to_base: float, apart: float, rate: float, epsilon: np.ndarray) -> np.ndarray:
-    """The bound of the module's head; the mus |P1 - P0| and |P1 - Q1|."""
+def _between(mu: float, rate: float, *, base_is_far: bool) -> Deltas:
+    r"""What the record's Gaussian has over a mixture of one at mu and one at 2 mu from it.
 
-    def whole(inner: np.ndarray) -> np.ndarray:
-        other = (rate - 1) * np.expm1(-inner)  # 1 - beta
-        return np.asarray(
-            other * deltas_from_mu(to_base, inner) + (1 - other) * deltas_from_mu(apart, inner)
-        )
+    All three are on one line, so that the largest difference is that of a half-line. With y the
+    likelihood ratio of neighbours at its end, up to a constant,
+    :math:`w_{far} y^2 + w_{near} e^{\mu^2/2} y = e^{-\varepsilon}`, and the shares are the two
+    terms times :math:`e^\varepsilon`. A y that is not exact gives other shares, as valid.
 
-    return profiles.sampled_deltas(whole, rate, epsilon)
+    Args:
+        mu: The smaller one of the two distances.
+        rate: q.
+        base_is_far: Whether the outputs without the record are at 2 mu, and the other ones at mu.
+    """
+
+    def deltas(epsilon: np.ndarray) -> np.ndarray:
+        base = np.minimum((rate - 1) * np.expm1(-epsilon), 1.0)  # 1 - beta
+        with np.errstate(divide="ignore"):
+            far, near = np.log(base), np.log1p(-base)
+        if not base_is_far:
+            far, near = near, far
+        linear = near + mu * mu / 2
+        root = np.logaddexp(2 * linear, math.log(4) + far - epsilon) / 2
+        log_y = math.log(2) - epsilon - np.logaddexp(linear, root)
+        share = np.minimum(np.exp(far + epsilon + 2 * log_y), 1.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at_far = epsilon + far - np.log(share)
+            at_near = epsilon + near - np.log1p(-share)
+        return _share_of(share, 2 * mu, at_far) + _share_of(1 - share, mu, at_near)
+
+    return deltas
+
+
+def _share_of(share: np.ndarray, mu: float, epsilon: np.ndarray) -> np.ndarray:
+    """A share of the divergence of a Gaussian mechanism at any epsilon; 0 without a share."""
+    epsilon = np.where(share > 0, epsilon, 0.0) - _ROUNDING
+    of_mu = deltas_from_mu(mu, np.abs(epsilon))
+    below_zero = -np.expm1(np.minimum(epsilon, 0.0)) + np.exp(np.minimum(epsilon, 0.0)) * of_mu
+    return np.asarray(share * np.where(epsilon < 0, below_zero, of_mu))
 
 
 def _largest(mu: float, rate: float) -> float:
@@ -93,31 +124,6 @@ def _reach(mu: float, rate: float) -> float:
 def _nodes(largest: float) -> np.ndarray:
     """As many for every mechanism, so that figures are smooth functions of its parameters."""
     return np.append(0.0, largest * _RATIO ** np.arange(-_COUNT, 1.0))
-
-
-def _hull(deltas: Deltas, largest: float) -> Deltas:
-    r"""The largest convex function of :math:`e^\varepsilon` below the values at some nodes.
-
-    A profile is convex in it: one that lies below the values lies below their convex hull. The
-    values themselves stand beyond the last node.
-    """
-    last = min(largest, _LARGEST_EXPONENT)
-    nodes = _nodes(last)
-    x, y = np.expm1(nodes), deltas(nodes)
-    kept: list[int] = []
-    for i in range(len(x)):
-        while len(kept) > 1:
-            a, b = kept[-2:]
-            if (y[b] - y[a]) * (x[i] - x[b]) <= (y[i] - y[b]) * (x[b] - x[a]):
-                break
-            kept.pop()
-        kept.append(i)
-    on_hull = polygon(nodes[kept], y[kept])
-
-    def below(epsilon: np.ndarray) -> np.ndarray:
-        return np.where(epsilon < last, on_hull(epsilon), deltas(epsilon))
-
-    return below
 
 
 def sampled_rdp(

@@ -167,8 +167,7 @@ class TestBatchesOfFixedSize:
         halved = dp_accounting.SampledWithoutReplacementDpEvent(1000, 100, gaussian(0.5))
         stock = rdp.RdpAccountant(neighboring_relation=REPLACE_ONE).compose(halved, 3)
         found = fixed_size(relation).get_delta(epsilon)
-        # joint convexity is not exact where the record, its stand-in and 0 are different places
-        assert attack <= found < (1.2 if relation is REPLACE_ONE else 1.7) * attack
+        assert attack <= found < 1.2 * attack
         assert found < 0.2 * stock.get_delta(epsilon)
 
     def test_the_figure_that_was_loose(self):
@@ -201,11 +200,11 @@ class TestBatchesOfFixedSize:
 
 
 class TestPairsInWhichBothDataSetsMove:
-    """No stock accountant knows them; 7.39 was 12.36, and 7.91 was refused."""
+    """No stock accountant knows them; 6.02 was 12.36, and 6.60 was refused."""
 
     @pytest.mark.parametrize(
         ("order", "relation", "limit"),
-        [("without_replacement", REPLACE_SPECIAL, 7.3935), ("poisson", REPLACE_ONE, 7.9158)],
+        [("without_replacement", REPLACE_SPECIAL, 6.0190), ("poisson", REPLACE_ONE, 6.6018)],
     )
     def test_the_same_as_the_run_with_all_iterates_released(self, order, relation, limit):
         sampled = {

@@ -29,15 +29,15 @@ MUTATIONS = (
     Mutation(
         "zeroed_record_takes_an_empty_place",
         PAIRS,
-        "joint = _joint(2 * mu, mu, rate, epsilon)",
-        "joint = _joint(mu, mu, rate, epsilon)",
+        "return profiles.sampled_deltas(_between(mu, rate, base_is_far=True), rate, epsilon)",
+        "return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)",
         _PAIR_TESTS,
     ),
     Mutation(
         "replaced_record_counts_once",
         PAIRS,
-        "deltas = functools.partial(_joint, mu, 2 * mu, rate)",
-        "deltas = functools.partial(_joint, mu, mu, rate)",
+        "return profiles.sampled_deltas(_between(mu, rate, base_is_far=False), rate, epsilon)",
+        "return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)",
         _PAIR_TESTS,
     ),
     Mutation(
@@ -48,10 +48,17 @@ MUTATIONS = (
         _PAIR_TESTS,
     ),
     Mutation(
-        "hull_lies_below_all_convex_functions",
+        "shares_of_a_mixture_count_more_than_once",
         PAIRS,
-        "if (y[b] - y[a]) * (x[i] - x[b]) <= (y[i] - y[b]) * (x[b] - x[a]):",
-        "if (y[b] - y[a]) * (x[i] - x[b]) >= (y[i] - y[b]) * (x[b] - x[a]):",
+        "at_near = epsilon + near - np.log1p(-share)",
+        "at_near = epsilon + near - 2 * np.log1p(-share)",
+        _PAIR_TESTS,
+    ),
+    Mutation(
+        "divergence_at_a_negative_epsilon_is_that_at_zero",
+        PAIRS,
+        "return np.asarray(share * np.where(epsilon < 0, below_zero, of_mu))",
+        "return np.asarray(share * of_mu)",
         _PAIR_TESTS,
     ),
     Mutation(
