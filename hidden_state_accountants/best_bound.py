@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.base import BestOfCurves
+from hidden_state_accountants.curves.base import BestOfCurves, is_hopeless
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
@@ -83,7 +83,8 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
     if candidate.mu is not None and best.mu is not None:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
-    return candidate.epsilon(1e-6) < best.epsilon(1e-6)
+    epsilon = candidate.epsilon(1e-6)
+    return is_hopeless(best.curve, 1e-6, epsilon) or epsilon < best.epsilon(1e-6)
 
 
 def why_none_applies(

@@ -70,7 +70,8 @@ class Composition(Bound):
         ]
         lipschitz = None if event.loss is None else event.loss.lipschitz
         if lipschitz is not None and (
-            event.clip_norm is None or (lipschitz < event.per_step("clip_norm")).any()
+            event.clip_norm is None
+            or (lipschitz < event.one_step_if_constant().per_step("clip_norm")).any()
         ):
             assumed.append(assumptions.gradient_norm(lipschitz))
         return tuple(assumed)

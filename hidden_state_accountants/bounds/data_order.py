@@ -20,6 +20,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.shifted_interpolation import (
     distance_anywhere,
+    distance_before_tail,
     mu_squared_by_position,
     segment_mu_squared,
 )
@@ -28,6 +29,7 @@ from hidden_state_accountants.bounds.solvers.carries import (
     best_carries,
     carried_curve,
 )
+from hidden_state_accountants.bounds.solvers.equal_steps import LONG, by_tails
 from hidden_state_accountants.bounds.solvers.taut_string import (
     least_mu_squared,
     mu_squared_by_last_position,
@@ -155,7 +157,8 @@ def _epoch_by_epoch(process: NoisyProcess) -> Curve:
     period, steps = process.period, process.num_steps
     mixtures: dict[tuple[float, ...], tuple[Curve, int]] = {}
     known: dict[tuple[int, ...], np.ndarray] = {}
-    for start in range(0, steps, period):
+    alike = max(1, steps // period) if process.is_constant and not process.release_steps else 1
+    for start in (0, *range(alike * period, steps, period)):  # the first one stands for all alike
         stop = min(start + period, steps)
         cuts = [start, *(r for r in process.release_steps if start < r < stop), stop]
         shape = tuple(cut - start for cut in cuts)
@@ -170,7 +173,7 @@ def _epoch_by_epoch(process: NoisyProcess) -> Curve:
             known[shape] = mu_squared
         key = tuple(mu_squared)
         curve, count = mixtures.get(key, (_mean_over_positions(mu_squared, period), 0))
-        mixtures[key] = curve, count + 1
+        mixtures[key] = curve, count + (alike if start == 0 else 1)
     return compose_curves(list(mixtures.values()))
 
 
@@ -187,14 +190,22 @@ def _late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
         reached = len(by_position) - 1
         mu_squared[:] = by_position[-1]  # not in a partial last epoch
         mu_squared[:reached] = by_position[:reached]
-    # Windows start from a distance that holds for every order: under the bounded drift alone a
-    # later participation need not cost more.
-    at_the_end = process.sensitivity_at(period - 1)
-    at_the_end[-1] = process.sensitivity[-1]
-    last = least_mu_squared(
-        process.contraction,
-        at_the_end,
-        process.noise_std,
-        known_shift=distance_anywhere(process, 0, steps),
-    )
-    return _mean_over_positions(np.minimum(mu_squared, last), period)
+
+    def of_tail(tail: int) -> np.ndarray:
+        # Windows start from a distance that holds for every order: under the bounded drift alone a
+        # later participation need not cost more.
+        tail_steps, before = slice(steps - tail, steps), steps - tail
+        initial = distance_before_tail(process, before) if before else 0.0
+        at_the_end = process.sensitivity_at(period - 1, tail_steps).copy()
+        at_the_end[-1] = process.sensitivity[-1]
+        last = least_mu_squared(
+            process.contraction[tail_steps],
+            at_the_end,
+            process.noise_std[tail_steps],
+            initial_shift=initial,
+            known_shift=distance_anywhere(process, before, steps, initial),
+        )
+        return np.array([last])
+
+    windows = of_tail(steps) if steps <= LONG else by_tails(steps, of_tail)
+    return _mean_over_positions(np.minimum(mu_squared, windows), period)

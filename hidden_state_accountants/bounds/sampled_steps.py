@@ -24,10 +24,12 @@ from hidden_state_accountants.curves.sampled_pairs import (
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.schedule import same_in_all_steps, values_and_counts
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 
 
+@same_in_all_steps
 def record_mus(event: LastIterateDpEvent) -> np.ndarray:
     """Per step, the gradient bound over the noise on the sum; 0 if nothing moves, shape (T,)."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -39,7 +41,7 @@ def record_mus(event: LastIterateDpEvent) -> np.ndarray:
 @functools.lru_cache(maxsize=16)  # composition and its amplification evaluate the same curve
 def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
     """All steps of a POISSON or WITHOUT_REPLACEMENT run, with every iterate released."""
-    mus, counts = np.unique(record_mus(event), return_counts=True)
+    mus, counts = values_and_counts(record_mus(event))
     if not np.isfinite(mus).all():
         return GaussianCurve(math.inf)
     return compose_curves(

@@ -17,6 +17,13 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
+from hidden_state_accountants.bounds.solvers.equal_steps import (
+    LONG,
+    by_tails,
+    drifted_distance,
+    largest_distance,
+    mu_squared_of_equal_steps,
+)
 from hidden_state_accountants.bounds.solvers.taut_string import (
     CyclicTautString,
     least_mu_squared,
@@ -170,9 +177,17 @@ def segment_mu_squared(
 
     With only_worst the largest entry is exact, and the others are at most that.
     """
+    if process.is_constant and not _may_be_cut(process, stop - start):
+        return _from_common_start(process, start, stop, positions)
     if len(positions) == 1:
         return np.array([_segment_at(process, start, stop, positions[0])])
     # A segment shorter than an epoch holds each record at most once: its own length is the period.
+    if (
+        process.is_constant
+        and stop - start > LONG
+        and _only_batches_reach_the_domain(process, start, stop)
+    ):
+        return _windows_after_batches(process, start, stop, positions)
     period = min(process.period, stop - start)
     first = start % process.period
     taut = taut_string(process, period, first if period == process.period else 0)
@@ -189,12 +204,52 @@ def segment_mu_squared(
     return np.array([by_step[offset] if offset < period else 0.0 for offset in offsets])
 
 
-def distance_anywhere(process: NoisyProcess, start: int, stop: int) -> np.ndarray:
+def _may_be_cut(process: NoisyProcess, num_steps: int) -> bool:
+    """Whether, in equal steps, the domain or the bounded drift could ever be smaller."""
+    c, s = float(process.contraction[0]), float(process.sensitivity[0])
+    kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
+    largest = largest_distance(c, s, process.period, num_steps)
+    if largest == math.inf:
+        return True
+    return any(c * d + s > min(kappa * d + drift, process.domain_diameter) for d in (0.0, largest))
+
+
+def _from_common_start(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
+) -> np.ndarray:
+    """mu**2 per position of equal steps with the window that starts where the segment does."""
+    steps = stop - start
+    first = (np.asarray(positions) - start) % process.period  # steps before the first participation
+    participations = np.maximum(0, -((first - steps) // process.period))
+    last = steps - first - (participations - 1) * process.period
+    s, sigma = float(process.sensitivity[0]), float(process.noise_std[0])
+    return mu_squared_of_equal_steps(
+        float(process.contraction[0]),
+        s / sigma if sigma else (math.inf if s else 0.0),
+        period=process.period,
+        participations=participations,
+        last=np.where(participations > 0, last, 1),
+    )
+
+
+def distance_anywhere(
+    process: NoisyProcess, start: int, stop: int, initial: float = 0.0
+) -> np.ndarray:
     """Bound on |X_tau - X'_tau| for any position: tracking by domain and drift alone."""
     # The first branch is infinite, the others are not.
     sensitivity = np.full(stop - start, np.inf)
-    distances, is_cut = tracked_distances(process, slice(start, stop), sensitivity)
+    distances, is_cut = tracked_distances(process, slice(start, stop), sensitivity, initial)
     return np.where(is_cut, distances, np.nan)
+
+
+def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
+    """What `distance_anywhere` is at most after `num_steps` equal steps."""
+    return drifted_distance(
+        float(process.drift_contraction[0]),
+        float(process.drift[0]),
+        process.domain_diameter,
+        num_steps,
+    )
 
 
 def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:
@@ -212,16 +267,25 @@ def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int)
 def _windows_after_batches(
     process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
-    steps = slice(start, stop)
-    by_position = least_mu_squared_by_position(
-        process.contraction[steps],
-        process.sensitivity[steps],
-        process.noise_std[steps],
-        distance_anywhere(process, start, stop),
-        period=process.period,
-        first_position=start % process.period,
-    )
-    return np.array([by_position[p] for p in positions])
+    def of_tail(tail: int) -> np.ndarray:
+        steps = slice(stop - tail, stop)
+        is_whole = tail == stop - start
+        initial = 0.0 if is_whole else distance_before_tail(process, stop - start - tail)
+        by_position = least_mu_squared_by_position(
+            process.contraction[steps],
+            process.sensitivity[steps],
+            process.noise_std[steps],
+            distance_anywhere(process, steps.start, stop, initial),
+            period=process.period,
+            first_position=steps.start % process.period,
+            is_whole=is_whole,
+        )
+        return np.array([by_position[p] for p in positions])
+
+    if not process.is_constant or stop - start <= LONG:
+        return of_tail(stop - start)
+    from_start = _from_common_start(process, start, stop, positions)
+    return np.minimum(by_tails(stop - start, of_tail), from_start)
 
 
 def _worst_by_windows(
@@ -235,7 +299,7 @@ def _worst_by_windows(
     for index in np.argsort([(stop - 1 - p) % process.period for p in positions]):  # last one first
         position, worst = positions[index], float(result.max())
         if worst:
-            sensitivity = process.sensitivity_at(position)[steps]
+            sensitivity = process.sensitivity_at(position, steps)
             bound = least_mu_squared(c, sensitivity, sigma, known_shift=anywhere, enough=worst)
             if bound <= worst:
                 result[index] = bound
@@ -273,26 +337,40 @@ def feed(taut: CyclicTautString, process: NoisyProcess, start: int, stop: int) -
 
 
 def _segment_at(process: NoisyProcess, start: int, stop: int, position: int) -> float:
-    steps = slice(start, stop)
-    sensitivity = process.sensitivity_at(position)[steps]
-    return least_mu_squared(
-        process.contraction[steps],
-        sensitivity,
-        process.noise_std[steps],
-        known_shift=_known_shift(process, steps, sensitivity),
-    )
+    def of_tail(tail: int) -> np.ndarray:
+        steps = slice(stop - tail, stop)
+        before = stop - start - tail
+        initial = 0.0
+        if before:
+            c, s = float(process.contraction[0]), float(process.sensitivity[0])
+            by_moduli = largest_distance(c, s, process.period, before) * (1 + 1e-9)
+            initial = min(by_moduli, distance_before_tail(process, before))
+        sensitivity = process.sensitivity_at(position, steps)
+        mu_squared = least_mu_squared(
+            process.contraction[steps],
+            sensitivity,
+            process.noise_std[steps],
+            initial_shift=initial,
+            known_shift=_known_shift(process, steps, sensitivity, initial),
+        )
+        return np.array([mu_squared])
+
+    if not process.is_constant or stop - start <= LONG:
+        return float(of_tail(stop - start)[0])
+    from_start = _from_common_start(process, start, stop, [position])
+    return float(np.minimum(by_tails(stop - start, of_tail), from_start)[0])
 
 
 def tracked_distances(
-    process: NoisyProcess, steps: slice, sensitivity: np.ndarray
+    process: NoisyProcess, steps: slice, sensitivity: np.ndarray, initial: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Forward tracking of |X_tau - X'_tau|, theory 1, and where the domain or the drift cuts it.
 
-        D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = 0
+        D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = initial
 
     Both of shape (T + 1,) for tau = 0..T.
     """
-    distances, is_cut = [0.0], [False]
+    distances, is_cut = [initial], [False]
     values = zip(
         process.contraction[steps].tolist(),
         sensitivity.tolist(),
@@ -312,14 +390,16 @@ def tracked_distances(
     return np.pad(distances, (0, rest), "edge"), np.pad(is_cut, (0, rest), "edge")
 
 
-def _known_shift(process: NoisyProcess, steps: slice, sensitivity: np.ndarray) -> np.ndarray | None:
+def _known_shift(
+    process: NoisyProcess, steps: slice, sensitivity: np.ndarray, initial: float
+) -> np.ndarray | None:
     """Where to start: the distances that the domain or the drift cuts; None if nowhere.
 
     Where the drift cuts the first step of a window, kappa D + drift has to be shifted there instead
     of c D + s; the entry is the smaller distance that costs as much. Entries that contraction and
     sensitivity give are NaN: starting there is never better than at 0.
     """
-    distances, is_cut = tracked_distances(process, steps, sensitivity)
+    distances, is_cut = tracked_distances(process, steps, sensitivity, initial)
     if not is_cut.any():
         return None
     c, before = process.contraction[steps], distances[:-1]

@@ -30,7 +30,11 @@ from hidden_state_accountants.bounds.sampled_steps import (
     step_curve,
     step_profile,
 )
-from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
+from hidden_state_accountants.bounds.shifted_interpolation import (
+    distance_before_tail,
+    tracked_distances,
+)
+from hidden_state_accountants.bounds.solvers.equal_steps import largest_distance
 from hidden_state_accountants.bounds.solvers.quick_losses import Window
 from hidden_state_accountants.bounds.solvers.sampled_windows import (
     SampledSteps,
@@ -48,6 +52,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.schedule import values_and_counts
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.batch_sizes import BatchSizes, modulus_lines
 from hidden_state_accountants.process.conditions import Unmet
@@ -59,6 +64,8 @@ from hidden_state_accountants.process.noisy_process import (
 _FAILURE = 1e-12  # of what is planned about the sizes of batches: added to delta
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
+_TAILS = (2**14, 2**16, 2**18)  # steps that a long run of equal ones is looked at
+_FORGOTTEN = 1e-9  # the share of a step's sensitivity that distances before them may leave
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
 
 
@@ -86,7 +93,7 @@ class Subsampling(HiddenStateBound):
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Random batches of a loss with a linear modulus, and few noise levels."""
         orders = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
-        levels = len(np.unique(record_mus(event)))
+        levels = len(values_and_counts(record_mus(event))[0])
         few = f"at most {_MOST_NOISE_LEVELS} values"
         return [
             *conditions.batches(event, relation, orders),
@@ -168,17 +175,35 @@ class _SampledRun:
         return whole if window is None else BestOfCurves((self.curve_of(window), whole))
 
     def segment(self, start: int, stop: int) -> SampledSteps:
-        """The steps between two releases."""
-        steps = slice(start, stop)
+        """The steps between two releases; the last ones, if many equal ones are before them."""
+        looked_at, initial = self._looked_at(stop - start)
+        before, steps = stop - start - looked_at, slice(stop - looked_at, stop)
+        sensitivity = self.process.sensitivity[steps]
         return SampledSteps(
-            stretching=self.stretching.between(start, stop),
-            distance=tracked_distances(self.process, steps, self.process.sensitivity[steps])[0],
-            sensitivity=self.process.sensitivity[steps],
+            stretching=self.stretching.between(steps.start, stop),
+            distance=tracked_distances(self.process, steps, sensitivity, initial)[0],
+            sensitivity=sensitivity,
             noise_std=self.process.noise_std[steps],
             step_mu=record_mus(self.event)[steps],
             rate=self.event.sampling_probability,
             is_constant=self.process.is_constant,
+            before=before,
         )
+
+    def _looked_at(self, num_steps: int) -> tuple[int, float]:
+        """How many steps, from the end, windows are searched in, and the distance before them."""
+        if not self.process.is_constant:
+            return num_steps, 0.0
+        c, s = float(self.process.contraction[0]), float(self.process.sensitivity[0])
+        for tail in (tail for tail in _TAILS if tail < num_steps):
+            before = num_steps - tail
+            by_moduli = largest_distance(c, s, 1, before) * (1 + 1e-9)
+            initial = min(by_moduli, distance_before_tail(self.process, before))
+            with np.errstate(over="ignore"):
+                kept = np.exp(self.stretching.log_product(np.array(0), np.array(tail)))
+            if initial * float(kept) <= _FORGOTTEN * s or tail == _TAILS[-1]:
+                return tail, initial
+        return num_steps, 0.0
 
     def curve_of(self, window: Window) -> Curve:
         """What dominates a segment, as a curve."""

@@ -17,6 +17,7 @@ from hidden_state_accountants.curves.losses import Losses, losses_of
 from hidden_state_accountants.curves.mixtures import many_gaussians
 from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilon_from_rdp
 
+_HOPELESS = 3.0  # times as large by divergences
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
 
@@ -41,6 +42,20 @@ class Curve(Protocol):
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         """A standard event with this curve under ADD_OR_REMOVE_ONE, if there is one."""
+
+
+def rough_epsilon(curve: Curve, delta: float) -> float:
+    """An upper bound on the epsilon of a curve that costs little; 0 if all of it costs little."""
+    by_divergences = getattr(curve, "rough_epsilon", None)
+    return 0.0 if by_divergences is None else float(by_divergences(delta))
+
+
+def is_hopeless(curve: Curve, delta: float, best: float) -> bool:
+    """Whether there is no point in working out an epsilon that is to be smaller than `best`.
+
+    Privacy losses give a smaller epsilon than divergences do, but not a few times smaller.
+    """
+    return rough_epsilon(curve, delta) > _HOPELESS * best
 
 
 @attrs.frozen
@@ -198,6 +213,9 @@ class CurveWithDelta:
     def epsilon(self, delta: float) -> float:
         return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
 
+    def rough_epsilon(self, delta: float) -> float:
+        return rough_epsilon(self.curve, delta - self.extra) if delta > self.extra else math.inf
+
     def delta(self, epsilon: float) -> float:
         return min(1.0, self.curve.delta(epsilon) + self.extra)
 
@@ -234,7 +252,20 @@ class BestOfCurves:
         return None
 
     def epsilon(self, delta: float) -> float:
-        return min(curve.epsilon(delta) for curve in self.curves)
+        return self._smallest(delta)[0]
+
+    def rough_epsilon(self, delta: float) -> float:
+        return min(rough_epsilon(curve, delta) for curve in self.curves)
+
+    def _smallest(self, delta: float) -> tuple[float, Curve]:
+        curves = sorted(self.curves, key=lambda curve: rough_epsilon(curve, delta))
+        best, found = curves[0].epsilon(delta), curves[0]
+        for curve in curves[1:]:
+            if not is_hopeless(curve, delta, best):
+                epsilon = curve.epsilon(delta)
+                if epsilon < best:
+                    best, found = epsilon, curve
+        return best, found
 
     def delta(self, epsilon: float) -> float:
         return min(curve.delta(epsilon) for curve in self.curves)
@@ -244,7 +275,7 @@ class BestOfCurves:
 
     def best(self) -> Curve:
         """The curve to compose with others."""
-        return min(self.curves, key=lambda curve: curve.epsilon(1e-6))
+        return self._smallest(1e-6)[1]
 
     def privacy_losses(self) -> Losses | None:
         return self.best().privacy_losses()

@@ -46,9 +46,13 @@ class RenyiOrLoss:
         parts = self.privacy_losses()
         return None if parts is None else ComposedLoss(parts)
 
+    def rough_epsilon(self, delta: float) -> float:
+        """Epsilon by the divergences alone."""
+        return epsilon_from_rdp(self.orders, self._divergences, delta)
+
     def epsilon(self, delta: float) -> float:
         """The smallest known epsilon for delta in [0, 1]."""
-        by_renyi = epsilon_from_rdp(self.orders, self._divergences, delta)
+        by_renyi = self.rough_epsilon(delta)
         by_loss = math.inf if self._composed is None else self._composed.epsilon(delta)
         return min(by_renyi, by_loss)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import dp_accounting
 import numpy as np
 
+from hidden_state_accountants.events.schedule import values_and_counts
+
 
 def fixed_batches(
     noise: np.ndarray,
@@ -31,6 +33,13 @@ def fixed_batches(
         is_constant: The steps that hold the record are counted, rather than added up.
     """
     num_steps = len(noise)
+    if is_constant:
+        # The worst position is the first one; a record that is reshuffled can have it always.
+        participations = max(0, -(-(num_steps - (position or 0)) // period))
+        if not participations or noise[0] == math.inf:
+            return dp_accounting.NoOpDpEvent()
+        step = dp_accounting.GaussianDpEvent(float(noise[0]))
+        return dp_accounting.SelfComposedDpEvent(step, participations)
     period = min(period, max(num_steps, (position or 0) + 1))
     with np.errstate(divide="ignore"):
         cost = noise**-2.0
@@ -44,13 +53,7 @@ def fixed_batches(
         mu_squared = float(by_position.max() if position is None else by_position[position])
     if mu_squared == 0:
         return dp_accounting.NoOpDpEvent()
-    if not is_constant:
-        return dp_accounting.GaussianDpEvent(1 / math.sqrt(mu_squared))
-    step = dp_accounting.GaussianDpEvent(float(noise[0]))
-    participations = len(epochs)
-    if position is not None:
-        participations = -(-(num_steps - position) // period)
-    return dp_accounting.SelfComposedDpEvent(step, participations)
+    return dp_accounting.GaussianDpEvent(1 / math.sqrt(mu_squared))
 
 
 def random_batches(
@@ -62,12 +65,13 @@ def random_batches(
         noise: See above.
         sampled: The event of a step from that of its Gaussian mechanism.
     """
-    values, counts = np.unique(noise[np.isfinite(noise)], return_counts=True)
+    values, counts = values_and_counts(noise)
     events = [
         dp_accounting.SelfComposedDpEvent(
             sampled(dp_accounting.GaussianDpEvent(float(value))), int(count)
         )
         for value, count in zip(values, counts, strict=True)
+        if np.isfinite(value)
     ]
     if not events:
         return dp_accounting.NoOpDpEvent()

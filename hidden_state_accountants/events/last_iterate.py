@@ -41,7 +41,7 @@ from hidden_state_accountants.events.plain_types import (
     one_line_repr,
     to_dict,
 )
-from hidden_state_accountants.events.schedule import Schedule, per_step
+from hidden_state_accountants.events.schedule import Schedule, per_step, same_in_all_steps
 
 _NOT_CLIPPED = "none"  # TOML has no null, and a missing key must not change the mechanism
 
@@ -221,7 +221,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             object.__setattr__(self, "record_position", value)
 
     def _check_decay(self) -> None:
-        product = self.per_step("learning_rate") * self.per_step("weight_decay")
+        steps = self.num_steps if self.has_schedules else 1
+        product = per_step(self.learning_rate, steps) * per_step(self.weight_decay, steps)
         worst = float(np.max(product))
         if worst >= 1:
             raise ValueError(
@@ -253,10 +254,21 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         """Whether a hyper-parameter changes during the run."""
         return any(isinstance(getattr(self, name), Schedule) for name in _SCHEDULED)
 
+    def one_step_if_constant(self) -> LastIterateDpEvent:
+        """The run, or one step of it if all its steps are equal.
+
+        What is asked of every step is asked of this, so that a long run costs no more than a short
+        one.
+        """
+        if self.has_schedules or self.num_steps == 1:
+            return self
+        return attrs.evolve(self, num_steps=1, release_steps=())
+
     def per_step(self, name: str) -> np.ndarray:
         """The float64 values of shape (num_steps,) of a scheduled field."""
         return per_step(getattr(self, name), self.num_steps)
 
+    @same_in_all_steps
     def gradient_bound(self) -> np.ndarray:
         """Bound, per step, on the norm of what one record adds to the sum: min(C_t, lipschitz)."""
         lipschitz = None if self.loss is None else self.loss.lipschitz
@@ -266,6 +278,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         clip = self.per_step("clip_norm")
         return clip if lipschitz is None else np.minimum(clip, lipschitz)
 
+    @same_in_all_steps
     def noise_std_on_sum(self) -> np.ndarray:
         """Standard deviation, per step, of the noise that is added to the sum of the gradients."""
         unit = self.gradient_bound() if self.clip_norm is None else self.per_step("clip_norm")
@@ -330,6 +343,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             is_constant=not self.has_schedules,
         )
 
+    @same_in_all_steps
     def _noise_over_sensitivity(self, relation: NeighboringRelation) -> np.ndarray:
         """Infinite where nothing is released: no learning rate, or a gradient bound of 0."""
         sensitivity = sensitivity_in_clip_norms(self.batch_order, relation) * self.gradient_bound()

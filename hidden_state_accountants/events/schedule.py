@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 from dp_accounting import dp_event
 
 from hidden_state_accountants import validate
@@ -87,3 +89,32 @@ def per_step(value: float | Schedule, num_steps: int) -> np.ndarray:
     if isinstance(value, Schedule):
         return value.to_array()
     return np.broadcast_to(np.float64(value), (num_steps,))
+
+
+_Others = ParamSpec("_Others")
+
+
+def same_in_all_steps(
+    values: Callable[Concatenate[Any, _Others], np.ndarray],
+) -> Callable[Concatenate[Any, _Others], np.ndarray]:
+    """Computes what a function of a run returns per step once, if no hyper-parameter changes.
+
+    Args:
+        values: Maps an event (and more) to an array of shape (num_steps,) that depends on the
+            hyper-parameters of each step alone. A constant one then costs O(1) memory (a read-only
+            broadcast).
+    """
+
+    @functools.wraps(values)
+    def per_step_values(event: Any, /, *args: _Others.args, **kwargs: _Others.kwargs) -> np.ndarray:
+        one_step = event.one_step_if_constant()
+        return np.broadcast_to(values(one_step, *args, **kwargs), (event.num_steps,))
+
+    return per_step_values
+
+
+def values_and_counts(per_step_values: npt.NDArray[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The different entries of an array of shape (T,), ascending, and how many steps have each."""
+    if per_step_values.strides == (0,):  # a broadcast
+        return per_step_values[:1], np.array([len(per_step_values)])
+    return np.unique(per_step_values, return_counts=True)

@@ -8,6 +8,7 @@ the largest batch that may occur (docs/theory/random_distance.md).
 from __future__ import annotations
 
 import bisect
+import functools
 
 import attrs
 import numpy as np
@@ -98,13 +99,13 @@ def modulus_lines(
     Any line above is valid: the chord and the slope at the expected size are tried. None, too,
     where there are too many different steps to look at every size.
     """
+    num_steps = event.num_steps
+    event = event.one_step_if_constant()
     assert event.loss is not None
     steps = np.stack(
         [event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)]
     )
-    rows, index = steps[:, :1], np.zeros(event.num_steps, dtype=int)
-    if event.has_schedules:
-        rows, index = np.unique(steps, axis=1, return_inverse=True)
+    rows, index = np.unique(steps, axis=1, return_inverse=True)
     number = np.arange(sizes.smallest, sizes.largest + 1)
     if rows.shape[1] * len(number) > _MOST_MODULI:
         return None
@@ -123,7 +124,8 @@ def modulus_lines(
     intercept, slope = _lines(number, logs, sizes.others * sizes.rate)
     if not slope.any():
         return None
-    return ModulusLines(intercept[index.ravel()], slope[index.ravel()])
+    per_step = functools.partial(np.broadcast_to, shape=(num_steps,))
+    return ModulusLines(per_step(intercept[index.ravel()]), per_step(slope[index.ravel()]))
 
 
 def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import attrs
@@ -17,6 +18,7 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.events.schedule import same_in_all_steps
 from hidden_state_accountants.process import conditions, geometry
 from hidden_state_accountants.process.conditions import UnmetCondition
 
@@ -55,12 +57,14 @@ class NoisyProcess:
         """T."""
         return len(self.contraction)
 
-    def sensitivity_at(self, position: int) -> np.ndarray:
+    def sensitivity_at(self, position: int, steps: slice = slice(None)) -> np.ndarray:
         """s_t of a record at `position`: zero where the batch does not hold it."""
+        whole = self.sensitivity[steps]
         if self.period == 1:
-            return self.sensitivity
-        result = np.zeros(self.num_steps)
-        result[position :: self.period] = self.sensitivity[position :: self.period]
+            return whole
+        first = (position - (steps.start or 0)) % self.period
+        result = np.zeros(len(whole))
+        result[first :: self.period] = whole[first :: self.period]
         return result
 
 
@@ -130,6 +134,7 @@ def sampled_process(
     return _process(event, relation, period=1, positions=(0,), most_terms=most_terms)
 
 
+@same_in_all_steps
 def clips_act(event: LastIterateDpEvent) -> np.ndarray:
     """Whether a gradient may be longer than the clip norm; booleans of shape (num_steps,)."""
     if event.clip_norm is None:
@@ -147,6 +152,8 @@ def _process(
     positions: tuple[int, ...] | range,
     most_terms: int,
 ) -> NoisyProcess:
+    num_steps, release_steps = event.num_steps, event.release_steps
+    event = event.one_step_if_constant()
     assert event.loss is not None
     eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
     bound = event.gradient_bound()
@@ -161,7 +168,7 @@ def _process(
             event.loss, eta * stretch, decay / stretch, clips_act(event)
         )
     else:
-        contraction = np.full(event.num_steps, np.inf)
+        contraction = np.full(len(eta), np.inf)
     terms = 2 * most_terms
     if event.loss.curvature is not None:
         contraction = np.minimum(contraction, _of_curvature(event, event.loss.curvature))
@@ -169,16 +176,17 @@ def _process(
         contraction = np.maximum(contraction, np.abs(1 - eta * decay))
     elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
         terms += 1  # the neighbour's full batch may hold b + 1 records
+    per_step = functools.partial(np.broadcast_to, shape=(num_steps,))
     return NoisyProcess(
-        contraction=contraction,
-        sensitivity=factor * eta * bound / b,
-        noise_std=eta * event.noise_std_on_sum() / b,
-        drift_contraction=np.abs(1 - eta * decay),
-        drift=eta * bound * terms / b,
+        contraction=per_step(contraction),
+        sensitivity=per_step(factor * eta * bound / b),
+        noise_std=per_step(eta * event.noise_std_on_sum() / b),
+        drift_contraction=per_step(np.abs(1 - eta * decay)),
+        drift=per_step(eta * bound * terms / b),
         domain_diameter=event.domain_diameter,
         period=period,
         positions=positions,
-        release_steps=event.release_steps,
+        release_steps=release_steps,
         is_constant=not event.has_schedules,
     )
 

@@ -139,6 +139,7 @@ def _lowest_curvature(loss: LossGeometry) -> float:
 
 def _unmet_curvature(event: LastIterateDpEvent, loss: LossGeometry) -> Unmet:
     unmet = []
+    event = event.one_step_if_constant()
     eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
     convexity = decay + _lowest_curvature(loss)
     worst = int(np.argmin(convexity))

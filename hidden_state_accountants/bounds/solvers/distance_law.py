@@ -42,8 +42,10 @@ class DistanceLaw:
         return cls(np.array([level]), np.ones(1))
 
 
-def law_of_sum(weights: np.ndarray, rate: float, largest: float, precision: int) -> DistanceLaw:
-    """A law that is stochastically larger than that of min(S, largest).
+def law_of_sum(
+    weights: np.ndarray, rate: float, largest: float, precision: int, certain: float = 0.0
+) -> DistanceLaw:
+    """A law that is stochastically larger than that of min(certain + S, largest).
 
     Args:
         weights: w_j >= 0, any shape (n,).
@@ -51,11 +53,14 @@ def law_of_sum(weights: np.ndarray, rate: float, largest: float, precision: int)
         largest: >= 0, finite.
         precision: Cells per weight of the grid: the levels are too large by about a share of
             1/precision.
+        certain: >= 0, what is added whatever the coins are.
     """
     weights = np.minimum(weights[weights > 0], largest)
-    if not len(weights) or rate == 1 or float(weights.sum()) * rate >= largest:
-        return DistanceLaw.certain(min(float(weights.sum()), largest) * (1 + _ROUNDING))
+    total = float(weights.sum())
+    if not len(weights) or rate == 1 or certain + total * rate >= largest:
+        return DistanceLaw.certain(min(certain + total, largest) * (1 + _ROUNDING))
     sizes, counts, offset = _classes(np.sort(weights), rate, precision)
+    offset += certain
     room = (largest - offset) * (1 + _ROUNDING)
     width = sizes[0] / precision
     law, beyond = np.ones(1), 0.0

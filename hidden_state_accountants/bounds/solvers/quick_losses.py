@@ -116,5 +116,6 @@ def _masses(deltas: Deltas, losses: np.ndarray) -> np.ndarray:
     steps = np.diff(np.concatenate([[0.0], losses]))
     falls = known[:-1] - known[1:]
     masses = falls / -np.expm1(-steps)
-    masses[:-1] -= falls[1:] / np.expm1(steps[1:])
+    with np.errstate(over="ignore"):  # far above all losses that are looked at
+        masses[:-1] -= falls[1:] / np.expm1(steps[1:])
     return np.maximum(masses, 0.0)

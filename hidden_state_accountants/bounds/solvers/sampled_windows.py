@@ -31,16 +31,18 @@ _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 
 @attrs.frozen(eq=False)
 class SampledSteps:
-    """The steps of a segment that starts from a shared state.
+    """The steps of a segment that starts from a shared state, or the last ones of many equal ones.
 
     Attributes:
         stretching: Bounds on products of moduli.
-        distance: D_tau, a bound on |X_tau - X'_tau| whatever the coins are, shape (T + 1,).
+        distance: D_tau, a bound on |X_tau - X'_tau| whatever the coins are, shape (T + 1,); the
+            first one is 0 if no steps are before.
         sensitivity: s_t, what a step adds to the distance if its batch holds the record, (T,).
         noise_std: sigma_t, shape (T,).
         step_mu: The parameter of `profile_of` of each step, shape (T,); few values.
         rate: q, the probability that a batch holds the record.
         is_constant: Whether all steps are equal.
+        before: How many equal steps are before.
     """
 
     stretching: Stretching
@@ -50,6 +52,7 @@ class SampledSteps:
     step_mu: np.ndarray
     rate: float
     is_constant: bool
+    before: int = 0
 
 
 @attrs.frozen
@@ -78,13 +81,15 @@ def best_window(
         delta: Where the candidates are compared.
     """
     windows = Windows(steps)
-    if windows.total < 2:
+    if windows.total < 2 and not steps.before:
         return None
     plan: Plan | None = None
     scale = _scale_of(windows.whole(), profile_of, delta)
     while scale > 0:
         search = _Search(windows, QuickLosses(profile_of, delta, scale))
-        epsilon, plan = search.best(scale if plan is None else search.epsilon(plan), plan)
+        epsilon, plan = search.on_grid(scale if plan is None else search.epsilon(plan), plan)
+        if plan is not None and epsilon > scale / 3:
+            epsilon, plan = search.refined(epsilon, plan)
         if plan is None or epsilon == 0 or epsilon > scale / 3:
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
@@ -108,8 +113,8 @@ class _Search:
     def __init__(self, windows: Windows, quick: QuickLosses):
         self._windows, self._quick = windows, quick
 
-    def best(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
-        """A grid, then ever smaller moves; given are the epsilon to beat and what has it."""
+    def on_grid(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
+        """The best plan of a grid; given are the epsilon to beat and what has it."""
         total = self._windows.total
         number = 2 + int(_LENGTHS * math.log(total, 4))
         for length in np.unique(np.geomspace(1, total - 1, number).round().astype(int)).tolist():
@@ -119,7 +124,7 @@ class _Search:
                     found = self.epsilon(candidate)
                     if found < epsilon:
                         epsilon, plan = found, candidate
-        return (epsilon, None) if plan is None else self.refined(epsilon, plan)
+        return epsilon, plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
         """Ever smaller moves of one coordinate at a time."""
@@ -179,7 +184,10 @@ class Windows:
 
     def whole(self) -> Window:
         """All steps, which start from a shared state: nothing but the record has to be hidden."""
-        return Window(self._sampled(Plan(self.total, 0, 1.0)), np.zeros(1), np.ones(1))
+        sampled = self._sampled(Plan(self.total, 0, 1.0))
+        if self._steps.before:
+            sampled = tuple((mu, count + self._steps.before) for mu, count in sampled)
+        return Window(sampled, np.zeros(1), np.ones(1))
 
     def rough(self, plan: Plan) -> Window:
         """`window` with few levels: good enough to choose."""
@@ -242,8 +250,13 @@ class Windows:
                     self._log_sensitivity[:start]
                     + self._steps.stretching.log_product(stops, np.array(start))
                 )
+                kept = np.exp(self._steps.stretching.log_product(np.array(0), np.array(start)))
             law = law_of_sum(
-                weights, self._steps.rate, float(self._steps.distance[start]), precision
+                weights,
+                self._steps.rate,
+                float(self._steps.distance[start]),
+                precision,
+                certain=float(self._steps.distance[0] * kept) if self._steps.before else 0.0,
             )
             self._laws[key] = fewer_levels(law, levels)
         return self._laws[key]

@@ -211,12 +211,14 @@ def least_mu_squared_by_position(
     *,
     period: int,
     first_position: int,
+    is_whole: bool = True,
 ) -> list[float]:
     """`least_mu_squared` for every position of a cyclic order, starting right after its batches.
 
     The arguments are those of `least_mu_squared`; step 1 is at `first_position`. One backward scan
     serves all positions: a participation and the steps up to the next one are a block. It stops
-    when every position has stopped.
+    when every position has stopped. If the steps are only the last ones of a run (not `is_whole`),
+    a position that has not stopped by then is infinite.
     """
     shift_unit = float(np.max(sensitivity)) or 1.0
     noise_unit = float(np.max(noise_std)) or 1.0
@@ -267,6 +269,8 @@ def least_mu_squared_by_position(
         if start == 0:
             break
     scale = (shift_unit / noise_unit) ** 2
+    if not is_whole and product:
+        return [b * scale if done else math.inf for b, done in zip(best, is_done, strict=True)]
     return [min(b, stack.cost) * scale for b, stack in zip(best, stacks, strict=True)]
 
 
@@ -388,7 +392,12 @@ def mu_squared_by_last_position(
     stack = BlockStack(grows_left=False)
     scale, exponent = 1.0, 0  # 1 / product of the contractions
     shifts, weights = [], []
-    for t in range(num_steps):
+    start = 0
+    if contraction <= 1 and first > period:  # all participations but the last two are one block
+        start = first - 1
+        number = first // period - 1
+        stack.push(_equal_participations(contraction, noise_std / sensitivity, period, number))
+    for t in range(start, num_steps):
         scale /= contraction
         if not 1 / _LARGE < scale < _LARGE:
             scale, power = math.frexp(scale)
@@ -407,6 +416,20 @@ def mu_squared_by_last_position(
         result.append(stack.cost_with(_add(shift, suffix)))
         stack.push(weight)
     return [*result, stack.cost]
+
+
+def _equal_participations(contraction: float, noise: float, period: int, number: int) -> Block:
+    """Several participations with `period` steps each, in the frame of the last of these steps.
+
+    For 0 < c <= 1 they pool, as their slopes do not rise. `noise` is in units of the sensitivity.
+    """
+    steps = period * number
+    if contraction == 1:
+        return float(number), noise * noise * steps, 0
+    log = math.log(contraction)
+    shift = math.exp(log * (period - 1)) * math.expm1(log * steps) / math.expm1(log * period)
+    weight = noise * noise * math.expm1(2 * log * steps) / math.expm1(2 * log)
+    return max(shift, _TINY), weight, 0
 
 
 def _is_larger(total: Block, largest: float, exponent: int) -> bool:
