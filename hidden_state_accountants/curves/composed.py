@@ -16,6 +16,7 @@ from hidden_state_accountants.curves.base import (
     GaussianMixtureCurve,
     RdpCurve,
 )
+from hidden_state_accountants.curves.fewer_mixtures import fewer_mixtures
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
 from hidden_state_accountants.curves.renyi import ORDERS, STOCK_ORDERS
 from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
@@ -36,6 +37,7 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     mu_squared, extra = 0.0, 0.0
     events: list[StockEvent] = []
     others: list[tuple[Curve, int]] = []
+    mixtures: list[tuple[GaussianMixtureCurve, int]] = []
     curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
     for curve, count in curves:
         if isinstance(curve, BestOfCurves) and (len(curves) > 1 or count > 1):
@@ -50,8 +52,11 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
             others += [(part, count * times) for part, times in curve.parts]
         elif curve.mu is not None:
             mu_squared += count * curve.mu**2
+        elif isinstance(curve, GaussianMixtureCurve):
+            mixtures.append((curve, count))
         else:
             others.append((curve, count))
+    others += fewer_mixtures(mixtures)
     mu = math.sqrt(mu_squared)
     total: Curve = GaussianCurve(mu)
     if mu < math.inf:

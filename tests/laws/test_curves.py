@@ -8,6 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation, pld, rdp
 from scipy import integrate, stats
 
+from hidden_state_accountants.curves import fewer_mixtures
 from hidden_state_accountants.curves.base import (
     CurveWithDelta,
     GaussianCurve,
@@ -153,6 +154,24 @@ class TestComposition:
         np.testing.assert_allclose(
             curve.rdp(np.array([2.0, 3.0])), stock.rdp + np.array([0.2, 0.3]), rtol=1e-12
         )
+
+    def test_many_different_mixtures_are_replaced_by_few_that_dominate(self, monkeypatch):
+        rng = np.random.default_rng(0)
+        parts = [
+            (GaussianMixtureCurve(np.full(20, 0.05), scale * np.sqrt(rng.random(20))), 1 + i % 2)
+            for i, scale in enumerate(np.geomspace(0.1, 0.3, 90))
+        ]
+        monkeypatch.setattr(fewer_mixtures, "MOST", 90)
+        exact = compose_curves(parts)
+        monkeypatch.setattr(fewer_mixtures, "MOST", 12)
+        few = compose_curves(parts)
+        assert len(exact.parts) == 90
+        assert len(few.parts) <= 12
+        assert sum(count for _, count in few.parts) == 135
+        for order in (2.0, 30.0):
+            assert few.rdp(np.array([order]))[0] > exact.rdp(np.array([order]))[0]
+        for delta in (1e-9, 1e-4):
+            assert exact.epsilon(delta) < few.epsilon(delta) < 1.2 * exact.epsilon(delta)
 
     def test_extra_deltas_add_up(self):
         curve = compose_curves([(CurveWithDelta(mixture(), 1e-4), 3)])

@@ -1,0 +1,150 @@
+"""How long epsilon takes, and how much memory: every batch order, beside the stock accountants.
+
+    python benchmarks/accounting_speed.py
+
+Writes docs/benchmarks/accounting.md. Every figure is taken in a process of its own, which may
+use `LIMIT` seconds of a core and `MEMORY` gigabytes.
+"""
+
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+
+import attrs
+import numpy as np
+from dp_accounting import NeighboringRelation, pld, rdp
+
+import hidden_state_accountants as hsa
+
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "accounting.md"
+STEPS = (200, 20_000, 1_000_000, 100_000_000)
+MOST_SCHEDULED = 1_000_000  # a schedule is a list with an entry per step
+LIMIT = 30
+MEMORY = 8
+DELTA = 1e-5
+EPOCH = 100
+RUN = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0,
+    learning_rate=0.5,
+    clip_norm=1.0,
+    batch_size=500,
+    dataset_size=50_000,
+    num_steps=EPOCH,
+    batch_order="cyclic",
+    loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
+    weight_decay=0.1,
+)
+ORDERS = ("full", "cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
+CONSTANT, SCHEDULE, DOMAIN = "constant", "cosine schedule", "projected"
+STOCK = {
+    "dp-accounting RDP": "poisson",
+    "dp-accounting PLD": "poisson",
+    "Opacus PRV": "poisson",
+    "dp-accounting RDP, fixed size": "without_replacement",
+}
+
+
+def make_run(order, kind, steps):
+    size = RUN.dataset_size if order == "full" else RUN.batch_size
+    run = attrs.evolve(RUN, num_steps=steps, batch_order=order, batch_size=size)
+    if kind == DOMAIN:
+        run = attrs.evolve(run, domain_diameter=1.0)
+    if kind == SCHEDULE:
+        rates = 0.25 * (1 + np.cos(np.pi * np.arange(steps) / steps)) + 0.005
+        run = attrs.evolve(run, learning_rate=rates)
+    return run
+
+
+def stock_epsilon(name, run):
+    """Of the same steps with every iterate released."""
+    if name == "Opacus PRV":
+        from opacus.accountants import PRVAccountant
+
+        accountant = PRVAccountant()
+        accountant.history = [(run.noise_multiplier, run.sampling_probability, run.num_steps)]
+        return accountant.get_epsilon(delta=DELTA)
+    if name == "dp-accounting PLD":
+        return pld.PLDAccountant().compose(run.as_composition()).get_epsilon(DELTA)
+    if run.batch_order is hsa.BatchOrder.POISSON:
+        return rdp.RdpAccountant().compose(run.as_composition()).get_epsilon(DELTA)
+    relation = NeighboringRelation.REPLACE_ONE
+    accountant = rdp.RdpAccountant(neighboring_relation=relation)
+    return accountant.compose(run.as_composition(relation)).get_epsilon(DELTA)
+
+
+def measure_here(name, kind, steps):
+    """Prints seconds, seconds after one more epoch, and megabytes beside those of the imports."""
+    order = STOCK.get(name, name)
+    if name == "Opacus PRV":
+        import opacus.accountants  # noqa: F401  not counted
+
+    def epsilon(run):
+        if name in STOCK:
+            return stock_epsilon(name, run)
+        return hsa.LastIterateAccountant().compose(run).get_epsilon(DELTA)
+
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT + 5, LIMIT + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 2**30, MEMORY * 2**30))
+    runs = [make_run(order, kind, number) for number in (steps, steps + EPOCH)]
+    epsilon(make_run(order, CONSTANT, 2))  # loads what is loaded late
+    before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for run in runs:
+        start = time.process_time()  # other work on the machine does not count
+        value = epsilon(run)
+        seconds.append(time.process_time() - start)
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(json.dumps([*seconds, peak, float(value)]))
+
+
+def measure(*case):
+    """What `measure_here` prints in a fresh process; why there is nothing, if so."""
+    command = [sys.executable, __file__, *map(str, case)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode < 0:
+        return f"over {LIMIT} s"
+    if "MemoryError" in done.stderr:
+        return f"over {MEMORY} GB"
+    if done.returncode:
+        return done.stderr.splitlines()[-1].partition(":")[0]
+    seconds, again, peak, _ = json.loads(done.stdout.splitlines()[-1])
+    return f"{seconds:.2f} / {again:.2f} s, {max(0.0, peak):.0f} MB"
+
+
+def lines():
+    yield "# How long an epsilon takes"
+    yield ""
+    yield (
+        "Written by `benchmarks/accounting_speed.py` on one core; compare within the table only. A "
+        "softmax probe (n = 50,000, b = 500, learning rate 0.5, clip norm 1, weight decay 0.1, "
+        f"noise multiplier 2), delta = {DELTA:g}: seconds for compose and get_epsilon, the same "
+        "for a run that is one epoch longer, asked next in the same process, and the memory that "
+        "both needed. The cosine schedule has another learning rate in every step; the projected "
+        "run stays in a ball of diameter 1. The stock accountants account for the same steps with "
+        "every iterate released."
+    )
+    yield ""
+    yield "| batches | run | " + " | ".join(f"{steps:,} steps" for steps in STEPS) + " |"
+    yield "|---" * (len(STEPS) + 2) + "|"
+    rows = [(order, kind) for kind in (CONSTANT, SCHEDULE, DOMAIN) for order in ORDERS]
+    for name, kind in [*rows, *((name, CONSTANT) for name in STOCK)]:
+        cells = []
+        for steps in STEPS:
+            is_listed = kind != SCHEDULE or steps <= MOST_SCHEDULED
+            cells.append(measure(name, kind, steps) if is_listed else "-")
+            print(name, kind, steps, cells[-1], file=sys.stderr)
+        label = f"{name} ({STOCK[name]})" if name in STOCK else name
+        yield f"| {label} | {kind} | " + " | ".join(cells) + " |"
+
+
+def main():
+    PAGE.write_text("\n".join(lines()) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure_here(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
