@@ -15,6 +15,7 @@ docs/theory/subsampling.md and docs/theory/random_distance.md.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -37,9 +38,11 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
 from hidden_state_accountants.bounds.solvers.equal_steps import largest_distance
 from hidden_state_accountants.bounds.solvers.quick_losses import Window
 from hidden_state_accountants.bounds.solvers.sampled_windows import (
+    Plan,
     SampledSteps,
     Windows,
-    best_window,
+    best_plan,
+    window_of,
 )
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.base import (
@@ -52,7 +55,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.schedule import values_and_counts
+from hidden_state_accountants.events.schedule import Schedule, values_and_counts
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.batch_sizes import BatchSizes, modulus_lines
 from hidden_state_accountants.process.conditions import Unmet
@@ -64,8 +67,11 @@ from hidden_state_accountants.process.noisy_process import (
 _FAILURE = 1e-12  # of what is planned about the sizes of batches: added to delta
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
-_TAILS = (2**14, 2**16, 2**18)  # steps that a long run of equal ones is looked at
-_FORGOTTEN = 1e-9  # the share of a step's sensitivity that distances before them may leave
+_TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
+_FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
+_NEARLY_FORGOTTEN = 1e-2
+_PER_DOUBLING = 4  # lengths of runs of equal steps that are searched
+_NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
 
 
@@ -106,12 +112,57 @@ class Subsampling(HiddenStateBound):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The best window found, segment by segment."""
-        run = _SampledRun.of(event, relation)
-        curve = run.released_curve()
+        run = _planned(event, relation)
+        curve = run.released_curve(event)
         return Proof(
             curve=CurveWithDelta(curve, run.failure) if run.failure else curve,
             theorem=f"{self.citation.of('Theorem C')}, sampled batches",
         )
+
+
+def _planned(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
+    """What is planned about a run.
+
+    Equal steps are planned up to the next power of two, so that a run that goes on keeps its plan.
+    (Not if there is a cap, which acts with a probability that counts.)
+    """
+    steps = event.num_steps
+    if not event.has_schedules and event.max_batch_size is None:
+        steps = 2 ** math.ceil(math.log2(steps))
+    return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation)
+
+
+@functools.lru_cache(maxsize=32)
+def _run_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
+    return _SampledRun.of(event, relation)
+
+
+@functools.lru_cache(maxsize=64)
+def _searched(run: _SampledRun, start: int, stop: int) -> Plan | None:
+    profile_of = step_profile(run.event, run.relation)
+    return best_plan(run.segment(start, stop), profile_of, _DELTA)
+
+
+@functools.lru_cache(maxsize=16)
+def _settled_window(run: _SampledRun, num_steps: int) -> Curve | None:
+    plan = run.plan(0, num_steps)
+    if plan is None:
+        return None
+    return run.curve_of(window_of(run.segment(0, num_steps), plan))
+
+
+def _with_round_noise(event: LastIterateDpEvent) -> LastIterateDpEvent:
+    """The run with its noise scaled to one of a few levels: a plan for it is nearly as good."""
+    noise = event.noise_multiplier
+    first = noise.values[0] if isinstance(noise, Schedule) else noise
+    if not first:
+        return event
+    factor = 2 ** (round(_NOISES_PER_DOUBLING * math.log2(first)) / _NOISES_PER_DOUBLING) / first
+    if isinstance(noise, Schedule):
+        rounded: float | Schedule = Schedule([z * factor for z in noise.values], noise.lengths)
+    else:
+        rounded = first * factor
+    return attrs.evolve(event, noise_multiplier=rounded)
 
 
 @attrs.frozen(eq=False)
@@ -119,7 +170,7 @@ class _SampledRun:
     """A run, and what is planned about its batches.
 
     Attributes:
-        event: The run.
+        event: The run, or a longer one of the same steps.
         relation: The neighbouring relation.
         process: With the moduli of the largest batch.
         stretching: Bounds on products of moduli.
@@ -151,9 +202,13 @@ class _SampledRun:
         )
         return cls(event, relation, process, stretching, sizes.failure + _FAILURE / 2)
 
-    def released_curve(self) -> Curve:
-        """All segments between releases, composed."""
-        ends = itertools.pairwise((0, *self.process.release_steps, self.process.num_steps))
+    def released_curve(self, event: LastIterateDpEvent) -> Curve:
+        """All segments between the releases of a run that is as planned, composed."""
+        if not np.isfinite(record_mus(event)).all():
+            return GaussianCurve(math.inf)
+        if not event.release_steps:
+            return self._best(0, event.num_steps, composed_steps(event, self.relation))
+        ends = itertools.pairwise((0, *event.release_steps, event.num_steps))
         if self.process.is_constant:  # segments of one length cost the same
             lengths = Counter(stop - start for start, stop in ends)
             segments = [(0, length, count) for length, count in lengths.items()]
@@ -164,15 +219,45 @@ class _SampledRun:
         )
 
     def _segment_curve(self, start: int, stop: int) -> Curve:
+        whole = self.curve_of(Windows(self.segment(start, stop)).whole())
+        return self._best(start, stop, whole)
+
+    def _best(self, start: int, stop: int, whole: Curve) -> Curve:
+        """The best window, or the composition of all steps if that is smaller."""
+        window = self._window(start, stop)
+        return whole if window is None else BestOfCurves((window, whole))
+
+    def _window(self, start: int, stop: int) -> Curve | None:
+        num_steps = stop - start
+        if self.process.is_constant and self._looked_at(num_steps)[0] < num_steps:
+            # More equal steps before those that are looked at: the distance is no smaller.
+            longer = 2 ** math.ceil(math.log2(num_steps))
+            return _settled_window(self, min(longer, self.process.num_steps))
         steps = self.segment(start, stop)
-        if not np.isfinite(steps.step_mu).all():
-            return GaussianCurve(math.inf)
-        if stop - start == self.event.num_steps:
-            whole = composed_steps(self.event, self.relation)  # which others ask for, too
+        if self.process.is_constant:
+            plan = self._plan_of_equal_steps(num_steps)
         else:
-            whole = self.curve_of(Windows(steps).whole())
-        window = best_window(steps, step_profile(self.event, self.relation), _DELTA)
-        return whole if window is None else BestOfCurves((self.curve_of(window), whole))
+            plan = self.plan(start, stop)
+        return None if plan is None else self.curve_of(window_of(steps, plan))
+
+    def plan(self, start: int, stop: int) -> Plan | None:
+        """A window that is about the best in a segment; None if the whole segment is better."""
+        return _searched(_run_of(_with_round_noise(self.event), self.relation), start, stop)
+
+    def _plan_of_equal_steps(self, num_steps: int) -> Plan | None:
+        """The plan of the next shorter run of a few lengths, or of the next longer one.
+
+        So a run that goes on is not searched again after each of its epochs. A run that is longer
+        than its memory has the plan of one that just is, and an epsilon that never falls.
+        """
+        shorter = 2 ** (math.floor(_PER_DOUBLING * math.log2(num_steps)) / _PER_DOUBLING)
+        memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
+        shorter = min(shorter, memory)
+        for length in (shorter, shorter * 2 ** (1 / _PER_DOUBLING)):
+            plan = self.plan(0, min(math.floor(length), self.event.num_steps))
+            if plan is not None and plan.length < num_steps:
+                return plan
+        return None
 
     def segment(self, start: int, stop: int) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""
@@ -190,8 +275,11 @@ class _SampledRun:
             before=before,
         )
 
-    def _looked_at(self, num_steps: int) -> tuple[int, float]:
-        """How many steps, from the end, windows are searched in, and the distance before them."""
+    def _looked_at(self, num_steps: int, forgotten: float = _FORGOTTEN) -> tuple[int, float]:
+        """How many steps, from the end, windows are searched in, and the distance before them.
+
+        That is, so many that the distance before them leaves no more than a share `forgotten`.
+        """
         if not self.process.is_constant:
             return num_steps, 0.0
         c, s = float(self.process.contraction[0]), float(self.process.sensitivity[0])
@@ -201,7 +289,7 @@ class _SampledRun:
             initial = min(by_moduli, distance_before_tail(self.process, before))
             with np.errstate(over="ignore"):
                 kept = np.exp(self.stretching.log_product(np.array(0), np.array(tail)))
-            if initial * float(kept) <= _FORGOTTEN * s or tail == _TAILS[-1]:
+            if initial * float(kept) <= forgotten * s or tail == _TAILS[-1]:
                 return tail, initial
         return num_steps, 0.0
 

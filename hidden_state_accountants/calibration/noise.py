@@ -27,6 +27,7 @@ from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 
 _NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
 _SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
+_MUCH_NOISE = 4.0
 _SO_LITTLE_NOISE = 1e-12
 
 
@@ -115,7 +116,22 @@ def _composition_noise(make: MakeEvent, target: Target, relation: NeighboringRel
     log_mu = gaussian_log_mu(target.epsilon, target.delta)
     if not 0 < mu < math.inf or not math.isfinite(log_mu):
         return 1.0
-    return min(max(mu / math.exp(log_mu) * (1 + 1e-12), 1e-60), 1e60)
+    noise = min(max(mu / math.exp(log_mu) * (1 + 1e-12), 1e-60), 1e60)
+    # Where there is much noise a sampled record counts about as its share.
+    return min(noise, max(_MUCH_NOISE, 2 * _sampling_rate(event) * noise))
+
+
+def _sampling_rate(event: dp_accounting.DpEvent) -> float:
+    """The probability with which a record takes part in sampled steps; 1 if any is not sampled."""
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return max(map(_sampling_rate, event.events))
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return _sampling_rate(event.event)
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        return float(event.sampling_probability)
+    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+        return float(event.sample_size / event.source_dataset_size)
+    return 1.0
 
 
 def gaussian_mu(event: dp_accounting.DpEvent) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -71,6 +73,17 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     return total
 
 
+@functools.lru_cache(maxsize=8)  # a run that goes on repeats its steps; a loss can take 40 MB
+def _losses(curve: Any) -> Losses | None:
+    losses: Losses | None = curve.privacy_losses()
+    return losses
+
+
+@functools.lru_cache(maxsize=32)
+def _divergences(curve: Any, orders: tuple[float, ...]) -> np.ndarray:
+    return np.asarray(curve.rdp(np.array(orders)))
+
+
 @attrs.frozen(slots=False, eq=False)
 class ComposedCurve(RenyiOrLoss):
     """Curves composed by privacy losses or Renyi divergences, whichever gives less.
@@ -94,16 +107,20 @@ class ComposedCurve(RenyiOrLoss):
     def privacy_losses(self) -> Losses | None:
         composed: list[tuple[PrivacyLoss, int]] = []
         for curve, count in self.parts:
-            losses = curve.privacy_losses()
+            part: Any = curve
+            losses = _losses(part)
             if losses is None:
                 return None
             composed += [(loss, count * times) for loss, times in losses]
         return tuple(composed)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return sum(
-            (count * curve.rdp(orders) for curve, count in self.parts), np.zeros(orders.shape)
+        flat = tuple(np.ravel(orders).tolist())
+        parts: Any = self.parts
+        total = sum(
+            (count * _divergences(part, flat) for part, count in parts), np.zeros(len(flat))
         )
+        return np.asarray(total).reshape(orders.shape)
 
     def to_dpevent(self) -> None:
         return None

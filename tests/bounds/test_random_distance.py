@@ -17,7 +17,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     law_of_sum,
 )
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
-from hidden_state_accountants.bounds.subsampling import _SampledRun
+from hidden_state_accountants.bounds.subsampling import _planned, _SampledRun
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
 from hidden_state_accountants.process.noisy_process import sampled_process
 
@@ -213,8 +213,9 @@ class TestModulusLines:
         )
 
     def test_what_may_fail_is_in_delta(self):
-        run = _SampledRun.of(clipped(), SPECIAL)
-        sizes = BatchSizes.of(clipped(), SPECIAL, 5e-13)
+        run = _planned(clipped(), SPECIAL)
+        sizes = BatchSizes.of(run.event, SPECIAL, 5e-13)
+        assert clipped().num_steps <= run.event.num_steps < 2 * clipped().num_steps
         assert run.failure == sizes.failure + 5e-13 <= 1e-12
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
         assert curve.extra == run.failure

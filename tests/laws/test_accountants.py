@@ -1,5 +1,6 @@
 """What must hold for any accountant, on every relation."""
 
+import itertools
 import math
 
 import dp_accounting
@@ -380,6 +381,27 @@ def test_epsilon_grows_with_epochs(run):
     make, arguments = run
     longer = mu_of(make, arguments, num_steps=arguments["num_steps"] + 4)
     assert longer >= mu_of(make, arguments) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("order", "falls"),
+    [
+        ("full", 0.0),
+        ("cyclic", 0.0),
+        ("shuffled_once", 0.0),
+        ("reshuffled", 1e-9),  # grids of privacy losses
+        ("without_replacement", 1e-3),  # windows are searched
+        ("poisson", 1e-3),
+    ],
+)
+def test_epsilon_never_falls_from_epoch_to_epoch(order, falls):
+    make = full_run if order == "full" else cyclic_run
+    found = []
+    for epochs in (*range(1, 13), 20, 21, 100, 101, 1000):
+        event = make(batch_order=order, num_steps=4 * epochs, noise_multiplier=6.0)
+        found.append(hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5))
+    for before, after in itertools.pairwise(found):
+        assert after >= before * (1 - falls)
 
 
 @given(runs, st.lists(st.integers(1, 39), max_size=4))

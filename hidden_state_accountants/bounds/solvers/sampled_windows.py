@@ -70,9 +70,9 @@ class Plan:
     beta: float
 
 
-def best_window(
+def best_plan(
     steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
-) -> Window | None:
+) -> Plan | None:
     """The window with about the smallest epsilon; None if the whole segment is better.
 
     Args:
@@ -93,7 +93,12 @@ def best_window(
         if plan is None or epsilon == 0 or epsilon > scale / 3:
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
-    return None if plan is None else windows.window(plan, *_FINE)
+    return plan
+
+
+def window_of(steps: SampledSteps, plan: Plan) -> Window:
+    """What dominates a segment, given a plan for it or for another one."""
+    return Windows(steps).window(plan, *_FINE)
 
 
 def _scale_of(window: Window, profile_of: Callable[[float], Profile], delta: float) -> float:
