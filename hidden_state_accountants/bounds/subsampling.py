@@ -224,40 +224,41 @@ class _SampledRun:
 
     def _best(self, start: int, stop: int, whole: Curve) -> Curve:
         """The best window, or the composition of all steps if that is smaller."""
-        window = self._window(start, stop)
-        return whole if window is None else BestOfCurves((window, whole))
+        windows = self._windows(start, stop)
+        return BestOfCurves((*windows, whole)) if windows else whole
 
-    def _window(self, start: int, stop: int) -> Curve | None:
+    def _windows(self, start: int, stop: int) -> list[Curve]:
+        """About the best window; a few for equal steps, and none if the whole segment is better."""
         num_steps = stop - start
         if self.process.is_constant and self._looked_at(num_steps)[0] < num_steps:
             # More equal steps before those that are looked at: the distance is no smaller.
             longer = 2 ** math.ceil(math.log2(num_steps))
-            return _settled_window(self, min(longer, self.process.num_steps))
+            window = _settled_window(self, min(longer, self.process.num_steps))
+            return [] if window is None else [window]
         steps = self.segment(start, stop)
         if self.process.is_constant:
-            plan = self._plan_of_equal_steps(num_steps)
+            plans = [self.plan(0, length) for length in self._lengths_to_search(num_steps)]
         else:
-            plan = self.plan(start, stop)
-        return None if plan is None else self.curve_of(window_of(steps, plan))
+            plans = [self.plan(start, stop)]
+        found = [plan for plan in dict.fromkeys(plans) if plan and plan.length < num_steps]
+        return [self.curve_of(window_of(steps, plan)) for plan in found]
 
     def plan(self, start: int, stop: int) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better."""
         return _searched(_run_of(_with_round_noise(self.event), self.relation), start, stop)
 
-    def _plan_of_equal_steps(self, num_steps: int) -> Plan | None:
-        """The plan of the next shorter run of a few lengths, or of the next longer one.
+    def _lengths_to_search(self, num_steps: int) -> list[int]:
+        """Equal steps have the plans of the next shorter run of a few lengths, and the next longer.
 
-        So a run that goes on is not searched again after each of its epochs. A run that is longer
-        than its memory has the plan of one that just is, and an epsilon that never falls.
+        So a run that goes on is not searched again after each of its epochs. One that is longer
+        than its memory has the plan of a run that just is, and an epsilon that never falls.
         """
-        shorter = 2 ** (math.floor(_PER_DOUBLING * math.log2(num_steps)) / _PER_DOUBLING)
         memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
-        shorter = min(shorter, memory)
-        for length in (shorter, shorter * 2 ** (1 / _PER_DOUBLING)):
-            plan = self.plan(0, min(math.floor(length), self.event.num_steps))
-            if plan is not None and plan.length < num_steps:
-                return plan
-        return None
+        if num_steps >= memory:
+            return [memory]
+        place = math.floor(_PER_DOUBLING * math.log2(num_steps))
+        near = (2 ** (k / _PER_DOUBLING) for k in (place, place + 1))
+        return [min(math.floor(length), self.process.num_steps) for length in near]
 
     def segment(self, start: int, stop: int) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""

@@ -388,10 +388,10 @@ def test_epsilon_grows_with_epochs(run):
     [
         ("full", 0.0),
         ("cyclic", 0.0),
-        ("shuffled_once", 0.0),
+        ("shuffled_once", 1e-12),
         ("reshuffled", 1e-9),  # grids of privacy losses
         ("without_replacement", 1e-3),  # windows are searched
-        ("poisson", 1e-3),
+        ("poisson", 5e-3),
     ],
 )
 def test_epsilon_never_falls_from_epoch_to_epoch(order, falls):

@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "partial_epoch_is_not_counted",
         COMPOSED,
-        "participations = -(-(num_steps - position) // period)",
-        "participations = max(1, (num_steps - position) // period)",
+        "participations = max(0, -(-(num_steps - (position or 0)) // period))",
+        "participations = max(1, (num_steps - (position or 0)) // period)",
         _EVENT_TESTS,
     ),
     Mutation(
@@ -96,17 +96,10 @@ MUTATIONS = (
         _EVENT_TESTS,
     ),
     Mutation(
-        "partial_epoch_is_not_composed",
-        COMPOSED,
-        "participations = len(epochs)",
-        "participations = max(1, num_steps // period)",
-        _EVENT_TESTS,
-    ),
-    Mutation(
         "composition_forgets_a_declared_position",
         COMPOSED,
-        "if position is not None:",
-        "if position is None and position:",
+        "participations = max(0, -(-(num_steps - (position or 0)) // period))",
+        "participations = max(0, -(-num_steps // period))",
         _EVENT_TESTS,
     ),
 )

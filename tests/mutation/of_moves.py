@@ -45,22 +45,22 @@ MUTATIONS = (
     Mutation(
         "drift_loses_the_factor_2",
         PROCESS,
-        "drift=eta * bound * terms / b",
-        "drift=eta * bound * terms / b / 2",
+        "drift=per_step(eta * bound * terms / b)",
+        "drift=per_step(eta * bound * terms / b / 2)",
         _PROCESS_TESTS,
     ),
     Mutation(
         "drift_forgets_the_added_record",
         PROCESS,
-        "drift=eta * bound * terms / b",
-        "drift=eta * bound * (terms - terms % 2) / b",
+        "drift=per_step(eta * bound * terms / b)",
+        "drift=per_step(eta * bound * (terms - terms % 2) / b)",
         _PROCESS_TESTS,
     ),
     Mutation(
         "drift_forgets_the_decay",
         PROCESS,
-        "drift_contraction=np.abs(1 - eta * decay)",
-        "drift_contraction=np.abs(1 - 0 * eta * decay)",
+        "drift_contraction=per_step(np.abs(1 - eta * decay))",
+        "drift_contraction=per_step(np.abs(1 - 0 * eta * decay))",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -87,8 +87,8 @@ MUTATIONS = (
     Mutation(
         "noise_is_not_averaged",
         PROCESS,
-        "noise_std=eta * event.noise_std_on_sum() / b",
-        "noise_std=eta * event.noise_std_on_sum()",
+        "noise_std=per_step(eta * event.noise_std_on_sum() / b)",
+        "noise_std=per_step(eta * event.noise_std_on_sum())",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "position_off_by_one",
         PROCESS,
-        "result[position :: self.period] = self.sensitivity[position :: self.period]",
-        "result[position + 1 :: self.period] = self.sensitivity[position + 1 :: self.period]",
+        "result[first :: self.period] = whole[first :: self.period]",
+        "result[first + 1 :: self.period] = whole[first + 1 :: self.period]",
         _PROCESS_TESTS,
     ),
     Mutation(

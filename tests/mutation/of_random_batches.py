@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "the_past_left_no_distance",
         SUBSAMPLING,
-        "distance=tracked_distances(self.process, steps, self.process.sensitivity[steps])[0],",
-        "distance=0 * tracked_distances(self.process, steps, self.process.sensitivity[steps])[0],",
+        "distance=tracked_distances(self.process, steps, sensitivity, initial)[0],",
+        "distance=0 * tracked_distances(self.process, steps, sensitivity, initial)[0],",
         _SAMPLED_TESTS,
     ),
     Mutation(

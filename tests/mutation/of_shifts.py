@@ -5,8 +5,10 @@ from __future__ import annotations
 from mutation import Mutation
 
 SHIFTS = "bounds/shifted_interpolation.py"
+EQUAL_STEPS = "bounds/solvers/equal_steps.py"
 TAUT_STRING = "bounds/solvers/taut_string.py"
 CARRIES = "bounds/solvers/carries.py"
+_EQUAL_STEPS_TESTS = "bounds/test_equal_steps.py"
 _LAWS = "laws/test_accountants.py"
 _RECORDER_TESTS = "core/test_recorder.py"
 _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
@@ -156,6 +158,21 @@ MUTATIONS = (
         "if self._must_pool(jumped, self._blocks[target]):",
         "if self._must_pool(block, self._blocks[target]):",
         _TAUT_STRING_TESTS,
+    ),
+    # Equal steps.
+    Mutation(
+        "equal_participations_never_pool",
+        EQUAL_STEPS,
+        "np.where(pools, together, alone + others)",
+        "alone + others",
+        _EQUAL_STEPS_TESTS,
+    ),
+    Mutation(
+        "nothing_was_before_the_tail",
+        SHIFTS,
+        "initial_shift=initial,",
+        "initial_shift=0.0,",
+        _EQUAL_STEPS_TESTS,
     ),
     # Secret orders.
     Mutation(

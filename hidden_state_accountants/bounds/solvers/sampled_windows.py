@@ -23,6 +23,7 @@ _SPLITS = (0.9, 0.65)  # beta
 _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
 _MOVES = (1.4, 1.2, 1.1, 1.05, 1.02)  # factors of one coordinate
+_PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _ROUGH, _FINE = (24, 32), (160, 400)  # precision and number of levels of the law of the distance
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
@@ -84,16 +85,19 @@ def best_plan(
     if windows.total < 2 and not steps.before:
         return None
     plan: Plan | None = None
-    scale = _scale_of(windows.whole(), profile_of, delta)
+    whole = scale = _scale_of(windows.whole(), profile_of, delta)
+    epsilon = math.inf
     while scale > 0:
         search = _Search(windows, QuickLosses(profile_of, delta, scale))
-        epsilon, plan = search.on_grid(scale if plan is None else search.epsilon(plan), plan)
-        if plan is not None and epsilon > scale / 3:
+        epsilon, plan = search.on_grid(math.inf if plan is None else search.epsilon(plan), plan)
+        if plan is None or epsilon > _PROMISING * scale:
+            break
+        if epsilon > scale / 3:
             epsilon, plan = search.refined(epsilon, plan)
-        if plan is None or epsilon == 0 or epsilon > scale / 3:
+        if epsilon == 0 or epsilon > scale / 3:
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
-    return plan
+    return plan if epsilon < whole else None
 
 
 def window_of(steps: SampledSteps, plan: Plan) -> Window:
