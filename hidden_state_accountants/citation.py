@@ -67,6 +67,13 @@ _PAPERS = {
         _NEURIPS,
         2021,
     ),
+    "2110.03620": (
+        "papernot2022hyperparameter",
+        "Papernot, Nicolas and Steinke, Thomas",
+        "Hyperparameter Tuning with R{\\'e}nyi Differential Privacy",
+        _ICLR,
+        2022,
+    ),
     "2205.13710": (
         "altschuler2022privacy",
         "Altschuler, Jason M. and Talwar, Kunal",

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
+from html import escape
 
 import attrs
 import dp_accounting
 import numpy as np
 import numpy.typing as npt
 from dp_accounting import NeighboringRelation
+from dp_accounting.pld import privacy_loss_distribution
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
+from hidden_state_accountants.curves import transformed
 from hidden_state_accountants.curves.base import Curve
 from hidden_state_accountants.figures import text_up
 
+_DELTA = 1e-5  # where epsilon is read in one line
+_SELECTION = Citation("Papernot, Steinke 2022", "Theorems 2 and 6", "2110.03620")
 Changes = Callable[[float], Sequence[tuple[str, float]]]
 
 
@@ -85,7 +91,7 @@ class Assumption:
         return f"{self.status.value}: {self.text}"
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Guarantee:
     """A proved privacy guarantee of everything that was released.
 
@@ -134,6 +140,126 @@ class Guarantee:
             raise ValueError(f"Expected orders > 1, got {orders!r}.")
         return self.curve.rdp(array.astype(np.float64))
 
+    def tradeoff(self, alpha: npt.ArrayLike) -> np.ndarray:
+        """Lower bounds on the type II errors of every test that has type I errors `alpha`.
+
+        The test has to tell a data set from its neighbour by all that was released.
+
+        Args:
+            alpha: In [0, 1], any shape.
+
+        Returns:
+            Shape as `alpha`; convex and falling, 1 - alpha if nothing is revealed.
+        """
+        array = np.asarray(alpha, dtype=np.float64)
+        if not ((array >= 0) & (array <= 1)).all():
+            raise ValueError(f"Expected alpha in [0, 1], got {alpha!r}.")
+        return transformed.trade_off(self.curve, array)
+
+    def privacy_loss(
+        self, *, for_one_position: bool = False
+    ) -> privacy_loss_distribution.PrivacyLossDistribution:
+        """dp-accounting's privacy loss distribution, for composition with anything else.
+
+        Formal guarantees: a pessimistic pair that dominates the released mechanism under
+        `neighboring_relation`, in both directions, on a grid of 1e-4; deltas below 1e-15 are
+        rounded up. What is composed with it has to be meant for the same relation, and the errors
+        of dp-accounting's own arithmetic (about 1e-16 per composition) are not in it.
+
+        Args:
+            for_one_position: As for `to_dpevent`.
+
+        Raises:
+            ValueError: No epsilon is finite, or it is about some records only.
+        """
+        self._check_is_about_all(for_one_position)
+        return transformed.loss_distribution(self.curve)
+
+    def for_groups_of(self, size: int) -> Guarantee:
+        """The guarantee for data sets that differ in up to `size` records (those of one person).
+
+        mu-GDP becomes (size * mu)-GDP (Dong, Roth, Su 2022, arXiv 1905.02383, Theorem 2.14), any
+        other (epsilon, delta) the pair of group privacy; Renyi divergences are then not known.
+
+        Args:
+            size: >= 1.
+
+        Raises:
+            ValueError: The guarantee is about the records of one batch only, or not for
+                REPLACE_ONE: on the way from one data set to the other lie some with several records
+                added, removed or without gradient, whose updates may contract less.
+        """
+        size = validate.integer("size", size, minimum=1)
+        self._check_is_about_all(False)
+        if self.neighboring_relation is not NeighboringRelation.REPLACE_ONE and size > 1:
+            raise ValueError(
+                "Expected a guarantee for REPLACE_ONE, got one for "
+                f"{self.neighboring_relation.name}: what is declared about the loss does not hold "
+                "for data sets with several records added, removed or without gradient. Ask the "
+                "accountant under REPLACE_ONE."
+            )
+        if size == 1:
+            return self
+        unit = Assumption.declared(
+            f"one person has at most {size} records, each of which is clipped on its own",
+            Topic.UNIT,
+        )
+        return attrs.evolve(
+            self,
+            curve=transformed.of_groups(self.curve, size),
+            theorem=f"{self.theorem}, for groups of {size} records",
+            assumptions=replace_assumptions(self.assumptions, unit),
+            alternatives=(),
+            changes=None,
+        )
+
+    def after_selection(self, mean_repetitions: float, shape: float) -> Guarantee:
+        """The guarantee of the best of a random number of runs, each as this one or better.
+
+        Papernot & Steinke 2022 (arXiv 2110.03620): Theorem 6 for a Poisson number of runs, Theorem
+        2 for a truncated negative binomial one.
+
+        Args:
+            mean_repetitions: The mean of the number of runs, > 1.
+            shape: inf for a Poisson number, 1 for a geometric one, 0 for a logarithmic one, any
+                other number > 0 for the truncated negative binomial distribution of that shape.
+
+        Raises:
+            ValueError: An argument is out of range, the guarantee has no finite Renyi divergence,
+                or it is about the records of one batch only.
+        """
+        mean = validate.real("mean_repetitions", mean_repetitions, above=1)
+        shape = validate.real("shape", shape, minimum=0, allow_inf=True)
+        self._check_is_about_all(False)
+        if not np.isfinite(self.rdp([2.0])).all():
+            raise ValueError(
+                "Expected a guarantee with finite Renyi divergences, got one without: the theorems "
+                "on hyper-parameter selection need them. Use a guarantee that is Gaussian."
+            )
+        name = "Poisson" if shape == math.inf else f"truncated negative binomial (shape {shape:g})"
+        theorem = _SELECTION.of("Theorem 6" if shape == math.inf else "Theorem 2")
+        choice = Assumption.declared(
+            f"the number of runs is drawn from the {name} distribution with mean {mean:g}, fixed "
+            "in advance, and is never published; every run draws its hyper-parameters at random "
+            "from a fixed list, independently of the others; this guarantee holds for each entry; "
+            "the score that selects a run depends on nothing private but its model; nothing of "
+            "the runs that are not selected is released",
+            Topic.HYPER_PARAMETERS,
+        )
+        return attrs.evolve(
+            self,
+            curve=transformed.after_selection(self.curve, mean, shape),
+            theorem=f"{self.theorem}; selection: {theorem}",
+            assumptions=replace_assumptions(self.assumptions, choice),
+            alternatives=(),
+            citations=tuple(dict.fromkeys((*self.citations, _SELECTION))),
+            changes=None,
+        )
+
+    def _check_is_about_all(self, for_one_position: bool) -> None:
+        if self.only_for:
+            validate.one_position(self.only_for, for_one_position)
+
     def scope(self, delta: float) -> str:
         """Which records the epsilon at `delta` is about, if not all, and what the others have."""
         if not self.only_for:
@@ -153,8 +279,7 @@ class Guarantee:
         Raises:
             ValueError: No standard event has this curve, or it is about some records only.
         """
-        if self.only_for:
-            validate.one_position(self.only_for, for_one_position)
+        self._check_is_about_all(for_one_position)
         event = self.curve.to_dpevent()
         if event is None:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
@@ -184,6 +309,30 @@ class Guarantee:
             change = f"{text_up(epsilon, 4)} -> {text_up(changed, 4)}"
             lines.append(f"one change: {description}: epsilon {change}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        mu = "" if self.mu is None else f"mu = {text_up(self.mu, 4)}, "
+        epsilon = text_up(self.epsilon(_DELTA), 4)
+        scope = f", ONLY FOR {self.only_for}" if self.only_for else ""
+        caveat = ", NOT PROVEN" if self.caveat else ""
+        return (
+            f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
+            f"{self.neighboring_relation.name}{scope}{caveat}; {self.theorem}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [("theorem", self.theorem), ("neighboring relation", self.neighboring_relation.name)]
+        if self.only_for:
+            rows.append(("ONLY FOR", self.only_for))
+        if self.caveat:
+            rows.append(("NOT PROVEN", self.caveat))
+        rows += [
+            (f"epsilon at delta {delta:g}", text_up(self.epsilon(delta), 4))
+            for delta in (1e-5, 1e-6, 1e-8)
+        ]
+        rows += [(a.status.value, a.text) for a in self.assumptions]
+        cells = (f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
+        return f"<table>{''.join(cells)}</table>"
 
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""

@@ -1,0 +1,202 @@
+"""What a guarantee is good for beside epsilon: trade-off, privacy loss, groups, selection."""
+
+import math
+
+import attrs
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation, rdp
+from runs import cyclic_run
+from scipy import stats
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.transformed import GroupCurve
+from hidden_state_accountants.guarantee import Assumption
+
+ONE = NeighboringRelation.REPLACE_ONE
+ORDERS = ("cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
+
+
+def guarantee(order="cyclic", relation=ONE, **changes):
+    event = cyclic_run(batch_order=order, noise_multiplier=8.0, **changes)
+    return hsa.LastIterateAccountant(relation).compose(event).guarantee
+
+
+class TestText:
+    def test_one_line(self):
+        text = repr(guarantee())
+        assert "\n" not in text
+        assert f"epsilon = {hsa.figures.text_up(guarantee().epsilon(1e-5), 4)}" in text
+        assert "REPLACE_ONE" in text
+        assert "Theorem A" in text
+
+    def test_what_it_is_only_about_and_what_is_not_proven_are_said(self):
+        about_some = guarantee(record_position=1)
+        assert "ONLY FOR records of batch 1" in repr(about_some)
+        assert "<th>ONLY FOR</th>" in about_some._repr_html_()
+        unproven = attrs.evolve(guarantee(), caveat="a gap in Lemma 1 < 2")
+        assert "NOT PROVEN" in repr(unproven)
+        assert "<th>NOT PROVEN</th><td>a gap in Lemma 1 &lt; 2</td>" in unproven._repr_html_()
+
+    def test_the_table_has_every_assumption(self):
+        html = guarantee()._repr_html_()
+        assert html.count("<tr>") == 5 + len(guarantee().assumptions)
+
+
+class TestTradeOff:
+    def test_gaussian(self):
+        alpha = np.array([[0.0, 0.05], [0.5, 1.0]])
+        expected = stats.norm.cdf(stats.norm.isf(alpha) - guarantee().mu)
+        np.testing.assert_allclose(guarantee().tradeoff(alpha), expected, rtol=1e-12)
+
+    @pytest.mark.parametrize("order", ["shuffled_once", "poisson"])
+    def test_says_what_the_deltas_say(self, order):
+        """delta(epsilon) = max over alpha of 1 - e^epsilon alpha - f(alpha)."""
+        found = guarantee(order)
+        alpha = np.append(0.0, np.geomspace(1e-9, 1, 4000))
+        errors = found.tradeoff(alpha)
+        assert (np.diff(errors) <= 0).all()
+        for epsilon in (0.0, 0.1, 0.3):
+            delta = float(np.max(1 - math.exp(epsilon) * alpha - errors))
+            assert delta == pytest.approx(found.delta(epsilon), rel=2e-3)
+
+    def test_the_ends(self):
+        nothing = attrs.evolve(guarantee(), curve=GaussianCurve(0.0))
+        everything = attrs.evolve(guarantee(), curve=GaussianCurve(math.inf))
+        assert nothing.tradeoff(0.3) == pytest.approx(0.7, rel=1e-15)
+        assert everything.tradeoff([0.0, 0.3]).tolist() == [0.0, 0.0]
+        with pytest.raises(ValueError, match="alpha in"):
+            nothing.tradeoff(1.5)
+
+
+class TestPrivacyLoss:
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_never_below_the_guarantee_and_close_to_it(self, order):
+        found = guarantee(order)
+        loss = found.privacy_loss()
+        for epsilon in (0.0, 0.05, 0.2, 0.5):
+            delta = found.delta(epsilon)
+            assert delta * (1 - 1e-9) <= loss.get_delta_for_epsilon(epsilon) <= 1.01 * delta + 1e-14
+
+    @pytest.mark.parametrize("order", ["cyclic", "shuffled_once"])
+    def test_composes_like_the_guarantee(self, order):
+        event = cyclic_run(batch_order=order, noise_multiplier=8.0)
+        together = hsa.LastIterateAccountant(ONE).compose(event, 3).get_epsilon(1e-5)
+        loss = guarantee(order).privacy_loss().self_compose(3)
+        assert together * (1 - 1e-6) <= loss.get_epsilon_for_delta(1e-5) <= 1.01 * together
+
+    def test_nothing_and_everything(self):
+        nothing = attrs.evolve(guarantee(), curve=GaussianCurve(0.0)).privacy_loss()
+        assert nothing.get_delta_for_epsilon(0.0) == 0
+        with pytest.raises(ValueError, match="finite epsilon"):
+            attrs.evolve(guarantee(), curve=GaussianCurve(math.inf)).privacy_loss()
+
+    def test_some_records_only(self):
+        about_some = guarantee(record_position=1)
+        with pytest.raises(ValueError, match="for_one_position"):
+            about_some.privacy_loss()
+        loss = about_some.privacy_loss(for_one_position=True)
+        assert loss.get_delta_for_epsilon(0.1) >= about_some.delta(0.1)
+
+
+class TestGroups:
+    def test_gaussian(self):
+        group = guarantee().for_groups_of(3)
+        assert group.mu == pytest.approx(3 * guarantee().mu, rel=1e-15)
+        (unit,) = [a for a in group.assumptions if "at most 3 records" in a.text]
+        assert unit.status is hsa.guarantee.Status.DECLARED
+        assert "3 records" in group.theorem
+        assert guarantee().for_groups_of(1) == guarantee()
+
+    def test_any_other_curve_covers_the_gaussian_group(self):
+        curve = GroupCurve(CurveWithDelta(GaussianCurve(0.2), 0.0), 3)
+        for epsilon in (0.0, 0.5, 2.0):
+            each = GaussianCurve(0.2).delta(epsilon / 3)
+            factor = 1 + math.exp(epsilon / 3) + math.exp(2 * epsilon / 3)
+            assert curve.delta(epsilon) == pytest.approx(min(1, factor * each), rel=1e-10)
+            assert curve.delta(epsilon) >= GaussianCurve(0.6).delta(epsilon)
+        for delta in (1e-9, 1e-5, 1e-2):
+            assert curve.delta(curve.epsilon(delta)) <= delta
+            assert curve.delta(0.999 * curve.epsilon(delta)) > delta
+
+    @pytest.mark.parametrize("order", ["shuffled_once", "poisson"])
+    def test_other_orders(self, order):
+        found = guarantee(order)
+        group = found.for_groups_of(2)
+        assert 2 * found.epsilon(1e-5) < group.epsilon(1e-5) < 4 * found.epsilon(1e-5)
+
+    @pytest.mark.parametrize("relation", ["replace_special", "add_or_remove_one"])
+    def test_relations_whose_chains_leave_the_declared_losses(self, relation):
+        with pytest.raises(ValueError, match="Ask the accountant under REPLACE_ONE"):
+            guarantee("poisson", relation).for_groups_of(2)
+
+    def test_some_records_only(self):
+        with pytest.raises(ValueError, match="records of batch 1"):
+            guarantee(record_position=1).for_groups_of(2)
+
+
+class TestSelection:
+    def test_geometric_number_by_hand(self):
+        """Theorem 2 with eta = 1 and gamma = 1/m, at the best of all lambda-hat."""
+        mu, mean = guarantee().mu, 20.0
+        others = 1 + np.geomspace(1e-3, 1e4, 200_000)
+        fixed = 2 * np.min((1 - 1 / others) * others * mu**2 / 2 + math.log(mean) / others)
+        for order in (2.0, 40.0):
+            expected = order * mu**2 / 2 + fixed + math.log(mean) / (order - 1)
+            found = guarantee().after_selection(mean, 1.0).rdp([order])[0]
+            assert expected * (1 - 1e-6) <= found <= expected * (1 + 1e-3)
+
+    def test_poisson_number_by_hand(self):
+        """Theorem 6, with the exact delta of the Gaussian mechanism."""
+        mu, mean = guarantee().mu, 20.0
+        for order in (2.0, 5.0):
+            e = 1 + 1 / (order - 1)
+            a = math.log(e) / mu
+            delta = stats.norm.cdf(mu / 2 - a) - e * stats.norm.cdf(-mu / 2 - a)
+            expected = order * mu**2 / 2 + mean * delta + math.log(mean) / (order - 1)
+            found = guarantee().after_selection(mean, math.inf).rdp([order])[0]
+            assert found == pytest.approx(expected, rel=1e-9)
+
+    @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])
+    @pytest.mark.parametrize("mean", [1.5, 20.0])
+    def test_agrees_with_dp_accounting(self, mean, shape):
+        once = dp_accounting.GaussianDpEvent(1 / guarantee().mu)
+        stock = rdp.RdpAccountant().compose(
+            dp_accounting.dp_event.RepeatAndSelectDpEvent(once, mean, shape)
+        )
+        found = guarantee().after_selection(mean, shape)
+        expected = stock.get_epsilon(1e-5)
+        # (The stock accountant reads the delta of Theorem 6 off divergences.)
+        assert (
+            (0.7 if shape == math.inf else 0.99) * expected
+            <= found.epsilon(1e-5)
+            <= expected * (1 + 1e-6)
+        )
+        assert found.epsilon(1e-5) > guarantee().epsilon(1e-5)
+
+    @pytest.mark.parametrize("order", ["shuffled_once", "poisson"])
+    def test_other_orders(self, order):
+        found = guarantee(order)
+        assert found.epsilon(1e-5) < found.after_selection(5.0, math.inf).epsilon(1e-5) < math.inf
+
+    def test_what_is_assumed_and_cited(self):
+        found = guarantee().after_selection(5.0, math.inf)
+        (choice,) = [a for a in found.assumptions if "number of runs" in a.text]
+        assert isinstance(choice, Assumption)
+        assert "Poisson distribution with mean 5" in choice.text
+        assert "Theorem 6 (Papernot, Steinke 2022, arXiv 2110.03620)" in found.theorem
+        assert "papernot2022hyperparameter" in found.cite()
+
+    @pytest.mark.parametrize(("mean", "shape"), [(1.0, 1.0), (5.0, -0.5), (math.inf, 1.0)])
+    def test_numbers_that_no_distribution_has(self, mean, shape):
+        with pytest.raises(ValueError, match="Expected"):
+            guarantee().after_selection(mean, shape)
+
+    def test_no_divergences_or_some_records_only(self):
+        unknown = attrs.evolve(guarantee(), curve=CurveWithDelta(GaussianCurve(0.2), 1e-9))
+        with pytest.raises(ValueError, match="finite Renyi divergences"):
+            unknown.after_selection(5.0, 1.0)
+        with pytest.raises(ValueError, match="records of batch 1"):
+            guarantee(record_position=1).after_selection(5.0, 1.0)
