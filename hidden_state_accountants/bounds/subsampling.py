@@ -132,15 +132,23 @@ def _planned(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Sampl
     return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation)
 
 
-@functools.lru_cache(maxsize=32)
 def _run_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
+    """Kept where all steps are equal; the arrays of a schedule can take a gigabyte."""
+    make = _SampledRun.of if event.has_schedules else _equal_steps
+    return make(event, relation)
+
+
+@functools.lru_cache(maxsize=16)
+def _equal_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
     return _SampledRun.of(event, relation)
 
 
-@functools.lru_cache(maxsize=64)
-def _searched(run: _SampledRun, start: int, stop: int) -> Plan | None:
-    profile_of = step_profile(run.event, run.relation)
-    return best_plan(run.segment(start, stop), profile_of, _DELTA)
+@functools.lru_cache(maxsize=32)
+def _searched(
+    event: LastIterateDpEvent, relation: NeighboringRelation, start: int, stop: int
+) -> Plan | None:
+    steps = _run_of(event, relation).segment(start, stop)
+    return best_plan(steps, step_profile(event, relation), _DELTA)
 
 
 @functools.lru_cache(maxsize=16)
@@ -245,7 +253,7 @@ class _SampledRun:
 
     def plan(self, start: int, stop: int) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better."""
-        return _searched(_run_of(_with_round_noise(self.event), self.relation), start, stop)
+        return _searched(_with_round_noise(self.event), self.relation, start, stop)
 
     def _lengths_to_search(self, num_steps: int) -> list[int]:
         """Equal steps have the plans of the next shorter run of a few lengths, and the next longer.
