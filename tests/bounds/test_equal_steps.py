@@ -145,8 +145,10 @@ def test_a_run_of_a_hundred_million_steps(order, diameter):
         event = make(num_steps=steps, domain_diameter=diameter, batch_order=order)
         return hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5)
 
-    # The sizes of Poisson batches are bounded for all steps at once.
-    assert epsilon(10**5) * (1 - 1e-3) <= epsilon(10**8) <= 1.03 * epsilon(10**5)
+    # The sizes of Poisson batches are bounded for all steps at once; of reshuffled ones distances
+    # are carried over the ends of epochs in runs of up to 100,000 steps only.
+    growth = 1.07 if order == "reshuffled" else 1.03
+    assert epsilon(10**5) * (1 - 1e-3) <= epsilon(10**8) <= growth * epsilon(10**5)
 
 
 @pytest.mark.parametrize("order", ["full", "cyclic", "reshuffled"])

@@ -389,7 +389,7 @@ def test_epsilon_grows_with_epochs(run):
         ("full", 0.0),
         ("cyclic", 0.0),
         ("shuffled_once", 1e-12),
-        ("reshuffled", 1e-9),  # grids of privacy losses
+        ("reshuffled", 1e-4),  # carries are searched
         ("without_replacement", 1e-3),  # windows are searched
         ("poisson", 5e-3),
     ],
