@@ -45,6 +45,7 @@ def train(model, data, options, **declared):
         optimizer=torch.optim.SGD(groups, lr=options.learning_rate),
         data_loader=DataLoader(data, batch_size=options.batch_size),
         noise_multiplier=options.noise_multiplier,
+        batch_order="cyclic",
         optimizer_class=BlockCoordinateOptimizer,
         criterion=criterion,
         l2=options.l2,

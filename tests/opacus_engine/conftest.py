@@ -93,6 +93,7 @@ def make_run(make_loader):
             "loss_geometry": "auto",
             "feature_norm": 1.0,
             "criterion": criterion,
+            **({} if "poisson_sampling" in kwargs else {"batch_order": "cyclic"}),
             **kwargs,
         }
         if arguments["loss_geometry"] is None:

@@ -152,6 +152,7 @@ def with_epsilon(make_loader, schedule, epochs=2):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1),
         data_loader=make_loader(),
         max_grad_norm=2.1,
+        batch_order="cyclic",
         criterion=criterion,
         loss_geometry="auto",
         feature_norm=1.0,

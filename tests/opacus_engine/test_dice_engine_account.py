@@ -92,14 +92,15 @@ def test_what_one_record_does_is_within_the_bound(size, automatic, order):
 
 
 def test_poisson_with_a_batch_size_that_does_not_divide(make_dice):
-    """b/N is drawn as it is, so that the accounted probability is the drawn one."""
+    """Rate and divisor are those of Opacus' engine, and the accounted rate is the drawn one."""
     run = make_dice(batch_order="poisson", loader={"batch_size": 7})
     run.epoch()
     event = run.engine.privacy_event
-    assert (event.batch_size, event.dataset_size, event.num_steps) == (7, 60, 9)
-    assert event.noise_std == 20.0 * CLIP / 7
+    assert (event.batch_size, event.dataset_size, event.num_steps) == (6, 60, 9)
+    assert event.sampling_rate == 1 / 9
+    assert event.noise_std == 20.0 * CLIP / 6
     draws = [len(run.optimizer.context.plan.batch(k)) for k in range(9, 4009)]
-    assert abs(np.mean(draws) - 7) < 5 * math.sqrt(60 * 7 / 60 * 53 / 60 / 4000)
+    assert abs(np.mean(draws) - 60 / 9) < 5 * math.sqrt(60 / 9 * 8 / 9 / 4000)
 
 
 def test_a_public_order_is_accounted_as_cyclic(make_dice):
@@ -281,7 +282,7 @@ def test_a_target_that_is_spent(make_dice):
         run.engine.make_private_with_epsilon(
             target_epsilon=1.0, target_delta=DELTA, epochs=2, module=run.model,
             optimizer=torch.optim.SGD(run.model.parameters(), lr=RATE), max_grad_norm=CLIP,
-            data_loader=run.loader, optimizer_class=DiceSGDOptimizer,
+            data_loader=run.loader, optimizer_class=DiceSGDOptimizer, batch_order="cyclic",
         )  # fmt: skip
 
 
@@ -290,6 +291,7 @@ def test_a_target_and_a_number_of_steps_have_to_agree(make_dice):
     arguments = {
         "module": nn.Linear(5, 3), "data_loader": run.loader, "max_grad_norm": CLIP,
         "optimizer_class": DiceSGDOptimizer, "target_epsilon": 1.0, "target_delta": DELTA,
+        "batch_order": "cyclic",
     }  # fmt: skip
     arguments["optimizer"] = torch.optim.SGD(arguments["module"].parameters(), lr=RATE)
     with pytest.raises(ValueError, match="Expected num_steps = 12"):

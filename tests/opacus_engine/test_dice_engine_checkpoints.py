@@ -112,6 +112,7 @@ def marked():
         module=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1),
         data_loader=DataLoader(records, batch_size=1), noise_multiplier=1.0, max_grad_norm=1.0,
         optimizer_class=DiceAdamOptimizer, noise_generator=torch.Generator().manual_seed(0),
+        batch_order="cyclic",
     )  # fmt: skip
     for (batch,) in loader:
         model(batch).sum().backward()

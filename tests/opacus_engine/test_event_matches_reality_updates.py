@@ -173,6 +173,7 @@ def on_another_engine(run):
         data_loader=run.loader,
         noise_multiplier=1.0,
         max_grad_norm=2.1,
+        batch_order="cyclic",
     )
 
 

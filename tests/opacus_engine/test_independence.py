@@ -52,7 +52,7 @@ class Loop:
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=DataLoader(data, batch_size=batch_size),
-            **{"noise_multiplier": 1.0, "max_grad_norm": 1.0} | arguments,
+            **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_order": "cyclic"} | arguments,
         )
 
     def call(self, inputs):

@@ -133,6 +133,7 @@ class OpacusTrial(Trial):
                 data_loader=DataLoader(data(), batch_size=BATCH),
                 noise_multiplier=self.start["noise_multiplier"],
                 max_grad_norm=self.start["clip_norm"],
+                batch_order="cyclic",
                 criterion=self.criterion,
                 noise_generator=self.generator,
                 **self.arguments,

@@ -64,7 +64,7 @@ class Loop:
             module=self.model,
             optimizer=base(self.model.parameters(), lr=0.01),
             data_loader=self.loader,
-            **NOISE | classes.get(kind, {}) | arguments,
+            **NOISE | {"batch_order": "cyclic"} | classes.get(kind, {}) | arguments,
         )
 
     def _make_stock(self, kind, arguments):
@@ -320,5 +320,6 @@ def test_a_model_without_private_noise_is_refused_at_once(cls):
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=DataLoader(data, batch_size=BATCH),
             optimizer_class=cls,
+            batch_order="cyclic",
             **NOISE,
         )

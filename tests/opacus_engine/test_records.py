@@ -24,6 +24,7 @@ class Loop:
             data_loader=DataLoader(dataset, batch_size=2, **loader),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
+            batch_order="cyclic",
         )
 
     def step(self, batch):

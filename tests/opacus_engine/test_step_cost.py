@@ -51,12 +51,12 @@ class Loop:
         if kind.startswith("opacus"):
             engine, more = PrivacyEngine(accountant="rdp"), {"poisson_sampling": False}
         else:
-            engine, more = HiddenStatePrivacyEngine(), {}
+            engine, more = HiddenStatePrivacyEngine(), {"batch_order": "cyclic"}
         if kind == "linear":
-            more = {"loss_geometry": "auto", "feature_norm": 1.0, "criterion": self.criterion,
+            more |= {"loss_geometry": "auto", "feature_norm": 1.0, "criterion": self.criterion,
                     "projection_radius": 50.0}  # fmt: skip
         elif kind.startswith("engine"):
-            more = {"optimizer_class": DiceAdamOptimizer if adam else DiceSGDOptimizer}
+            more |= {"optimizer_class": DiceAdamOptimizer if adam else DiceSGDOptimizer}
         self.module, self.optimizer, self.loader = engine.make_private(
             module=self.model, optimizer=base, data_loader=loader, **arguments, **more
         )

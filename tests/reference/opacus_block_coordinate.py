@@ -102,6 +102,7 @@ class Session:
                 TensorDataset(*data), **{"batch_size": SIZE, **(loader or {})}
             ),
             "max_grad_norm": CLIP,
+            "batch_order": "cyclic",
             "optimizer_class": BlockCoordinateOptimizer,
         }
         make = self.engine.make_private_with_epsilon

@@ -154,15 +154,17 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
                 its order, which must not be shuffled and is public. For "cyclic", "shuffled_once"
                 and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
-                the data set (always the same records).
+                the data set (always the same records). For "poisson" Opacus' rounding holds: a
+                record joins with probability 1/len(data_loader), and a step divides by the number
+                of records over len(data_loader), rounded down.
             noise_multiplier: Standard deviation of the noise on the sum of gradients over
                 max_grad_norm.
             max_grad_norm: Clip norm of the gradient of one record for all parameters together.
-            batch_order: "cyclic"; "full" (all records in every batch); "shuffled_once" (one
-                random order for all epochs), "reshuffled" (a new one in every epoch),
-                "without_replacement" (b random records in every step) or "poisson" (every record
-                by itself with probability b/n in every step; the divisor is b). The last four are
-                drawn here and have to stay secret.
+            batch_order: "poisson", Opacus' own and the default (every record by itself in every
+                step with the same probability); "cyclic"; "full" (all records in every batch);
+                "shuffled_once" (one random order for all epochs), "reshuffled" (a new one in every
+                epoch) or "without_replacement" (b random records in every step). All but "cyclic"
+                and "full" are drawn here and have to stay secret.
             criterion: The loss of the training loop; needed for loss_geometry="auto". A module of
                 torch.nn, or the function of torch.nn.functional for it (with settings bound by
                 functools.partial). The loop calls this object, once per batch on the output of the
@@ -181,8 +183,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 your word; what an iterate can show of it is checked.
             projection_diameter: Of the set that the function maps to (math.inf if it is not
                 bounded). The diameters of the others are known.
-            poisson_sampling: None, or what batch_order says. True without batch_order means
-                "poisson".
+            poisson_sampling: As for Opacus, where batch_order is not given: True, or nothing,
+                means "poisson"; False means what the loader does, "cyclic" without shuffling,
+                "reshuffled" with it, "full" for one batch of all records. With batch_order it has
+                to agree.
             max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The
                 chance that the cap acts is added to delta.
             order_seed: Fixes a random order, which is then known to whoever knows the seed:

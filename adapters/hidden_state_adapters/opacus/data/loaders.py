@@ -34,6 +34,9 @@ class OrderedBatchSampler(BatchSampler):
         self.plan, self.cursor = plan, cursor
         self._subsets = FixedSubsets(dataset)
 
+    def __len__(self) -> int:
+        return self.plan.num_batches
+
     def __iter__(self) -> Iterator[list[int]]:
         self._check_subsets()
         cursor = self.cursor

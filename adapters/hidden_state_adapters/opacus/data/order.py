@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,8 @@ def plan_batches(
 
     Args:
         data_loader: The user's loader. CYCLIC takes its batch size and order; FULL puts every
-            record into one batch, whatever the batch size; all others take its batch size and
-            records and draw the order themselves.
+            record into one batch, whatever the batch size; POISSON takes its records and number
+            of batches; all others take its batch size and records and draw the order themselves.
         batch_order: How the records are dealt.
         max_batch_size: The cap of POISSON batches.
         order_seed: Fixes what is drawn. See `arguments.check_order_seed`.
@@ -77,8 +77,10 @@ def plan_batches(
             _logger.info("full batches: every batch holds all %d records", size)
         return FixedPlan(records, size, batch_order)
     keys = RandomKeys(order_seed)
-    if batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
-        return SampledPlan(records, batch_size, batch_order, keys, max_batch_size)
+    if batch_order is BatchOrder.POISSON:
+        return _poisson_plan(data_loader, records, keys, max_batch_size)
+    if batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+        return SampledPlan(records, batch_size, batch_order, keys)
     records = _equal_batches(data_loader, records, batch_size, batch_order)
     if batch_order is BatchOrder.RESHUFFLED:
         return ReshuffledPlan(records, batch_size, keys)
@@ -87,6 +89,44 @@ def plan_batches(
     is_public = order_seed is not None and not order_is_secret
     accounted = BatchOrder.CYCLIC if is_public else batch_order
     return FixedPlan(records, batch_size, accounted, keys)
+
+
+def _poisson_plan(
+    data_loader: DataLoader, records: Sequence[int], keys: RandomKeys, max_batch_size: int | None
+) -> SampledPlan:
+    """Poisson batches at the rate, and with the divisor, of Opacus' own engine.
+
+    Opacus samples at a rate of 1/len(loader) and divides by n/len(loader), rounded down. Where b
+    does not divide n, that is a little less than b/n, and the accountants of Opacus report it so.
+    """
+    num_batches, size = len(data_loader), len(records)
+    if num_batches == 0:
+        raise UnsupportedRunError(
+            f"Expected at least one batch, got a batch_size of {data_loader.batch_size} for {size} "
+            "records and drop_last=True. Lower the batch size, or leave drop_last out."
+        )
+    divisor = max(1, int(size * (1 / num_batches)))  # as in Opacus' make_private, to the last bit
+    return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, num_batches)
+
+
+def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> BatchOrder:
+    """The order of the batches where `make_private` is told none: that of Opacus' own engine.
+
+    Args:
+        data_loader: The user's loader.
+        poisson_sampling: As for Opacus, which takes True where nothing is said. False leaves the
+            batches to the loader.
+    """
+    if poisson_sampling is not False:
+        return BatchOrder.POISSON
+    batches = getattr(data_loader, "batch_sampler", None)
+    if isinstance(batches, OrderedBatchSampler):
+        return batches.plan.order
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, Sized) and getattr(batches, "batch_size", 0) >= len(sampler):
+        return BatchOrder.FULL
+    shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
+    return BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC
 
 
 def _equal_batches(

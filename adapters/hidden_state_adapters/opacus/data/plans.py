@@ -105,6 +105,11 @@ class BatchPlan:
         return -(-len(self.records) // self.batch_size)
 
     @property
+    def sampling_rate(self) -> float | None:
+        """The probability with which a record joins a POISSON batch, if it is not b/n; or None."""
+        return None
+
+    @property
     def is_secret(self) -> bool:
         """Whether the guarantee needs that nobody learns which records a step used."""
         return self.order not in (BatchOrder.CYCLIC, BatchOrder.FULL)
@@ -260,18 +265,20 @@ class ReshuffledPlan(BatchPlan):
 class SampledPlan(BatchPlan):
     """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT.
 
-    POISSON: every record joins by itself with probability b/n (rounded down to a multiple of
-    2**-64). If more than `max_batch_size` join, a uniform subset of that many stays and the others
-    are DROPPED; nothing is drawn again, which would change the law of the batch with the data.
+    POISSON: every record joins by itself with probability 1/num_batches (rounded down to a multiple
+    of 2**-64). If more than `max_batch_size` join, a uniform subset of that many stays and the
+    others are DROPPED; nothing is drawn again, which would change the law of the batch with the
+    data.
 
     WITHOUT_REPLACEMENT: a uniform subset of b records.
 
     Args:
         records: The indices of all records.
-        batch_size: b.
+        batch_size: b; of POISSON batches what a step divides by.
         order: POISSON or WITHOUT_REPLACEMENT.
         keys: Where the randomness comes from.
         max_batch_size: The cap of POISSON batches, or None.
+        num_batches: Batches of one pass; None is n/b, rounded up.
     """
 
     draws_every_step = True
@@ -283,10 +290,24 @@ class SampledPlan(BatchPlan):
         order: BatchOrder,
         keys: RandomKeys,
         max_batch_size: int | None = None,
+        num_batches: int | None = None,
     ):
         super().__init__(records, batch_size, order, keys)
         self._random, self._records, self.max_batch_size = keys, np.asarray(records), max_batch_size
+        self._num_batches = num_batches or super().num_batches
         self._batches: dict[int, list[int]] = {}
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of one pass of the loader."""
+        return self._num_batches
+
+    @property
+    def sampling_rate(self) -> float | None:
+        """The probability with which a record joins a POISSON batch, if it is not b/n; or None."""
+        rate = 1 / self._num_batches
+        is_exact = rate == self.batch_size / len(self._records)
+        return None if is_exact or self.order is not BatchOrder.POISSON else rate
 
     @property
     def description(self) -> str:
@@ -294,9 +315,10 @@ class SampledPlan(BatchPlan):
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
             return "indices of the batches: b records drawn anew for every step, one step each"
         cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
+        rate = "b/n" if self.sampling_rate is None else f"1/{self._num_batches}"
         return (
             "indices of the batches: every record drawn by itself for every step with probability "
-            f"b/n{cap}, one step each, empty batches included"
+            f"{rate}{cap}, one step each, empty batches included"
         )
 
     def batch(self, step: int) -> list[int]:
@@ -306,10 +328,10 @@ class SampledPlan(BatchPlan):
         return self._batches[step]
 
     def _draw(self, step: int) -> np.ndarray:
-        n, b = len(self._records), self.batch_size
+        n = len(self._records)
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
-            return self._random.smallest(step, n, b)
-        chosen, keys = self._random.below(step, n, b * _KEY_RANGE // n)
+            return self._random.smallest(step, n, self.batch_size)
+        chosen, keys = self._random.below(step, n, int(_KEY_RANGE / self._num_batches))
         if self.max_batch_size is not None and len(chosen) > self.max_batch_size:
             # Given that they are below the threshold, the keys are still independent and uniform.
             smallest = np.argsort(keys, kind="stable")[: self.max_batch_size]

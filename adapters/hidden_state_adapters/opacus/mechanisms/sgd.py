@@ -136,6 +136,7 @@ def _constants(declared: DeclaredRun) -> dict[str, Any]:
         "batch_order": declared.plan.order,
         "batch_size": declared.plan.batch_size,
         "dataset_size": len(declared.plan.records),
+        "sampling_rate": declared.plan.sampling_rate,
         "loss": declared.loss,
         "domain_diameter": declared.diameter,
         "max_batch_size": declared.arguments.max_batch_size,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
 from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_adapters.opacus.data.order import default_order
 from hidden_state_adapters.opacus.guards.settings import refuse_per_layer
 
 _OPACUS_ARGUMENTS = {
@@ -26,7 +27,7 @@ _OPACUS_ARGUMENTS = {
 class RunOptions(TypedDict, total=False):
     """What may be passed to `make_private` beside its required arguments (for type checkers)."""
 
-    batch_order: BatchOrder | str
+    batch_order: BatchOrder | str | None
     criterion: Any
     loss_geometry: LossGeometry | str | None
     feature_norm: float | None
@@ -72,7 +73,7 @@ class RunArguments:
     optimizer: Optimizer
     data_loader: DataLoader
     max_grad_norm: float
-    batch_order: BatchOrder = attrs.field(default=BatchOrder.CYCLIC, converter=parse_batch_order)
+    batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
@@ -103,8 +104,9 @@ class RunArguments:
         """
         known = {field.name for field in attrs.fields(cls)} - {"opacus"}
         own = {name: value for name, value in arguments.items() if name in known}
-        if own.get("poisson_sampling") is True:  # Opacus' word for an order, here by itself
-            own.setdefault("batch_order", BatchOrder.POISSON)
+        if own.get("batch_order") is None:
+            sampling = own.get("poisson_sampling")
+            own["batch_order"] = default_order(own.get("data_loader"), sampling)
         opacus = {name: value for name, value in arguments.items() if name not in known}
         unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
         if unknown:

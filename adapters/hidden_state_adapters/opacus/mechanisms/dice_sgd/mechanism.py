@@ -305,6 +305,7 @@ def _settings(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
         "batch_size": declared.plan.batch_size,
         "automatic": arguments.automatic,
         "dataset_size": len(declared.plan.records),
+        "sampling_rate": declared.plan.sampling_rate,
         "batch_order": declared.plan.order,
         "gradient_bound": arguments.gradient_bound,
     }
