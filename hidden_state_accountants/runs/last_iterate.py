@@ -252,8 +252,14 @@ class LastIterateRun(Run):
         delta: float,
         notes: Mapping[str, Any],
     ) -> Description:
-        """As `Run.describe`; of the notes it reads `microbatch`, the examples of a record."""
-        return description(event, relation, notes.get("microbatch", 1))
+        """As `Run.describe`.
+
+        Of the notes it reads `microbatch`, the examples of a record, and `update`, what is said of
+        an update that is not the event's.
+        """
+        return description(
+            event, relation, notes.get("microbatch", 1), update=notes.get("update", "")
+        )
 
     @classmethod
     def every_iterate(

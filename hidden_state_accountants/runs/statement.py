@@ -160,8 +160,9 @@ def statement_of(
         assumptions: What has to be true; those of the guarantee, with what an adapter adds.
         delta: Where epsilon is read, in [0, 1].
         **notes: What the events do not say: `microbatch`, the examples of a record of a
-            `LastIterateRun`; `update_rule`, the name of the optimizer behind a `DiceSgdRun`. Those
-            that the last run has no use for are left out.
+            `LastIterateRun`, and `update`, what is said of an update that is not its event's;
+            `update_rule`, the name of the optimizer behind a `DiceSgdRun`. Those that the last run
+            has no use for are left out.
 
     Raises:
         TypeError: One of the events is not that of a run, or `delta` is no number.

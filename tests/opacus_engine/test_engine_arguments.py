@@ -186,5 +186,7 @@ def test_every_argument_is_known_to_type_checkers_and_explained():
 
 def test_options_that_belong_to_another_optimizer(make_run):
     for name, value in (("l1", 0.1), ("l2", 0.1), ("nonnegative", True), ("automatic", True)):
-        with pytest.raises(hsa.UnsupportedRunError, match=f"{name} = .* with plain SGD"):
+        with pytest.raises(
+            hsa.UnsupportedRunError, match=f"{name} = .* with optimizer_class = None"
+        ):
             make_run(**{name: value})

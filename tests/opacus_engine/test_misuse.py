@@ -307,6 +307,10 @@ class OpacusTrial(Trial):
     def event(self):
         return self.engine.privacy_event
 
+    def recorded(self, setting):
+        is_sgd = type(self.optimizer.original_optimizer) is torch.optim.SGD
+        return None if setting in IN_GROUPS and not is_sgd else super().recorded(setting)
+
     def release(self):
         self.engine.release()
 
@@ -337,6 +341,17 @@ def dice(kind, base):
     )
 
 
+def composed(base, **options):
+    return functools.partial(
+        OpacusTrial,
+        base=one_group(base, **options),
+        start={"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 0.7, **options},
+        arguments={},
+        records=frozenset(IN_GROUPS) | {"noise_multiplier", "clip_norm"},
+        has_bound=False,
+    )
+
+
 OPTIMIZERS = {
     "sgd": functools.partial(
         OpacusTrial,
@@ -350,6 +365,8 @@ OPTIMIZERS = {
         arguments={"loss_geometry": "auto", "feature_norm": 1.0},
         records={"learning_rate", "noise_multiplier", "clip_norm", "weight_decay"},
     ),
+    "composed": composed(torch.optim.SGD, weight_decay=0.1),
+    "composed_adam": composed(torch.optim.Adam),
     "dice_sgd": dice(DiceSGDOptimizer, torch.optim.SGD),
     "dice_adam": dice(DiceAdamOptimizer, torch.optim.Adam),
     "block_coordinate": functools.partial(

@@ -23,6 +23,7 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeHingeLoss,
     EnvelopeSquaredErrorLoss,
 )
+from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
     DiceAdamOptimizer,
@@ -41,6 +42,7 @@ __all__ = [
     "BallProjection",
     "BlockCoordinateOptimizer",
     "BoxProjection",
+    "ComposedOptimizer",
     "DiceAdamOptimizer",
     "DiceSGDOptimizer",
     "EnvelopeBCEWithLogitsLoss",

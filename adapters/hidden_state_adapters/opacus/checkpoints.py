@@ -31,7 +31,7 @@ def fields_of(
     return {
         "neighboring_relation": relation.name,
         "noise_multiplier": float(noise_multiplier),
-        "max_grad_norm": float(arguments.max_grad_norm),
+        "max_grad_norm": _plain(arguments.max_grad_norm),
         "loss_reduction": arguments.loss_reduction,
         "optimizer_class": None if optimizer_class is None else optimizer_class.__name__,
         "options": arguments.given_options(),
@@ -48,6 +48,10 @@ def fields_of(
             if p.requires_grad
         },
     }
+
+
+def _plain(norms: Any) -> Any:
+    return [float(norm) for norm in norms] if isinstance(norms, list | tuple) else float(norms)
 
 
 def _criterion_fields(known: KnownCriterion) -> dict[str, Any]:

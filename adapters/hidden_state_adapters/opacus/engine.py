@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -38,6 +38,7 @@ from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleM
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import check_parameters
+from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
@@ -136,7 +137,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         optimizer: Optimizer,
         data_loader: DataLoader,
         noise_multiplier: float,
-        max_grad_norm: float,
+        max_grad_norm: float | Sequence[float],
         **options: Unpack[RunOptions],
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Wraps model, optimizer and loader, and starts a run.
@@ -146,11 +147,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 kept in eval() mode, whatever model.train() says: dropout is off there, and batch
                 normalisation uses the statistics that it has. Elsewhere batch normalisation is
                 refused.
-            optimizer: A plain torch.optim.SGD over all trainable parameters. Its weight_decay acts
-                outside the clip, so it is decoupled decay. Learning rate and decay may change
-                between steps, equally in all groups, on a schedule that is fixed in advance. (Of a
-                DiceSGD run: any SGD, or for DiceAdamOptimizer Adam or AdamW, without a state. Of
-                DP-MBCD: without weight_decay, and with a constant learning rate.)
+            optimizer: Any optimizer over all trainable parameters, with any groups and schedules;
+                epsilon is then that of composition. For a hidden state (loss_geometry, projection)
+                a plain torch.optim.SGD. Its weight_decay acts outside the clip, so it is decoupled
+                decay. Learning rate and decay may change between steps, equally in all groups, on a
+                schedule that is fixed in advance. (Of a DiceSGD run: any SGD, or for
+                DiceAdamOptimizer Adam or AdamW, without a state. Of DP-MBCD: without weight_decay,
+                and with a constant learning rate.)
             data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
                 its order, which must not be shuffled and is public. For "cyclic", "shuffled_once"
                 and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
@@ -159,7 +162,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 of records over len(data_loader), rounded down.
             noise_multiplier: Standard deviation of the noise on the sum of gradients over
                 max_grad_norm.
-            max_grad_norm: Clip norm of the gradient of one record for all parameters together.
+            max_grad_norm: Clip norm of the gradient of one record for all parameters together; with
+                clipping="per_layer" a list, one for each trainable parameter.
             batch_order: "poisson", Opacus' own and the default (every record by itself in every
                 step with the same probability); "cyclic"; "full" (all records in every batch);
                 "shuffled_once" (one random order for all epochs), "reshuffled" (a new one in every
@@ -192,10 +196,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             order_seed: Fixes a random order, which is then known to whoever knows the seed:
                 "shuffled_once" is accounted as cyclic, the others are refused.
             order_is_secret: With order_seed: the seed is random and nobody else will ever know it.
-            optimizer_class: None for plain SGD, of which only the last iterate is released;
-                DiceSGDOptimizer or DiceAdamOptimizer, of which every iterate is and the error
-                stays hidden (docs/dice_sgd.md); BlockCoordinateOptimizer, whose parameter groups
-                are blocks that are updated in turn by `optimizer.step(closure)`
+            optimizer_class: None, which is HiddenStateOptimizer (plain SGD, of which only the last
+                iterate is released) where an argument asks for a hidden state, and
+                ComposedOptimizer (any optimizer, every step counts) elsewhere; DiceSGDOptimizer or
+                DiceAdamOptimizer, of which every iterate is released and the error stays hidden
+                (docs/dice_sgd.md); BlockCoordinateOptimizer, whose parameter groups are blocks
+                that are updated in turn by `optimizer.step(closure)`
                 (docs/block_coordinate.md; "cyclic" or "full" batches). What makes no sense with
                 one of them is refused.
             error_max_grad_norm: DiceSGD only; C2 in units of the MEAN update; None is C1.
@@ -215,7 +221,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
                 wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"; left out:
                 "hooks", and for a model of which one linear layer is trained, the way of "ghost",
-                which is faster), clipping ("flat").
+                which is faster), clipping ("flat" or "per_layer").
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
@@ -310,9 +316,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Checks the arguments, before anything is changed."""
         made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
         mechanism = made.mechanism_type
-        name = f"optimizer_class = {made.__name__}" if arguments.optimizer_class else "plain SGD"
+        name = f"optimizer_class = {made.__name__ if arguments.optimizer_class else None}"
         arguments.check_mechanism(name, mechanism.options, mechanism.refused)
-        arguments.check()
+        arguments.check(takes_per_layer=mechanism.takes_per_layer)
         _refuse_add_or_remove(relation, arguments.batch_order)
         inner, optimizer = unwrapped(arguments)
         mechanism.check_arguments(arguments, inner, optimizer)
@@ -342,7 +348,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 criterion=arguments.criterion,
                 data_loader=arguments.data_loader,
                 noise_multiplier=float(noise_multiplier),
-                max_grad_norm=float(arguments.max_grad_norm),
+                max_grad_norm=arguments.clip_norm,
                 poisson_sampling=False,  # the loader is ours
                 **arguments.opacus,
             )
@@ -365,7 +371,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._run_id = secrets.token_hex(16)
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         note_branch(self._run_id, run)
-        line = kind_of(first).line_before(first, relation)
+        line = result[1].mechanism.why_composition or kind_of(first).line_before(first, relation)
         if line:
             _logger.warning(line)
         return result
@@ -423,8 +429,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _clips_by_ghost(self, module: nn.Module) -> bool:
         """Whether nobody asked how to clip, and the model is a linear head, which ghosts suit."""
         assert self._context is not None
-        given = self._context.declared.arguments.opacus
-        is_open = "grad_sample_mode" not in given and given.get("wrap_model", True)
+        arguments = self._context.declared.arguments
+        given = arguments.opacus
+        is_asked = "grad_sample_mode" in given or arguments.clips_per_layer
+        is_open = not is_asked and given.get("wrap_model", True)
         if isinstance(module, AbstractGradSampleModule):
             return bool(is_open and type(module) is GhostGradSampleModule)
         return bool(is_open and find_linear_head(module) is not None)
@@ -513,12 +521,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """
         events = [run.event() for run in self._recorded()]
         guarantee = self.accountant.guarantee
-        update_rule = "any"  # a checkpoint alone does not say
+        notes = {"update_rule": "any"}  # a checkpoint alone does not say
         if self._optimizer is not None:
-            update_rule = type(self._optimizer.original_optimizer).__name__
-        return statement_of(
-            events, guarantee, self.assumptions, delta, update_rule=update_rule
-        ).lines()
+            mechanism = self._optimizer.mechanism
+            notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
+        return statement_of(events, guarantee, self.assumptions, delta, **notes).lines()
 
     def compare(self, delta: float = 1e-5) -> Comparison:
         """What every bound, and dp-accounting's own accountants, say about what happened.
@@ -650,7 +657,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 self.accountant.assume(_PRIVATE_CHECKPOINTS)
             else:
                 self.release()
-                _log_release(self._optimizer.run)
+                _log_release(self._optimizer)
             module, optimizer = module or self._modules[-1], optimizer or self._optimizer
             checkpoint_dict = {
                 **(checkpoint_dict or {}),
@@ -723,6 +730,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             state = checkpoints.check_state(
                 checkpoint, self._optimizer, self._fields, discard_later_steps
             )
+            self._optimizer.expect_checkpoint()
             checkpoints.load_private_state(self._optimizer, state)
             module, optimizer = module or self._modules[-1], optimizer or self._optimizer
         elif checkpoints.SECTION in checkpoint:
@@ -766,11 +774,12 @@ def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
     Raises:
         UnsupportedRunError: The engine does not know it.
     """
-    made: Any = arguments.optimizer_class or HiddenStateOptimizer
+    by_arguments = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
+    made: Any = arguments.optimizer_class or by_arguments
     is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
     if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
         raise UnsupportedRunError(
-            "Expected optimizer_class = None (plain SGD), DiceSGDOptimizer, DiceAdamOptimizer or "
+            "Expected optimizer_class = None, DiceSGDOptimizer, DiceAdamOptimizer or "
             f"BlockCoordinateOptimizer, got {made!r}: the engine checks the steps of these only."
         )
     return made  # type: ignore[no-any-return]
@@ -790,9 +799,10 @@ def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> N
         )
 
 
-def _log_release(run: Run) -> None:
+def _log_release(optimizer: PrivateOptimizer) -> None:
     """Says what a public checkpoint costs, where it costs anything."""
-    if run.num_steps and not run.releases_every_iterate:
+    run = optimizer.run
+    if run.num_steps and not run.releases_every_iterate and optimizer.mechanism.hides_iterates:
         _logger.warning(
             "The checkpoint after step %d counts as a release. If this was the last step, that "
             "costs nothing; if the run goes on, its epsilon grows, because it covers this model "

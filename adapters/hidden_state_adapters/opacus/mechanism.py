@@ -29,6 +29,8 @@ class Mechanism:
         refused: Arguments of `make_private` that make no sense with it, and why.
         constant: What its bound says about settings that stay the same, for an error.
         checked: What is verified at every step, in words.
+        takes_per_layer: Whether every parameter may have a clip norm of its own.
+        hides_iterates: Whether its bound may count on iterates that nobody sees.
         takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
         secret: What a copy of the optimizer would give away, beside missing steps; or "".
 
@@ -41,6 +43,8 @@ class Mechanism:
     refused: ClassVar[Mapping[str, str]] = {}
     constant: ClassVar[str]
     checked: ClassVar[str]
+    takes_per_layer: ClassVar[bool] = False
+    hides_iterates: ClassVar[bool] = True
     takes_pieces: ClassVar[bool] = True
     secret: ClassVar[str] = ""
 
@@ -88,6 +92,18 @@ class Mechanism:
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
         """Arguments that its optimizer takes beside those of DPOptimizer."""
         return {}
+
+    # What is said about it
+
+    @property
+    def update_rule(self) -> str:
+        """What moves the parameters along the noisy gradients, in a word."""
+        return type(self.base).__name__
+
+    @property
+    def why_composition(self) -> str:
+        """Why no bound on hidden iterates is about the update, or ""."""
+        return ""
 
     # Its part of the guards
 

@@ -376,6 +376,10 @@ class PrivateOptimizer(DPOptimizer):
         state = self.context.plan.private_state(self._steps_taken)
         return {**state, **(self.mechanism.private_state() if self._steps_taken else {})}
 
+    def expect_checkpoint(self) -> None:
+        """The engine is about to restore a checkpoint; `resume` follows."""
+        self._is_loading = True
+
     def load_private_state(self, state: Mapping[str, Any], num_steps: int) -> None:
         """Restores what `private_state` returned; `resume` follows.
 
@@ -385,7 +389,6 @@ class PrivateOptimizer(DPOptimizer):
         assert self.context is not None
         if num_steps:
             self.mechanism.load_private_state(state, num_steps)
-        self._is_loading = num_steps > 0
         self.context.plan.load_private_state(state)
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -27,7 +27,11 @@ _MOST_RELEASES = 6  # that are listed one by one
 
 
 def description(
-    event: LastIterateDpEvent, relation: NeighboringRelation, microbatch: int = 1
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    microbatch: int = 1,
+    *,
+    update: str = "",
 ) -> Description:
     """The texts of a run.
 
@@ -35,6 +39,7 @@ def description(
         event: The run.
         relation: Of the guarantee.
         microbatch: Examples in a microbatch, which is a record of the event.
+        update: What is said of the update instead, or "".
     """
     # With Poisson batches there is no other algorithm; a full batch is not a sample.
     has_other = event.batch_order not in (BatchOrder.POISSON, BatchOrder.FULL)
@@ -50,7 +55,7 @@ def description(
     )
     return Description(
         title="Privacy of the released model",
-        facts=_facts(event, relation),
+        facts=_facts(event, relation, update),
         run=_run_text(event, microbatch),
         protects=_released_text(event),
         others=(other,) if has_other else (),
@@ -73,7 +78,9 @@ def _with_poisson_batches(event: LastIterateDpEvent) -> LastIterateDpEvent | Non
     return attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
 
 
-def _facts(event: LastIterateDpEvent, relation: NeighboringRelation) -> tuple[tuple[str, str], ...]:
+def _facts(
+    event: LastIterateDpEvent, relation: NeighboringRelation, update: str
+) -> tuple[tuple[str, str], ...]:
     contraction, ratio = "unknown (no loss geometry declared)", "-"
     process = process_of(event, relation)
     if process is not None:
@@ -96,7 +103,10 @@ def _facts(event: LastIterateDpEvent, relation: NeighboringRelation) -> tuple[tu
             f"{rate_text(event.sampling_rate)}, "
             f"{event.batch_order.value} ({event.num_steps / event.batches_per_epoch:g} epochs)",
         ),
-        ("update", f"{contraction}; learning rate {rate}, weight decay {decay}, {projection}"),
+        (
+            "update",
+            update or f"{contraction}; learning rate {rate}, weight decay {decay}, {projection}",
+        ),
         (
             "noise",
             f"multiplier {range_of(event.per_step('noise_multiplier'))}, clip norm {clip}, "

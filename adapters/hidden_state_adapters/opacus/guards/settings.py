@@ -13,7 +13,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
-_FORBIDDEN = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+"""The options of SGD that make it another rule, with the values at which they do not."""
 
 _CAUSES = {
     "momentum": ", and OneCycleLR or CyclicLR with cycle_momentum=False (they set it otherwise)"
@@ -129,7 +130,7 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
                     f"{groups[0].get(name)!r} in group 0 and {group.get(name)!r} in group {index}",
                     "the theorems contract all parameters alike. Use one group.",
                 )
-    for name, neutral in _FORBIDDEN.items():
+    for name, neutral in NEUTRAL.items():
         value = groups[0].get(name, neutral)
         if value != neutral:
             raise UnsupportedUpdateError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -12,19 +11,17 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, RunRecorder, UnsupportedRunError
 from hidden_state_accountants.runs.base import Step
-from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
-from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.gradients import SumsGuard, check_clip_margin
-from hidden_state_adapters.opacus.guards.settings import sgd_options
-from hidden_state_adapters.opacus.mechanism import Mechanism
+from hidden_state_adapters.opacus.guards.base import Piece
+from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
+from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.projections import Projection
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
 
-class NoisySgd(Mechanism):
+class NoisySgd(ClippedSum):
     """Clips as Opacus does, moves along the noisy mean, and projects on a convex set.
 
     Args:
@@ -34,7 +31,6 @@ class NoisySgd(Mechanism):
     """
 
     base_types = (SGD,)
-    constant = "make_private accounts one run of one kind. Call it again for another one."
     checked = "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded"
 
     def __init__(
@@ -45,14 +41,20 @@ class NoisySgd(Mechanism):
     ):
         super().__init__(optimizer)
         self._lipschitz, self._projection = lipschitz, projection
-        self._clip_norm: float | None = None  # of the pieces of the current batch
 
     @classmethod
     def check_arguments(
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
         """Raises UnsupportedRunError unless it is plain SGD."""
-        sgd_options(optimizer)
+        try:
+            sgd_options(optimizer)
+        except UnsupportedUpdateError as error:
+            asked = ", ".join(arguments.asks_for_hidden_iterates)
+            raise UnsupportedRunError(
+                f"{error} Or leave out {asked}: any optimizer is accounted by composition, where "
+                "every step counts."
+            ) from None
 
     @classmethod
     def event(
@@ -60,8 +62,8 @@ class NoisySgd(Mechanism):
     ) -> LastIterateDpEvent:
         """The run with the declared learning rates or the current one, and the current decay."""
         options, scale = sgd_options(declared.optimizer), declared.scale
-        clip_norm = declared.arguments.max_grad_norm
-        check_clip_margin(float(clip_norm), declared.lipschitz)
+        clip_norm = declared.arguments.clip_norm
+        check_clip_margin(clip_norm, declared.lipschitz)
         rate = declared.schedule.learning_rate(num_steps, scale)
         return LastIterateDpEvent(
             noise_multiplier=noise_multiplier,
@@ -86,32 +88,10 @@ class NoisySgd(Mechanism):
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
         sgd_options(optimizer)
 
-    def guards(self) -> Sequence[Guard]:
-        """The sums of pieces."""
-        return (SumsGuard(self.params),)
-
     def accumulate(self, piece: Piece) -> None:
-        r"""Adds what Opacus would.
-
-        .. math:: \sum_i \min(1, C / (|g_i| + 10^{-6}))\, g_i
-        """
-        clip_norm = float(self.optimizer.max_grad_norm)
-        self._check_same_clip_norm(piece, clip_norm)
-        check_clip_margin(clip_norm, self._lipschitz)
-        self._clip_norm = clip_norm
-        add_weighted_sums(piece.params, opacus_clip_factors(piece.norms, clip_norm))
-
-    def before_noise(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if the noise is for another clip norm."""
-        self._check_same_clip_norm(piece, float(self.optimizer.max_grad_norm))
-        self._clip_norm = None
-
-    def _check_same_clip_norm(self, piece: Piece, clip_norm: float) -> None:
-        if self._clip_norm is not None and clip_norm != self._clip_norm:
-            raise UnsupportedRunError(
-                f"step {piece.step} clips to {self._clip_norm:g} and then uses {clip_norm:g}. "
-                "Change max_grad_norm between logical steps only."
-            )
+        """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
+        check_clip_margin(float(self.optimizer.max_grad_norm), self._lipschitz)
+        super().accumulate(piece)
 
     def after_move(self, piece: Piece) -> None:
         """Projects all parameters."""
@@ -133,10 +113,7 @@ class NoisySgd(Mechanism):
 
 def _constants(declared: DeclaredRun) -> dict[str, Any]:
     return {
-        "batch_order": declared.plan.order,
-        "batch_size": declared.plan.batch_size,
-        "dataset_size": len(declared.plan.records),
-        "sampling_rate": declared.plan.sampling_rate,
+        **declared.batches,
         "loss": declared.loss,
         "domain_diameter": declared.diameter,
         "max_batch_size": declared.arguments.max_batch_size,

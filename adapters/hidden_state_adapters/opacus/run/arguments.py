@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import attrs
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.opacus.data.order import default_order
 from hidden_state_adapters.opacus.guards.settings import refuse_per_layer
@@ -22,6 +22,13 @@ _OPACUS_ARGUMENTS = {
     "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
     "rand_on_empty", "wrap_model",
 }  # fmt: skip
+
+
+_OF_HIDDEN_ITERATES = (
+    "loss_geometry", "feature_norm", "projection", "projection_radius", "projection_diameter",
+    "learning_rate_schedule",
+)  # fmt: skip
+_RARE = 1e-12
 
 
 class RunOptions(TypedDict, total=False):
@@ -72,7 +79,7 @@ class RunArguments:
     module: nn.Module
     optimizer: Optimizer
     data_loader: DataLoader
-    max_grad_norm: float
+    max_grad_norm: float | Sequence[float]
     batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
@@ -129,8 +136,27 @@ class RunArguments:
         names = [f.name for f in fields if f.metadata.get("of_mechanism") and self.given(f.name)]
         return {name: getattr(self, name) for name in names}
 
-    def check(self) -> None:
-        """Checks what the arguments say by themselves, whatever the mechanism.
+    @property
+    def asks_for_hidden_iterates(self) -> list[str]:
+        """The arguments that were passed and make sense for a hidden state only, by name."""
+        return [name for name in _OF_HIDDEN_ITERATES if getattr(self, name) is not None]
+
+    @property
+    def clips_per_layer(self) -> bool:
+        """Whether every parameter has a clip norm of its own."""
+        return self.opacus.get("clipping") == "per_layer"
+
+    @property
+    def clip_norm(self) -> float:
+        """The clip norm for all parameters together: what the noise multiplier multiplies."""
+        norms = self.max_grad_norm
+        return math.hypot(*norms) if isinstance(norms, list | tuple) else float(norms)  # type: ignore[arg-type]
+
+    def check(self, *, takes_per_layer: bool = False) -> None:
+        """Checks what the arguments say by themselves.
+
+        Args:
+            takes_per_layer: Whether the mechanism may clip every parameter by itself.
 
         Raises:
             TypeError, ValueError: One has an impossible value.
@@ -138,9 +164,9 @@ class RunArguments:
         """
         self._check_poisson_sampling()
         self._check_order_seed()
+        self._check_clipping(takes_per_layer)
         self._check_opacus_arguments()
         self._check_ghost_arguments()
-        refuse_per_layer(max_grad_norm=self.max_grad_norm)
 
     def check_mechanism(
         self, name: str, options: frozenset[str], refused: Mapping[str, str]
@@ -209,13 +235,44 @@ class RunArguments:
                 "written down."
             )
 
+    def _check_clipping(self, takes_per_layer: bool) -> None:
+        clipping = self.opacus.get("clipping", "flat")
+        if clipping == "per_layer" and takes_per_layer:
+            self._check_clip_norms()
+            return
+        if clipping != "flat":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat", got {clipping!r}: the theorems need one fixed clip '
+                'of the whole gradient of a record. Leave it out. ("per_layer" is accounted by '
+                "composition, without what asks for a hidden state: "
+                f"{', '.join(_OF_HIDDEN_ITERATES)}, optimizer_class.)"
+            )
+        refuse_per_layer(max_grad_norm=self.max_grad_norm)
+
+    def _check_clip_norms(self) -> None:
+        norms = self.max_grad_norm
+        if not isinstance(norms, list | tuple):
+            raise TypeError(
+                'Expected a list of clip norms as max_grad_norm with clipping="per_layer", got '
+                f"{norms!r}. Give one number for each trainable parameter, in their order."
+            )
+        for norm in norms:
+            validate.magnitude("max_grad_norm", norm, positive=True)
+        groups = self.optimizer.param_groups
+        count = sum(p.requires_grad for group in groups for p in group["params"])
+        if len(norms) != count:
+            raise ValueError(
+                f"Expected {count} clip norms in max_grad_norm, one for each trainable parameter "
+                f"of the optimizer, got {len(norms)}."
+            )
+        if self.opacus.get("grad_sample_mode") == "ghost":
+            raise UnsupportedRunError(
+                'Expected clipping = "flat" with grad_sample_mode="ghost", got "per_layer", as in '
+                'Opacus. Use grad_sample_mode="hooks".'
+            )
+
     def _check_opacus_arguments(self) -> None:
         arguments = self.opacus
-        if arguments.get("clipping", "flat") != "flat":
-            raise UnsupportedRunError(
-                f'Expected clipping = "flat", got {arguments["clipping"]!r}: the theorems need one '
-                "fixed clip of the whole gradient of a record. Leave it out."
-            )
         if arguments.get("rand_on_empty"):
             raise UnsupportedRunError(
                 "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
@@ -227,11 +284,20 @@ class RunArguments:
                 'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
                 f"{mode!r}: the per-example gradients could not be checked."
             )
-        if mode == "ew" and self.batch_order is BatchOrder.POISSON:
+        if mode == "ew" and self._may_be_empty():
             raise UnsupportedRunError(
-                'Expected grad_sample_mode = "hooks" or "functorch" for Poisson batches, got "ew": '
-                "torch's expanded weights stop at an empty batch, which Poisson sampling can draw."
+                'Expected grad_sample_mode = "hooks" or "functorch" for small Poisson batches, got '
+                '"ew": torch\'s expanded weights stop at an empty batch, which Poisson sampling '
+                "can draw."
             )
+
+    def _may_be_empty(self) -> bool:
+        """Whether one of 1e6 Poisson batches is empty with a probability above 1e-6."""
+        if self.batch_order is not BatchOrder.POISSON:
+            return False
+        size = getattr(self.data_loader, "batch_size", None)
+        # Rounded, the rate is b/(2n) at least, or 1; and (1 - q)^n < exp(-qn).
+        return size is None or math.exp(-size / 2) > _RARE
 
     def _check_ghost_arguments(self) -> None:
         arguments, criterion = self.opacus, self.criterion

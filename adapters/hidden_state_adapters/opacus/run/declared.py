@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 from opacus.grad_sample import AbstractGradSampleModule
@@ -56,6 +57,17 @@ class DeclaredRun:
     def lipschitz(self) -> float | None:
         """The declared bound on per-example gradient norms."""
         return None if self.loss is None else self.loss.lipschitz
+
+    @property
+    def batches(self) -> dict[str, Any]:
+        """The fields of an event that are about the batches."""
+        plan = self.plan
+        return {
+            "batch_order": plan.order,
+            "batch_size": plan.batch_size,
+            "dataset_size": len(plan.records),
+            "sampling_rate": plan.sampling_rate,
+        }
 
     @property
     def known_criterion(self) -> KnownCriterion | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
@@ -105,41 +104,3 @@ class HiddenError(Guard):
         if not all(bool(torch.isfinite(error).all()) for error in errors):
             raise ValueError("The private state is damaged: the error is not finite.")
         self._errors = [e.to(p, copy=True) for e, p in zip(errors, self._params, strict=True)]
-
-
-class MomentsGuard(Guard):
-    """Notices momentum or moments that the last step did not leave: they may lack noise.
-
-    Args:
-        optimizer: The wrapped optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
-        self.remember()
-
-    def _now(self) -> list[tuple[torch.Tensor, int]]:
-        parts = self._optimizer.state.values()
-        tensors = [v for part in parts for v in part.values() if isinstance(v, torch.Tensor)]
-        return [(tensor, tensor._version) for tensor in tensors]
-
-    def remember(self) -> None:
-        """Takes the current moments for those that the last step left."""
-        self._moments = self._now()
-
-    def before(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if they were written or replaced."""
-        now = self._now()
-        if len(now) != len(self._moments) or any(
-            tensor is not old or version != old_version
-            for (tensor, version), (old, old_version) in zip(now, self._moments, strict=True)
-        ):
-            raise UnsupportedRunError(
-                f"step {piece.step} starts with momentum or moments that the last step did not "
-                "leave: they may hold gradients without noise. Call step() of the private "
-                "optimizer only, and load a state with its load_state_dict."
-            )
-
-    def moved(self, piece: Piece) -> None:
-        """The step left new moments."""
-        self.remember()

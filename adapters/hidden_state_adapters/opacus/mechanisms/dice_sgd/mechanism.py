@@ -21,6 +21,11 @@ from hidden_state_adapters.opacus.gradients.norms import (
 from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.gradients import SumsGuard, refuse_second_pass
+from hidden_state_adapters.opacus.guards.moments import (
+    MomentsGuard,
+    refuse_loaded_moments,
+    refuse_moments,
+)
 from hidden_state_adapters.opacus.guards.parameters import ParameterSetGuard
 from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.guards.settings import (
@@ -30,7 +35,7 @@ from hidden_state_adapters.opacus.guards.settings import (
     refuse_step_hooks,
 )
 from hidden_state_adapters.opacus.mechanism import Mechanism
-from hidden_state_adapters.opacus.mechanisms.dice_sgd.error import HiddenError, MomentsGuard
+from hidden_state_adapters.opacus.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
@@ -105,13 +110,7 @@ class DiceSgd(Mechanism):
         params = [p for p in module.parameters() if p.requires_grad]
         error_clip = _error_clip(arguments, clip_norm)
         check_clip_norms(params, max_grad_norm=clip_norm, error_max_grad_norm=error_clip)
-        if _holds_tensors(optimizer.state):
-            raise UnsupportedRunError(
-                f"Expected a {type(optimizer).__name__} that took no step, got one with a state "
-                "(momentum, moments): it may hold gradients without noise, which the first steps "
-                "would show. Construct a new one; engine.load_checkpoint restores the state of a "
-                "run."
-            )
+        refuse_moments(optimizer)
 
     @classmethod
     def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> DiceSgdRun:
@@ -277,11 +276,8 @@ class DiceSgd(Mechanism):
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
         by_engine = self.optimizer.context is not None
-        if by_engine and not is_checkpoint and _holds_tensors(state_dict["state"]):
-            raise UnsupportedRunError(
-                "Expected engine.load_checkpoint, got load_state_dict with momentum or moments: "
-                "from elsewhere they may hold gradients without noise, which the steps would show."
-            )
+        if by_engine and not is_checkpoint:
+            refuse_loaded_moments(state_dict)
 
     def after_loading(self) -> None:
         """The loaded moments are those of the run."""
@@ -302,11 +298,8 @@ def _settings(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
         "noise_multiplier": validate.magnitude("noise_multiplier", noise_multiplier),
         "clip_norm": clip_norm,
         "error_clip_norm": _error_clip(arguments, clip_norm),
-        "batch_size": declared.plan.batch_size,
         "automatic": arguments.automatic,
-        "dataset_size": len(declared.plan.records),
-        "sampling_rate": declared.plan.sampling_rate,
-        "batch_order": declared.plan.order,
+        **declared.batches,
         "gradient_bound": arguments.gradient_bound,
     }
 
@@ -315,8 +308,3 @@ def _error_clip(arguments: RunArguments, clip_norm: float) -> float:
     if arguments.error_max_grad_norm is None:
         return clip_norm
     return validate.magnitude("error_max_grad_norm", arguments.error_max_grad_norm, positive=True)
-
-
-def _holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
-    """Whether the state of an optimizer, by parameter, holds momentum or moments."""
-    return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())

@@ -1,0 +1,229 @@
+"""Any update rule along noisy gradients, accounted by composition: every step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from hidden_state_accountants import Assumption, LastIterateDpEvent, RunRecorder
+from hidden_state_accountants.runs.base import Step
+from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
+from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums, gradient_norms
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.moments import (
+    MomentsGuard,
+    refuse_loaded_moments,
+    refuse_moments,
+)
+from hidden_state_adapters.opacus.guards.settings import (
+    NEUTRAL,
+    UnsupportedUpdateError,
+    refuse_step_hooks,
+    sgd_options,
+)
+from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
+from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.run.arguments import RunArguments
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+
+_NOT_NEEDED = "every step counts, whatever the update does"
+
+
+class AnyUpdateRule(ClippedSum):
+    """Clips as Opacus does, flat or per layer; the wrapped optimizer does what it likes.
+
+    The noisy gradients are Gaussian mechanisms, each with its batch. What an optimizer computes
+    from them (steps, momentum, moments) and from public schedules is post-processing, so that the
+    composition of the steps covers the model, and every iterate before it.
+
+    Args:
+        optimizer: The private optimizer.
+        clip_norms: One for each parameter, or None: `max_grad_norm` for all together.
+    """
+
+    refused = {  # noqa: RUF012
+        "loss_geometry": f"{_NOT_NEEDED}. Leave out optimizer_class for plain SGD",
+        "feature_norm": _NOT_NEEDED,
+        "projection": _NOT_NEEDED,
+        "projection_radius": _NOT_NEEDED,
+        "projection_diameter": _NOT_NEEDED,
+        "learning_rate_schedule": f"{_NOT_NEEDED}, so that it need not be declared",
+    }
+    checked = "clip norm, noise and divisor as recorded; any update along the noisy gradients"
+    takes_per_layer = True
+    hides_iterates = False
+
+    def __init__(self, optimizer: DPOptimizer, clip_norms: Sequence[float] | None = None):
+        super().__init__(optimizer)
+        self._clip_norms = clip_norms
+        self._moments = MomentsGuard(self.base)
+        self._other_rule = ""  # of the last step that was not one of plain SGD
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Raises UnsupportedRunError for a state that no accounted step left."""
+        refuse_step_hooks(optimizer)
+        if getattr(arguments.optimizer, "context", None) is None:
+            refuse_moments(optimizer)  # those of an engine's optimizer were left by its runs
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> LastIterateDpEvent:
+        """The run; any positive learning rate stands for the update rule."""
+        return LastIterateDpEvent(
+            noise_multiplier=noise_multiplier,
+            learning_rate=1.0,
+            clip_norm=declared.arguments.clip_norm,
+            num_steps=num_steps,
+            **_constants(declared),
+        )
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> RunRecorder:
+        """What records the declared run."""
+        return RunRecorder(**_constants(declared))
+
+    @classmethod
+    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
+        """The clip norms of the parameters."""
+        arguments = declared.arguments
+        return {"clip_norms": arguments.max_grad_norm if arguments.clips_per_layer else None}
+
+    @property
+    def update_rule(self) -> str:
+        """What moves the parameters, and how the gradients are clipped, in a few words."""
+        clipped = "" if self._clip_norms is None else ", clipped per layer"
+        return (self._other_rule or _name(self.base)) + clipped
+
+    @property
+    def why_composition(self) -> str:
+        """That no bound on hidden iterates knows the update; "" for plain SGD."""
+        if self.update_rule == SGD.__name__:
+            return ""
+        return (
+            f"no hidden-state bound for {self.update_rule}: every step counts; epsilon is that of "
+            "composition"
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """With clip norms per layer, the one that the noise is made from, too."""
+        total = {"max_grad_norm": self.optimizer.max_grad_norm}
+        return {**super().settings, **({} if self._clip_norms is None else total)}
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Any rule is post-processing, as long as nothing else looks at the gradients."""
+        refuse_step_hooks(optimizer)
+
+    def guards(self) -> Sequence[Guard]:
+        """The sums of pieces, the moments, and what is known of the rule."""
+        return (*super().guards(), self._moments, _RuleOfOthers(self.base))
+
+    def clip(self, piece: Piece, clip_norm: float) -> None:
+        r"""Adds the clipped gradients of a piece to the sums.
+
+        Per layer, with :math:`\sum_j C_j^2` the square of `clip_norm`,
+
+        .. math:: \sum_i \min(1, C_j / (|g_{ij}| + 10^{-6}))\, g_{ij}
+        """
+        if self._clip_norms is None:
+            super().clip(piece, clip_norm)
+            return
+        for param, bound in zip(piece.params, self._clip_norms, strict=True):
+            add_weighted_sums([param], opacus_clip_factors(gradient_norms([param]), float(bound)))
+
+    def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
+        """What is recorded: of plain SGD what it does, of others that they move."""
+        step = super().step(batch, rows, largest_norm)
+        is_mean = self.optimizer.loss_reduction == "mean"
+        scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
+        try:
+            options = sgd_options(self.base)
+        except UnsupportedUpdateError:
+            self._other_rule = _name(self.base)
+            return step  # its learning rate of 1 stands for the rule
+        rate, decay = options["lr"] * scale, options["weight_decay"] / scale
+        if not 0 <= rate * decay < 1:
+            self._other_rule = "SGD with learning_rate * weight_decay >= 1"
+            return step
+        return attrs.evolve(step, learning_rate=rate, weight_decay=decay)
+
+    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
+        """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
+        if not is_checkpoint:
+            refuse_loaded_moments(state_dict)
+
+    def after_loading(self) -> None:
+        """The loaded moments are those of the run."""
+        self._moments.remember()
+
+
+class _RuleOfOthers(Guard):
+    """Lists an update rule that is not one of torch's as the user's word.
+
+    Args:
+        optimizer: The wrapped optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._type = type(optimizer)
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """That it looks at the noisy gradients only."""
+        if self._type.__module__.startswith("torch.optim"):
+            yield Assumption.checked("momentum and moments are those that the last step left")
+        else:
+            yield Assumption.declared(
+                f"of the records {self._type.__name__} sees only the noisy gradients in .grad"
+            )
+
+
+def _constants(declared: DeclaredRun) -> dict[str, Any]:
+    return {**declared.batches, "max_batch_size": declared.arguments.max_batch_size}
+
+
+def _name(optimizer: Optimizer) -> str:
+    """The optimizer with what makes it another one than plain SGD."""
+    name = type(optimizer).__name__
+    if type(optimizer) is not SGD:
+        return name
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    if any(group != groups[0] for group in groups[1:]):
+        return f"{name} with parameter groups that differ"
+    others = [f"{k} = {groups[0][k]}" for k, v in NEUTRAL.items() if groups[0].get(k, v) != v]
+    return name + (f" with {', '.join(others)}" if others else "")
+
+
+class ComposedOptimizer(PrivateOptimizer):
+    """Any optimizer of torch along noisy gradients, on the batches of a plan.
+
+    What `HiddenStatePrivacyEngine.make_private` makes where nothing asks for a hidden state.
+
+    Formal guarantees:
+      - Relation: that of the recorded `LastIterateDpEvent`, which has no loss geometry.
+      - Released: every iterate, and momentum and moments; not what they were computed from.
+      - Checked at every step: as for `HiddenStateOptimizer`, but for what is about the update:
+        learning rates, decay and parameter groups may be any. Momentum and moments are those that
+        the last step left.
+      - Not checked: that the gradients belong to the records that the loader delivered.
+
+    Args:
+        optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
+        context: See `PrivateOptimizer`.
+        **kwargs: Of DPOptimizer, and clip_norms: one for each parameter.
+
+    Raises:
+        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
+            step and what. The step is then not taken.
+    """
+
+    mechanism_type = AnyUpdateRule

@@ -1,0 +1,362 @@
+"""Optimizers that no hidden-state bound is about: accounted by composition, with one clear line."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.guarantee import Status
+from hidden_state_adapters.opacus import (
+    ComposedOptimizer,
+    GhostGradSampleModule,
+    HiddenStateOptimizer,
+    HiddenStatePrivacyEngine,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [3.0, 4.0]}
+
+
+@pytest.fixture
+def make(make_run):
+    """A run with nothing that asks for a hidden state; Adam, unless told otherwise."""
+
+    def make(base=torch.optim.Adam, options=None, **arguments):
+        torch.manual_seed(0)
+        model = arguments.pop("model", None) or nn.Linear(5, 3)
+        if "optimizer" not in arguments:
+            options = {"lr": 0.01, **(options or {})}
+            arguments["optimizer"] = base(model.parameters(), **options)
+        arguments = {"loss_geometry": None, "batch_order": "poisson", **arguments}
+        return make_run(model=model, **arguments)
+
+    return make
+
+
+def as_composition(run):
+    event = run.engine.privacy_event.as_composition(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return hsa.LastIterateAccountant("ADD_OR_REMOVE_ONE").compose(event).get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "name"),
+    [
+        (torch.optim.Adam, {}, "Adam"),
+        (torch.optim.SGD, {"momentum": 0.9}, r"SGD with momentum = 0\.9"),
+        (
+            torch.optim.SGD,
+            {"momentum": 0.9, "nesterov": True},
+            r"SGD with momentum = 0\.9, nesterov = True",
+        ),
+    ],
+)
+def test_one_line_before_and_one_in_the_report(make, caplog, base, options, name):
+    with caplog.at_level(logging.WARNING):
+        run = make(base, options)
+    line = f"no hidden-state bound for {name}: every step counts; epsilon is that of composition"
+    (logged,) = [r.getMessage() for r in caplog.records if "hidden-state" in r.getMessage()]
+    run.epoch()
+    report = run.engine.report(DELTA)
+    for text in (logged, report):
+        assert re.search(line, text)
+    assert "learning rate" not in report
+    assert isinstance(run.optimizer, ComposedOptimizer)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(as_composition(run), rel=1e-9)
+
+
+def test_plain_sgd_is_recorded_as_it_is(make):
+    run = make(torch.optim.SGD, {"weight_decay": 0.1})
+    run.epoch()
+    event = run.engine.privacy_event
+    assert (event.learning_rate, event.weight_decay) == (0.01, 0.1)
+    assert "weight decay 0.1" in run.engine.report(DELTA)
+
+
+def test_parameter_groups_may_differ(make):
+    model = nn.Linear(5, 3)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    run = make(model=model, optimizer=torch.optim.SGD(groups))
+    run.epoch()
+    assert "SGD with parameter groups that differ" in run.engine.report(DELTA)
+
+
+def test_momentum_that_a_scheduler_sets(make):
+    """OneCycleLR sets it at the first step; nothing asked for a hidden state."""
+    run = make(torch.optim.SGD)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.5, total_steps=6)
+    for batch in run.loader:
+        run.step(batch)
+        scheduler.step()
+    assert "SGD with momentum = " in run.engine.report(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(as_composition(run), rel=1e-9)
+
+
+def test_a_decay_that_no_event_has(make):
+    run = make(torch.optim.SGD, {"lr": 0.5, "weight_decay": 3.0})
+    run.epoch()
+    assert "learning_rate * weight_decay >= 1" in run.engine.report(DELTA)
+
+
+def test_a_target_is_met(make_loader):
+    torch.manual_seed(0)
+    engine, model = HiddenStatePrivacyEngine(), nn.Linear(5, 3)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.RMSprop(model.parameters(), lr=0.01),
+        data_loader=make_loader(), max_grad_norm=1.0, target_epsilon=2.0, target_delta=DELTA,
+        epochs=2,
+    )  # fmt: skip
+    for _ in range(2):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), labels).backward()
+            optimizer.step()
+    assert 1.99 < engine.get_epsilon(DELTA) <= 2.0
+
+
+@pytest.mark.parametrize("batch_order", ["cyclic", "reshuffled", "without_replacement"])
+def test_other_orders(make, batch_order):
+    run = make(batch_order=batch_order)
+    run.epoch()
+    plain = make(torch.optim.SGD, batch_order=batch_order)
+    plain.epoch()
+    assert run.engine.get_epsilon(DELTA) == plain.engine.get_epsilon(DELTA)
+
+
+# --- what asks for a hidden state ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss_geometry": "auto", "feature_norm": 1.0},
+        {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": 1.0},
+        {"projection_radius": 5.0},
+        {"learning_rate_schedule": 0.01},
+    ],
+)
+def test_hidden_state_bounds_stay_refused_by_name(make, arguments):
+    asked = ", ".join(arguments)
+    text = f"Expected torch.optim.SGD, got Adam.*Or leave out {asked}.*: any optimizer is accounted"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        make(**arguments)
+
+
+def test_plain_sgd_with_a_geometry_has_the_hidden_state(make_run):
+    assert isinstance(make_run().optimizer, HiddenStateOptimizer)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"loss_geometry": "auto"}, {"projection_radius": 5.0}, {"learning_rate_schedule": 0.1}],
+)
+def test_what_makes_no_sense_with_the_class(make, arguments):
+    with pytest.raises(hsa.UnsupportedRunError, match="every step counts"):
+        make(optimizer_class=ComposedOptimizer, **arguments)
+
+
+# --- the guards that stay on ---------------------------------------------------------------------
+
+
+def trained_before(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_moments_from_before_the_run(make):
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match="Adam that took no step, got one with a st"):
+        make(model=model, optimizer=trained_before(model))
+
+
+def test_momentum_from_before_the_run(make):
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    with pytest.raises(hsa.UnsupportedRunError, match="SGD that took no step, got one with a st"):
+        make(model=model, optimizer=optimizer)
+
+
+def test_a_state_that_is_made_before_the_first_step(make):
+    run = make(torch.optim.Adagrad, {"initial_accumulator_value": 0.1})
+    run.epoch()
+    assert run.steps == 6
+
+
+def written_moments(run):
+    run.optimizer.original_optimizer.state[run.plain_model.bias]["exp_avg"].fill_(1.0)
+
+
+def other_moments(run):
+    state = run.optimizer.original_optimizer.state[run.plain_model.bias]
+    state["exp_avg"] = torch.ones(3)
+
+
+def no_moments(run):
+    run.optimizer.original_optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [written_moments, other_moments, no_moments])
+def test_moments_that_the_last_step_did_not_leave(make, change):
+    run = make()
+    run.epoch()
+    change(run)
+    with pytest.raises(hsa.UnsupportedRunError, match="moments that the last step did not leave"):
+        run.epoch()
+
+
+def test_moments_of_another_optimizer_are_not_loaded(make):
+    run = make()
+    state = trained_before(nn.Linear(5, 3)).state_dict()
+    with pytest.raises(hsa.UnsupportedRunError, match="moments: from elsewhere they may hold"):
+        run.optimizer.load_state_dict(state)
+
+
+def test_moments_of_the_run_before_go_on(make):
+    """The runs compose, and what the optimizer keeps was accounted by the first."""
+    run = make()
+    run.epoch()
+    once = run.engine.get_epsilon(DELTA)
+    model, optimizer, loader = run.engine.make_private(
+        module=run.model, optimizer=run.optimizer, data_loader=run.loader, noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    run.model, run.optimizer, run.loader = model, optimizer, loader
+    run.epoch()
+    assert run.engine.get_epsilon(DELTA) > once
+
+
+def test_a_step_hook_is_refused(make):
+    run = make()
+    run.optimizer.original_optimizer.register_step_pre_hook(lambda *args: None)
+    with pytest.raises(hsa.UnsupportedRunError, match="without step hooks"):
+        run.epoch()
+
+
+class Halved(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.5 * group["lr"])
+
+
+def test_an_optimizer_of_ones_own_is_taken_at_its_word(make):
+    run = make(Halved)
+    run.epoch()
+    declared = [a.text for a in run.engine.assumptions if a.status is Status.DECLARED]
+    assert "of the records Halved sees only the noisy gradients in .grad" in declared
+    adam = make()
+    adam.epoch()
+    checked = [a.text for a in adam.engine.assumptions if a.status is Status.CHECKED]
+    assert "momentum and moments are those that the last step left" in checked
+
+
+# --- clipping per layer -----------------------------------------------------------------------
+
+
+def test_the_noise_is_that_of_all_clip_norms_together(make):
+    run = make(torch.optim.SGD, {"lr": 1.0}, batch_order="full", noise_multiplier=20.0, **PER_LAYER)
+    assert run.optimizer.max_grad_norm == 5.0
+    assert not isinstance(run.model, GhostGradSampleModule)  # as in Opacus
+    before = [p.detach().clone() for p in run.plain_model.parameters()]
+    run.epoch()
+    assert run.engine.privacy_event.clip_norm == 5.0
+    moved = [p.detach() - q for p, q in zip(run.plain_model.parameters(), before, strict=True)]
+    std = float(torch.cat([m.flatten() for m in moved]).std()) * 60 / (20.0 * 5.0)
+    assert 0.5 < std < 1.6  # 18 numbers
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_every_parameter_is_clipped_by_itself(make, scale):
+    run = make(
+        torch.optim.SGD, {"lr": 1.0}, batch_order="full", noise_multiplier=0.0,
+        clipping="per_layer", max_grad_norm=[0.3, 0.004],
+    )  # fmt: skip
+    features, labels = run.loader.dataset.tensors
+    model = run.plain_model
+    expected = [np.zeros((3, 5)), np.zeros(3)]
+    for x, y in zip(features, labels, strict=True):
+        probabilities = torch.softmax(model.weight @ x + model.bias, 0).detach()
+        residual = (probabilities - nn.functional.one_hot(y, 3)).numpy() * scale
+        for total, bound, g in zip(
+            expected, (0.3, 0.004), (np.outer(residual, x), residual), strict=True
+        ):
+            total += g * min(1.0, bound / (np.linalg.norm(g) + 1e-6)) / 60
+    before = [p.detach().numpy().copy() for p in model.parameters()]
+    for batch in run.loader:
+        run.optimizer.zero_grad()
+        (scale * nn.functional.cross_entropy(run.model(batch[0]), batch[1])).backward()
+        run.optimizer.step()
+    for old, p, step in zip(before, model.parameters(), expected, strict=True):
+        np.testing.assert_allclose(old - p.detach().numpy(), step, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"max_grad_norm": 1.0}, TypeError, "a list of clip norms"),
+        ({"max_grad_norm": [1.0]}, ValueError, "Expected 2 clip norms"),
+        ({"max_grad_norm": [1.0, 0.0]}, ValueError, "max_grad_norm"),
+        (
+            {"max_grad_norm": [1.0, 1.0], "grad_sample_mode": "ghost"},
+            hsa.UnsupportedRunError,
+            'with grad_sample_mode="ghost"',
+        ),
+        (
+            {"max_grad_norm": [1.0, 1.0], "projection_radius": 1.0},
+            hsa.UnsupportedRunError,
+            '"per_layer" is accounted by composition',
+        ),
+    ],
+)
+def test_clip_norms_that_are_refused(make, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make(torch.optim.SGD, clipping="per_layer", **arguments)
+
+
+def test_the_sum_of_clip_norms_does_not_change(make):
+    """A scheduler of Opacus scales what the noise is made from, and not the clips."""
+    run = make(**PER_LAYER)
+    run.optimizer.max_grad_norm *= 0.5
+    with pytest.raises(hsa.UnsupportedRunError, match=r"uses max_grad_norm = 2\.5"):
+        run.epoch()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_goes_on_with_the_moments(make, tmp_path, caplog):
+    arguments = {"noise_multiplier": 0.0, "batch_order": "cyclic"}
+    whole, first, second = (make(**arguments) for _ in range(3))
+    for run, epochs in ((whole, 3), (first, 2)):
+        for _ in range(epochs):
+            run.epoch()
+    with caplog.at_level(logging.WARNING):
+        first.engine.save_checkpoint(path=tmp_path / "adam.pt")
+    assert "counts as a release" not in caplog.text  # every iterate is covered anyway
+    second.engine.load_checkpoint(path=tmp_path / "adam.pt")
+    second.epoch()
+    assert second.steps == 18
+    for a, b in zip(whole.plain_model.parameters(), second.plain_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_other_clip_norms(make, tmp_path):
+    run, other = make(**PER_LAYER), make(**{**PER_LAYER, "max_grad_norm": [4.0, 3.0]})
+    run.epoch()
+    run.engine.save_checkpoint(path=tmp_path / "layers.pt")
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        other.engine.load_checkpoint(path=tmp_path / "layers.pt")
