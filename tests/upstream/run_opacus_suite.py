@@ -38,10 +38,6 @@ MODULES = (
 
 # Name of a test, after the beginning of its class's name: (what the error says, the reason).
 EXPECTED_TO_FAIL = {
-    ("test_per_layer_clipping",): (
-        'Expected clipping = "flat"',
-        "per-layer clipping is refused",
-    ),
     ("test_noise_level",): (
         "The parameters were changed outside the private optimizer",
         "the test zeroes the parameters after make_private, which is noticed",

@@ -15,6 +15,7 @@ from opacus.accountants import register_accountant
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.explain import EngineExplanation, explain_engine
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.hoelder_estimate import HoelderEstimate, estimate_hoelder
 from hidden_state_adapters.opacus.losses import (
@@ -45,6 +46,7 @@ __all__ = [
     "ComposedOptimizer",
     "DiceAdamOptimizer",
     "DiceSGDOptimizer",
+    "EngineExplanation",
     "EnvelopeBCEWithLogitsLoss",
     "EnvelopeCrossEntropyLoss",
     "EnvelopeHingeLoss",
@@ -58,4 +60,5 @@ __all__ = [
     "OrderedDataLoader",
     "ParameterBallsProjection",
     "estimate_hoelder",
+    "explain_engine",
 ]

@@ -1,0 +1,227 @@
+"""What the batches of a stock engine really allow, beside what its accountant claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from dp_accounting import NeighboringRelation
+from opacus import PrivacyEngine
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError, validate
+from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.figures import fixed_up
+from hidden_state_adapters.opacus.accounted import Row, undeclared_guarantee
+from hidden_state_adapters.opacus.data.loaders import OrderedDataLoader
+from hidden_state_adapters.opacus.data.order import refuse_repeated_records
+from hidden_state_adapters.opacus.data.reading import is_poisson
+from hidden_state_adapters.opacus.data.watch import samples_as
+
+_ROUNDED = 1e-3  # relative; what accountants add to be on the safe side
+_ONCE = "each record at most once in a pass"
+_BATCHES = {
+    BatchOrder.POISSON: "every record joins every batch by itself (Poisson sampling)",
+    BatchOrder.RESHUFFLED: f"shuffled anew for every pass, {_ONCE}",
+    BatchOrder.CYCLIC: f"the same order in every pass, {_ONCE}",
+    BatchOrder.FULL: "all records in every batch",
+}
+
+
+@attrs.frozen(kw_only=True)
+class EngineExplanation:
+    """What `explain_engine` found; `print` it.
+
+    Attributes:
+        batches: What the loader deals, in words.
+        order: The order of the batches; None if nobody can read it.
+        num_steps: Steps that the engine recorded.
+        delta: Where epsilons are read.
+        claimed: Epsilon that the engine's accountant reports, for Poisson batches and a record that
+            is added or removed; None before the first step.
+        proven: Epsilon of the composition of the recorded steps with the batches of the loader;
+            None before the first step, and where no bound is known.
+        relation: Of `proven`: ADD_OR_REMOVE_ONE for Poisson batches; elsewhere REPLACE_SPECIAL (a
+            record against one without gradient, which has the same sensitivity).
+    """
+
+    batches: str
+    order: BatchOrder | None
+    num_steps: int
+    delta: float
+    claimed: float | None
+    proven: float | None
+    relation: NeighboringRelation | None
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the claim is no smaller than what is proven, but for rounding."""
+        if self.claimed is None or self.proven is None:
+            return False
+        return self.proven <= self.claimed * (1 + _ROUNDED)
+
+    def __str__(self) -> str:
+        lines = [f"batches of the loader: {self.batches}"]
+        if self.claimed is None:
+            lines.append("no step was taken yet, so there is no epsilon to compare")
+        else:
+            lines.append(
+                f"claimed: epsilon = {fixed_up(self.claimed, 4)} at delta = {self.delta:g} after "
+                f"{self.num_steps} steps, for Poisson batches"
+            )
+            lines.append(f"proven: {self._proven_text()}")
+            lines.append(self._verdict())
+        return "\n".join(lines)
+
+    def _proven_text(self) -> str:
+        if self.proven is None or self.relation is None:
+            return "nothing here; no bound is about such batches"
+        passes = "" if self.order is BatchOrder.POISSON else ", if every pass went to its end"
+        return (
+            f"epsilon = {fixed_up(self.proven, 4)} ({self.relation.name}), with every iterate "
+            f"released{passes}"
+        )
+
+    def _verdict(self) -> str:
+        if self.is_covered and self.order is BatchOrder.POISSON:
+            return "The claim is one of this run."
+        remedy = (
+            "Train on the loader that make_private returned with poisson_sampling=True, or use "
+            "hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals every order and "
+            "reports its epsilon."
+        )
+        if self.order is BatchOrder.POISSON:
+            return (
+                "The claim is too small for these batches: use the prv or rdp accountant of Opacus."
+            )
+        if self.is_covered:
+            return "The claim is no smaller, but it is about other batches."
+        return f"The claim is NOT one of this run. {remedy}"
+
+
+def explain_engine(
+    engine: PrivacyEngine, data_loader: DataLoader, delta: float = 1e-5
+) -> EngineExplanation:
+    """Says what the batches of a stock engine really allow, beside what its accountant claims.
+
+    Opacus' accountants take Poisson batches for granted, whatever the loop trains on: with
+    ``poisson_sampling=False``, and where the loop iterates the loader that went into make_private
+    and not the one that came out, their figure is not one of the run.
+
+    Formal guarantees:
+      - `proven` holds for the steps that the engine recorded if their batches were those of
+        `data_loader`, and its passes were iterated to their ends; that they were is your word.
+      - Poisson batches: composition under ADD_OR_REMOVE_ONE. Batches that hold a record at most
+        once in a pass: one Gaussian mechanism in a pass, with the smallest noise of its steps,
+        under REPLACE_SPECIAL. Every iterate may be released.
+
+    Args:
+        engine: Of Opacus, after make_private, before or after training.
+        data_loader: What the training loop iterates.
+        delta: Where epsilons are read, in [0, 1].
+
+    Raises:
+        TypeError: The engine or the loader is one of this package, whose `report` says all this;
+            or they are something else.
+    """
+    is_stock = isinstance(engine, PrivacyEngine) and not hasattr(engine, "report")
+    if not is_stock or isinstance(data_loader, OrderedDataLoader):
+        raise TypeError(
+            "Expected an opacus.PrivacyEngine and the loader of its training loop, got "
+            f"{type(engine).__name__} and {type(data_loader).__name__}. HiddenStatePrivacyEngine "
+            "checks its batches itself: use engine.report(delta)."
+        )
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(
+            f"Expected a torch.utils.data.DataLoader, got {type(data_loader).__name__}. Pass what "
+            "the training loop iterates."
+        )
+    validate.target_delta(delta)
+    order, batches = _read(data_loader)
+    rows: tuple[Row, ...] = tuple((z, q, steps) for z, q, steps in engine.accountant.history)
+    num_steps = sum(steps for _, _, steps in rows)
+    proven = _proven(order, rows, data_loader, delta) if num_steps else None
+    is_poisson_order = order is BatchOrder.POISSON
+    relation = (
+        NeighboringRelation.ADD_OR_REMOVE_ONE
+        if is_poisson_order
+        else NeighboringRelation.REPLACE_SPECIAL
+    )
+    return EngineExplanation(
+        batches=batches,
+        order=order,
+        num_steps=num_steps,
+        delta=delta,
+        claimed=engine.accountant.get_epsilon(delta) if num_steps else None,
+        proven=proven,
+        relation=None if proven is None else relation,
+    )
+
+
+def _read(data_loader: DataLoader) -> tuple[BatchOrder | None, str]:
+    """The order of the batches, if it can be read, and what is known of it."""
+    try:
+        order = _order(data_loader)
+        refuse_repeated_records(data_loader.dataset)
+    except UnsupportedRunError as error:
+        return None, f"not known: {error}"
+    return order, f"{_BATCHES[order]} ({order.value})"
+
+
+def _order(data_loader: DataLoader) -> BatchOrder:
+    if is_poisson(data_loader):
+        return BatchOrder.POISSON
+    batches: Any = data_loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)
+    deals_once = type(sampler) is SequentialSampler
+    if type(sampler) is RandomSampler:
+        deals_once = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
+    indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
+    if isinstance(indices, list | tuple | range):
+        deals_once = len(set(indices)) == len(indices)
+    if not deals_once or not samples_as(batches, BatchSampler):
+        name = type(sampler if samples_as(batches, BatchSampler) else batches).__name__
+        raise UnsupportedRunError(f"{name} may deal a record several times in a pass")
+    if batches.batch_size >= len(sampler):
+        return BatchOrder.FULL
+    return BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC
+
+
+def _proven(
+    order: BatchOrder | None, rows: Sequence[Row], data_loader: DataLoader, delta: float
+) -> float | None:
+    """Epsilon of the composition of the steps of Opacus' history, with batches of the loader."""
+    if order is None:
+        return None
+    if order is BatchOrder.POISSON:
+        rate = float(data_loader.batch_sampler.sample_rate)  # type: ignore[union-attr]
+        return undeclared_guarantee(tuple((z, max(q, rate), k) for z, q, k in rows)).epsilon(delta)
+    if any(q * len(data_loader) > 1.5 for _, q, _ in rows):
+        return None  # several batches were accumulated in a step
+    return GaussianCurve(_mu(rows, len(data_loader))).epsilon(delta)
+
+
+def _mu(rows: Sequence[Row], num_batches: int) -> float:
+    r"""mu of a record that takes part once in a pass, where the noise is smallest.
+
+    .. math:: \mu^2 = \sum_{\text{passes}} \max_{t \in \text{pass}} z_t^{-2}
+    """
+    smallest: dict[int, float] = {}  # of a pass
+    first = 0
+    for noise, _, steps in rows:
+        for index in range(first // num_batches, (first + steps - 1) // num_batches + 1):
+            smallest[index] = min(noise, smallest.get(index, math.inf))
+        first += steps
+    if min(smallest.values()) == 0:
+        return math.inf
+    # Dong, Roth, Su 2022, Corollary 3.3, arXiv 1905.02383 v3
+    return math.sqrt(sum(z**-2 for z in smallest.values()))
