@@ -210,6 +210,8 @@ def test_one_line_before_training(make_run, caplog, arguments, text):
     with caplog.at_level(logging.INFO, "hidden_state_accountants"):
         make_run(loader={"batch_size": 60 if "batch_order" in arguments else 10}, **arguments)
     records = [r for r in caplog.records if r.name == "hidden_state_accountants"]
+    about_others = ("with other batches", "raise max_grad_norm")  # see test_advice.py
+    records = [r for r in records if not r.message.startswith(about_others)]
     assert [record.levelno for record in records] == ([] if text is None else [logging.WARNING])
     if text is not None:
         assert re.match(text, records[0].message), records[0].message
@@ -241,8 +243,8 @@ def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
     assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-3)
     assert run.engine.accountant.guarantee.mu == pytest.approx(mu)
     assert "unknown (no loss geometry declared)" in run.engine.report(DELTA)
-    public = run.engine.report(DELTA).splitlines()[-1]
-    assert public == "public: batch size, hyper-parameters; order of the batches"
+    lines = run.engine.report(DELTA).splitlines()
+    assert "public: batch size, hyper-parameters; order of the batches" in lines
 
 
 def test_report_and_assumptions(make_run):

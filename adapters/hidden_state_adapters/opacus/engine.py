@@ -32,6 +32,7 @@ from hidden_state_accountants.runs.base import Run, check_covered, kind_of
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.advice import advice_after, advice_before
 from hidden_state_adapters.opacus.data.loaders import private_loader
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
@@ -372,8 +373,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         note_branch(self._run_id, run)
         line = result[1].mechanism.why_composition or kind_of(first).line_before(first, relation)
-        if line:
-            _logger.warning(line)
+        lines = advice_before(first, relation, declared.schedule.num_steps)
+        for told in ([line] if line else []) + lines:
+            _logger.warning(told)
         return result
 
     def _check_ended(self) -> bool:
@@ -525,7 +527,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if self._optimizer is not None:
             mechanism = self._optimizer.mechanism
             notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
-        return statement_of(events, guarantee, self.assumptions, delta, **notes).lines()
+        lines = [statement_of(events, guarantee, self.assumptions, delta, **notes).lines()]
+        if len(events) == 1:
+            lines += advice_after(events[0], guarantee.neighboring_relation, delta)
+        return "\n".join(lines)
 
     def compare(self, delta: float = 1e-5) -> Comparison:
         """What every bound, and dp-accounting's own accountants, say about what happened.

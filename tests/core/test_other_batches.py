@@ -1,0 +1,132 @@
+"""What the same noise would give with other batches: the figures are those of such runs."""
+
+import attrs
+import pytest
+from dp_accounting import NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import BatchOrder
+from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.runs.other_batches import (
+    clip_that_contracts,
+    epochs_to_win,
+    other_batches,
+    other_batches_line,
+)
+
+RELATION, DELTA = NeighboringRelation.REPLACE_SPECIAL, 1e-5
+
+
+def run(order="cyclic", steps=20, **changes):
+    """A softmax probe on ten batches of 100."""
+    return hsa.LastIterateDpEvent(
+        **{
+            "noise_multiplier": 6.0,
+            "learning_rate": 0.5,
+            "weight_decay": 0.005,
+            "clip_norm": 1.4143,
+            "batch_size": 1000 if order == "full" else 100,
+            "dataset_size": 1000,
+            "num_steps": steps,
+            "batch_order": order,
+            "loss": hsa.LossGeometry.softmax_cross_entropy(1.0),
+            **changes,
+        }
+    )
+
+
+def epsilon(event, relation=RELATION):
+    return hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize(
+    ("order", "others"),
+    [
+        ("cyclic", {"poisson", "shuffled_once", "full"}),
+        ("reshuffled", {"poisson", "shuffled_once", "full"}),
+        ("shuffled_once", {"poisson", "full"}),
+        ("poisson", {"shuffled_once", "full"}),
+        ("full", set()),
+    ],
+)
+def test_which_orders(order, others):
+    assert {o.value for o in other_batches(run(order), RELATION, DELTA)} == others
+
+
+def test_the_figures():
+    found = other_batches(run(), RELATION, DELTA)
+    without_geometry = epsilon(run("poisson", loss=None))
+    assert found[BatchOrder.POISSON] == pytest.approx(without_geometry, rel=1e-3)
+    assert found[BatchOrder.SHUFFLED_ONCE] == epsilon(run("shuffled_once"))
+    assert found[BatchOrder.FULL] == epsilon(run("full", steps=2))
+
+
+def test_without_a_geometry_an_order_is_worth_nothing():
+    assert set(other_batches(run(loss=None), RELATION, DELTA)) == {
+        BatchOrder.POISSON,
+        BatchOrder.FULL,
+    }
+    line = other_batches_line(run(loss=None), RELATION, DELTA)
+    assert "cost more for any number of epochs, because no loss geometry is declared" in line
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        run(learning_rate=[0.5] * 10 + [0.1] * 10),
+        run(noise_multiplier=[6.0] * 10 + [5.0] * 10),
+        run(record_position=3),
+        run("full"),
+    ],
+)
+def test_nothing_quick_is_known(event):
+    assert other_batches(event, RELATION, DELTA) == {}
+    assert other_batches_line(event, RELATION, DELTA) == ""
+
+
+def test_a_record_added_or_removed_has_poisson_batches_only():
+    added = NeighboringRelation.ADD_OR_REMOVE_ONE
+    assert other_batches(run("poisson"), added, DELTA) == {}
+
+
+@pytest.mark.parametrize("order", ["cyclic", "shuffled_once"])
+def test_from_when_on_an_order_wins(order):
+    epochs = epochs_to_win(run(order), RELATION, DELTA)
+
+    def wins(count):
+        steps = {"steps": 10 * count}
+        return epsilon(run(order, **steps)) <= epsilon(run("poisson", loss=None, **steps))
+
+    assert wins(epochs)
+    assert not wins(int(epochs / 1.25))
+    assert f"from about {epochs} epochs on" in other_batches_line(run(order), RELATION, DELTA)
+
+
+def test_an_order_that_has_won_already():
+    line = other_batches_line(run(steps=2000), RELATION, DELTA)
+    assert line.startswith("with other batches, at this noise after 200 epochs: epsilon at most")
+    assert "cyclic batches" not in line
+
+
+def test_an_order_that_does_not_win():
+    """It does not contract, so that epsilon grows faster than with Poisson batches."""
+    expanding = run(clip_norm=1.0)
+    assert epochs_to_win(expanding, RELATION, DELTA) is None
+    assert other_batches_line(expanding, RELATION, DELTA).endswith("cyclic batches cost more now")
+    assert epochs_to_win(run(release_steps=(10,)), RELATION, DELTA) is None
+    assert epochs_to_win(run("reshuffled"), RELATION, DELTA) is None
+
+
+@pytest.mark.parametrize("order", ["cyclic", "poisson", "full"])
+def test_a_clip_that_contracts(order):
+    event = run(order, clip_norm=1.0)
+    clip_norm, before, after = clip_that_contracts(event, RELATION)
+    assert clip_norm == pytest.approx(1.4143)
+    assert after < 1 < before
+    raised = best_guarantee(attrs.evolve(event, clip_norm=clip_norm), RELATION)
+    assert raised.epsilon(DELTA) < epsilon(event)
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": None}, {"loss": hsa.LossGeometry.convex(0.5)}])
+def test_no_clip_would_help(changes):
+    assert clip_that_contracts(run(**changes), RELATION) is None
