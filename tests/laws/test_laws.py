@@ -284,7 +284,11 @@ def test_epsilon_grows_with_releases(run, steps):
     event, relation = run
     steps = [step for step in steps if step <= event.num_steps]
     more = attrs.evolve(event, release_steps=[*event.release_steps, *steps])
-    assert_at_most(sizes(event, relation), sizes(more, relation))
+    before, after = sizes(event, relation), sizes(more, relation)
+    # After a release its log-Sobolev constant is again that of a point: the rest of the bound can
+    # get better by more than the release costs.
+    before.pop("langevin", None)
+    assert_at_most(before, after)
 
 
 @laws
