@@ -312,3 +312,21 @@ def test_row5_a_backbone_that_another_engine_trained(make_run):
     backbone.requires_grad_(False)
     with pytest.raises(hsa.UnsupportedRunError, match="no other engine has trained"):
         make_run(model=head_only)
+
+
+class WritesUncounted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, features):
+        if self.training and torch.is_grad_enabled():
+            self.mean.data.add_(0.1 * features.detach()[0])
+        return features
+
+
+def test_state_that_is_written_past_all_counts_is_noticed_before_epsilon(make_run):
+    run = make_run(model=WithState(WritesUncounted()), **WITH_STATE)
+    run.epoch()
+    with pytest.raises(hsa.UnsupportedRunError, match="A buffer of the module was changed"):
+        run.engine.get_epsilon(1e-5)

@@ -58,8 +58,8 @@ class ParameterGuard(Guard):
     parameters that are restored before the step (Nesterov by hand, sharpness-aware training) is not
     the gradient of the theorems. Values that are changed and restored with neither in between
     (evaluation with averaged weights) do no harm. Buffers and frozen parameters must not change at
-    all during a run; of the latter a fingerprint is kept, which is compared before a step if
-    something counted a write, and for every epsilon.
+    all during a run. Their values (of frozen parameters a fingerprint) are compared before a step
+    if torch counted a write, and for every epsilon.
 
     It cannot see a model that was copied out, trained elsewhere and released, nor values that were
     changed through `.data` between forward and backward pass and restored.
@@ -76,7 +76,7 @@ class ParameterGuard(Guard):
         self.params = [param for _, param in self._names]
         self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._copies: list[torch.Tensor] = []
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
         self._frozen: dict[str, tuple[torch.Tensor, int, int]] = {}
         self._remember()
         self._remember_fixed()
@@ -95,15 +95,15 @@ class ParameterGuard(Guard):
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """Whether a parameter or a buffer was written."""
-        return self.iterate_figures()
+        return {"changed": self.changed(), "buffers": self._buffers_changed()}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if one was."""
         self._judge(piece.step - 1, values)
 
     def iterate_figures(self) -> Mapping[str, Figure]:
-        """Whether a parameter or a buffer was written."""
-        return {"changed": self.changed(), "buffers": self._buffers_changed()}
+        """Whether a parameter or a buffer holds other values, also where no write was counted."""
+        return {"changed": self.changed(), "buffers": self._buffers_changed(is_thorough=True)}
 
     def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if one was, or a frozen parameter."""
@@ -146,14 +146,25 @@ class ParameterGuard(Guard):
             for name, p in self._module.named_parameters()
             if not p.requires_grad
         }
-        self._buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
+        self._buffers = {
+            name: (b, _writes(b), b.detach().clone()) for name, b in self._module.named_buffers()
+        }
 
-    def _buffers_changed(self) -> Figure:
-        """Whether a buffer was added, removed or written during the run."""
+    def _buffers_changed(self, *, is_thorough: bool = False) -> Figure:
+        """Whether a buffer was added, removed or written during the run.
+
+        Args:
+            is_thorough: Reads all values, and not only those whose count of writes has changed: a
+                frozen network has hundreds of buffers.
+        """
         buffers = dict(self._module.named_buffers())
         if buffers.keys() != self._buffers.keys():
             return True
-        return any_of(_differ(buffers[k], old) for k, old in self._buffers.items())
+        return any_of(
+            _differ(buffers[name], copy)
+            for name, (old, writes, copy) in self._buffers.items()
+            if is_thorough or buffers[name] is not old or _writes(old) != writes
+        )
 
     def _remember(self) -> None:
         """Takes the current values for those that the last step left."""
@@ -211,6 +222,11 @@ class ParameterGuard(Guard):
         """Whether a value differs from what the last step left."""
         pairs = zip(self.params, self._copies, strict=True)
         return any_of(_differ(param, copy) for param, copy in pairs)
+
+
+def _writes(value: torch.Tensor) -> tuple[int, int]:
+    """Changes with every write that torch counts, and where `.data` is assigned."""
+    return 0 if value.is_inference() else value._version, value.data_ptr()
 
 
 def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
