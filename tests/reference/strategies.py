@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 from dp_accounting import NeighboringRelation
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 import hidden_state_accountants as hsa
@@ -17,6 +18,18 @@ FULL, CYCLIC = hsa.BatchOrder.FULL, hsa.BatchOrder.CYCLIC
 EPOCHS = (hsa.BatchOrder.SHUFFLED_ONCE, hsa.BatchOrder.RESHUFFLED)
 SAMPLED = (hsa.BatchOrder.WITHOUT_REPLACEMENT, hsa.BatchOrder.POISSON)
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+
+
+def quick_search(examples):
+    """Settings of a search of its own: nothing is remembered, and what it finds not shrunk."""
+    return settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.target],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def magnitudes(low, high):

@@ -12,10 +12,10 @@ import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from hypothesis import HealthCheck, Phase, given, seed, settings, target
+from hypothesis import given, seed, settings, target
 from sampled_runs import sampled_runs
 from scipy import stats
-from strategies import SAMPLED
+from strategies import SAMPLED, quick_search
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GridOracle
@@ -80,14 +80,7 @@ def search(runs, examples, judged=judge):
     """The largest share that a search with `examples` runs finds."""
     found = [0.0]
 
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.target],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @quick_search(examples)
     @given(runs)
     def attack(run):
         share = judged(run)

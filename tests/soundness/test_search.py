@@ -13,10 +13,18 @@ import pytest
 from dp_accounting import NeighboringRelation
 from gaussian_runs import gaussian_runs
 from grid_runs import GridRun, grid_runs
-from hypothesis import HealthCheck, Phase, given, seed, settings, target
+from hypothesis import HealthCheck, given, seed, settings, target
 from hypothesis import strategies as st
 from secret_order_runs import secret_order_runs
-from strategies import CYCLIC, EPOCHS, FULL, REPLACE_ONE, SAMPLED, sound_guarantees
+from strategies import (
+    CYCLIC,
+    EPOCHS,
+    FULL,
+    REPLACE_ONE,
+    SAMPLED,
+    quick_search,
+    sound_guarantees,
+)  # fmt: skip
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
@@ -277,14 +285,7 @@ MISTAKES = {
 def find(runs, claim, examples):
     """Searches with one claim from several seeds, without shrinking what it finds."""
 
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.target],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @quick_search(examples)
     @given(runs)
     def search(run):
         guarantee = claim(run)

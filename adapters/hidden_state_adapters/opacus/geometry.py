@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from opacus.utils.module_utils import trainable_modules
 from torch import nn
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
@@ -26,11 +27,7 @@ _PASSIVE_BEFORE_SOFTMAX = (*_PASSIVE, nn.LogSoftmax)
 
 def find_linear_head(module: nn.Module) -> nn.Linear | None:
     """The only trainable layer of `module` if it is an nn.Linear, else None."""
-    owners = [
-        part
-        for part in module.modules()
-        if any(p.requires_grad for p in part.parameters(recurse=False))
-    ]
+    owners = [part for _, part in trainable_modules(module)]
     return owners[0] if len(owners) == 1 and type(owners[0]) is nn.Linear else None
 
 
@@ -50,11 +47,7 @@ def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Lin
     head = find_linear_head(module)
     frozen = head is not None and any(not p.requires_grad for p in head.parameters())
     if head is None or frozen:
-        trained = [
-            type(part).__name__
-            for part in module.modules()
-            if any(p.requires_grad for p in part.parameters(recurse=False))
-        ]
+        trained = [type(part).__name__ for _, part in trainable_modules(module)]
         raise UnsupportedRunError(
             'loss_geometry="auto" needs a model in which one whole nn.Linear is trained and the '
             f"rest is frozen with requires_grad_(False), got trainable {', '.join(trained) or '-'}"

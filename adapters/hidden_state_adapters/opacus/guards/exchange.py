@@ -37,10 +37,9 @@ class Half:
     count: int
     version: Callable[[int], Call]
 
-    def differ(self, number: int) -> Figure:
-        """Whether a version differs from version 0: with equal rows there is nothing to see."""
-        pairs = self._pairs(self.version(0), self.version(number))
-        return any_of((a != b).any() for a, b in pairs)
+    def differ(self, before: Call, after: Call) -> Figure:
+        """Whether two versions differ at all: with equal rows there is nothing to see."""
+        return any_of((a != b).any() for a, b in self._pairs(before, after))
 
     def moved(self, before: Any, after: Any) -> Figure:
         """Whether results for records that were kept differ, by more than rounding.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -51,11 +52,7 @@ class ForwardGuard(Guard):
         self.passes = 0
         self._head = head
         self._has_other_parameters: Figure = False
-        self._owners = [
-            part
-            for part in module.modules()
-            if any(p.requires_grad for p in part.parameters(recurse=False))
-        ]
+        self._owners = [part for _, part in trainable_modules(module)]
         self._trainable = [p for p in module.parameters() if p.requires_grad]
         self._names = {part: _trainable_names(part) for part in self._owners}
         self._checks_convolutions = checks_convolutions

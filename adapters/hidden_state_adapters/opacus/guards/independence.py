@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
@@ -63,10 +64,12 @@ class Probe:
 
     def _compared(self, parts: Iterable[Half]) -> Iterator[_Comparison]:
         for half in parts:
-            first = self._computed(half.version(0))
+            first = half.version(0)
+            result = self._computed(first)
             for number in range(1, half.count):
-                moved = half.moved(first, self._computed(half.version(number)))
-                yield _Comparison(half, number, moved, half.differ(number))
+                other = half.version(number)
+                moved = half.moved(result, self._computed(other))
+                yield _Comparison(half, number, moved, half.differ(first, other))
 
     def judge(self, values: Mapping[str, float]) -> bool:
         """Whether records act on each other; reads what `figures` returned."""
@@ -220,8 +223,7 @@ def _responses(module: nn.Module, call: Call) -> Any:
         layers.extend(x for x in tree_leaves(output) if _is_differentiable(x))
 
     with _without_our_hooks(module), torch.enable_grad():
-        owners = [m for m in module.modules() if any(True for _ in _trainable(m))]
-        handles = [part.register_forward_hook(note) for part in owners]
+        handles = [part.register_forward_hook(note) for _, part in trainable_modules(module)]
         try:
             outputs = functional_call(module, buffers, *call)
         finally:
@@ -234,10 +236,6 @@ def _responses(module: nn.Module, call: Call) -> Any:
         if totals and layers:
             gradients = torch.autograd.grad(sum(totals), layers, allow_unused=True)
     return tree_map(_detached, (outputs, gradients))
-
-
-def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (p for p in module.parameters(recurse=False) if p.requires_grad)
 
 
 def _is_differentiable(value: Any) -> bool:

@@ -12,6 +12,7 @@ from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.precision import check_precision
+from hidden_state_adapters.opacus.guards.records import counted_writes
 
 # Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -226,7 +227,7 @@ class ParameterGuard(Guard):
 
 def _writes(value: torch.Tensor) -> tuple[int, int]:
     """Changes with every write that torch counts, and where `.data` is assigned."""
-    return 0 if value.is_inference() else value._version, value.data_ptr()
+    return counted_writes(value), value.data_ptr()
 
 
 def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:

@@ -70,17 +70,20 @@ def _leaves(dataset: Any) -> Iterator[Any]:
 
 
 def _written(tensors: Iterable[torch.Tensor]) -> _Written:
-    return [(tensor, _writes(tensor)) for tensor in tensors]
+    return [(tensor, counted_writes(tensor)) for tensor in tensors]
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    # What was computed under inference_mode() has no count, and cannot be written outside of it.
+def counted_writes(tensor: torch.Tensor) -> int:
+    """How often torch counted a write to a tensor.
+
+    What was computed under inference_mode() has no count, and cannot be written outside of it.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_untouched(tensors: tuple[torch.Tensor, ...], known: _Written) -> bool:
     return len(tensors) == len(known) and all(
-        tensor is old and _writes(tensor) == version
+        tensor is old and counted_writes(tensor) == version
         for tensor, (old, version) in zip(tensors, known, strict=True)
     )
 
@@ -88,7 +91,7 @@ def _is_untouched(tensors: tuple[torch.Tensor, ...], known: _Written) -> bool:
 def _holds_the_same(tensors: tuple[torch.Tensor, ...], known: _Written) -> bool:
     """Whether tensors were put in the place of others that nobody wrote and that are equal."""
     return len(tensors) == len(known) and all(
-        _writes(old) == version
+        counted_writes(old) == version
         and (tensor.shape, tensor.dtype) == (old.shape, old.dtype)
         and torch.equal(tensor.to(old.device), old)
         for tensor, (old, version) in zip(tensors, known, strict=True)

@@ -9,6 +9,7 @@ import attrs
 import torch
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer
+from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -75,9 +76,7 @@ class BlockCoordinate(Mechanism):
         self._forward: ForwardGuard
         self._inputs: SameInputsGuard
         self._is_linear = all(
-            isinstance(part, nn.Linear)
-            for part in optimizer.module.modules()
-            if any(p.requires_grad for p in part.parameters(recurse=False))
+            isinstance(part, nn.Linear) for _, part in trainable_modules(optimizer.module)
         )
         self.why_coarse = ""  # why gradients are not those of a declared loss
         self._noise_multiplier = 0.0  # of the current step
