@@ -22,6 +22,11 @@ from hidden_state_accountants.figures import text_up
 
 _DELTA = 1e-5  # where epsilon is read in one line
 _SELECTION = Citation("Papernot, Steinke 2022", "Theorems 2 and 6", "2110.03620")
+_NEIGHBOURS = {
+    "ADD_OR_REMOVE_ONE": "one of which lacks a person",
+    "REPLACE_ONE": "that differ in the records of one person",
+    "REPLACE_SPECIAL": "that differ in one person, whose records have no gradient in one of them",
+}
 Changes = Callable[[float], Sequence[tuple[str, float]]]
 
 
@@ -89,6 +94,13 @@ class Assumption:
 
     def __str__(self) -> str:
         return f"{self.status.value}: {self.text}"
+
+
+_VOUCHED = {
+    Status.CHECKED: "Checked by the software",
+    Status.DECLARED: "On the word of those who trained",
+    Status.PUBLIC: "Public",
+}
 
 
 @attrs.frozen(repr=False)
@@ -309,6 +321,29 @@ class Guarantee:
             change = f"{text_up(epsilon, 4)} -> {text_up(changed, 4)}"
             lines.append(f"one change: {description}: epsilon {change}")
         return "\n".join(lines)
+
+    def statement(self, delta: float = 1e-5) -> str:
+        """The guarantee in sentences, for a paper or a model card.
+
+        Args:
+            delta: Where epsilon is read; it should be well below 1 over the number of records.
+        """
+        relation = self.neighboring_relation.name
+        assumed = [
+            f"{words}: {'; '.join(a.text for a in self.assumptions if a.status is status)}."
+            for status, words in _VOUCHED.items()
+            if any(a.status is status for a in self.assumptions)
+        ]
+        sentences = [
+            f"What is released is (epsilon, delta)-differentially private with epsilon = "
+            f"{text_up(self.epsilon(delta), 4)} and delta = {delta:g}.",
+            f"Neighbouring are data sets {_NEIGHBOURS[relation]} ({relation}).",
+            *([f"It holds only for {self.scope(delta)}."] if self.only_for else []),
+            *([f"It is NOT PROVEN: {self.caveat}."] if self.caveat else []),
+            f"It is computed by hidden-state-accountants from: {self.theorem}.",
+            *assumed,
+        ]
+        return "\n".join(sentences)
 
     def __repr__(self) -> str:
         mu = "" if self.mu is None else f"mu = {text_up(self.mu, 4)}, "

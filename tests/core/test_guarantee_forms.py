@@ -40,6 +40,28 @@ class TestText:
         assert "NOT PROVEN" in repr(unproven)
         assert "<th>NOT PROVEN</th><td>a gap in Lemma 1 &lt; 2</td>" in unproven._repr_html_()
 
+    @pytest.mark.parametrize(
+        ("relation", "words"),
+        [
+            ("add_or_remove_one", "lacks a person"),
+            ("replace_one", "differ in the records of one person"),
+            ("replace_special", "no gradient in one of them"),
+        ],
+    )
+    def test_sentences_for_a_paper(self, relation, words):
+        found = guarantee("poisson", relation)
+        text = found.statement(1e-6)
+        assert f"epsilon = {hsa.figures.text_up(found.epsilon(1e-6), 4)} and delta = 1e-06" in text
+        assert words in text
+        assert found.theorem in text
+        assert all(assumption.text in text for assumption in found.assumptions)
+
+    def test_sentences_say_whose_privacy_it_is(self):
+        assert "one person has at most 3 records" in guarantee().for_groups_of(3).statement()
+        assert "only for records of batch 1" in guarantee(record_position=1).statement()
+        unproven = attrs.evolve(guarantee(), caveat="a gap in Lemma 1")
+        assert "NOT PROVEN: a gap in Lemma 1" in unproven.statement()
+
     def test_the_table_has_every_assumption(self):
         html = guarantee()._repr_html_()
         assert html.count("<tr>") == 5 + len(guarantee().assumptions)
