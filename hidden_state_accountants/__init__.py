@@ -11,39 +11,42 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
     1.9949
 """
 
-from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
-from hidden_state_accountants.auditing import AuditReport, audit
-from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
-from hidden_state_accountants.calibration import (
-    calibrate_epochs,
-    calibrate_noise,
-    calibrate_weight_decay,
-)
-from hidden_state_accountants.compare import Comparison, compare, position_profile
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder
-from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.events.schedule import Schedule
-from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.losses.envelope import envelope_smoothing
-from hidden_state_accountants.paper_accountants import (
-    BlockCoordinateAccountant,
-    ChienLiAccountant,
-    DiceSgdAccountant,
-    KongRiberoAccountant,
-    LangevinAccountant,
-    ShiftedInterpolationAccountant,
-)
-from hidden_state_accountants.process.batch_curvature import CurvatureRelease, release_curvature
-from hidden_state_accountants.process.geometry import clipped_update_lipschitz
-from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
-from hidden_state_accountants.runs import block_coordinate as _block_coordinate  # noqa: F401
-from hidden_state_accountants.runs import dice_sgd as _dice_sgd  # noqa: F401  registers its run
-from hidden_state_accountants.runs.last_iterate import RunRecorder
-from hidden_state_accountants.runs.running import RunningGuarantee
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
+    from hidden_state_accountants.auditing.audit import audit
+    from hidden_state_accountants.auditing.report import AuditReport
+    from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
+    from hidden_state_accountants.calibration import (
+        calibrate_epochs,
+        calibrate_noise,
+        calibrate_weight_decay,
+    )
+    from hidden_state_accountants.comparing import Comparison, compare, position_profile
+    from hidden_state_accountants.errors import UnsupportedRunError
+    from hidden_state_accountants.events.batch_order import BatchOrder
+    from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
+    from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
+    from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+    from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+    from hidden_state_accountants.events.schedule import Schedule
+    from hidden_state_accountants.guarantee import Assumption, Guarantee
+    from hidden_state_accountants.losses.envelope import envelope_smoothing
+    from hidden_state_accountants.paper_accountants import (
+        BlockCoordinateAccountant,
+        ChienLiAccountant,
+        DiceSgdAccountant,
+        KongRiberoAccountant,
+        LangevinAccountant,
+        ShiftedInterpolationAccountant,
+    )
+    from hidden_state_accountants.process.batch_curvature import CurvatureRelease, release_curvature
+    from hidden_state_accountants.process.geometry import clipped_update_lipschitz
+    from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
+    from hidden_state_accountants.runs.last_iterate import RunRecorder
+    from hidden_state_accountants.runs.running import RunningGuarantee
 
 __version__ = "0.1.0"
 
@@ -87,3 +90,65 @@ __all__ = [
     "release_curvature",
     "shifted_gdp_mu",
 ]
+
+# A name is imported when it is first used: SciPy and dp-accounting take a second to import, and
+# `hsa --help` needs neither.
+_MODULES = {
+    "Assumption": "guarantee",
+    "AuditReport": "auditing.report",
+    "BOUNDS": "bounds",
+    "BatchOrder": "events.batch_order",
+    "BlockCoordinateAccountant": "paper_accountants",
+    "BlockCoordinateDpEvent": "events.block_coordinate",
+    "Bound": "bounds",
+    "Candidate": "recommendation",
+    "ChienLiAccountant": "paper_accountants",
+    "Comparison": "comparing",
+    "CurvatureRelease": "process.batch_curvature",
+    "DiceSgdAccountant": "paper_accountants",
+    "DiceSgdDpEvent": "events.dice_sgd",
+    "Guarantee": "guarantee",
+    "KongRiberoAccountant": "paper_accountants",
+    "LangevinAccountant": "paper_accountants",
+    "LastIterateAccountant": "accountants",
+    "LastIterateDpEvent": "events.last_iterate",
+    "LossGeometry": "events.loss_geometry",
+    "LossKind": "events.loss_geometry",
+    "Recommendation": "recommendation",
+    "RunRecorder": "runs.last_iterate",
+    "RunningGuarantee": "runs.running",
+    "Schedule": "events.schedule",
+    "ShiftedInterpolationAccountant": "paper_accountants",
+    "UnsupportedRunError": "errors",
+    "audit": "auditing.audit",
+    "calibrate_epochs": "calibration",
+    "calibrate_noise": "calibration",
+    "calibrate_weight_decay": "calibration",
+    "clipped_update_lipschitz": "process.geometry",
+    "compare": "comparing",
+    "compose_guarantees": "accountants",
+    "envelope_smoothing": "losses.envelope",
+    "position_profile": "comparing",
+    "recommend": "recommendation",
+    "release_curvature": "process.batch_curvature",
+    "shifted_gdp_mu": "bounds",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of the package."""
+    if name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

@@ -6,23 +6,23 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
-import dp_accounting
 import typer
-from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.accountants import BoundAccountant
-from hidden_state_accountants.cli import output
+from hidden_state_accountants.cli import names, output
 from hidden_state_accountants.cli.flags import with_run
-from hidden_state_accountants.cli.run_file import RELATIONS, RunDescription
 from hidden_state_accountants.cli.template import TEMPLATE
 from hidden_state_accountants.figures import round_up
-from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.plotting import check_path
-from hidden_state_accountants.recommendation import LOSSES
+
+if TYPE_CHECKING:  # the help needs nothing of this
+    import dp_accounting
+    from dp_accounting import NeighboringRelation
+
+    from hidden_state_accountants.cli.run_file import RunDescription
+    from hidden_state_accountants.guarantee import Guarantee
 
 _EXIT_BAD_INPUT = 2
 _ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -36,8 +36,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Run = Callable[..., RunDescription]
-_BOUNDS = ", ".join(bound.name for bound in hsa.BOUNDS)
+Run = Callable[..., "RunDescription"]
+_BOUNDS, _RELATIONS = ", ".join(names.BOUNDS), ", ".join(names.RELATIONS)
+_RECOMMENDED = ", ".join(names.RECOMMENDED_LOSSES)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; infinity is the text inf.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 Plot = Annotated[
@@ -88,6 +89,8 @@ def _options(
 
 
 def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.PrivacyAccountant:
+    from hidden_state_accountants.accountants import BoundAccountant
+
     name = name.replace("-", "_")
     if name == _LAST_ITERATE:
         return hsa.LastIterateAccountant(relation)
@@ -126,6 +129,14 @@ def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee
             warnings.simplefilter("ignore")
         made: Any = _accountant(accountant, found.neighboring_relation)
         return made.compose(found.event).guarantee
+
+
+def _check_plot(path: Path | None) -> None:
+    """Before anything is computed."""
+    from hidden_state_accountants.plotting import check_path
+
+    if path is not None:
+        check_path(path)
 
 
 @app.command()
@@ -263,8 +274,7 @@ def compare(
             f"Expected one neighboring relation, got {len(relations)} in the files. "
             "Choose one with --relation."
         )
-    if plot is not None:
-        check_path(plot)
+    _check_plot(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
@@ -298,8 +308,7 @@ def audit(
 
     Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
     """
-    if plot is not None:
-        check_path(plot)
+    _check_plot(plot)
     found = run()
     claim: Any = (claim_epsilon, found.delta)
     if claim_epsilon is None:
@@ -366,7 +375,7 @@ def recommend(
     ] = 1.0,
     bias: Annotated[bool, typer.Option("--bias", help="A bias is trained as well.")] = False,
     loss: Annotated[
-        str | None, typer.Option(help=f"{', '.join(LOSSES)}; default: by the classes.")
+        str | None, typer.Option(help=f"{_RECOMMENDED}; default: by the classes.")
     ] = None,
     clip_norm: Annotated[
         float | None, typer.Option(help="Of the gradient in the predictions; default: 0.3.")
@@ -377,7 +386,7 @@ def recommend(
         typer.Option(help="Batch orders that can be had: cyclic,full. Default: all."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    relation: Annotated[str, typer.Option(help=f"{', '.join(RELATIONS)}.")] = "replace_special",
+    relation: Annotated[str, typer.Option(help=f"{_RELATIONS}.")] = "replace_special",
     json: Json = False,
 ) -> None:
     """How should I train a linear model, for a given epsilon?

@@ -6,19 +6,21 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hidden_state_accountants.cli import run_file
-from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.cli import names
+
+if TYPE_CHECKING:  # the help needs nothing of this
+    from hidden_state_accountants.cli.run_file import RunDescription
 
 _RUN, _LOSS, _ACCOUNTING = "The run", "The loss, per example", "Accounting"
-_ORDERS = ", ".join(order.value for order in BatchOrder)
+_ORDERS = ", ".join(names.ORDERS)
 
 
-def _option(text: str, panel: str, *names: str, **options: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **options)
+def _option(text: str, panel: str, *flags: str, **options: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False, **options)
 
 
 def _run_fields(
@@ -55,7 +57,7 @@ def _run_fields(
 
 def _loss_fields(
     loss: Annotated[
-        str | None, _option(f"none (default), {', '.join(run_file.LOSSES)}.", _LOSS)
+        str | None, _option(f"none (default), {', '.join(names.LOSSES)}.", _LOSS)
     ] = None,
     smoothness: Annotated[float | None, _option("M of convex, smooth, ...", _LOSS)] = None,
     strong_convexity: Annotated[float | None, _option("Of strongly_convex.", _LOSS)] = None,
@@ -82,7 +84,7 @@ def _accounting(
     delta: Annotated[float | None, _option("Default 1e-5.", _ACCOUNTING, "--delta", "-d")] = None,
     relation: Annotated[
         str | None,
-        _option(f"{', '.join(run_file.RELATIONS)}; default replace_special.", _ACCOUNTING),
+        _option(f"{', '.join(names.RELATIONS)}; default replace_special.", _ACCOUNTING),
     ] = None,
 ) -> None: ...
 
@@ -132,7 +134,9 @@ def with_run(function: Callable[..., Any]) -> Callable[..., Any]:
 
         def run(
             file: Path | None = path, defaults: Mapping[str, Any] | None = None
-        ) -> run_file.RunDescription:
+        ) -> RunDescription:
+            from hidden_state_accountants.cli import run_file
+
             flags = _plain(fields)
             return run_file.read(file, flags, losses, delta, relation, defaults or {})
 

@@ -7,20 +7,23 @@ import json as json_module
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hidden_state_accountants.cli.run_file import RunDescription
-from hidden_state_accountants.compare import Comparison
-from hidden_state_accountants.compare.comparison import Progress
-from hidden_state_accountants.compare.methods import Row
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.guarantee import Guarantee
+
+if TYPE_CHECKING:  # the help needs nothing of this
+    import numpy as np
+
+    from hidden_state_accountants.cli.run_file import RunDescription
+    from hidden_state_accountants.comparing import Comparison
+    from hidden_state_accountants.comparing.comparison import Progress
+    from hidden_state_accountants.comparing.methods import Row
+    from hidden_state_accountants.guarantee import Guarantee
 
 _WIDTH_OF_A_PIPE = 110
 

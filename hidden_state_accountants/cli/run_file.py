@@ -14,6 +14,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
+from hidden_state_accountants.cli.names import LOSSES
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     batches_per_pass,
@@ -21,15 +22,6 @@ from hidden_state_accountants.events.batch_order import (
 )
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import SCHEMA
-
-LOSSES = tuple(
-    name
-    for name, _ in inspect.getmembers(LossGeometry, inspect.ismethod)
-    if not name.startswith("_")
-)
-"""The class methods of `LossGeometry`."""
-
-RELATIONS = tuple(relation.name.lower() for relation in NeighboringRelation)
 
 
 @attrs.frozen

@@ -1,3 +1,4 @@
+import inspect
 import json
 import subprocess
 import sys
@@ -5,15 +6,16 @@ import warnings
 
 import attrs
 import pytest
+from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
 
 pytest.importorskip("typer")
 
-from hidden_state_accountants.cli import app
+from hidden_state_accountants import recommendation
+from hidden_state_accountants.cli import app, names
 from hidden_state_accountants.cli.app import run
-from hidden_state_accountants.cli.run_file import LOSSES
 from hidden_state_accountants.cli.template import TEMPLATE
 
 RUN = """
@@ -101,7 +103,27 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
     fields = {field.name for field in attrs.fields(hsa.LastIterateDpEvent)}
     assert fields <= flags
     assert "relation" in flags
-    assert set(LOSSES) >= {kind.value for kind in hsa.LossKind}
+    assert set(names.LOSSES) >= {kind.value for kind in hsa.LossKind}
+
+
+def test_names_are_those_of_the_package():
+    losses = inspect.getmembers(hsa.LossGeometry, inspect.ismethod)
+    assert names.BOUNDS == tuple(bound.name for bound in hsa.BOUNDS)
+    assert names.LOSSES == tuple(name for name, _ in losses if not name.startswith("_"))
+    assert names.RECOMMENDED_LOSSES == tuple(recommendation.LOSSES)
+    assert names.ORDERS == tuple(order.value for order in hsa.BatchOrder)
+    assert names.RELATIONS == tuple(kind.name.lower() for kind in NeighboringRelation)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["epsilon", "--help"], ["--version"]])
+def test_help_waits_for_no_library(arguments):
+    code = (
+        "import sys; from hidden_state_accountants.cli.app import run; "
+        f"assert run({arguments}) == 0; "
+        "print(sorted({'absl', 'dp_accounting', 'numpy', 'scipy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +323,7 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
 def test_init_names_every_field():
     for field in attrs.fields(hsa.LastIterateDpEvent):
         assert field.name in TEMPLATE or field.name in ("num_steps", "record_position")
-    for loss in LOSSES:
+    for loss in names.LOSSES:
         assert f'kind = "{loss}"' in TEMPLATE
 
 

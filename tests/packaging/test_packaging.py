@@ -1,5 +1,6 @@
 """What is installed, and what importing it costs."""
 
+import ast
 import importlib.util
 import json
 import pathlib
@@ -10,6 +11,8 @@ import tarfile
 import zipfile
 
 import pytest
+
+import hidden_state_accountants as hsa
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = {"hidden_state_accountants", "hidden_state_adapters"}
@@ -22,7 +25,7 @@ start = time.perf_counter()
 import dp_accounting
 upstream = time.perf_counter()
 before = set(sys.modules)
-import {package}
+from {package} import *  # a bare import imports nothing yet
 end = time.perf_counter()
 modules = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})
 print(json.dumps({{"seconds": end - upstream, "upstream": upstream - start, "modules": modules}}))
@@ -51,6 +54,33 @@ def test_import_loads_no_framework_and_no_extra(package, tmp_path):
 def test_import_takes_under_a_second_beyond_dp_accounting(tmp_path):
     runs = [import_in_new_process("hidden_state_accountants", tmp_path) for _ in range(3)]
     assert min(run["seconds"] for run in runs) < 1.0, runs
+
+
+def test_import_of_the_package_imports_nothing_yet(tmp_path):
+    # In a process of its own: here everything is imported already.
+    code = (
+        "import sys, hidden_state_accountants as hsa; before = set(sys.modules); "
+        "assert set(hsa.__all__) <= set(dir(hsa)); import hidden_state_accountants.comparing; "
+        "assert callable(hsa.compare) and hsa.comparing.compare is hsa.compare; "
+        "names = {}; exec('from hidden_state_accountants import *', names); "
+        "assert set(hsa.__all__) <= set(names); "
+        "print(sorted({'absl', 'dp_accounting', 'numpy', 'scipy'} & before))"
+    )
+    assert run(sys.executable, "-c", code, cwd=tmp_path).splitlines()[-1] == "[]"
+
+
+def test_what_is_imported_late_is_what_type_checkers_see():
+    tree = ast.parse(pathlib.Path(hsa.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.name: node.module.removeprefix("hidden_state_accountants.")
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == hsa._MODULES
+    assert sorted(seen) == sorted(hsa.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'compair'"):
+        _ = hsa.compair
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@
 shifted_interpolation 1.9949
 """
 
-from hidden_state_accountants.compare.comparison import Comparison, compare
-from hidden_state_accountants.compare.methods import Row
-from hidden_state_accountants.compare.positions import position_profile
+from hidden_state_accountants.comparing.comparison import Comparison, compare
+from hidden_state_accountants.comparing.methods import Row
+from hidden_state_accountants.comparing.positions import position_profile
 
 __all__ = ["Comparison", "Row", "compare", "position_profile"]

@@ -14,14 +14,14 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
-from hidden_state_accountants.compare.methods import (
+from hidden_state_accountants.comparing.methods import (
     COMBINED,
     OTHER_ALGORITHM,
     PROVEN,
     Row,
     rows_of,
 )
-from hidden_state_accountants.compare.shorter import first_epochs, plotted_epochs
+from hidden_state_accountants.comparing.shorter import first_epochs, plotted_epochs
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.plotting import Panel, Series, check_path, plot_comparison
 
