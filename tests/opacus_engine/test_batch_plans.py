@@ -11,7 +11,7 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.opacus.data.plans import (
+from hidden_state_adapters.batch_plans import (
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,
@@ -108,7 +108,7 @@ def test_keys_are_drawn_in_two_parts(monkeypatch, threshold):
         drawn.append(found.astype(np.uint8).tobytes())
         return drawn[-1]
 
-    monkeypatch.setattr("hidden_state_adapters.opacus.data.plans.os.urandom", urandom)
+    monkeypatch.setattr("hidden_state_adapters.batch_plans.os.urandom", urandom)
     positions, keys = RandomKeys().below(0, 500, threshold)
     if threshold == 0:
         assert len(positions) == len(keys) == 0
@@ -237,7 +237,7 @@ def test_private_state_goes_on_with_the_same_batches(make, step):
         damaged = plan.private_state(step)
         if name not in damaged:
             continue
-        damaged[name] = {step: [99]} if name == "batches" else damaged[name] + 1
+        damaged[name] = {step: [99]} if name == "batches" else [i + 1 for i in damaged[name]]
         with pytest.raises(ValueError, match="private state"):
             make().load_private_state(damaged)
 

@@ -16,11 +16,11 @@ from torch.utils.data import (
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
+from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.opacus import OrderedBatchSampler
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.loaders import private_loader
 from hidden_state_adapters.opacus.data.order import plan_batches
-from hidden_state_adapters.opacus.data.plans import FixedPlan
 
 
 def numbers(size):

@@ -9,9 +9,9 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch.utils.data import BatchSampler, DataLoader
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
-from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.data.subsets import FixedSubsets
 
 

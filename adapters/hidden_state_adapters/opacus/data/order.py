@@ -20,14 +20,15 @@ from torch.utils.data import (
 )
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
-from hidden_state_adapters.opacus.data.plans import (
+from hidden_state_adapters.batch_plans import (
     BatchPlan,
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,
     SampledPlan,
+    poisson_plan,
 )
+from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
 from hidden_state_adapters.opacus.data.watch import samples_as
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -94,19 +95,14 @@ def plan_batches(
 def _poisson_plan(
     data_loader: DataLoader, records: Sequence[int], keys: RandomKeys, max_batch_size: int | None
 ) -> SampledPlan:
-    """Poisson batches at the rate, and with the divisor, of Opacus' own engine.
-
-    Opacus samples at a rate of 1/len(loader) and divides by n/len(loader), rounded down. Where b
-    does not divide n, that is a little less than b/n, and the accountants of Opacus report it so.
-    """
+    """Poisson batches, as many in a pass as the loader has."""
     num_batches, size = len(data_loader), len(records)
     if num_batches == 0:
         raise UnsupportedRunError(
             f"Expected at least one batch, got a batch_size of {data_loader.batch_size} for {size} "
             "records and drop_last=True. Lower the batch size, or leave drop_last out."
         )
-    divisor = max(1, int(size * (1 / num_batches)))  # as in Opacus' make_private, to the last bit
-    return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, num_batches)
+    return poisson_plan(records, num_batches, keys, max_batch_size)
 
 
 def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> BatchOrder:

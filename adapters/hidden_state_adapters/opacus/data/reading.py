@@ -14,9 +14,9 @@ from opacus.utils.uniform_sampler import (
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
 from hidden_state_adapters.opacus.data.order import plan_batches, refuse_repeated_records
-from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.data.watch import samples_as
 
 # A seed that was drawn by the operating system has 64 bits, one that a person wrote has not.

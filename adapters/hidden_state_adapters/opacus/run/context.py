@@ -10,8 +10,8 @@ from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
-from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.guards.base import Guard, Guards
 from hidden_state_adapters.opacus.guards.batch import BatchGuard

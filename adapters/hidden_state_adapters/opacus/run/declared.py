@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
-from hidden_state_adapters.opacus.data.plans import BatchPlan
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.projections import Projection, projection_of

@@ -1,4 +1,7 @@
-"""Which records each step of a run uses: one plan for each kind of batch order."""
+"""Which records each step of a run uses: one plan for each kind of batch order.
+
+No plan needs a training framework; every adapter that owns its data deals its batches by one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import torch
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 
@@ -121,7 +123,7 @@ class BatchPlan:
 
     @property
     def description(self) -> str:
-        """What the engine checks about the batches, in words."""
+        """What is checked about the batches, in words."""
         raise NotImplementedError
 
     def batch(self, step: int) -> list[int]:
@@ -186,7 +188,7 @@ class FixedPlan(BatchPlan):
 
     @property
     def description(self) -> str:
-        """What the engine checks about the batches, in words."""
+        """What is checked about the batches, in words."""
         kind = "one order, drawn at random" if self._keys is not None else "the fixed order"
         return f"indices of the batches: b each, in {kind}, each once per epoch, one step each"
 
@@ -209,7 +211,7 @@ class FixedPlan(BatchPlan):
 
     def private_state(self, step: int) -> dict[str, Any]:
         """Plain types that restore what was drawn for step `step` and later. Secret."""
-        return {"order": torch.tensor(self._sequence)} if self.is_secret else {}
+        return {"order": [int(index) for index in self._sequence]} if self.is_secret else {}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `private_state` returned."""
@@ -227,7 +229,7 @@ class ReshuffledPlan(BatchPlan):
 
     @property
     def description(self) -> str:
-        """What the engine checks about the batches, in words."""
+        """What is checked about the batches, in words."""
         return (
             "indices of the batches: b each, in an order drawn anew for every epoch, each once per "
             "epoch, one step each"
@@ -253,7 +255,7 @@ class ReshuffledPlan(BatchPlan):
         """Plain types that restore what was drawn for step `step` and later. Secret."""
         if self._epoch != step // self.num_batches:
             return {"epoch": -1}
-        return {"epoch": self._epoch, "order": torch.tensor(self._sequence)}
+        return {"epoch": self._epoch, "order": [int(index) for index in self._sequence]}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `private_state` returned."""
@@ -311,7 +313,7 @@ class SampledPlan(BatchPlan):
 
     @property
     def description(self) -> str:
-        """What the engine checks about the batches, in words."""
+        """What is checked about the batches, in words."""
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
             return "indices of the batches: b records drawn anew for every step, one step each"
         cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
@@ -357,6 +359,27 @@ class SampledPlan(BatchPlan):
         if any(len(set(b)) < len(b) or not known.issuperset(b) for b in batches.values()):
             raise ValueError("The private state is damaged: a batch holds unknown records.")
         self._batches = batches
+
+
+def poisson_plan(
+    records: Sequence[int],
+    num_batches: int,
+    keys: RandomKeys,
+    max_batch_size: int | None = None,
+) -> SampledPlan:
+    """Poisson batches at the rate, and with the divisor, of Opacus' own engine.
+
+    Opacus samples at a rate of 1/num_batches and divides by n/num_batches, rounded down. Where b
+    does not divide n, that is a little less than b/n, and the accountants of Opacus report it so.
+
+    Args:
+        records: The indices of all n records.
+        num_batches: Of one pass, as a loader of batches of b records counts them.
+        keys: Where the randomness comes from.
+        max_batch_size: The cap, or None.
+    """
+    divisor = max(1, int(len(records) * (1 / num_batches)))  # as in Opacus, to the last bit
+    return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, num_batches)
 
 
 def _restored(order: Any, records: Sequence[int]) -> np.ndarray:
