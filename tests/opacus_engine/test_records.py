@@ -202,3 +202,14 @@ LABELS = torch.zeros(4, dtype=torch.int64)
 )
 def test_records_that_are_there_once(parts):
     assert Loop(ConcatDataset(parts)).epoch().engine.get_epsilon(1e-5) > 0
+
+
+def test_the_guarantee_of_an_engine_says_what_was_checked():
+    loop = Loop(data()).epoch()
+    guarantee = loop.engine.guarantee
+    assert guarantee.epsilon(1e-5) == loop.engine.get_epsilon(1e-5)
+    assert guarantee.assumptions == loop.engine.assumptions
+    assert "Checked by the software" in guarantee.statement(1e-5)
+    loop.loader.dataset.tensors[0].mul_(2.0)
+    with pytest.raises(hsa.UnsupportedRunError, match="a write to the tensors"):
+        _ = loop.engine.guarantee

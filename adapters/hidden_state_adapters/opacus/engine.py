@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 import dp_accounting
 import torch
 from dp_accounting import NeighboringRelation
@@ -27,7 +28,12 @@ from hidden_state_accountants import (
     UnsupportedRunError,
 )
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.guarantee import Topic, merge_assumptions, replace_assumptions
+from hidden_state_accountants.guarantee import (
+    Guarantee,
+    Topic,
+    merge_assumptions,
+    replace_assumptions,
+)
 from hidden_state_accountants.runs.base import Run, check_covered, kind_of
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.opacus import checkpoints
@@ -513,6 +519,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if optimizer is not None:
             own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
         return merge_assumptions([replace_assumptions(proven, *own)])
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What is proven about all runs, with everything that the engine checked.
+
+        Raises:
+            UnsupportedRunError: As `get_epsilon`.
+        """
+        return attrs.evolve(self.accountant.guarantee, assumptions=self.assumptions)
 
     def report(self, delta: float) -> str:
         """A dozen lines to paste: epsilon, theorem, releases that it covers, run, assumptions.
