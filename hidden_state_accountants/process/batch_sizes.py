@@ -30,13 +30,16 @@ class BatchSizes:
     Attributes:
         smallest: Of R_t.
         largest: Of R_t and the record together.
-        others: How many records may be in R_t.
+        fewest: How many records may be in R_t, in the smaller case. Under ADD_OR_REMOVE_ONE the
+            records that are declared are those of either data set.
+        others: How many may be, in the larger case.
         rate: The probability that one of them is.
         failure: Bounds the probability that a size of the run is outside.
     """
 
     smallest: int
     largest: int
+    fewest: int
     others: int
     rate: float
     failure: float
@@ -51,16 +54,17 @@ class BatchSizes:
         """
         largest = largest_size(event, relation, failure / 2)
         others = event.dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
+        fewest = event.dataset_size - 1
         rate = event.sampling_probability
-        below = stats.binom(others, rate).cdf
+        below = stats.binom(fewest, rate).cdf
         smallest = bisect.bisect_left(
-            range(others + 1), True, key=lambda k: event.num_steps * below(k) > failure / 2
+            range(fewest + 1), True, key=lambda k: event.num_steps * below(k) > failure / 2
         )
         smallest = min(smallest, largest - 1)
         failed = event.overfull_delta(relation, largest)
         if smallest:
             failed += event.num_steps * float(below(smallest - 1))
-        return cls(smallest, largest, others, rate, failed)
+        return cls(smallest, largest, fewest, others, rate, failed)
 
 
 def largest_size(event: LastIterateDpEvent, relation: NeighboringRelation, failure: float) -> int:

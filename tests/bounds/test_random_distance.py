@@ -114,7 +114,7 @@ class TestStretching:
     @pytest.mark.parametrize("slope", [0.03, -0.04])
     def test_fails_as_rarely_as_planned(self, slope):
         """Exact binomial tails, window by window; and the sum over the windows of a plan."""
-        sizes, failure, steps = BatchSizes(0, 60, 200, 0.1, 0.0), 0.05, 30
+        sizes, failure, steps = BatchSizes(0, 60, 200, 200, 0.1, 0.0), 0.05, 30
         lines = ModulusLines(np.full(steps, -0.7), np.full(steps, slope))
         largest = np.full(steps, 1.2)
         bounds = {
@@ -139,7 +139,7 @@ class TestStretching:
 
     def test_uneven_steps(self):
         """A window of steps with different lines: the exact law of a weighted sum of sizes."""
-        sizes, failure = BatchSizes(0, 9, 8, 0.3, 0.0), 0.3
+        sizes, failure = BatchSizes(0, 9, 8, 8, 0.3, 0.0), 0.3
         lines = ModulusLines(np.array([-0.5, -0.2, -0.4]), np.array([0.1, 0.0, 0.25]))
         stretching = Stretching.of_sizes(np.full(3, 9.0), lines, sizes, failure, False)
         law = stats.binom(8, 0.3).pmf(np.arange(9))

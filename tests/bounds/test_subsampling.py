@@ -194,13 +194,29 @@ class TestBatchSizes:
         event = run(batch_order="poisson", dataset_size=n, batch_size=b, num_steps=steps)
         sizes = BatchSizes.of(event, relation, 2e-12)
         others = n - (relation is SPECIAL)
-        law = stats.binom(others, b / n)
-        assert sizes.others == others
-        above, below = steps * law.sf(sizes.largest - 1), steps * law.cdf(sizes.smallest - 1)
+        law, small = stats.binom(others, b / n), stats.binom(n - 1, b / n)
+        assert (sizes.fewest, sizes.others) == (n - 1, others)
+        above, below = steps * law.sf(sizes.largest - 1), steps * small.cdf(sizes.smallest - 1)
         assert max(above, below) <= 1e-12
         assert sizes.failure == pytest.approx(above + below, rel=1e-9, abs=0)
         assert sizes.largest == 1 or steps * law.sf(sizes.largest - 2) > 1e-12
-        assert steps * law.cdf(sizes.smallest) > 1e-12
+        assert steps * small.cdf(sizes.smallest) > 1e-12
+
+    @pytest.mark.parametrize(("n", "rate"), [(1, 0.9), (3, 0.9), (40, 0.5)])
+    def test_a_record_that_is_removed_leaves_one_less(self, n, rate):
+        """Zeroing one of n records of a Poisson batch is removing it: no smaller epsilon holds.
+
+        A strongly convex loss contracts the less, the fewer records there are.
+        """
+        event = hsa.LastIterateDpEvent(
+            noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=max(1, n // 2),
+            dataset_size=n, num_steps=1000, batch_order="poisson", sampling_rate=rate,
+            loss=hsa.LossGeometry.strongly_convex(0.5, 0.5, lipschitz=1.0),
+        )  # fmt: skip
+        for delta in (1e-3, 1e-6):
+            found = (Subsampling().guarantee(event, r) for r in (ADD_OR_REMOVE, SPECIAL))
+            larger, smaller = (guarantee.epsilon(delta) for guarantee in found)
+            assert larger >= 0.99 * smaller  # another search
 
     def test_moduli_of_single_steps_are_those_of_the_largest_batch(self):
         event = probe_run(batch_order="poisson")

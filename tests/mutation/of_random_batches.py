@@ -18,6 +18,13 @@ _PAIR_TESTS = "bounds/test_sampled_pairs.py"
 _ATTACK = "soundness/test_random_distance.py"
 
 MUTATIONS = (
+    Mutation(
+        "batches_are_as_large_as_those_of_the_larger_data_set",
+        STRETCHING,
+        "means = np.maximum(sizes.fewest * each, sizes.others * each)",
+        "means = sizes.others * each",
+        _SAMPLED_TESTS,
+    ),
     # One step.
     Mutation(
         "sampled_record_replaces_nobody",

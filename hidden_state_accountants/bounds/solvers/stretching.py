@@ -84,7 +84,8 @@ class Stretching:
         number = 2 + math.ceil(math.log(high / low) / math.log(_RATIO))
         thetas = np.geomspace(low, high, number)[:, None]
         with np.errstate(over="ignore"):
-            means = sizes.others * np.log1p(sizes.rate * np.expm1(thetas * slope))
+            each = np.log1p(sizes.rate * np.expm1(thetas * slope))
+            means = np.maximum(sizes.fewest * each, sizes.others * each)
         plain = np.log(np.maximum(largest[shown], SMALLEST_MODULUS))
         logs = np.concatenate([plain[None, :], intercept + means / thetas])
         offsets = np.append(0.0, needed / thetas[:, 0])
