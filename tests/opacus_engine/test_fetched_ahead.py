@@ -114,6 +114,33 @@ def test_a_batch_that_was_looked_at_first(make_run):
     assert run.steps == 6
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("look", [lambda loader: next(iter(loader)), list])
+def test_a_look_in_the_middle_of_a_pass(make_run, order, look):
+    run = make_run(batch_order=order)
+    for _ in range(2):
+        for number, batch in enumerate(run.loader):
+            if number == 3:
+                look(run.loader)
+            run.step(batch)
+            if number == 4:
+                look(run.loader)
+    settings = {"batch_size": 60} if order == "full" else {}
+    assert run.engine.privacy_event == event(order, 2 * len(run.loader), **settings)
+    assert run.engine.get_epsilon(1e-5) > 0
+
+
+@pytest.mark.parametrize("order", ["cyclic", "reshuffled"])
+def test_training_on_what_was_looked_at(make_run, order):
+    run = make_run(batch_order=order)
+    batches = iter(run.loader)
+    next(batches)
+    run.step(next(iter(run.loader)))  # the same batch
+    next(batches)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 2 used .* expected batch 1"):
+        run.step(next(iter(run.loader)))
+
+
 # What the loop may do to a batch that it fetched ahead.
 
 

@@ -187,7 +187,9 @@ def test_an_abandoned_pass_cannot_go_on():
     loader = deal(DataLoader(numbers(12), batch_size=2))
     first = iter(loader)
     next(first)
-    assert len(batches(loader)) == 6
+    for number, _ in enumerate(loader):
+        loader.batch_sampler.cursor.take()
+        loader.batch_sampler.cursor.steps_taken = number + 1
     with pytest.raises(hsa.UnsupportedRunError, match="second iterator"):
         next(first)
 
@@ -198,14 +200,32 @@ def test_two_passes_at_once_are_refused_whoever_iterates(workers):
     # The workers have fetched everything by now: only the loader itself can notice.
     outer = iter(loader)
     next(outer), next(outer), next(outer)
-    next(iter(loader))
+    other = iter(loader)
+    next(other)
     with pytest.raises(hsa.UnsupportedRunError, match="second iterator"):
         next(outer)
+    del other
     outer = iter(loader.batch_sampler)  # as BatchMemoryManager does
     next(outer)
-    next(iter(loader.batch_sampler))
+    other = iter(loader.batch_sampler)
+    next(other)
     with pytest.raises(hsa.UnsupportedRunError, match="second iterator"):
         next(outer)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_look_within_a_pass_is_over_when_its_iterator_is_gone(workers):
+    loader = deal(DataLoader(numbers(8), batch_size=2, num_workers=workers))
+    dealt = []
+    for (batch,) in loader:
+        dealt.append(batch.tolist())
+        next(iter(loader))
+        for other in loader:
+            next(iter(loader))
+            assert len(other[0]) == 2
+        assert loader.batch_sampler.cursor.take() == (len(dealt) - 1, False)
+        loader.batch_sampler.cursor.steps_taken += 1
+    assert dealt == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_pass_can_start_in_the_middle():

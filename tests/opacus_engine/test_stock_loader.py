@@ -325,6 +325,67 @@ def test_honest_loops(honest):
     assert loop.epsilon == epsilon(expected(kind))
 
 
+LOOKS = {
+    "one batch": lambda loader: next(iter(loader)),
+    "all batches": list,
+    "a look within a look": lambda loader: [next(iter(loader)) for _ in loader],
+}
+
+
+def training(loop, look, before_the_step):
+    """Two passes; in the middle of each, at one batch, the loop looks at the loader."""
+    for _ in range(2):
+        for number, batch in enumerate(loop.loader):
+            if number == 2 and before_the_step:
+                look(loop.loader)
+            loop.step(batch)
+            if number == 2 and not before_the_step:
+                look(loop.loader)
+                assert loop.epsilon > 0
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("kind", ["cyclic", "reshuffled", "poisson"])
+def test_a_look_between_two_steps_lets_the_pass_go_on(kind, look):
+    loop = make(kind)
+    loop.declare()
+    training(loop, look, before_the_step=False)
+    assert loop.event == expected(kind)
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("declares", [True, False])
+def test_a_look_before_the_step_on_a_poisson_batch(declares, look):
+    loop = make("poisson")
+    if declares:
+        loop.declare()
+    training(loop, look, before_the_step=True)
+    assert len(loop.accountant) == 12
+
+
+@pytest.mark.parametrize("kind", ["cyclic", "reshuffled"])
+def test_a_look_before_the_step_on_a_batch_of_fixed_size(kind):
+    """Rows do not tell the two batches apart, and the step may be about either."""
+    loop = make(kind)
+    loop.declare()
+    with pytest.raises(hsa.UnsupportedRunError, match="between a batch and its step"):
+        training(loop, LOOKS["one batch"], before_the_step=True)
+
+
+def test_training_on_what_was_looked_at():
+    """The first batch that was looked at and has another number of rows."""
+    loop = make("poisson")
+    loop.declare()
+    batches = itertools.chain.from_iterable(loop.loader for _ in range(100))
+    for batch in batches:
+        looked = next(iter(loop.loader))
+        if len(looked[0]) != len(batch[0]):
+            break
+        loop.step(batch)
+    with pytest.raises(hsa.UnsupportedRunError, match="rows, expected the"):
+        loop.step(looked)
+
+
 def test_poisson_batches_in_pieces():
     loop = make("poisson")
     loop.declare(criterion=None, feature_norm=None, loss_geometry=SOFTMAX)

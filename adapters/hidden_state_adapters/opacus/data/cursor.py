@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 import torch
@@ -41,9 +43,13 @@ class BatchCursor:
     piece whenever it hands one over, so the queue is never longer than what it prefetches, plus
     one, unless the loop left a piece out.
 
+    A pass may be interrupted by a look at the batches: another pass that ends, or whose iterator is
+    dropped, before a step is taken in it. The interrupted pass then goes on where it was.
+
     Attributes:
         taken: The batch of the latest `take`; None for a piece, and where nothing was delivered.
         was_fetched_ahead: Whether that batch is only presumably the one that the loop used.
+        was_looked: Whether a look came between the batch that is taken next and its step.
 
     Args:
         num_batches: Batches per pass. A single fixed batch may be stepped on again and again.
@@ -70,6 +76,8 @@ class BatchCursor:
         #   _left_out      a piece of this pass was passed over         deliver, signal  start_pass
         #   _is_exhausted  the sampler has no more pieces in this pass  exhaust          start_pass
         #   _was_delivered the private loader handed over a batch       deliver          start_pass
+        #   _is_open       a batch was dealt, and more may be            emit, deliver    end_pass
+        #   was_looked     a look came between a batch and its step      end_pass         take
         #   _is_over       the loader has no more batches in this pass  deliver          start_pass
         #   _was_left_out  one was passed over in an earlier pass in    start_pass       -
         #                  which steps were taken
@@ -85,15 +93,23 @@ class BatchCursor:
         self._is_kept = num_batches == 1 and not counts_steps
         self.steps_taken = 0
         self.first_batch = 0
-        self._pass_id = self._times_taken = 0
-        self._was_left_out = self._has_taken = self._fetches_ahead = False
+        self._times_taken = 0
+        self._was_left_out = self._has_taken = self._fetches_ahead = self._is_open = False
         self._waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
-        self.start_pass()
+        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
+        self._ids = itertools.count()
+        self._interrupted: list[dict[str, Any]] = []  # what passes were that may go on
+        self._forget_pass()
 
     @property
     def pass_id(self) -> int:
         """Identifies the latest pass over the batches."""
         return self._pass_id
+
+    @property
+    def open_passes(self) -> set[int]:
+        """The passes that may go on."""
+        return {self._pass_id, *(kept["_pass_id"] for kept in self._interrupted)}
 
     @property
     def expected_index(self) -> int:
@@ -114,23 +130,49 @@ class BatchCursor:
 
     def resume_at(self, step: int) -> None:
         """The next pass starts where a run after `step` steps goes on."""
-        self.start_pass()
+        self._interrupted.clear()
+        self._forget_pass()
         self.steps_taken, self.first_batch = step, step % self._num_batches
 
     def start_pass(self) -> int:
-        """Forgets what an earlier pass announced, but not that the loop left a piece out."""
+        """Forgets what an earlier pass announced, but not that the loop left a piece out.
+
+        Until a step is taken, the pass may turn out to be a look; see `end_pass`.
+        """
+        if self._is_open:
+            kept = {name: value for name, value in vars(self).items() if name != "_interrupted"}
+            self._interrupted.append(kept)
+        self._forget_pass()
+        return self._pass_id
+
+    def end_pass(self, pass_id: int) -> None:
+        """Nobody can ask for further batches of a pass.
+
+        If no step was taken in it, it was a look: what it delivered is forgotten, and the pass that
+        it interrupted goes on.
+        """
+        self._interrupted = [kept for kept in self._interrupted if kept["_pass_id"] != pass_id]
+        if pass_id != self._pass_id:
+            return
+        self._is_open = False
+        if self._has_taken or not self._interrupted:
+            return
+        vars(self).update(self._interrupted.pop())
+        self.was_looked = bool(self._waiting or self._pieces)
+
+    def _forget_pass(self) -> None:
         self._was_left_out |= self._has_taken and self._is_incomplete()
-        self._pass_id += 1
+        self._pass_id = next(self._ids)
         self._emitted: int | None = None
         # In passes of one batch nothing else tells a loop that fetches ahead.
         self._fetches_ahead |= self._num_batches == 1 and bool(self._waiting)
-        self._waiting.clear()
+        # New ones: those of an interrupted pass are kept.
+        self._waiting = collections.deque(maxlen=_AT_ONCE)
+        self._pieces = collections.deque()
         self.taken: Delivery | None = None
-        self.was_fetched_ahead = False
-        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
+        self.was_fetched_ahead = self.was_looked = False
         self._left_out = self._is_exhausted = self._has_taken = self._is_over = False
-        self._was_delivered = False
-        return self._pass_id
+        self._was_delivered = self._is_open = False
 
     def check_pass(self, pass_id: int) -> None:
         """Raises UnsupportedRunError if another pass was started since `pass_id`."""
@@ -143,7 +185,7 @@ class BatchCursor:
 
     def emit(self, index: int) -> None:
         """The batch sampler is about to yield batch `index` (possibly long before it is used)."""
-        self._emitted = index
+        self._is_open, self._emitted = True, index
 
     def exhaust(self) -> None:
         """The batch sampler has no more batches in this pass."""
@@ -152,7 +194,7 @@ class BatchCursor:
     def deliver(self, index: int | None, tensors: Iterable[torch.Tensor] = ()) -> None:
         """The loader hands batch `index` to the loop; None at the end of the pass."""
         self._left_out |= bool(self._pieces)
-        self._was_delivered = True
+        self._is_open = self._was_delivered = True
         if index is None:
             self._is_over = True  # what was fetched ahead may still be used
             return
@@ -182,6 +224,7 @@ class BatchCursor:
             UnsupportedRunError: The loop left a piece out.
         """
         self._has_taken = True
+        self._interrupted.clear()
         if self._left_out or self._was_left_out:
             raise UnsupportedRunError(
                 "a piece of a batch was delivered, but no step was taken on it. Step once per "
@@ -189,15 +232,29 @@ class BatchCursor:
             )
         self.taken, self.was_fetched_ahead = None, False
         if self._pieces:
+            self._check_not_looked()
             index, do_skip = self._pieces.popleft()
             if not do_skip and not self._is_kept:
                 self._waiting.clear()
         else:
             self._take_delivered()
             index, do_skip = None if self.taken is None else self.taken.index, False
+        self.was_looked = False
         self._times_taken += 1
         self.first_batch = 0
         return index, do_skip
+
+    def _check_not_looked(self) -> None:
+        """Raises UnsupportedRunError if another batch of the same size may have been used.
+
+        Batches that are drawn for every step have sizes of their own.
+        """
+        if self.was_looked and not (self._counts_steps or self._is_kept):
+            raise UnsupportedRunError(
+                "the loader was iterated anew between a batch and its step, so that nobody can "
+                "tell which of both the step used. Look at batches before training, right after a "
+                "step, or with a loader of your own (DataLoader(loader.dataset, ...))."
+            )
 
     def _take_delivered(self) -> None:
         if not self._waiting:
@@ -208,7 +265,7 @@ class BatchCursor:
         is_newest = len(self._waiting) == 1 and not self._is_over
         is_new = self.taken.steps_before == self._times_taken
         self._fetches_ahead |= not (is_newest and is_new)
-        self.was_fetched_ahead = self._fetches_ahead
+        self.was_fetched_ahead = self._fetches_ahead or self.was_looked
         self._waiting.popleft()
 
     @property

@@ -45,10 +45,14 @@ class OrderedBatchSampler(BatchSampler):
         return self._batches(pass_id, step, index, len(self) - cursor.first_batch)
 
     def _batches(self, pass_id: int, step: int, index: int, count: int) -> Iterator[list[int]]:
-        for offset in range(count):
-            self.cursor.check_pass(pass_id)
-            self.cursor.emit(index + offset)
-            yield list(self.plan.batch(step + offset))
+        try:
+            for offset in range(count):
+                self.cursor.check_pass(pass_id)
+                self.cursor.emit(index + offset)
+                yield list(self.plan.batch(step + offset))
+        except GeneratorExit:
+            self.cursor.end_pass(pass_id)
+            raise
         self._check_subsets()
         if self.cursor.pass_id == pass_id:
             self.cursor.exhaust()
@@ -77,12 +81,15 @@ class OrderedDataLoader(DataLoader):
 
     def _deliver(self, iterator: Iterator[Any], pass_id: int, first: int) -> Iterator[Any]:
         cursor = self.batch_sampler.cursor
-        for index, batch in enumerate(iterator, first):
-            cursor.check_pass(pass_id)
-            cursor.deliver(index, tensors_of(batch))
-            yield batch
-        if cursor.pass_id == pass_id:
-            cursor.deliver(None)
+        try:
+            for index, batch in enumerate(iterator, first):
+                cursor.check_pass(pass_id)
+                cursor.deliver(index, tensors_of(batch))
+                yield batch
+            if cursor.pass_id == pass_id:
+                cursor.deliver(None)
+        finally:
+            cursor.end_pass(pass_id)
 
 
 def private_loader(

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
@@ -22,6 +23,25 @@ from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.subsets import FixedSubsets
 
 _FETCHED_AHEAD = 1  # batches that a loop may take from the loader before it steps on them
+
+
+@attrs.define(eq=False)
+class _Pass:
+    """What is known of the batches of a pass, by their index.
+
+    Attributes:
+        problem: What is wrong with the loader, or "".
+        rows: Of every batch.
+        states: Of the generator, before it drew the batch.
+    """
+
+    problem: str
+    rows: dict[int, int] = attrs.field(factory=dict)
+    states: dict[int, Hashable] = attrs.field(factory=dict)
+
+    def note(self, problem: str) -> None:
+        """The first problem stays."""
+        self.problem = self.problem or problem
 
 
 class LoaderWatch:
@@ -62,14 +82,13 @@ class LoaderWatch:
             may_wait=prefetched if counts_steps else 0,
         )
         self._draws_each, self._generator = counts_steps, generator
+        self._is_prefetched = prefetched > 0
         self._subsets = FixedSubsets(data_loader.dataset)
         self._changed = ""  # for good, unlike the problem of a pass
-        self._states: dict[int, Hashable] = {}
+        self._passes: dict[int, _Pass] = {}
         self._used_states: set[Hashable] = set()
         self._is_kept = num_batches == 1 and not counts_steps
         self._batch, self._why_not = batch, why_not
-        self._rows: dict[int, int] = {}
-        self._problem = ""  # of the pass at hand
         self._sampler: Any = data_loader.batch_sampler
         self._was = _unwatched(type(self._sampler))
         if "watches" not in vars(self._sampler):
@@ -80,45 +99,59 @@ class LoaderWatch:
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a pass that starts now, as they are."""
         pass_id, first = self._cursor.start_pass(), self._cursor.first_index
-        self._rows.clear()
-        self._states.clear()
-        self._problem = self._why_not()  # what went wrong before concerned passes that are over
+        # What went wrong before concerned passes that are over.
+        passes = {**self._passes, pass_id: _Pass(self._why_not())}
+        self._passes = {number: passes[number] for number in self._cursor.open_passes & set(passes)}
         self._compare_subsets()
         return self._batches(iter(batches), pass_id, first)
 
     def _batches(self, batches: Iterator[Any], pass_id: int, first: int) -> Iterator[Any]:
+        try:
+            yield from self._followed(batches, pass_id, first)
+        except GeneratorExit:
+            self._cursor.end_pass(pass_id)
+            raise
+        if self._cursor.pass_id == pass_id:
+            self._cursor.exhaust()
+            if not self._is_prefetched:  # otherwise the loop may still use what waits
+                self._cursor.end_pass(pass_id)
+        self._compare_subsets()
+
+    def _followed(self, batches: Iterator[Any], pass_id: int, first: int) -> Iterator[Any]:
         for index in itertools.count(first):
             if index == first or self._draws_each:
                 state = state_of(self._generator())
             try:
                 batch = next(batches)
             except StopIteration:
-                break
+                return
             if self._cursor.pass_id == pass_id:
                 self._announce(index, batch)
                 # An order is drawn once, and a state of its own for every batch of it.
-                self._states[index] = state if self._draws_each else state and (state, index)
+                own = state if self._draws_each else state and (state, index)
+                self._pass.states[index] = own
             else:
-                self._note(
+                self._pass.note(
                     "a pass over the loader went on after another one had been started, so the "
                     "batches of both mix. Finish an epoch before the next one, and evaluate on a "
                     "loader of its own."
                 )
             yield batch
-        if self._cursor.pass_id == pass_id:
-            self._cursor.exhaust()
-        self._compare_subsets()
+
+    @property
+    def _pass(self) -> _Pass:
+        return self._passes[self._cursor.pass_id]
 
     def _compare_subsets(self) -> None:
         self._changed = self._changed or self._subsets.why_not()
 
     def _announce(self, index: int, batch: Sequence[int]) -> None:
         if self._batch is not None and list(batch) != list(self._batch(index)):
-            self._note(
+            self._pass.note(
                 f"batch {index} of the loader holds other records than when the loader was read. "
                 "Call make_private and declare_run again for another loader."
             )
-        self._rows[index] = len(batch)
+        self._pass.rows[index] = len(batch)
         if self._is_kept:
             self._cursor.deliver(index)
         else:
@@ -128,10 +161,7 @@ class LoaderWatch:
     @property
     def has_dealt(self) -> bool:
         """Whether a batch was dealt."""
-        return bool(self._rows)
-
-    def _note(self, problem: str) -> None:
-        self._problem = self._problem or problem
+        return any(known.rows for known in self._passes.values())
 
     def take(self) -> int:
         """The rows of the batch that the step at hand has to be about.
@@ -139,8 +169,9 @@ class LoaderWatch:
         Raises:
             UnsupportedRunError: It is about none, or about another one.
         """
-        if self._changed or self._problem:
-            raise UnsupportedRunError(self._changed or self._problem)
+        known = self._passes.get(self._cursor.pass_id, _Pass(""))
+        if self._changed or known.problem:
+            raise UnsupportedRunError(self._changed or known.problem)
         expected = self._cursor.expected_index
         index, _ = self._cursor.take()
         if index is None or index != expected:
@@ -150,11 +181,10 @@ class LoaderWatch:
                 "order, exactly once per epoch. Iterate that loader itself, to its end, and step "
                 "once per batch."
             )
-        self._use_state(index)
-        return self._rows[index]
+        self._use_state(known.states[index])
+        return known.rows[index]
 
-    def _use_state(self, index: int) -> None:
-        state = self._states.get(index)
+    def _use_state(self, state: Hashable) -> None:
         if state is None:
             return
         if state in self._used_states:

@@ -148,9 +148,10 @@ class BatchGuard(RowsGuard):
         used = "no new batch" if index is None else f"batch {index}"
         empty = " (an empty batch is a step, too)" if self._plan.order is BatchOrder.POISSON else ""
         ahead = (
-            " This loop fetches ahead: what goes into the model then has to be what the loader "
-            "delivered, moved, cast or reshaped. Transform the records in the data set, the "
-            "collate_fn or the model, and fetch at most one batch ahead, within a pass."
+            " This loop fetches ahead, or looked at other batches before this step: what goes into "
+            "the model then has to be what the loader delivered, moved, cast or reshaped. "
+            "Transform the records in the data set, the collate_fn or the model, and fetch at most "
+            "one batch ahead, within a pass."
         )
         bypass = (
             " Here another loader was built around the private batches, as a Trainer does that "
