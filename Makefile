@@ -26,10 +26,11 @@ PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
 DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'
+DOCS_REQUIREMENTS := -e '.[docs]'
 NUMPY2_REQUIREMENTS := -e '.[cli,opacus,dev]' scikit-learn
 
 # An environment whose Python is gone (upgraded, moved) is not an installed one.
-$(shell for venv in .venv .venv-numpy2; do \
+$(shell for venv in .venv .venv-numpy2 .venv-docs; do \
     $$venv/bin/python -c '' 2>/dev/null || rm -f $$venv/.*-installed; done)
 
 # $(call install,ENVIRONMENT,CONSTRAINTS,REQUIREMENTS)
@@ -40,7 +41,7 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility lint format clean distclean
+.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility docs lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -54,10 +55,11 @@ help:
 	@echo "make benchmarks   write docs/benchmarks/opacus_step.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make utility      write docs/benchmarks/utility.md: accuracy at equal epsilon (hours; it can be stopped)"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
+	@echo "make docs         build the site into site/, strictly, and the notebooks that it shows; open site/index.html"
 	@echo "make lint         ruff, mypy and the import directions"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make clean        remove caches and builds"
-	@echo "make distclean    remove the environments .venv and .venv-numpy2 too"
+	@echo "make distclean    remove the environments .venv, .venv-numpy2 and .venv-docs too"
 	@echo "Options: PYTHON=python3.11 PIP_ARGS='...' PYTEST_ARGS='...' WORKERS=2 DEEP_EXAMPLES=18"
 
 demo: .venv/.demo-installed
@@ -92,6 +94,11 @@ test-deep: .venv/.test-installed
 	OMP_NUM_THREADS=1 DEEP_EXAMPLES=$(DEEP_EXAMPLES) .venv/bin/python -u -m pytest -sv --hypothesis-profile=deep \
 	    -k refutes $(PYTEST_ARGS) tests/soundness/test_search.py
 
+# The notebooks run where the tests do; the site is built in an environment of its own.
+docs: .venv/.test-installed .venv-docs/.docs-installed
+	OMP_NUM_THREADS=1 .venv/bin/python tools/notebooks.py
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/python -m mkdocs build --strict
+
 lint: .venv/.test-installed
 	.venv/bin/python -m ruff check $(SOURCES)
 	.venv/bin/python -m ruff format --check $(SOURCES)
@@ -103,11 +110,11 @@ format: .venv/.test-installed
 	.venv/bin/python -m ruff format $(SOURCES)
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv.lock .venv-numpy2 .venv-numpy2.lock
+	rm -rf .venv .venv.lock .venv-numpy2 .venv-numpy2.lock .venv-docs .venv-docs.lock
 
 .venv/.demo-installed: $(INSTALL_INPUTS)
 	$(call install,.venv,constraints.txt,$(DEMO_REQUIREMENTS))
@@ -119,4 +126,8 @@ distclean: clean
 
 .venv-numpy2/.test-installed: $(INSTALL_INPUTS)
 	$(call install,.venv-numpy2,constraints-numpy2.txt,$(NUMPY2_REQUIREMENTS))
+	@touch $@
+
+.venv-docs/.docs-installed: pyproject.toml constraints-docs.txt
+	$(call install,.venv-docs,constraints-docs.txt,$(DOCS_REQUIREMENTS))
 	@touch $@

@@ -1,0 +1,58 @@
+"""What the site needs beside the pages of docs/: the files outside of it that pages link to.
+
+Pages are read in the repository, too, where a link to ../examples/resume_opacus.py or ../SECURITY.md leads
+to the file. On the site each such file becomes a page of its own.
+"""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]+)")
+PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+
+
+def _page(path: Path) -> str:
+    """The page of a file: `from_repository/` and its path, so that no two are the same."""
+    return f"from_repository/{path.relative_to(ROOT).with_suffix('.md').as_posix()}"
+
+
+def _text(path: Path) -> str:
+    text = path.read_text("utf-8")
+    if path.suffix != ".py":
+        # Their links start at the root of the repository.
+        return re.sub(
+            r"(?<=\]\()(?!https?:|#)[^)\s]+",
+            lambda match: f"../{match[0].removeprefix('docs/')}",
+            text,
+        )
+    tree = ast.parse(text)
+    title = (ast.get_docstring(tree) or path.name).split("\n")[0].rstrip(".")
+    return f"# {title}\n\n`{path.relative_to(ROOT).as_posix()}`\n\n```python\n{text}```\n"
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Adds the pages; they are in no menu, and found by links and by the search."""
+    for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]:
+        page = File.generated(config, _page(path), content=_text(path))
+        page.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(page)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links that leave docs/ lead to the pages that were added."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def replaced(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join("docs", folder, match["target"]))
+        if path.startswith("docs/"):
+            return match["target"]
+        return posixpath.relpath(_page(ROOT / path), folder or ".")
+
+    return LINK.sub(replaced, markdown)
