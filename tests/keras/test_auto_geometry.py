@@ -151,6 +151,12 @@ def functional():
     return tf.keras.Model(inputs, LINEAR(CLASSES)(frozen))
 
 
+def two_outputs():
+    inputs = tf.keras.Input([FEATURES])
+    first, second = LINEAR(CLASSES, name="first")(inputs), layers.ReLU(name="second")(inputs)
+    return tf.keras.Model(inputs, [first, second])
+
+
 class OwnCall(tf.keras.Model):
     def __init__(self, **kwargs):
         super().__init__()
@@ -172,6 +178,8 @@ ACCEPTED = {
     "bias": ([LINEAR(CLASSES)], SPARSE, SOFTMAX(1.0, bias=True)),
     "functional": (functional, SPARSE, SOFTMAX(1.0, bias=True)),
     "own_call": (OwnCall, SPARSE, SOFTMAX(1.0, bias=True)),
+    "brackets": ([LINEAR(CLASSES)], [SPARSE], SOFTMAX(1.0, bias=True)),
+    "by_name": ([LINEAR(CLASSES, name="out")], {"out": SPARSE}, SOFTMAX(1.0, bias=True)),
     "probabilities": ([LINEAR(CLASSES, "softmax")], PROBABILITIES, SOFTMAX(1.0, bias=True)),
     "logistic": ([LINEAR(1)], LOGISTIC, hsa.LossGeometry.logistic(1.0, bias=True)),
     "squared": (
@@ -289,7 +297,8 @@ REFUSED = {
                 {"data": (make_data()[0], 2 * make_data("one_hot")[1])}, "of probabilities"),
     "labels": ([LINEAR(1)], LOGISTIC, {"data": (make_data()[0], 3 * make_data("labels")[1])},
                "Expected probabilities as targets, got"),
-    "several": (tf.keras.Sequential([LINEAR(3)]), [SPARSE], {}, "one loss of Keras"),
+    "several": (two_outputs(), [SPARSE, SPARSE], {}, "one loss of Keras"),
+    "one_of_two": (two_outputs(), {"first": SPARSE}, {}, "be that of first"),
     "in_a_function": (CallInAFunction(), SPARSE, {}, "be that of dense|cannot be measured"),
     "two_places": ([LINEAR(1)], LOGISTIC, {**LABELS, "optimizer": lambda *a, **k:
                    CyclicDPKerasSGDOptimizer(*a, loss_geometry=SOFTMAX(1.0), **k)}, "in one place"),
@@ -328,13 +337,14 @@ def test_features_are_measured_for_a_declared_geometry_if_a_norm_is_given():
         begin([LINEAR(3)], SPARSE, loss_geometry=SOFTMAX(0.5, True), feature_norm=0.5)
 
 
-@pytest.mark.parametrize("loss", [none(losses.MeanSquaredError), none(losses.LogCosh), [LOGISTIC]])
+@pytest.mark.parametrize("loss", [none(losses.MeanSquaredError), none(losses.LogCosh), [SPARSE]])
 def test_another_loss_in_a_later_call_of_fit(loss):
     optimizer, callback = begin([LINEAR(1)], LOGISTIC, "labels")
     model, data = callback.model, callback._source[0]
     same = none(losses.BinaryCrossentropy, from_logits=True)
-    model.compile(optimizer, same)
-    model.fit(data, epochs=0, callbacks=[callback], verbose=0)
+    for equal in (same, [same]):
+        model.compile(optimizer, equal)
+        model.fit(data, epochs=0, callbacks=[callback], verbose=0)
     model.compile(optimizer, loss)
     with pytest.raises(hsa.UnsupportedRunError, match="Expected the compiled loss and"):
         model.fit(data, epochs=0, callbacks=[callback], verbose=0)

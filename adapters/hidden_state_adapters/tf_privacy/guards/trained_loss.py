@@ -86,8 +86,8 @@ class TrainedLoss:
             batches,
             # A container of its own: that of the model keeps a mean of what it saw.
             container(given, output_names=getattr(model, "output_names", None)),
-            given=given,
-            keras_loss=None if tf.nest.is_nested(given) else tf.keras.losses.get(given),
+            given=_without_brackets(given),
+            keras_loss=_keras_loss(given),
             is_the_step=not is_own,
         )
 
@@ -221,6 +221,17 @@ class TrainedLoss:
             yield EVERY_ENTRY
         if not self.is_certain:
             yield AT_THE_WEIGHTS
+
+
+def _without_brackets(given: Any) -> Any:
+    """The loss of `compile(loss=[loss])` or `loss={"output": loss}`; others as they are."""
+    losses = tf.nest.flatten(given)
+    return losses[0] if len(losses) == 1 else given
+
+
+def _keras_loss(given: Any) -> Any:
+    loss = _without_brackets(given)
+    return None if tf.nest.is_nested(loss) else tf.keras.losses.get(loss)
 
 
 def _is_same_loss(first: Any, second: Any) -> bool:
