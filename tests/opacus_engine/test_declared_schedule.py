@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
@@ -143,24 +144,28 @@ def test_impossible_declarations(make_run, arguments, error, text):
         make_run(**arguments)
 
 
-def with_epsilon(make_loader, schedule, epochs=2):
+def with_epsilon(make_loader, schedule, epochs=2, scheduler=None, **changes):
     torch.manual_seed(0)
     model, engine = nn.Linear(5, 3), HiddenStatePrivacyEngine()
     criterion = nn.CrossEntropyLoss()
-    private = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1),
-        data_loader=make_loader(),
-        max_grad_norm=2.1,
-        batch_order="cyclic",
-        criterion=criterion,
-        loss_geometry="auto",
-        feature_norm=1.0,
-        target_epsilon=1.0,
-        target_delta=DELTA,
-        epochs=epochs,
-        learning_rate_schedule=schedule,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    if scheduler is not None:
+        scheduler(optimizer)
+    arguments = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": make_loader(),
+        "max_grad_norm": 2.1,
+        "batch_order": "cyclic",
+        "criterion": criterion,
+        "loss_geometry": "auto",
+        "feature_norm": 1.0,
+        "target_epsilon": 1.0,
+        "target_delta": DELTA,
+        "epochs": epochs,
+        "learning_rate_schedule": schedule,
+    }
+    private = engine.make_private_with_epsilon(**{**arguments, **changes})
     return engine, criterion, *private
 
 
@@ -176,6 +181,40 @@ def test_the_target_is_met_for_the_declared_schedule(make_loader):
             criterion(model(features), labels).backward()
             optimizer.step()
     assert 0.99 <= engine.get_epsilon(DELTA) <= 1.0
+
+
+def warm_up(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "now"),
+    [(warm_up, "0.0416667"), (lambda o: lr_scheduler.CosineAnnealingLR(o, 12), "0.5")],
+)
+def test_no_noise_is_found_for_the_rate_of_the_moment(make_loader, scheduler, now):
+    """The warm-up has set a twelfth of the rate already when the noise is looked for."""
+    text = rf"learning_rate_schedule, got.* is {now} at this moment \(.* started from 0.5\)"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        with_epsilon(make_loader, None, scheduler=scheduler)
+
+
+def test_the_target_is_met_with_a_declared_warm_up(make_loader):
+    schedulers, rates = [], [0.5 * (k + 1) / 12 for k in range(12)]
+    made = with_epsilon(make_loader, rates, scheduler=lambda o: schedulers.append(warm_up(o)))
+    engine, criterion, model, optimizer, loader = made
+    for _ in range(2):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            criterion(model(features), labels).backward()
+            optimizer.step()
+            schedulers[0].step()
+    assert 0.99 <= engine.get_epsilon(DELTA) <= 1.0
+
+
+def test_composition_takes_any_scheduler(make_loader):
+    """The rate is post-processing there."""
+    of_hidden_iterates = {"loss_geometry": None, "feature_norm": None, "batch_order": None}
+    with_epsilon(make_loader, None, scheduler=warm_up, **of_hidden_iterates)
 
 
 def test_epochs_and_declared_steps_agree(make_loader):

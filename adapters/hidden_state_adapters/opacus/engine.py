@@ -279,6 +279,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: No noise meets the target; the text says why. Otherwise as `make_private`.
+            UnsupportedRunError: As `make_private`; or a scheduler moves the learning rate, which
+                epsilon depends on, and no learning_rate_schedule was passed.
         """
         if "noise_multiplier" in arguments:
             raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
@@ -286,6 +288,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
         relation = self.accountant.neighboring_relation
         declared = self._declare(RunArguments.of(arguments))
+        mechanism = _optimizer_class(declared.arguments).mechanism_type
+        if "learning_rate_schedule" not in mechanism.refused:
+            declared.schedule.check_calibration(declared.optimizer)
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
         if total is not None and total != steps:
             raise ValueError(
@@ -308,7 +313,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
                 "Raise the target, or start on a fresh engine with other records."
             )
-        mechanism = _optimizer_class(declared.arguments).mechanism_type
         noise = hsa.calibrate_noise(
             target_epsilon,
             target_delta,

@@ -58,6 +58,30 @@ class DeclaredSchedule:
             return float(self.learning_rates[0]) * scale
         return Schedule.from_sequence(self.learning_rates[:num_steps] * scale, "learning_rate")
 
+    def check_calibration(self, optimizer: Optimizer) -> None:
+        """Refuses to find noise for the learning rate of the moment where a scheduler moves it.
+
+        Args:
+            optimizer: The wrapped optimizer.
+
+        Raises:
+            UnsupportedRunError: A scheduler of torch's is on it, and no learning rates were
+                declared.
+        """
+        if self.learning_rates is not None:
+            return
+        moved = [group for group in optimizer.param_groups if "initial_lr" in group]
+        if moved:
+            first, now = moved[0]["initial_lr"], moved[0]["lr"]
+            raise UnsupportedRunError(
+                f"Expected learning_rate_schedule, got an optimizer with a scheduler: its learning "
+                f"rate is {float(now):g} at this moment (the scheduler started from "
+                f"{float(first):g}), and noise that is found for that rate would miss the target "
+                "when the rate moves. Pass learning_rate_schedule=, one rate for every logical "
+                "step (of a LambdaLR with function f and base rate r: "
+                "[r * f(k) for k in range(num_steps)]), or one number if it stays what it is."
+            )
+
     def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:
         """The assumptions of a bound, with what was compared marked as checked.
 
