@@ -1,4 +1,6 @@
-"""Runs the notebooks of docs/tutorials and keeps what they print: python tools/notebooks.py [FILE ...].
+"""Runs the notebooks of docs/tutorials and keeps what they print.
+
+    python tools/notebooks.py [FILE ...]
 
 The environment of the tests has no Jupyter; a cell is Python here: no magics.
 """
@@ -16,7 +18,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
 

@@ -1,7 +1,7 @@
 """What the site needs beside the pages of docs/: the files outside of it that pages link to.
 
-Pages are read in the repository, too, where a link to ../examples/resume_opacus.py or ../SECURITY.md leads
-to the file. On the site each such file becomes a page of its own.
+Pages are read in the repository, too, where a link to ../examples/resume_opacus.py or
+../SECURITY.md leads to the file. On the site each such file becomes a page of its own.
 """
 
 import ast

@@ -1,7 +1,8 @@
 """Formulas of the docstrings as MathML: a Markdown extension of the site.
 
-Docstrings write formulas as Sphinx does (:math:`...` in a line, ".. math::" for one on its own), which
-Python's help() shows as they are. Markdown does not know them; browsers show MathML without scripts.
+Docstrings write formulas as Sphinx does (:math:`...` in a line, ".. math::" for one on its own),
+which Python's help() shows as they are. Markdown does not know them; browsers show MathML without
+scripts.
 """
 
 import re
@@ -36,10 +37,10 @@ class _Formulas(Preprocessor):
 class MathExtension(Extension):
     """:math:`...` and ".. math::" become MathML."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802  the name is the library's
+    def extendMarkdown(self, md: Markdown) -> None:
         # After fenced blocks of code (25), which keep what they hold, before HTML blocks (20).
         md.preprocessors.register(_Formulas(md), "formulas", 24)
 
 
-def makeExtension(**configuration: Any) -> MathExtension:  # noqa: N802, D103  likewise
+def makeExtension(**configuration: Any) -> MathExtension:  # noqa: D103  the name is the library's
     return MathExtension(**configuration)

@@ -1,4 +1,4 @@
-"""The site: every page is in its menu, every public name in its reference, and its notebooks run."""
+"""The site: every page is in its menu, every public name in its reference, its notebooks run."""
 
 import importlib
 import json
