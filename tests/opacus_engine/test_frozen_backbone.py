@@ -238,6 +238,20 @@ def other_backbone(run):
     run.epoch()
 
 
+def replaced_parameter(run):
+    run.epoch()
+    layer = run.plain_model.backbone[0]
+    layer.weight = nn.Parameter(layer.weight + 1.0, requires_grad=False)
+    run.epoch()
+
+
+def other_memory(run):
+    run.epoch()
+    layer = run.plain_model.backbone[0]
+    layer.weight.data = layer.weight.data + 1.0
+    run.epoch()
+
+
 def unfrozen_backbone(run):
     run.epoch()
     run.plain_model.backbone.requires_grad_(True)
@@ -262,6 +276,8 @@ def test_a_layer_that_is_partly_unfrozen(make_run):
     [
         (trained_backbone, "another value of the frozen parameter backbone.0.weight"),
         (other_backbone, "another value of the frozen parameter backbone.0.weight"),
+        (replaced_parameter, "another value of the frozen parameter backbone.0.weight"),
+        (other_memory, "another value of the frozen parameter backbone.0.weight"),
         (unfrozen_backbone, r"step 7 trains \['backbone.0.weight'"),
     ],
 )
@@ -280,6 +296,18 @@ def test_a_backbone_that_was_swapped_and_restored_is_fine(make_run):
     run.plain_model.load_state_dict(state)
     run.epoch()
     assert run.steps == 12
+
+
+def test_a_parameter_that_was_replaced_by_an_equal_one_is_fine(make_run):
+    run = make_run(model=Probe())
+    run.epoch()
+    layer = run.plain_model.backbone[0]
+    layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    run.epoch()
+    assert run.steps == 12
+    layer.weight.add_(1.0)
+    with pytest.raises(hsa.UnsupportedRunError, match="of the frozen parameter backbone"):
+        run.epoch()
 
 
 def test_long_features_are_noticed(make_run):

@@ -18,6 +18,7 @@ from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import HeadWatch
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
+from hidden_state_adapters.opacus.guards.parts import ModelParts
 
 
 class ForwardGuard(Guard):
@@ -48,6 +49,7 @@ class ForwardGuard(Guard):
         checks_convolutions: bool = False,
     ):
         self._parameters = parameters
+        self._parts = ModelParts(module) if parameters is None else parameters.parts
         self._frozen = FrozenPart(nn.Identity()) if frozen is None else frozen
         self.passes = 0
         self._head = head
@@ -80,7 +82,8 @@ class ForwardGuard(Guard):
             return
         self.inputs = tuple(tensors_of((args, kwargs)))
         self._frozen.hold()
-        self._frozen.check_batch_norm(module)
+        self._parts.refresh()
+        self._frozen.check_batch_norm(self._parts.modules)
         self._check_unfrozen(module)
         precision.check_arithmetic(self._trainable)
         if self._checks_convolutions:
@@ -97,7 +100,9 @@ class ForwardGuard(Guard):
     def _check_unfrozen(self, layer: nn.Module) -> None:
         names = self._names.get(layer)
         now = _trainable_names(layer)
-        if names is not None and not set(now) <= set(names):  # Opacus' hook on the layer would fail
+        if names not in (None, now) and not set(now) <= set(
+            names
+        ):  # Opacus' hook on the layer would fail
             raise UnsupportedRunError(
                 f"{type(layer).__name__} trains {now}, expected {names} as at the start: the set "
                 "of trainable parameters is fixed for a run. Freeze the others again, or start "
@@ -185,7 +190,7 @@ class ForwardGuard(Guard):
 
 
 def _trainable_names(layer: nn.Module) -> list[str]:
-    parameters = layer.named_parameters(recurse=False)
+    parameters = layer._parameters.items()
     # "ew" puts tensors in their place that know no attributes.
     return [name for name, p in parameters if type(p) is nn.Parameter and p.requires_grad]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ _SAME_IN_BOTH_MODES = {
     "sparse",
 }  # fmt: skip
 _EXCEPT = (nn.RReLU, nn.MultiheadAttention)
+_IN_TRAINING = operator.attrgetter("training")
 _NAMED = 4  # modules in a line of the log
 
 
@@ -44,15 +46,22 @@ class FrozenPart:
             if is_before or _is_frozen(part):
                 frozen.update((p, n) for n, p in part.named_modules(prefix=name) if p not in frozen)
         self._parts = {part: name for part, name in frozen.items() if not _is_stateless(part)}
+        self._checked: list[nn.Module] = []
+        self._checked_in: object = None
 
-    def check_batch_norm(self, module: nn.Module) -> None:
-        """Raises UnsupportedRunError if a layer of `module` mixes the records of a batch.
+    def check_batch_norm(self, modules: tuple[tuple[str, nn.Module], ...]) -> None:
+        """Raises UnsupportedRunError if a layer mixes the records of a batch.
 
-        What is frozen will not, if it has statistics to use instead.
+        What is frozen will not, if it has statistics to use instead. Layers that were fine are
+        looked at again if one of them is in train() mode, or `modules` is another tuple.
+
+        Args:
+            modules: Names and modules of a model, as `ModelParts` finds them.
         """
-        for name, part in module.named_modules():
-            if not isinstance(part, _BatchNorm):
-                continue
+        if modules is self._checked_in and not any(map(_IN_TRAINING, self._checked)):
+            return
+        found = [(name, part) for name, part in modules if isinstance(part, _BatchNorm)]
+        for name, part in found:
             is_held = part in self._parts
             if part.running_mean is None or (part.training and not is_held):
                 how = "in train() mode"
@@ -73,6 +82,7 @@ class FrozenPart:
                     "nothing. Load pretrained weights, call .eval() on it if that is meant, or use "
                     "nn.GroupNorm."
                 )
+        self._checked, self._checked_in = [part for _, part in found], modules
 
     def hold(self, *, tells: bool = False) -> None:
         """Switches the frozen part to eval() mode.
@@ -80,6 +90,8 @@ class FrozenPart:
         Args:
             tells: Whether to log what was in another mode.
         """
+        if not any(map(_IN_TRAINING, self._parts)):
+            return
         switched = [part for part in self._parts if part.training]
         for part in switched:
             part.training = False

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.parts import ModelParts
 from hidden_state_adapters.opacus.guards.precision import check_precision
-from hidden_state_adapters.opacus.guards.records import counted_writes
+from hidden_state_adapters.opacus.guards.records import counted_writes, counts_of_writes
 
 # Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -20,10 +21,6 @@ _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _CHUNK = 2**22  # numbers at a time
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-
-def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -68,17 +65,22 @@ class ParameterGuard(Guard):
     Args:
         module: The module itself, not Opacus' wrapper.
         optimizer: The wrapped optimizer.
+
+    Attributes:
+        params: The trainable parameters.
+        parts: All parts of the module.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer):
-        self._module = module
         self._optimizer = optimizer
-        self._names = _trainable(module)
+        self.parts = ModelParts(module)
+        self._take_structure()
+        self._names = self._trainable()
         self.params = [param for _, param in self._names]
         self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._copies: list[torch.Tensor] = []
+        self._known: list[_Known] = []
         self._buffers: dict[str, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
-        self._frozen: dict[str, tuple[torch.Tensor, int, int]] = {}
+        self._frozen: dict[str, tuple[torch.Tensor, tuple[int, int], int]] = {}
         self._remember()
         self._remember_fixed()
 
@@ -104,6 +106,7 @@ class ParameterGuard(Guard):
 
     def iterate_figures(self) -> Mapping[str, Figure]:
         """Whether a parameter or a buffer holds other values, also where no write was counted."""
+        self.parts.refresh()
         return {"changed": self.changed(), "buffers": self._buffers_changed(is_thorough=True)}
 
     def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
@@ -138,18 +141,33 @@ class ParameterGuard(Guard):
 
     def close(self) -> None:
         """Drops the copies."""
-        self._copies, self._buffers, self._frozen = [], {}, {}
+        self._known = []
+        self._buffers, self._frozen = {}, {}
+        self._buffer_writes = self._frozen_writes = _Writes(())
+
+    def _take_structure(self) -> None:
+        """Takes the current parameters, trainable and frozen ones, for those of the run."""
+        self._structure = self.parts.parameters
+        self._flags = [param.requires_grad for _, param in self._structure]
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.parts.parameters if p.requires_grad]
 
     def _remember_fixed(self) -> None:
         """Takes the current buffers and frozen parameters of the module for those of the run."""
+        self.parts.refresh()
         self._frozen = {
-            name: (p, p._version, _fingerprint(p))
-            for name, p in self._module.named_parameters()
+            name: (p, _writes(p), _fingerprint(p))
+            for name, p in self.parts.parameters
             if not p.requires_grad
         }
+        self._frozen_writes = _Writes(p for p, *_ in self._frozen.values())
+        self._frozen_in = self.parts.parameters
         self._buffers = {
-            name: (b, _writes(b), b.detach().clone()) for name, b in self._module.named_buffers()
+            name: (b, _writes(b), b.detach().clone()) for name, b in self.parts.buffers
         }
+        self._buffer_writes = _Writes(b for b, *_ in self._buffers.values())
+        self._buffers_in = self.parts.buffers
 
     def _buffers_changed(self, *, is_thorough: bool = False) -> Figure:
         """Whether a buffer was added, removed or written during the run.
@@ -158,7 +176,10 @@ class ParameterGuard(Guard):
             is_thorough: Reads all values, and not only those whose count of writes has changed: a
                 frozen network has hundreds of buffers.
         """
-        buffers = dict(self._module.named_buffers())
+        are_there = self.parts.buffers is self._buffers_in
+        if are_there and not is_thorough and self._buffer_writes.are_the_same():
+            return False
+        buffers = dict(self.parts.buffers)
         if buffers.keys() != self._buffers.keys():
             return True
         return any_of(
@@ -169,19 +190,32 @@ class ParameterGuard(Guard):
 
     def _remember(self) -> None:
         """Takes the current values for those that the last step left."""
-        if len(self._copies) != len(self.params):
-            self._copies = [param.detach().clone() for param in self.params]
+        if len(self._known) != len(self.params):
+            self._known = [_Known(param) for param in self.params]
             return
-        for index, (param, copy) in enumerate(zip(self.params, self._copies, strict=True)):
-            value = param.detach()
-            if (value.shape, value.dtype, value.device) == (copy.shape, copy.dtype, copy.device):
-                copy.copy_(value)
-            else:
-                self._copies[index] = value.clone()
+        for index, known in enumerate(self._known):
+            if not known.take():
+                self._known[index] = _Known(self.params[index])
 
     def _check_structure(self, step: int) -> None:
         """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
-        names = _trainable(self._module)
+        self.parts.refresh()
+        now = [param.requires_grad for _, param in self.parts.parameters]
+        if self.parts.parameters is not self._structure or now != self._flags:
+            self._check_trainable(step)
+            self._take_structure()
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in params} != self._managed:
+            raise UnsupportedRunError(
+                f"step {step} optimizes {len(params)} parameters, expected the "
+                f"{len(self._managed)} of the start: parameter groups are fixed for a run."
+            )
+        _check_precision(params)
+        self._check_frozen(f"step {step} starts with")
+        _refuse_moving_frozen(step, params)
+
+    def _check_trainable(self, step: int) -> None:
+        names = self._trainable()
         if len(names) != len(self._names) or any(
             name != old_name or param is not old
             for (name, param), (old_name, old) in zip(names, self._names, strict=True)
@@ -191,38 +225,89 @@ class ParameterGuard(Guard):
                 f"{[name for name, _ in self._names]} as at the start: the set of trainable "
                 "parameters is fixed for a run. Start another run for another set."
             )
-        self._check_frozen(f"step {step} starts with")
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if {id(p) for p in params} != self._managed:
-            raise UnsupportedRunError(
-                f"step {step} optimizes {len(params)} parameters, expected the "
-                f"{len(self._managed)} of the start: parameter groups are fixed for a run."
-            )
-        _refuse_moving_frozen(step, params)
 
     def _check_frozen(self, when: str, *, is_thorough: bool = False) -> None:
         """Raises UnsupportedRunError if the frozen part of the model is another one.
 
         Args:
             when: Where that was found.
-            is_thorough: Reads all values, and not only those whose count of writes has changed;
-                `.data` is written without being counted.
+            is_thorough: Reads all values, and not only those whose count of writes or memory has
+                changed; what `.data` gives is written without being counted.
         """
-        for name, (frozen, version, known) in self._frozen.items():
-            if frozen._version == version and not is_thorough:
+        are_there = self.parts.parameters is self._frozen_in
+        if are_there and not is_thorough and self._frozen_writes.are_the_same():
+            return
+        now = dict(self.parts.parameters)
+        for name, (old, writes, known) in self._frozen.items():
+            frozen = now.get(name)
+            if frozen is old and _writes(old) == writes and not is_thorough:
                 continue
-            if _fingerprint(frozen) != known:
+            if frozen is None or _fingerprint(frozen) != known:
                 raise UnsupportedRunError(
                     f"{when} another value of the frozen parameter {name} than at the start: the "
                     "frozen part of the model is public and stays as it is. Start another run for "
                     "another one."
                 )
-            self._frozen[name] = frozen, frozen._version, known  # swapped and restored
+            self._frozen[name] = frozen, _writes(frozen), known  # swapped and restored
+        self._frozen_writes = _Writes(p for p, *_ in self._frozen.values())
+        self._frozen_in = self.parts.parameters
 
     def changed(self) -> Figure:
         """Whether a value differs from what the last step left."""
-        pairs = zip(self.params, self._copies, strict=True)
-        return any_of(_differ(param, copy) for param, copy in pairs)
+        return any_of([known.changed() for known in self._known])
+
+
+class _Known:
+    """The value that a parameter has after a step, and whether it still has it.
+
+    Both are looked at as integers: NaN equals itself, and 0 is not -0.
+
+    Args:
+        param: With its current value.
+    """
+
+    def __init__(self, param: nn.Parameter):
+        self._param, self._alias = param, param.detach()
+        self.copy = self._alias.clone()
+        self._bits, self._copied_bits = _as_integers(self._alias), _as_integers(self.copy)
+
+    @property
+    def _is_where_it_was(self) -> bool:
+        """Whether nobody gave the parameter other memory (`.data`, another device)."""
+        param, alias = self._param, self._alias
+        return param.dtype == alias.dtype and alias.is_set_to(param)
+
+    def take(self) -> bool:
+        """Takes the current value; false if it is elsewhere, and nothing was taken."""
+        if not self._is_where_it_was:
+            return False
+        self.copy.copy_(self._alias)
+        return True
+
+    def changed(self) -> Figure:
+        """Whether the parameter has another value than the one that was taken."""
+        if self._is_where_it_was:
+            return differ(self._bits, self._copied_bits)
+        return _differ(self._param, self.copy)
+
+
+class _Writes:
+    """Tensors, how often torch counted a write to each, and where they lie.
+
+    Args:
+        tensors: As they are now.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self._tensors = list(tensors)
+        self._places, self._counts = self._now()
+
+    def are_the_same(self) -> bool:
+        """Whether none was written, nor assigned a `.data`."""
+        return self._now() == (self._places, self._counts)
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return list(map(torch.Tensor.data_ptr, self._tensors)), counts_of_writes(self._tensors)
 
 
 def _writes(value: torch.Tensor) -> tuple[int, int]:
@@ -230,12 +315,15 @@ def _writes(value: torch.Tensor) -> tuple[int, int]:
     return counted_writes(value), value.data_ptr()
 
 
-def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
-    """Also refuses parameters in low precision."""
+def _check_precision(params: Sequence[nn.Parameter]) -> None:
     for param in params:
         if param.requires_grad:
             check_precision("parameters", param)
-        elif param.grad is not None:
+
+
+def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        if not param.requires_grad and param.grad is not None:
             raise UnsupportedRunError(
                 f"step {step} would move a frozen parameter by its old gradient, without noise. "
                 "Set its .grad to None."
@@ -245,11 +333,12 @@ def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
 def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
     if value.shape != copy.shape or value.dtype != copy.dtype:
         return True
-    value = value.detach().to(copy.device)
-    if copy.dtype in _INTEGERS:  # compares bits: NaN equals itself
-        kind = _INTEGERS[copy.dtype]
-        value, copy = value.view(kind), copy.view(kind)
-    return differ(value, copy)
+    return differ(_as_integers(value.detach().to(copy.device)), _as_integers(copy))
+
+
+def _as_integers(value: torch.Tensor) -> torch.Tensor:
+    """The bits of float32 or float64 numbers, in the same memory; others as they are."""
+    return value.view(_INTEGERS[value.dtype]) if value.dtype in _INTEGERS else value
 
 
 def _fingerprint(value: torch.Tensor) -> int:
@@ -294,4 +383,5 @@ class ParameterSetGuard(Guard):
                 "the construction: what the optimizer keeps belongs to them. Construct another "
                 "optimizer for another set."
             )
+        _check_precision(self._managed())
         _refuse_moving_frozen(step, self._managed())

@@ -35,6 +35,8 @@ def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
     Raises:
         UnsupportedRunError: The arithmetic is not that of float32.
     """
+    if not _any_autocast() and _matrix_product_precision() == "highest":
+        return  # whatever the parameters are
     params = list(params)
     for device_type in {p.device.type for p in params}:
         if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -49,10 +51,7 @@ def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
 
 
 def _check_matrix_products() -> None:
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # since torch 2.9, where one device was set by itself
-        precision = "lower on some device"
+    precision = _matrix_product_precision()
     if precision != "highest":
         raise UnsupportedRunError(
             f"Expected float32 matrix products of the highest precision, got {precision!r} (TF32 "
@@ -60,6 +59,18 @@ def _check_matrix_products() -> None:
             'for more than the clip norm. Call torch.set_float32_matmul_precision("highest"); only '
             "a frozen backbone may lower it, inside the model's forward, if it sets it back."
         )
+
+
+def _any_autocast() -> bool:
+    """Whether autocast is enabled for some type of device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def _matrix_product_precision() -> str:
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # since torch 2.9, where one device was set by itself
+        return "lower on some device"
 
 
 def check_convolutions(params: Sequence[nn.Parameter]) -> None:

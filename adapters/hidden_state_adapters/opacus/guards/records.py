@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
+_VERSION = operator.attrgetter("_version")
 _Written = list[tuple[torch.Tensor, int]]
 """Tensors, and how often each was written."""
 
@@ -79,6 +81,14 @@ def counted_writes(tensor: torch.Tensor) -> int:
     What was computed under inference_mode() has no count, and cannot be written outside of it.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def counts_of_writes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`counted_writes` of each."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # one has no count
+        return list(map(counted_writes, tensors))
 
 
 def _is_untouched(tensors: tuple[torch.Tensor, ...], known: _Written) -> bool:

@@ -98,7 +98,7 @@ class DeclaredRun:
         diameter = math.inf if projection is None else projection.diameter(params)
         _check_start(projection, params)
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
-        frozen.check_batch_norm(inner)
+        frozen.check_batch_norm(tuple(inner.named_modules()))
         return cls(
             arguments=arguments,
             inner=inner,

@@ -49,7 +49,7 @@ class WatchedLoss:
         head = geometry.find_linear_head(inner)
         assert head is not None
         self._head, self._frozen = head, FrozenPart(inner, head)
-        self._frozen.check_batch_norm(inner)
+        self._frozen.check_batch_norm(tuple(inner.named_modules()))
         self._guards = Guards([])
         self._hooks: tuple[Guard, ...] = ()
 
