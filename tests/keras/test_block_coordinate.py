@@ -374,7 +374,7 @@ def add_momentum(model, optimizer):
 
 def reseed(model, optimizer):
     for _ in range(2):
-        optimizer._dp_sum_query._generator.reset_from_seed(7)
+        optimizer._dp_sum_query._noise._generator.reset_from_seed(7)
         train(model, optimizer, 1)
 
 

@@ -55,7 +55,7 @@ def test_a_generator_that_was_set_is_noticed(kind):
     x = tf.ones([2, 3])
     step(x)
     before, query = variable.numpy(), optimizer._dp_sum_query
-    query._generator.reset_from_seed(0)
+    query._noise._generator.reset_from_seed(0)
     for _ in range(2):  # for good
         step(x)
         assert "generator of the noise was set" in str(optimizer.last_step.problem)
@@ -65,15 +65,15 @@ def test_a_generator_that_was_set_is_noticed(kind):
 @pytest.mark.parametrize(
     "disturb",
     [
-        lambda query: query._generator.normal([1]),
-        lambda query: query._generator.state.assign(query._left - 1),
-        lambda query: setattr(query, "_generator", tf.random.Generator.from_seed(0, alg="philox")),
+        lambda noise: noise._generator.normal([1]),
+        lambda noise: noise._generator.state.assign(noise._left - 1),
+        lambda noise: setattr(noise, "_generator", tf.random.Generator.from_seed(0, alg="philox")),
     ],
     ids=["numbers taken", "set back", "replaced"],
 )
 def test_noise_comes_from_a_generator_that_was_left_alone(disturb):
     variable, optimizer = tf.Variable(tf.zeros([3])), CyclicDPKerasSGDOptimizer(1.0, 1.0)
     optimizer.minimize(lambda: variable, [variable])
-    disturb(optimizer._dp_sum_query)
+    disturb(optimizer._dp_sum_query._noise)
     with pytest.raises(hsa.UnsupportedRunError, match="generator of the noise was set"):
         optimizer.minimize(lambda: variable, [variable])

@@ -80,7 +80,7 @@ def not_finite(model, optimizer):
 
 
 def seeded_again(model, optimizer):
-    optimizer._dp_sum_query._generator.reset_from_seed(0)
+    optimizer._dp_sum_query._noise._generator.reset_from_seed(0)
     step(model, optimizer, FOUR)
 
 

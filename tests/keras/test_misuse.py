@@ -318,7 +318,7 @@ class KerasTrial(Trial):
         tf.random.set_seed(0)
 
     def reseed(self):
-        self.optimizer._dp_sum_query._generator.reset_from_seed(0)
+        self.optimizer._dp_sum_query._noise._generator.reset_from_seed(0)
 
     def copy(self):
         self.go_on_with(copy.deepcopy(self.optimizer))

@@ -1,7 +1,7 @@
 """What the private Keras optimizers share: every step is checked before it is taken.
 
-A mechanism (mechanisms/) is a class with `CheckedOptimizer` before one of TF Privacy's. It says how
-a step is made, and what kind of run its steps are; callback and recorder know no more than that.
+A class of mechanisms/ has `CheckedOptimizer` before one of TF Privacy's. It says how a step is
+made, and what kind of run its steps are.
 """
 
 from __future__ import annotations
@@ -11,23 +11,16 @@ from typing import Any, ClassVar
 
 import attrs
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, LossGeometry
-from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.base import Run, Step
-from hidden_state_accountants.runs.statement import Statement
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss, check_variables
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import (
     PROBLEMS,
     ExpectedLosses,
     Problem,
-    StepEntry,
     StepLog,
 )
 from hidden_state_adapters.tf_privacy.training import TrackedTraining, Training
@@ -77,7 +70,7 @@ class CheckedSGD(tf.keras.optimizers.legacy.SGD):
         return var.assign(tf.where(self._gradients.is_fine, new, old))
 
 
-class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
+class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
     """Base of the private optimizers, to stand before a class of TF Privacy's factory.
 
     A subclass changes variables only if `self._gradients.is_fine`. XLA compiles no assertions, so
@@ -141,103 +134,7 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
     def _decay_of_step(self) -> float:
         return 0.0
 
-    # What kind of run its steps are; to be said by the subclass
-
-    update_rule = "SGD"  # that the noisy mean goes through
-    _declarable = ""  # what a user may declare of its runs: a name of `Declared`
-
-    def begin(self, declared: Declared) -> None:
-        """Takes over what is said of the run that begins."""
-
-    def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
-        """Refuses to begin a run over such batches, with these variables and declarations.
-
-        Raises:
-            UnsupportedRunError: The text says which.
-        """
-        declared.refuse_all_but(self._declarable, type(self).__name__)
-
-    def new_run(self, units: Units, declared: Declared) -> Run:
-        """An empty run over fixed batches; asked for when the first step was taken."""
-        raise NotImplementedError
-
-    def step_of(self, entry: StepEntry) -> Step:
-        """What an entry of the log says to the run.
-
-        Raises:
-            UnsupportedRunError: It is no step of such a run.
-        """
-        return Step(
-            noise_multiplier=entry.noise_multiplier,
-            clip_norm=entry.l2_norm_clip,
-            learning_rate=entry.learning_rate,
-            weight_decay=entry.weight_decay,
-            rows=entry.rows,
-            largest_norm=entry.largest_norm,
-        )
-
-    def check_run(self) -> None:
-        """Raises UnsupportedRunError if noisy gradients were computed that no step applied."""
-
-    def line_before(self, units: Units, relation: NeighboringRelation) -> str:
-        """What should be known before training; empty if nothing."""
-        return ""
-
-    def checked(self, units: Units) -> list[str]:
-        """What is checked of its runs, beside what is checked of every run."""
-        raise NotImplementedError
-
-    def declared(self, event: Any) -> list[str]:
-        """What is the user's word about its runs, beside what is so of every run.
-
-        Args:
-            event: The run.
-        """
-        return []
-
-    def known_loss(self, declared: Declared) -> LossGeometry | None:
-        """The geometry of the loss that its runs are accounted with."""
-        return None
-
-    def derived(self, declared: Declared) -> list[Assumption]:
-        """What takes the place of a user's word of the same topic."""
-        if not declared.source:
-            return []
-        text = f"per-example loss: {declared.geometry!r}, {declared.source}"
-        return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE]
-
-    def told(self, statement: Statement) -> str:
-        """The statement of a recorded run, in the shape of TensorFlow Privacy's."""
-        return statement.paragraphs()
-
-    # How it goes on where another optimizer stood
-
-    hidden_state = ""  # what it cannot go on without, and is data of the examples
-
-    @property
-    def blocks(self) -> tuple[tuple[Any, ...], ...]:
-        """Its variables, if it updates them in turn."""
-        return ()
-
-    def private_state(self) -> dict[str, Any]:
-        """The `hidden_state` as plain types. Secret."""
-        return {}
-
-    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """Goes on with a run, after its steps so far, with new noise.
-
-        Args:
-            state: Of the run.
-            variables: Those that are trained, as its last step left them.
-
-        Raises:
-            ValueError: The private state is damaged.
-        """
-        self._log.resume(state.num_batches, state.units.batch_size, variables)
-        self.iterations.assign(state.iterations)
-        self.training.resume(variables)
-
-    # What was done
+    # Its settings
 
     @property
     def l2_norm_clip(self) -> float:
@@ -250,18 +147,13 @@ class CheckedOptimizer(tf.keras.optimizers.legacy.Optimizer):
         return self._dp_sum_query.noise_multiplier
 
     @property
-    def last_step(self) -> StepEntry:
-        """What the last step did, and how many there were."""
-        return self._log.read()
+    def grouping(self) -> tuple[Any, int]:
+        """num_microbatches and gradient_accumulation_steps."""
+        return self._num_microbatches, self.gradient_accumulation_steps
 
-    @property
-    def has_stepped(self) -> bool:
-        """Whether it changed variables."""
-        return self._log.read().steps > 0
-
-    def is_iterate(self, variables: Sequence[Any]) -> bool:
-        """Whether the variables are as the last step left them, bit by bit."""
-        return self._log.has_written(list(variables))
+    def units(self, batch_size: int, examples: int) -> Units:
+        """As every mechanism's, with microbatches and accumulated steps."""
+        return Units.of(self, batch_size, examples)
 
     def watch(
         self, *, has_single_rows: bool = False, expected: ExpectedLosses | None = None

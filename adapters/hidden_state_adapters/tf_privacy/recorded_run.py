@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import (
@@ -35,13 +36,14 @@ from hidden_state_adapters.tf_privacy.guards.rows import are_same
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
-from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, Problem, StepEntry
-from hidden_state_adapters.tf_privacy.units import Units
 
+_FIXED = (
+    "batches of equal size in the fixed order of the data set, each once per epoch, one step each"
+)
 _CHECKED = (
-    "batches of equal size in the fixed order of the data set, each once per epoch, one step each",
     "variables in float32 or float64, changed by the private optimizer only; variables that are "
     "not trained unchanged",
 )
@@ -67,6 +69,21 @@ _DISCARDED = "nothing that was computed after step {}, where the run went on aga
 _logger = logging.getLogger("hidden_state_accountants")
 
 
+@attrs.frozen
+class Dealt:
+    """How the batches of a run are dealt.
+
+    Attributes:
+        text: What is checked of them, in words.
+        period: Batches of an epoch.
+        rows: What the batch of a step, from 0 on, must have.
+    """
+
+    text: str
+    period: int
+    rows: Callable[[int], int]
+
+
 class RecordedRun:
     """What a callback and a recorder hold: they say which batch a step was taken on.
 
@@ -82,6 +99,7 @@ class RecordedRun:
         trained: What the gradients are taken of.
         state: Of the run that goes on; None for a new one.
         discard_later_steps: Says that nothing of the steps after the state was ever seen.
+        dealt: The batches; None for equal ones in the fixed order of the data set.
 
     Raises:
         UnsupportedRunError: No run of this optimizer and model can be accounted, or the state is
@@ -101,6 +119,7 @@ class RecordedRun:
         trained: TrainedLoss,
         state: RunState | None = None,
         discard_later_steps: bool = False,
+        dealt: Dealt | None = None,
     ):
         check_optimizer(optimizer)
         check_layers(model)
@@ -113,8 +132,8 @@ class RecordedRun:
                 "account both runs."
             )
         optimizer.check_run()
-        self.optimizer: CheckedOptimizer = optimizer
-        self.units = Units.of(optimizer, batch_size, examples)
+        self.optimizer: Mechanism = optimizer
+        self.units = optimizer.units(batch_size, examples)
         if state is not None:
             state.check_fits(model, optimizer, self.units)
         self.model = model
@@ -127,8 +146,8 @@ class RecordedRun:
         self._looked_at = 0  # the steps by then
         self.num_batches = 0  # of which the optimizer made steps, or parts of them
         self._relation = relation
-        self._period = self.units.batches
-        self._grouping = _grouping(optimizer)
+        self._dealt = dealt or Dealt(_FIXED, self.units.batches, lambda _: batch_size)
+        self._grouping = optimizer.grouping
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
         self._invalid = ""
@@ -277,7 +296,7 @@ class RecordedRun:
     @property
     def next_batch(self) -> int:
         """The index within the epoch of the batch that the next step must use."""
-        return self.num_batches % self._period
+        return self.num_batches % self._dealt.period
 
     @property
     def has_all_steps(self) -> bool:
@@ -362,15 +381,16 @@ class RecordedRun:
                 f"the losses of step {step} were not compared with those of the known loss: the "
                 "step was traced before its record began. Make the tf.function after it."
             )
-        if batch != self.next_batch or entry.rows != self.units.batch_size:
+        rows = self._dealt.rows(self.num_batches)
+        if batch != self.next_batch or entry.rows != rows:
             raise refusal(
                 f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "
-                f"{self.units.batch_size} rows of batch {self.next_batch}."
+                f"{rows} rows of batch {self.next_batch}."
             )
 
     def _check_accumulation(self) -> None:
         """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
-        now = _grouping(self.optimizer)
+        now = self.optimizer.grouping
         if now != self._grouping:
             raise refusal(
                 "microbatches or accumulation were changed during the run: expected "
@@ -495,7 +515,7 @@ class RecordedRun:
         """
         self.check_fixed()
         self.note_weights()
-        epochs = self.num_batches // self._period
+        epochs = self.num_batches // self._dealt.period
         if not epochs & (epochs - 1):
             self.look_again()
 
@@ -556,7 +576,7 @@ class RecordedRun:
         Args:
             declared: What its holder adds.
         """
-        own = [Assumption.checked(text) for text in _CHECKED]
+        own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
         own += [Assumption.checked(text) for text in self._trained.checked(self._texts)]
         own += self._declared.measured
@@ -586,11 +606,6 @@ class RecordedRun:
         return self.optimizer.told(statement)
 
 
-def _grouping(optimizer: Any) -> tuple[Any, Any]:
-    """What `Units` is made from, beside the batches."""
-    return optimizer._num_microbatches, optimizer.gradient_accumulation_steps
-
-
 def check_optimizer(optimizer: Any) -> None:
     """Refuses an optimizer whose steps cannot be accounted.
 
@@ -598,7 +613,7 @@ def check_optimizer(optimizer: Any) -> None:
         UnsupportedRunError: It is none of this package.
     """
     refuse_surroundings()  # fit enters the strategy of the model
-    if not isinstance(optimizer, CheckedOptimizer):
+    if not isinstance(optimizer, Mechanism):
         raise refusal(
             "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, DiceKerasAdamOptimizer "
             "or BlockCoordinateKerasOptimizer (in Model.compile), got "

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
@@ -17,20 +16,20 @@ from hidden_state_accountants import (
     LastIterateDpEvent,
     LossGeometry,
     RunRecorder,
-    Schedule,
     validate,
 )
 from hidden_state_accountants.runs.base import SLACK, Step
 from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
 from hidden_state_adapters.tf_privacy.guards import settings
-from hidden_state_adapters.tf_privacy.guards.callbacks import is_of_keras
 from hidden_state_adapters.tf_privacy.guards.step import (
     check_loss,
     check_microbatches,
     refuse_tensor_float_32,
 )
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD, Gradients
+from hidden_state_adapters.tf_privacy.projection import check_within, project
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
+from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
@@ -185,7 +184,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
 
     def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
         if self._projection_radius is not None:
-            _project(variables, self._projection_radius, gradients.is_fine)
+            project(variables, self._projection_radius, gradients.is_fine)
 
     def _decay_of_step(self) -> float:
         return self._weight_decay
@@ -210,15 +209,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         super().check_start(units, variables, declared)
         if self.loss_geometry is not None:
             refuse_tensor_float_32()
-        radius = self._projection_radius
-        if radius is None:
-            return
-        norm = float(_joint_norm(variables))
-        if not norm <= radius * (1 + SLACK):
-            raise refusal(
-                f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
-                f"{norm:g}. Initialise smaller, or raise the radius."
-            )
+        check_within(variables, self._projection_radius)
 
     def known_loss(self, declared: Declared) -> LossGeometry | None:
         """Of optimizer or run."""
@@ -239,7 +230,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         """As every mechanism's; the noise of the step was not chosen among several draws."""
         self._check_draws(entry.steps)
         step = super().step_of(entry)
-        return attrs.evolve(step, learning_rate=_as_meant(step.learning_rate))
+        return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
 
     def check_run(self) -> None:
         """Every noisy gradient that was computed was applied."""
@@ -261,7 +252,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         part = Step(
             noise_multiplier=self.noise_multiplier,
             clip_norm=self.l2_norm_clip,
-            learning_rate=_as_meant(float(self._decayed_lr(tf.float32))),
+            learning_rate=as_meant(float(self._decayed_lr(tf.float32))),
             weight_decay=self._weight_decay,
         )
         run.add(units.step_of([part] * units.accumulated, 0))
@@ -291,16 +282,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
 
     def declared(self, event: LastIterateDpEvent) -> list[str]:
         """Where the learning rates come from, unless it is a number or a schedule of Keras."""
-        rates = self._hyper["learning_rate"]
-        if isinstance(rates, tf.keras.optimizers.schedules.LearningRateSchedule):
-            if is_of_keras(rates):
-                return []
-        elif not callable(rates) and not isinstance(event.learning_rate, Schedule):
-            return []
-        return [
-            "the learning rates that were set or computed during the run depend neither on the "
-            "examples nor on the weights"
-        ]
+        return declared_rates(self._hyper["learning_rate"], event.learning_rate)
 
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""
@@ -329,28 +311,3 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             arguments["loss_geometry"] = LossGeometry(**arguments["loss_geometry"])
         optimizer: CyclicDPKerasSGDOptimizer = super().from_config(arguments, custom_objects)
         return optimizer
-
-
-def _project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:
-    """Projects the variables together on the ball around 0, unless the step was refused.
-
-    The radius is lowered by two units of rounding, so that the result lies inside the ball.
-    """
-    eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
-    norm = _joint_norm(variables)
-    factor = tf.minimum(tf.constant(1.0, tf.float64), radius * (1 - 2 * eps) / norm)
-    factor = tf.where(is_fine, factor, tf.ones_like(factor))
-    for variable in variables:
-        variable.assign(variable.read_value() * tf.cast(factor, variable.dtype.base_dtype))
-
-
-def _joint_norm(variables: Sequence[Any]) -> tf.Tensor:
-    """The L2 norm of all variables as one vector, computed in float64 (0-dim)."""
-    squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float64))) for v in variables]
-    return tf.sqrt(tf.add_n(squares))
-
-
-def _as_meant(rate: float) -> float:
-    """The shortest decimal that is the same float32, if it is one: Keras keeps rates in float32."""
-    single = np.float32(rate)
-    return float(str(single)) if float(single) == rate else rate
