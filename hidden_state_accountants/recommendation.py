@@ -4,12 +4,13 @@ The recipe is fixed in advance and looks at no record, so that it costs no priva
 of norm 1, :math:`\mu` the Gaussian parameter of the target, n records, clip norm C and T steps, the
 learning rate is the least of
 
-.. math:: \frac{1.4\, n \mu}{C T}, \qquad \frac{k}{2 M \sqrt{l}}, \qquad \frac{10^4}{2 M T}
+.. math:: \frac{1.4\, n \mu}{C T}, \qquad \frac{k}{2 M}, \qquad \frac{\max(10^4, 1.5\, n)}{2 M T}
 
-for the Lipschitz constant M of the gradient and l batches per epoch, with k = 64, or 32 where the
-steps must not stretch distances. The weights start at zero, the rate stays constant and nothing
-decays. With the first term the noise in every weight has the standard deviation 1.4 F, whatever the
-data are: F is the noise factor, the noise in the sum of all gradients over that of full batches.
+for the Lipschitz constant M of the gradient, with k = 64; where the steps must not stretch
+distances k is divided by the square root of the number of batches per epoch. The weights start at
+zero, the rate stays constant and nothing decays. With the first term the noise in every weight has
+the standard deviation 1.4 F, whatever the data are: F is the noise factor, the noise in the sum of
+all gradients over that of full batches.
 
 >>> import hidden_state_accountants as hsa
 >>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
+import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
@@ -52,10 +54,12 @@ ORDERS = (BatchOrder.POISSON, BatchOrder.FULL, BatchOrder.SHUFFLED_ONCE, BatchOr
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
 _BATCHES = (4, 20, 100, 400)  # per epoch
 _LEAST_BATCH = 50
-_EVALUATIONS = 2_000_000  # that a long run may take
+_EVALUATIONS = 8_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
 _KAPPA = 1.4
-_LONGEST = 1e4  # total learning rate after which a linear model without noise has nearly converged
+# Total learning rate at which a linear model without noise begins to learn single records: like a
+# weight decay of its inverse, which need not be less than about 1/n.
+_LONGEST, _LONGEST_PER_RECORD = 1e4, 1.5
 _TOLERANCE = 1e-3
 _DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
 _OF_EACH_ORDER = 2  # runs with exact figures
@@ -69,7 +73,7 @@ class LinearLoss:
         name: As in `LossGeometry`.
         curvature: M, the Lipschitz constant of its gradient in the predictions.
         clip_norm: C, of the gradient in the predictions.
-        steepest: k of composition and of hidden runs.
+        steepest: k.
         envelope: The geometry of its envelope.
         criteria: The names of both in the adapter for Opacus.
     """
@@ -77,7 +81,7 @@ class LinearLoss:
     name: str
     curvature: float
     clip_norm: float
-    steepest: tuple[float, float]
+    steepest: float
     envelope: Callable[..., LossGeometry]
     criteria: tuple[str, str]
 
@@ -89,7 +93,7 @@ LOSSES = {
             "softmax_cross_entropy",
             0.5,
             0.3,
-            (64.0, 32.0),
+            64.0,
             LossGeometry.envelope_softmax_cross_entropy,
             ("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
         ),
@@ -97,7 +101,7 @@ LOSSES = {
             "logistic",
             0.25,
             0.3,
-            (64.0, 32.0),
+            64.0,
             LossGeometry.envelope_logistic,
             ("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
         ),
@@ -105,7 +109,7 @@ LOSSES = {
             "squared_error",
             1.0,
             0.3,
-            (4.0, 4.0),
+            4.0,
             LossGeometry.envelope_squared_error,
             ("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
         ),
@@ -131,6 +135,7 @@ class Candidate:
         target_epsilon: What the event's epsilon is not above.
         delta: Of the target.
         neighboring_relation: Of the target.
+        spent: What the target is for as well, beside the run; None for nothing.
     """
 
     event: LastIterateDpEvent
@@ -144,6 +149,7 @@ class Candidate:
     target_epsilon: float
     delta: float
     neighboring_relation: NeighboringRelation
+    spent: dp_accounting.DpEvent | None = None
 
     @property
     def gradient_evaluations(self) -> int:
@@ -169,8 +175,9 @@ class Candidate:
         return _REASONS[self.event.batch_order]
 
     def guarantee(self) -> Guarantee:
-        """What is proved of the run, with its assumptions."""
-        return LastIterateAccountant(self.neighboring_relation).compose(self.event).guarantee
+        """What is proved of the run and of what was spent, with its assumptions."""
+        accountant = LastIterateAccountant(self.neighboring_relation)
+        return accountant.compose(_beside(self.spent, self.event)).guarantee
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -279,6 +286,7 @@ def recommend(
     orders: Iterable[BatchOrder | str] | None = None,
     epochs: int | None = None,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+    spent: dp_accounting.DpEvent | None = None,
 ) -> Recommendation:
     """Complete runs that train a linear model with (epsilon, delta), the best first.
 
@@ -306,9 +314,12 @@ def recommend(
         orders: The batch orders that can be had; None is FULL, POISSON, SHUFFLED_ONCE and CYCLIC.
         epochs: Passes over the data; None tries 16, and 64 where these are few gradients.
         neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
+        spent: What is released of the same records beside the run, such as statistics of their
+            features: the target is for both together. Not in the printed table.
 
     Raises:
-        TypeError, ValueError: An argument has an impossible value, or no order is covered.
+        TypeError, ValueError: An argument has an impossible value, no order is covered, or `spent`
+            alone is above the target.
     """
     n = validate.integer("n", n, minimum=2)
     validate.target_pair(epsilon, delta, ("epsilon", "delta"))
@@ -322,6 +333,7 @@ def recommend(
         feature_norm=float(feature_norm),
         bias=bias,
         relation=validate.neighboring_relation(neighboring_relation),
+        spent=spent,
     )
     lengths = _lengths(n) if epochs is None else (validate.integer("epochs", epochs, minimum=1),)
     found = []
@@ -385,6 +397,7 @@ class _Task:
     feature_norm: float
     bias: bool
     relation: NeighboringRelation
+    spent: dp_accounting.DpEvent | None
 
     @property
     def mu(self) -> float:
@@ -411,15 +424,17 @@ class _Plan:
         """The learning rate that noise and data ask for, for features of norm 1."""
         task = self.task
         flatness = 0.5 / task.loss.curvature
-        total = min(_KAPPA * task.n * task.mu / task.loss.clip_norm, _LONGEST * flatness)
+        longest = max(_LONGEST, _LONGEST_PER_RECORD * task.n) * flatness
+        total = min(_KAPPA * task.n * task.mu / task.loss.clip_norm, longest)
         return total / self.steps
 
     @property
     def rate(self) -> float:
         """The learning rate that such steps can take, for features of norm 1."""
         decay = self.task.decay / self.task.square
-        steepest = self.task.loss.steepest[self.order not in _COMPOSED]
-        steepest *= 0.5 / (self.task.loss.curvature * math.sqrt(self.split))
+        steepest = self.task.loss.steepest * 0.5 / self.task.loss.curvature
+        if self.order not in _COMPOSED:  # smoothed by as much, and such steps saturate
+            steepest /= math.sqrt(self.split)
         return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
 
     @property
@@ -491,7 +506,8 @@ class _Plan:
         priced = event
         if self.order in _COMPOSED:  # asks for nothing but batches and steps: found once for all
             priced = attrs.evolve(event, learning_rate=1.0, clip_norm=1.0, weight_decay=0.0)
-        noise = _noise(task.epsilon, task.delta, task.relation, priced)
+        find = _noise if task.spent is None else _noise.__wrapped__  # not every event has a hash
+        noise = find(task.epsilon, task.delta, task.relation, priced, task.spent)
         factor = noise * task.mu * math.sqrt(self.split / self.epochs)
         return Candidate(
             event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
@@ -505,17 +521,29 @@ class _Plan:
             target_epsilon=task.epsilon,
             delta=task.delta,
             neighboring_relation=task.relation,
+            spent=task.spent,
         )
 
 
 @functools.lru_cache(maxsize=256)  # the fits of a search ask again and again
 def _noise(
-    epsilon: float, delta: float, relation: NeighboringRelation, event: LastIterateDpEvent
+    epsilon: float,
+    delta: float,
+    relation: NeighboringRelation,
+    event: LastIterateDpEvent,
+    spent: dp_accounting.DpEvent | None,
 ) -> float:
+    def run(noise: float) -> dp_accounting.DpEvent:
+        return _beside(spent, attrs.evolve(event, noise_multiplier=noise))
+
     with _quiet_absl():
         return calibrate_noise(
-            epsilon, delta, event, neighboring_relation=relation, tolerance=_TOLERANCE
+            epsilon, delta, run, neighboring_relation=relation, tolerance=_TOLERANCE
         )
+
+
+def _beside(spent: dp_accounting.DpEvent | None, event: LastIterateDpEvent) -> Any:
+    return event if spent is None else dp_accounting.ComposedDpEvent((spent, event))
 
 
 @contextlib.contextmanager

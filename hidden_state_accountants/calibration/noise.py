@@ -107,9 +107,7 @@ def _composition_noise(make: MakeEvent, target: Target, relation: NeighboringRel
         event: Any = make(1.0)
         if isinstance(event, DiceSgdDpEvent):
             mu = largest_mu(event, relation)
-        if hasattr(event, "as_composition"):
-            event = attrs.evolve(event, max_batch_size=None)
-            event = event.as_composition(relation, for_one_position=True)
+        event = _as_composition(event, relation)
         mu = mu or gaussian_mu(event)
     except (UnsupportedRunError, TypeError):
         pass
@@ -119,6 +117,16 @@ def _composition_noise(make: MakeEvent, target: Target, relation: NeighboringRel
     noise = min(max(mu / math.exp(log_mu) * (1 + 1e-12), 1e-60), 1e60)
     # Where there is much noise a sampled record counts about as its share.
     return min(noise, max(_MUCH_NOISE, 2 * _sampling_rate(event) * noise))
+
+
+def _as_composition(event: Any, relation: NeighboringRelation) -> dp_accounting.DpEvent:
+    """The event with its runs as standard events."""
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return dp_accounting.ComposedDpEvent([_as_composition(e, relation) for e in event.events])
+    if hasattr(event, "as_composition"):
+        event = attrs.evolve(event, max_batch_size=None)
+        return event.as_composition(relation, for_one_position=True)
+    return event
 
 
 def _sampling_rate(event: dp_accounting.DpEvent) -> float:

@@ -11,7 +11,7 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.accountants import compose_guarantees
+from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status
 from hidden_state_accountants.runs.base import kind_of
@@ -57,6 +57,7 @@ class Statement:
         assumptions: What has to be true, each checked, declared or public.
         delta: Where epsilon is read.
         notes: What the events do not say, for the `Run.describe` of the last one.
+        beside: What else was released of the same records; the guarantee is about it as well.
     """
 
     events: tuple[DpEvent, ...]
@@ -64,6 +65,7 @@ class Statement:
     assumptions: tuple[Assumption, ...]
     delta: float
     notes: Mapping[str, Any]
+    beside: DpEvent | None = None
 
     def lines(self) -> str:
         """About a dozen lines "label: text" to paste."""
@@ -139,7 +141,8 @@ class Statement:
         return not all(kind_of(event).releases_every_iterate for event in self.events)
 
     def _epsilon_of_every_iterate(self) -> float | None:
-        return _composed_epsilon(self.events, self.guarantee.neighboring_relation, self.delta)
+        relation = self.guarantee.neighboring_relation
+        return _composed_epsilon(self.events, relation, self.delta, self.beside)
 
     def _texts(self, status: Status) -> list[str]:
         return [a.text for a in self.assumptions if a.status is status]
@@ -150,6 +153,7 @@ def statement_of(
     guarantee: Guarantee,
     assumptions: Sequence[Assumption],
     delta: float,
+    beside: DpEvent | None = None,
     **notes: Any,
 ) -> Statement:
     """The statement of one or several runs.
@@ -159,6 +163,7 @@ def statement_of(
         guarantee: Of all of them together.
         assumptions: What has to be true; those of the guarantee, with what an adapter adds.
         delta: Where epsilon is read, in [0, 1].
+        beside: What else was released of the same records, if `guarantee` is about it as well.
         **notes: What the events do not say: `microbatch`, the examples of a record of a
             `LastIterateRun`, and `update`, what is said of an update that is not its event's;
             `update_rule`, the name of the optimizer behind a `DiceSgdRun`. Those that the last run
@@ -178,6 +183,7 @@ def statement_of(
         assumptions=tuple(assumptions),
         delta=validate.target_delta(delta),
         notes=notes,
+        beside=beside,
     )
 
 
@@ -190,9 +196,14 @@ def composition_epsilon(
 
 
 def _composed_epsilon(
-    events: Sequence[DpEvent], relation: NeighboringRelation, delta: float
+    events: Sequence[DpEvent],
+    relation: NeighboringRelation,
+    delta: float,
+    beside: DpEvent | None = None,
 ) -> float | None:
     guarantees = [kind_of(event).every_iterate(event, relation) for event in events]
+    if beside is not None:
+        guarantees.append(LastIterateAccountant(relation).compose(beside).guarantee)
     known = [guarantee for guarantee in guarantees if guarantee is not None]
     if len(known) < len(guarantees):
         return None

@@ -162,3 +162,37 @@ def test_impossible_arguments(changes, message):
 def test_one_order_is_a_list_too():
     with pytest.raises(TypeError, match="list of batch orders"):
         recommend(orders="cyclic")
+
+
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
+@pytest.mark.parametrize(
+    "spent",
+    [
+        dp_accounting.GaussianDpEvent(20.0),
+        dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(30.0)] * 2),  # has no hash
+    ],
+)
+def test_the_target_is_for_what_was_spent_as_well(relation, spent):
+    for candidate in recommend(
+        orders=["full", "cyclic"], spent=spent, neighboring_relation=relation
+    ):
+        accountant = hsa.LastIterateAccountant(relation).compose(candidate.event)
+        alone = accountant.get_epsilon(1e-5)
+        accountant.compose(spent)
+        both = accountant.get_epsilon(1e-5)
+        assert 0.99 < both <= 1
+        assert alone < 0.99
+        assert candidate.guarantee().epsilon(1e-5) == pytest.approx(both, rel=1e-6)
+
+
+def test_more_spent_than_the_target_is_refused():
+    with pytest.raises(ValueError, match="a part of the run does not depend on it"):
+        recommend(epsilon=0.1, orders=["full"], spent=dp_accounting.GaussianDpEvent(1.0))
+
+
+def test_many_records_are_trained_on_for_longer():
+    """The total rate is that of the noise up to what learns single records, 1.5 n."""
+    for n, longest in ((2000, 1e4), (100_000, 1.5e5)):
+        (full,) = recommend(n=n, epsilon=50.0, orders=["full"], epochs=4000)
+        total = full.event.learning_rate * full.event.num_steps
+        assert total == pytest.approx(longest, rel=1e-3)

@@ -11,7 +11,7 @@ class Mutation:
 
     Attributes:
         name: Says what is wrong in the mutant.
-        path: The file, below hidden_state_accountants/.
+        path: The file, below hidden_state_accountants/ (../adapters/... in an adapter).
         old: The passage that is replaced.
         new: What replaces it.
         hint: The test file, or a test in it, that is run first, below tests/.

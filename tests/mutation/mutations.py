@@ -10,6 +10,7 @@ import of_composition
 import of_curvature
 import of_curves
 import of_envelopes
+import of_estimators
 import of_moves
 import of_oracles
 import of_random_batches
@@ -28,4 +29,5 @@ MUTATIONS = (
     *of_curvature.MUTATIONS,
     *of_runs.MUTATIONS,
     *of_envelopes.MUTATIONS,
+    *of_estimators.MUTATIONS,
 )

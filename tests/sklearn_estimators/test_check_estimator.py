@@ -11,16 +11,21 @@ from sklearn.utils.estimator_checks import check_estimator
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 
 FRESH_NOISE = "compares two fits, whose noise is never the same"
-TWO_FITS = {
+WEIGHTS = "passes weights above 1, of which the guarantee is not"
+SHARED = {
     "check_fit_idempotent": FRESH_NOISE,
     "check_supervised_y_2d": FRESH_NOISE,
-    "check_pipeline_consistency": FRESH_NOISE,
+    "check_sample_weights_list": WEIGHTS,
+    "check_sample_weights_not_overwritten": WEIGHTS,
+    "check_sample_weight_equivalence_on_dense_data": WEIGHTS,
+    "check_sample_weight_equivalence_on_sparse_data": WEIGHTS,
+    "check_all_zero_sample_weights_error": "asks to refuse what only the private weights show",
 }
 CASES = [
     (
         PrivateClassifier(epsilon=100.0, classes="from_labels", batch_order="full", epochs=16),
         {
-            **TWO_FITS,
+            **SHARED,
             "check_classifier_data_not_an_array": FRESH_NOISE,
             "check_classifiers_train": "asks for an accuracy that noise leaves nearly always",
         },
@@ -28,7 +33,7 @@ CASES = [
     (
         PrivateRegressor(epsilon=100.0, target_bounds=(-300, 300), batch_order="full", epochs=16),
         {
-            **TWO_FITS,
+            **SHARED,
             "check_regressor_data_not_an_array": FRESH_NOISE,
             "check_regressors_int": FRESH_NOISE,
             "check_regressors_train": "asks for a fit that bounds of 300 and 200 records exclude",

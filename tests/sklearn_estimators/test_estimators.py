@@ -165,8 +165,11 @@ def test_nothing_of_the_training_stays():
     arrays = {name for name, value in kept.items() if isinstance(value, np.ndarray)}
     assert arrays == {"_weights", "classes_", "coef_", "intercept_"}
     assert set(kept) - arrays == {
-        "_is_composition",
+        "_has_sample_weights",
         "_relation",
+        "_run",
+        "_spent",
+        "_statistics",
         "n_features_in_",
         "n_iter_",
         "privacy_event_",

@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 import numpy as np
-from dp_accounting import NeighboringRelation
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, NeighboringRelation
+from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -23,10 +24,13 @@ from hidden_state_accountants import (
     LossGeometry,
     validate,
 )
+from hidden_state_accountants.calibration.target import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
 from hidden_state_adapters.sklearn.randomness import OWN_NOISE, OwnGenerator
+from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
 from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records
 from hidden_state_adapters.sklearn.steps import Slopes, train
 
@@ -34,6 +38,7 @@ _FLOATS = (np.float64, np.float32)
 _FROM_LABELS = "from_labels"
 _NUMBERS = "biuf"  # kinds of dtypes
 _SECONDS = 2.0  # between two lines of progress
+_STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
 
 
 class PrivacyBudgetWarning(UserWarning):
@@ -80,13 +85,40 @@ class PrivateLinearModel(BaseEstimator):
             y_numeric=isinstance(self, RegressorMixin),
         )
 
-    def _records(self, X: Any, constant: float) -> Records:
+    def _check_steps(self, X: Any) -> None:
         if self.normalization not in NORMALIZATIONS:
             raise ValueError(
                 f"Expected normalization to be one of {', '.join(NORMALIZATIONS)}, got "
                 f"{self.normalization!r}."
             )
-        return Records.of(X, self._feature_norm(), self.normalization, constant)
+        if self.preprocessing is None:
+            return
+        if self.preprocessing not in tuple(STEPS):
+            raise ValueError(
+                f"Expected preprocessing to be None or one of {', '.join(STEPS)}, got "
+                f"{self.preprocessing!r}."
+            )
+        if sparse.issparse(X) and STEPS[self.preprocessing][0]:
+            raise ValueError(
+                f"Expected dense records for preprocessing={self.preprocessing!r}, got a sparse "
+                'matrix, of which nothing would stay sparse. Use "scale", or X.toarray().'
+            )
+
+    def _records(self, X: Any, statistics: Statistics | None) -> Records:
+        if statistics is not None:
+            X = statistics.apply(X, self._feature_norm(), self.normalization)
+        return Records.of(X, self._feature_norm(), self.normalization, self._constant())
+
+    def _statistics_event(self, relation: NeighboringRelation) -> GaussianDpEvent | None:
+        """What the statistics of the columns cost: a fixed share of the target."""
+        if self.preprocessing is None:
+            return None
+        validate.target_pair(self.epsilon, self.delta, ("epsilon", "delta"))
+        validate.real("epsilon", self.epsilon, above=0)
+        validate.real("delta", self.delta, above=0)
+        mu = math.sqrt(_STATISTICS) * math.exp(gaussian_log_mu(self.epsilon, self.delta))
+        norms = 2.0 if relation is NeighboringRelation.REPLACE_ONE else 1.0
+        return GaussianDpEvent(norms / mu)
 
     def _feature_norm(self) -> float:
         return validate.real("feature_norm", self.feature_norm, above=0)
@@ -116,25 +148,52 @@ class PrivateLinearModel(BaseEstimator):
             orders=orders,
             epochs=self.epochs,
             neighboring_relation=relation,
+            spent=self._statistics_event(relation),
             **options,
         ).best
 
-    def _train(self, candidate: Candidate, records: Records, targets: Any, outputs: int) -> None:
+    def _train(
+        self,
+        candidate: Candidate,
+        X: Any,
+        targets: Any,
+        outputs: int,
+        weights_of_records: np.ndarray | None,
+    ) -> None:
         slopes = Slopes(candidate.loss, candidate.clip_norm, candidate.smoothing)
         progress = _Progress(type(self).__name__, candidate) if self.verbose else _silent
+        generator, spent, statistics = OwnGenerator(), candidate.spent, None
+        if spent is not None:
+            statistics = release_statistics(
+                X,
+                self.preprocessing,
+                self._feature_norm(),
+                self.normalization,
+                spent.noise_multiplier,
+                generator.normal,
+            )
         weights = train(
-            candidate.event, records, targets, outputs, slopes, OwnGenerator(), progress
+            candidate.event,
+            self._records(X, statistics),
+            targets,
+            outputs,
+            slopes,
+            generator,
+            progress,
+            weights_of_records,
         )
-        self.privacy_event_: LastIterateDpEvent = candidate.event
+        self._statistics = statistics
+        self._run: LastIterateDpEvent = candidate.event
+        self._spent = spent
+        self.privacy_event_ = self._run if spent is None else ComposedDpEvent((spent, self._run))
         self.n_iter_ = candidate.event.num_steps
         self._weights = weights
         self._relation = candidate.neighboring_relation
-        self._is_composition = candidate.is_composition
 
     def _predictions(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
-        records = self._records(X, self._constant())
+        records = self._records(X, self._statistics)
         everything = slice(0, len(records))
         parts = [records.predictions(i, self._weights) for i in records.blocks(everything)]
         return np.concatenate(parts)
@@ -152,7 +211,7 @@ class PrivateLinearModel(BaseEstimator):
         )
 
     def _assumptions(self, guarantee: Guarantee) -> tuple[Assumption, ...]:
-        event = self.privacy_event_
+        event = self._run
         secret = "" if event.batch_order.value in ("full", "cyclic") else ", and kept by nobody"
         return replace_assumptions(
             guarantee.assumptions,
@@ -184,20 +243,38 @@ class PrivateLinearModel(BaseEstimator):
                 "X was not transformed with statistics of these records (means, scales, "
                 "principal components, a vocabulary)"
             ),
+            *self._assumptions_of_options(),
             Assumption.public(f"the number of records, {event.dataset_size}"),
             *self._public(),
             *([] if event.loss is None else [_loss_assumption(event.loss)]),
         )
 
-    def _public(self) -> tuple[Assumption, ...]:
-        return ()
+    def _assumptions_of_options(self) -> list[Assumption]:
+        found = []
+        if self._spent is not None:
+            noise = text_up(self._spent.noise_multiplier)
+            found.append(
+                Assumption.checked(
+                    f"statistics of the columns (preprocessing={self.preprocessing!r}) were "
+                    f"released once, with Gaussian noise of multiplier {noise}; epsilon is that of "
+                    "both together"
+                )
+            )
+        if self._has_sample_weights:
+            found.append(
+                Assumption.declared("the weight of every record is a function of it alone")
+            )
+        return found
+
+    def _public(self) -> list[Assumption]:
+        return []
 
     @property
     def report_(self) -> str:
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
         guarantee = self.guarantee_
         text = statement_of(
-            [self.privacy_event_], guarantee, guarantee.assumptions, self.delta
+            [self._run], guarantee, guarantee.assumptions, self.delta, beside=self._spent
         ).lines()
         return f"{text}\nfits: this one; every other fit on the same records spends as well"
 
@@ -243,6 +320,12 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             rounding, with normalization="scale".
         normalization: "scale" brings every record to exactly `feature_norm`, "clip" the longer
             ones only.
+        preprocessing: "center", "scale" or "standardize" centres and scales the columns by
+            statistics of the records that are released with noise and accounted: a tenth of the
+            squared mu of the target. None for no such step. The records are normalised before and
+            after it. It makes a copy of X.
+        class_weight: A public number for each label (1 where it is left out); gradients are
+            multiplied with them, divided by the largest. "balanced" would count the labels.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         batch_order: "poisson", "full", "shuffled_once", "cyclic", or "auto" for what is
             recommended.
@@ -270,6 +353,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         classes: Any = None,
         feature_norm: float = 1.0,
         normalization: str = "scale",
+        preprocessing: str | None = None,
+        class_weight: Any = None,
         fit_intercept: bool = True,
         batch_order: str = "auto",
         epochs: int | None = None,
@@ -281,14 +366,22 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         self.classes = classes
         self.feature_norm = feature_norm
         self.normalization = normalization
+        self.preprocessing = preprocessing
+        self.class_weight = class_weight
         self.fit_intercept = fit_intercept
         self.batch_order = batch_order
         self.epochs = epochs
         self.neighboring_relation = neighboring_relation
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> PrivateClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PrivateClassifier:
         """Trains on records X, shape (records, features), with the labels y, shape (records,).
+
+        Args:
+            X: The records.
+            y: Their labels.
+            sample_weight: Weights of the records, in [0, 1], shape (records,): each of them a
+                function of its record alone.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value, or a label is not among the
@@ -296,14 +389,19 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             UnsupportedRunError: A gradient was not finite; the fit counts as spent.
         """
         X, y = self._read(X, y)
+        self._check_steps(X)
         check_classification_targets(y)
         classes = self._classes(y)
         codes = _codes(y, classes)
+        weights = sample_weights(sample_weight, len(codes))
+        of_classes = class_weights(self.class_weight, classes)
+        if of_classes is not None:
+            weights = of_classes[codes] if weights is None else weights * of_classes[codes]
         candidate = self._recommended(X.shape[0], classes=len(classes))
         outputs = 1 if len(classes) == 2 else len(classes)
         one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
-        records = self._records(X, self._constant())
-        self._train(candidate, records, lambda index: one_hot[codes[index]], outputs)
+        self._train(candidate, X, lambda index: one_hot[codes[index]], outputs, weights)
+        self._has_sample_weights = sample_weight is not None
         self.classes_ = classes
         self.coef_ = self._weights[:-1].T.copy()
         self.intercept_ = self._weights[-1] * self._constant()
@@ -326,10 +424,14 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             )
         return classes
 
-    def _public(self) -> tuple[Assumption, ...]:
+    def _public(self) -> list[Assumption]:
+        public = [Assumption.public(f"the {len(self.classes_)} classes")]
         if isinstance(self.classes, str):
-            return (Assumption.declared("it is public which labels occur (classes from_labels)"),)
-        return (Assumption.public(f"the {len(self.classes_)} classes"),)
+            declared = "it is public which labels occur (classes from_labels)"
+            public = [Assumption.declared(declared)]
+        if self.class_weight is not None:
+            public.append(Assumption.public(f"the weights of the classes, {self.class_weight!r}"))
+        return public
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Logits: shape (records,) for two classes, else (records, classes)."""
@@ -402,6 +504,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         alpha: The loss gets alpha/2 times the squared norm of the weights, the intercept included.
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
+        preprocessing: As for `PrivateClassifier`.
         fit_intercept: Whether a constant of `feature_norm` is appended to every record.
         batch_order, epochs, neighboring_relation, verbose: As for `PrivateClassifier`.
 
@@ -423,6 +526,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         alpha: float = 0.0,
         feature_norm: float = 1.0,
         normalization: str = "clip",
+        preprocessing: str | None = None,
         fit_intercept: bool = True,
         batch_order: str = "auto",
         epochs: int | None = None,
@@ -436,20 +540,28 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         self.alpha = alpha
         self.feature_norm = feature_norm
         self.normalization = normalization
+        self.preprocessing = preprocessing
         self.fit_intercept = fit_intercept
         self.batch_order = batch_order
         self.epochs = epochs
         self.neighboring_relation = neighboring_relation
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> PrivateRegressor:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PrivateRegressor:
         """Trains on records X, shape (records, features), with the targets y, shape (records,).
+
+        Args:
+            X: The records.
+            y: Their targets.
+            sample_weight: As for `PrivateClassifier.fit`.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value; nothing was trained.
             UnsupportedRunError: A gradient was not finite; the fit counts as spent.
         """
         X, y = self._read(X, y)
+        self._check_steps(X)
+        weights = sample_weights(sample_weight, X.shape[0])
         low, high = self._bounds()
         middle, half = (high + low) / 2, (high - low) / 2
         targets = np.clip((np.asarray(y, dtype=np.float64) - middle) / half, -1.0, 1.0)[:, None]
@@ -459,8 +571,8 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
             clip_norm=self.threshold,
             weight_decay=self.alpha,
         )
-        records = self._records(X, self._constant())
-        self._train(candidate, records, lambda index: targets[index], 1)
+        self._train(candidate, X, lambda index: targets[index], 1, weights)
+        self._has_sample_weights = sample_weight is not None
         self._middle, self._half = middle, half
         self.coef_ = half * self._weights[:-1, 0]
         self.intercept_ = float(middle + half * self._constant() * self._weights[-1, 0])
@@ -477,8 +589,8 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
             raise ValueError(f"Expected target_bounds (low, high), got {self.target_bounds!r}.")
         return low, high
 
-    def _public(self) -> tuple[Assumption, ...]:
-        return (Assumption.public(f"the bounds of the targets, {self.target_bounds!r}"),)
+    def _public(self) -> list[Assumption]:
+        return [Assumption.public(f"the bounds of the targets, {self.target_bounds!r}")]
 
     def predict(self, X: Any) -> np.ndarray:
         """Shape (records,)."""

@@ -43,13 +43,9 @@ class Records:
             constant: The feature of the intercept, or 0.
         """
         norms = row_norms(matrix)
-        # A row that float32 cannot scale without overflow would end the whole run.
-        is_usable = (norms >= _SHORTEST) & (norms <= _LONGEST)
-        norms = np.where(is_usable, norms, 1.0)
-        scales = np.where(is_usable, feature_norm / norms, 0.0)
-        if normalization == "clip":
-            scales = np.minimum(scales, 1.0)
-        return cls(matrix, scales, constant, np.hypot(scales * norms, constant))
+        scales = row_scales(norms, feature_norm, normalization)
+        scaled = np.where(scales > 0, norms, 0.0) * scales
+        return cls(matrix, scales, constant, np.hypot(scaled, constant))
 
     def __len__(self) -> int:
         return int(self.matrix.shape[0])
@@ -84,21 +80,48 @@ class Records:
         total[-1] += self.constant * slopes.sum(axis=0)
 
 
+def row_scales(norms: np.ndarray, feature_norm: float, normalization: str) -> np.ndarray:
+    """What rows of these norms are multiplied with; 0 for those that count as zeros."""
+    # A row that float32 cannot scale without overflow would end the whole run.
+    is_usable = (norms >= _SHORTEST) & (norms <= _LONGEST)
+    scales = np.where(is_usable, feature_norm / np.where(is_usable, norms, 1.0), 0.0)
+    return np.minimum(scales, 1.0) if normalization == "clip" else scales
+
+
+def normalised(matrix: Any, feature_norm: float, normalization: str) -> Any:
+    """A copy of a matrix whose rows are brought to their norm, in its own precision."""
+    scales = row_scales(row_norms(matrix), feature_norm, normalization)
+    if sparse.issparse(matrix):
+        # Entries of rows that count as zeros stay in the pattern; they must not overflow.
+        counts = np.diff(matrix.indptr)
+        result, factors = matrix.copy(), np.repeat(scales, counts)
+        result.data = np.where(factors > 0, result.data, 0) * factors.astype(matrix.dtype)
+        return result
+    usable = np.where(scales[:, None] > 0, matrix, 0)
+    return usable * scales[:, None].astype(matrix.dtype)
+
+
+def blocks_of(matrix: Any) -> Iterator[slice]:
+    """All rows, in parts that fit into a bounded amount of memory."""
+    rows = max(1, _BLOCK // max(1, matrix.shape[1]))
+    for first in range(0, matrix.shape[0], rows):
+        yield slice(first, min(first + rows, matrix.shape[0]))
+
+
 def row_norms(matrix: Any) -> np.ndarray:
     """The L2 norms of the rows, float64; no overflow for finite entries."""
     norms = np.empty(matrix.shape[0])
-    rows = max(1, _BLOCK // max(1, matrix.shape[1]))
-    for first in range(0, len(norms), rows):
-        part = matrix[first : first + rows]
+    for index in blocks_of(matrix):
+        part = matrix[index]
         if sparse.issparse(part):
             part = part.astype(np.float64)
             largest = np.asarray(abs(part).max(axis=1).todense()).ravel()
             squares = part.multiply(sparse.diags(1 / np.where(largest > 0, largest, 1.0)) @ part)
             squares = np.asarray(squares.sum(axis=1)).ravel()
-            norms[first : first + rows] = np.sqrt(largest) * np.sqrt(squares)
+            norms[index] = np.sqrt(largest) * np.sqrt(squares)
         else:
             part = np.asarray(part, dtype=np.float64)
             largest = np.abs(part).max(axis=1, initial=0.0)
             part = part / np.where(largest > 0, largest, 1.0)[:, None]
-            norms[first : first + rows] = largest * np.sqrt((part * part).sum(axis=1))
+            norms[index] = largest * np.sqrt((part * part).sum(axis=1))
     return norms

@@ -62,6 +62,7 @@ def train(
     slopes: Slopes,
     generator: OwnGenerator,
     progress: Progress,
+    weights_of_records: np.ndarray | None = None,
 ) -> np.ndarray:
     """The last iterate of a run that starts at zero, shape (num_weights, outputs).
 
@@ -73,6 +74,8 @@ def train(
         slopes: The loss.
         generator: Of the noise and of the batches.
         progress: Called with the number of steps taken and of all steps.
+        weights_of_records: In [0, 1], shape (records,); None for 1. They multiply gradients that
+            are as short as the event says already, so that every constant of it holds.
 
     Raises:
         UnsupportedRunError: A gradient is not finite. No epsilon covers what was trained so far.
@@ -81,7 +84,7 @@ def train(
     std = float(event.noise_std_on_sum()[0])
     rate, decay = (float(event.per_step(name)[0]) for name in ("learning_rate", "weight_decay"))
     for step, index in enumerate(batches(event, generator)):
-        total = gradient_sum(event, records, targets, slopes, weights, index)
+        total = gradient_sum(event, records, targets, slopes, weights, index, weights_of_records)
         if not np.isfinite(total).all():
             raise UnsupportedRunError(
                 f"Step {step + 1} has a gradient that is not a finite number, so no epsilon covers "
@@ -117,13 +120,17 @@ def gradient_sum(
     slopes: Slopes,
     weights: np.ndarray,
     index: np.ndarray | slice,
+    weights_of_records: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The sum of the clipped gradients of a batch, of the shape of the weights."""
+    """The sum of the clipped and weighted gradients of a batch, of the shape of the weights."""
     total, clip_norm = np.zeros_like(weights), event.per_step("clip_norm")[0]
     for block in records.blocks(index):
         y = slopes(records.predictions(block, weights), targets(block))
         # The gradient is an outer product: its norm is that of y times that of the record.
         norms = np.sqrt((y * y).sum(axis=1)) * records.norms[block]
-        y = y * np.minimum(clip_norm / np.maximum(norms, _TINY), 1.0)[:, None]
+        factors = np.minimum(clip_norm / np.maximum(norms, _TINY), 1.0)
+        if weights_of_records is not None:
+            factors = factors * weights_of_records[block]
+        y = y * factors[:, None]
         records.add_gradients(block, y, total)
     return total

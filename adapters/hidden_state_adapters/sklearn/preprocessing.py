@@ -1,0 +1,106 @@
+r"""Centring and scaling of the columns by statistics that are released privately, once.
+
+Every record is brought to at most the norm F by itself first. With z a record after that, what is
+summed over the records is
+
+.. math:: q(z) = z/F, \qquad (z/F)^2 \text{ (entry by entry)}, \qquad \text{or both},
+
+whose norm is at most 1, 1 and the square root of 2 (docs/sklearn.md). The sum is released with
+Gaussian noise; means and scales are computed from it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+from scipy import sparse
+
+from hidden_state_adapters.sklearn.records import blocks_of, normalised
+
+STEPS = {"center": (True, False), "scale": (False, True), "standardize": (True, True)}
+"""Whether the means are released, and whether the squares are."""
+_LEAST_VARIANCE = 0.01  # of the mean variance: columns without any are not blown up
+
+
+@attrs.frozen(eq=False)
+class Statistics:
+    """What was released of the columns. The noise is in it, so it may be seen.
+
+    Attributes:
+        means: Subtracted, shape (features,); None without centring.
+        factors: Multiplied with, shape (features,); None without scaling.
+    """
+
+    means: np.ndarray | None
+    factors: np.ndarray | None
+
+    def apply(self, matrix: Any, feature_norm: float, normalization: str) -> Any:
+        """A copy of the records, each brought to its norm by itself, centred and scaled."""
+        if sparse.issparse(matrix):  # then there are factors alone
+            rows = normalised(matrix, feature_norm, normalization)
+            return (rows @ sparse.diags(self.factors)).astype(matrix.dtype).tocsr()
+        result = np.empty_like(matrix)
+        for part in blocks_of(matrix):
+            rows = normalised(matrix[part].astype(np.float64), feature_norm, normalization)
+            rows -= 0.0 if self.means is None else self.means
+            result[part] = rows if self.factors is None else rows * self.factors
+        return result
+
+
+def release_statistics(
+    matrix: Any,
+    step: str,
+    feature_norm: float,
+    normalization: str,
+    noise_multiplier: float,
+    normal: Callable[[float, tuple[int, ...]], np.ndarray],
+) -> Statistics:
+    """Means and scales of the columns from one noisy sum.
+
+    Formal guarantees: `GaussianDpEvent(noise_multiplier)`, as this package reads it: one record
+    that is replaced by zeros moves the sum by at most its norm bound, one that is replaced by
+    another by twice that. The number of records is public.
+
+    Args:
+        matrix: Shape (records, features); dense if the step centres.
+        step: One of `STEPS`.
+        feature_norm: F.
+        normalization: As for `Records`.
+        noise_multiplier: Standard deviation of the noise over the norm bound of a record.
+        normal: Draws noise of a standard deviation and shape.
+    """
+    sums = column_sums(matrix, step, feature_norm, normalization)
+    std = noise_multiplier * record_norm(step)
+    means, squares = (sums + normal(std, sums.shape)) / matrix.shape[0]
+    centers, scales = STEPS[step]
+    factors = None
+    if scales:
+        variances = squares - means**2 if centers else squares
+        least = max(std / matrix.shape[0], _LEAST_VARIANCE * float(np.maximum(variances, 0).mean()))
+        # So that a record has about the norm F again, of which "clip" cuts the rest off.
+        factors = 1 / np.sqrt(matrix.shape[1] * np.maximum(variances, least))
+    return Statistics(feature_norm * means if centers else None, factors)
+
+
+def column_sums(matrix: Any, step: str, feature_norm: float, normalization: str) -> np.ndarray:
+    """The sum of q(z) over the records: entries, and their squares; zeros for what is left out."""
+    centers, scales = STEPS[step]
+    sums = np.zeros((2, matrix.shape[1]))
+    for part in blocks_of(matrix):
+        rows = normalised(matrix[part].astype(np.float64), feature_norm, normalization)
+        rows = rows / feature_norm
+        if centers:
+            sums[0] += rows.sum(axis=0)
+        if scales:
+            squares = rows.multiply(rows) if sparse.issparse(rows) else rows * rows
+            sums[1] += np.asarray(squares.sum(axis=0)).ravel()
+    return sums
+
+
+def record_norm(step: str) -> float:
+    """The bound on the norm of what one record adds to `column_sums`."""
+    return math.sqrt(sum(STEPS[step]))

@@ -1,0 +1,38 @@
+"""Private linear models in scikit-learn's form, and the runs that are recommended to them."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+_SKLEARN = "../adapters/hidden_state_adapters/sklearn"
+
+MUTATIONS = (
+    Mutation(
+        "two_statistics_of_a_record_are_as_long_as_one",
+        f"{_SKLEARN}/preprocessing.py",
+        "return math.sqrt(sum(STEPS[step]))",
+        "return 1.0",
+        "sklearn_estimators/test_preprocessing.py",
+    ),
+    Mutation(
+        "statistics_of_records_that_were_not_cut",
+        f"{_SKLEARN}/preprocessing.py",
+        "        rows = rows / feature_norm\n",
+        "        rows = matrix[part] / feature_norm\n",
+        "sklearn_estimators/test_preprocessing.py",
+    ),
+    Mutation(
+        "weights_of_classes_above_one",
+        f"{_SKLEARN}/record_weights.py",
+        "return np.array(weights) / max(weights)",
+        "return np.array(weights)",
+        "sklearn_estimators/test_record_weights.py",
+    ),
+    Mutation(
+        "what_was_spent_is_not_in_the_target",
+        "recommendation.py",
+        "return _beside(spent, attrs.evolve(event, noise_multiplier=noise))",
+        "return attrs.evolve(event, noise_multiplier=noise)",
+        "core/test_recommendation.py",
+    ),
+)

@@ -1,0 +1,94 @@
+"""Weights of classes and records: public, at most 1, and nothing that is accounted changes."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
+from hidden_state_adapters.sklearn.record_weights import class_weights
+from hidden_state_adapters.sklearn.records import Records
+from hidden_state_adapters.sklearn.steps import Slopes, gradient_sum
+
+rng = np.random.default_rng(4)
+LABELS = (rng.random(2000) < 0.1).astype(int)
+X = np.c_[LABELS + 0.7 * rng.normal(size=2000), np.ones(2000)]
+
+
+def classifier(**changes):
+    settings = dict(epsilon=3.0, classes=[0, 1], batch_order="full", epochs=16)
+    return PrivateClassifier(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("order", ["full", "shuffled_once"])
+def test_weights_change_the_model_and_not_the_event(order):
+    plain = classifier(batch_order=order).fit(X, LABELS)
+    weighted = classifier(batch_order=order, class_weight={1: 9.0}).fit(X, LABELS)
+    by_record = classifier(batch_order=order).fit(X, LABELS, np.where(LABELS, 1.0, 1 / 9))
+    assert weighted.privacy_event_ == plain.privacy_event_ == by_record.privacy_event_
+    rare = LABELS == 1
+    for model in (weighted, by_record):
+        assert model.predict(X)[rare].mean() > plain.predict(X)[rare].mean() + 0.2
+    assert "the weights of the classes, {1: 9.0}" in weighted.report_
+    assert "the weight of every record is a function of it alone" in by_record.report_
+    assert "weight of every record" not in plain.report_
+
+
+@pytest.mark.parametrize("smoothing", [None, 0.5])
+def test_the_gradient_of_a_record_is_clipped_and_then_weighted(smoothing):
+    event = classifier().fit(X, LABELS).privacy_event_
+    records = Records.of(X, 1.0, "scale", 0.3)
+    weights_of_records = rng.random(2000)
+    weights_of_records[0] = 0.0
+    slopes = Slopes("logistic", 0.3, smoothing)
+
+    def sum_of(index, factors):
+        targets = LABELS[:, None].astype(float)
+        return gradient_sum(
+            event, records, lambda i: targets[i], slopes, np.ones((3, 1)), index, factors
+        )
+
+    for row in range(5):
+        alone = sum_of(slice(row, row + 1), None)
+        weighted = sum_of(slice(row, row + 1), weights_of_records)
+        np.testing.assert_allclose(weighted, weights_of_records[row] * alone, atol=1e-15)
+        assert np.linalg.norm(weighted) <= event.clip_norm * weights_of_records[row] * (1 + 1e-12)
+    index = np.array([3, 1, 8])
+    parts = [sum_of(np.array([i]), weights_of_records) for i in index]
+    np.testing.assert_allclose(sum_of(index, weights_of_records), sum(parts), atol=1e-14)
+
+
+def test_class_weights_are_relative_to_the_largest():
+    classes = np.array(["a", "b", "c"])
+    np.testing.assert_allclose(class_weights({"b": 4.0, "c": 0.5}, classes), [0.25, 1.0, 0.125])
+    assert class_weights(None, classes) is None
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        ("balanced", ValueError, "how often a label occurs is private"),
+        ([1.0, 2.0], TypeError, "a dictionary from labels"),
+        ({2: 1.0}, ValueError, "labels among classes"),
+        ({1: 0.0}, ValueError, "> 0"),
+        ({1: -1.0}, ValueError, "> 0"),
+        ({1: float("inf")}, ValueError, "class_weight"),
+    ],
+)
+def test_class_weights_that_are_refused(weight, error, message):
+    with pytest.raises(error, match=message):
+        classifier(class_weight=weight).fit(X, LABELS)
+
+
+def test_sample_weights_that_are_refused():
+    regressor = PrivateRegressor(target_bounds=(0, 1), batch_order="full", epochs=16)
+    for model in (classifier(), regressor):
+        for bad in (1.5, -0.1, np.nan):
+            weights = np.ones(2000)
+            weights[7] = bad
+            with pytest.raises(ValueError, match="largest one that there can be"):
+                model.fit(X, LABELS, weights)
+        with pytest.raises(ValueError, match="shape"):
+            model.fit(X, LABELS, np.ones(3))
+    assert not hasattr(regressor, "privacy_event_")
+    assert regressor.fit(X, LABELS, np.ones(2000)).coef_.shape == (2,)
