@@ -22,7 +22,7 @@ from utility_page import write_page
 ROOT = pathlib.Path(__file__).parents[2]
 DECAYS = np.geomspace(1e-4, 3, 24)
 OURS = ("recommend", "recommend, fixed batches")
-EPOCHS = (1, 4, 16, 64)
+EPOCHS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @attrs.frozen
@@ -33,8 +33,9 @@ class Size:
         sets: Names of data sets.
         epsilons: Targets.
         seeds: Runs of the chosen setting.
+        tries: Runs of every setting that is tuned over; one on sets of more than `large` numbers.
+        large: See `tries`.
         lengths: Epochs that are tuned over.
-        splits: Batches per epoch that are tuned over.
         rates: Times the learning rate of the recipe.
         decays: Of the methods that minimise.
         cost: Epochs of the table of accuracy against gradients; empty for none.
@@ -43,22 +44,22 @@ class Size:
     sets: tuple[str, ...]
     epsilons: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     seeds: int = 5
+    tries: int = 1
+    large: float = 5e5
     lengths: tuple[int, ...] = (64,)
-    splits: tuple[int, ...] = methods.SPLITS
     rates: tuple[float, ...] = methods.RATES
     decays: tuple[float, ...] = tuple(DECAYS)
     cost: tuple[int, ...] = EPOCHS
 
 
 SIZES = {
-    "full": Size(("digits", "cancer", "synthetic", "mnist5k"), seeds=10, lengths=(16, 64)),
+    "full": Size(tuple(utility_data.SETS), seeds=10, tries=2, lengths=(16, 64)),
     "reduced": Size(("digits", "cancer")),
     "smoke": Size(
         ("cancer",),
         epsilons=(1.0,),
         seeds=2,
         lengths=(4,),
-        splits=(4,),
         rates=(1.0,),
         decays=(0.01, 0.1, 1.0),
         cost=(),
@@ -68,15 +69,16 @@ SIZES = {
 
 def methods_of(data, epsilon, size):
     """Name and settings of every method."""
-    descent = (size.lengths, size.splits, size.rates)
+    descent = (size.lengths, size.rates)
     # Full batches have one split; twice the rates, half a factor apart, make up for it.
     rates = sorted({rate * factor for rate in size.rates for factor in (1.0, 2**0.5)})
     yield "recommend", methods.estimator(data, epsilon, "auto")
     yield "recommend, fixed batches", methods.estimator(data, epsilon, "shuffled_once")
     yield "hidden, tuned", methods.hidden(data, epsilon, *descent)
     yield "Poisson + PLD", methods.composition(data, epsilon, "poisson", *descent)
-    yield "full batch", methods.composition(data, epsilon, "full", size.lengths, (1,), rates)
-    yield "banded factorisation", methods.matrix_factorisation(data, epsilon, *descent)
+    yield "full batch", methods.composition(data, epsilon, "full", size.lengths, rates)
+    yield "banded factorisation", methods.fixed_order(data, epsilon, *descent, True)
+    yield "fixed order", methods.fixed_order(data, epsilon, *descent, False)
     yield "objective perturbation", methods.objective_perturbation(data, epsilon, size.decays)
     yield "output perturbation", methods.output_perturbation(data, epsilon, size.decays)
     if has_diffprivlib():
@@ -92,29 +94,32 @@ def has_diffprivlib():
 
 
 def cells(size):
-    """Key and settings of every cell of the tables."""
+    """Key, settings and tries of every cell of the tables."""
     for name in size.sets:
         try:
             data = utility_data.load(name)
         except ImportError as error:
             tell(f"{name} is left out: {error}")
             continue
-        yield (name, "no privacy", 0.0, 0), methods.not_private(data, size.decays)
-        for epsilon in size.epsilons:
-            for method, settings in methods_of(data, epsilon, size):
-                yield (name, method, epsilon, 0), settings
+        tries = size.tries if data.train[0].size <= size.large else 1
+        yield (name, "no privacy", 0.0, 0), methods.not_private(data, size.decays), 1
         for epochs in size.cost:
             for order in ("poisson", "shuffled_once", "cyclic", "full"):
                 settings = methods.estimator(data, 1.0, order, epochs)
-                yield (name, f"cost, {order}", 1.0, epochs), settings
+                yield (name, f"cost, {order}", 1.0, epochs), settings, 1
+        for epsilon in size.epsilons:
+            for method, settings in methods_of(data, epsilon, size):
+                yield (name, method, epsilon, 0), settings, tries
 
 
-def measure(settings, seeds):
+def measure(settings, seeds, tries):
     """Picks a setting on the validation split; its accuracies on the test split."""
     settings = list(settings)
     if not settings:
-        return {"setting": "none meets the target", "test": [], "settings": 0}
-    scores = [setting.run()[0] for setting in settings] if len(settings) > 1 else [0.0]
+        return {"setting": "none meets the target", "test": [], "settings": 0, "tries": tries}
+    scores = [0.0]
+    if len(settings) > 1:
+        scores = [sum(setting.run()[0] for _ in range(tries)) for setting in settings]
     best = settings[int(np.argmax(scores))]
     runs = [best.run() for _ in range(seeds)]
     return {
@@ -122,6 +127,7 @@ def measure(settings, seeds):
         "validation": float(np.mean([run[0] for run in runs])),
         "test": [run[1] for run in runs],
         "settings": len(settings),
+        "tries": tries,
     }
 
 
@@ -134,11 +140,11 @@ def run(size_name, results_path, page_path):
     size = SIZES[size_name]
     results = json.loads(results_path.read_text()) if results_path.exists() else {}
     start = time.monotonic()
-    for key, settings in cells(size):
+    for key, settings, tries in cells(size):
         text = "|".join(map(str, key))
         if text in results:
             continue
-        results[text] = measure(settings, size.seeds)
+        results[text] = measure(settings, size.seeds, tries)
         partial = results_path.with_suffix(".part")
         partial.write_text(json.dumps(results, indent=1))
         partial.replace(results_path)

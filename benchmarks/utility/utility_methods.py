@@ -22,7 +22,6 @@ from hidden_state_adapters.sklearn.steps import Slopes, train
 DELTA = 1e-5
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # times that of the recipe
 CLIPS = (0.3, 1.0)
-SPLITS = (4, 20)  # batches per epoch
 
 
 @attrs.frozen
@@ -31,7 +30,6 @@ class Result:
 
     setting: str
     run: object
-    gradients: int = 0
 
 
 def mu_of(epsilon: float) -> float:
@@ -64,9 +62,9 @@ def accuracy(weights: np.ndarray, part: tuple[np.ndarray, np.ndarray]) -> float:
     return float(np.mean(guess == part[1]))
 
 
-def recommended(data: Split, epsilon: float, order: str, split: int, epochs: int, clip: float):
-    """The recipe's run for one order, number of batches, length and clip norm."""
-    found = hsa.recommend(
+def recommended(data: Split, epsilon: float, order: str, epochs: int, clip: float):
+    """The recipe's runs for one order, length and clip norm: the best numbers of batches."""
+    return hsa.recommend(
         len(data.train[1]),
         epsilon,
         DELTA,
@@ -75,8 +73,14 @@ def recommended(data: Split, epsilon: float, order: str, split: int, epochs: int
         epochs=epochs,
         clip_norm=clip,
     )
-    size = len(data.train[1]) // split
-    return next((c for c in found if c.event.batch_size == size), None)
+
+
+def described(candidate) -> str:
+    event = candidate.event
+    return (
+        f"{event.dataset_size // event.batch_size} batches, {candidate.epochs} epochs, clip "
+        f"{candidate.clip_norm:g}, rate {event.learning_rate:.3g}"
+    )
 
 
 def at_rates(candidate, rates):
@@ -87,36 +91,26 @@ def at_rates(candidate, rates):
 
 
 def descent(data, candidate, setting, make_generator=OwnGenerator):
-    return Result(
-        setting,
-        lambda: head_accuracies(data, candidate, make_generator()),
-        candidate.gradient_evaluations,
-    )
+    return Result(setting, lambda: head_accuracies(data, candidate, make_generator()))
 
 
-def composition(data: Split, epsilon: float, order: str, lengths, splits, rates):
+def composition(data: Split, epsilon: float, order: str, lengths, rates):
     """Poisson or full batches, every iterate released: what stock DP-SGD does."""
     for epochs in lengths:
-        for split in splits:
-            for clip in CLIPS:
-                found = recommended(data, epsilon, order, split, epochs, clip)
-                for candidate in [] if found is None else at_rates(found, rates):
-                    rate = candidate.event.learning_rate
-                    name = f"{split} batches, {epochs} epochs, clip {clip}, rate {rate:.3g}"
-                    yield descent(data, candidate, name)
+        for clip in CLIPS:
+            for found in recommended(data, epsilon, order, epochs, clip):
+                for candidate in at_rates(found, rates):
+                    yield descent(data, candidate, described(candidate))
 
 
-def hidden(data: Split, epsilon: float, lengths, splits, rates):
+def hidden(data: Split, epsilon: float, lengths, rates):
     """Fixed batches, the last iterate only; the smoothing follows the rate."""
     for epochs in lengths:
-        for split in splits:
-            for order in ("shuffled_once", "cyclic"):
-                found = recommended(data, epsilon, order, split, epochs, 0.3)
-                for candidate in [] if found is None else at_rates(found, rates):
+        for order in ("shuffled_once", "cyclic"):
+            for found in recommended(data, epsilon, order, epochs, 0.3):
+                for candidate in at_rates(found, rates):
                     candidate = smoothed(candidate, len(data.classes))
-                    rate = candidate.event.learning_rate
-                    name = f"{order}, {split} batches, {epochs} epochs, rate {rate:.3g}"
-                    yield descent(data, candidate, name)
+                    yield descent(data, candidate, f"{order}, {described(candidate)}")
 
 
 def smoothed(candidate, classes: int):
@@ -175,24 +169,23 @@ def best_bands(split: int, epochs: int) -> tuple[float, int]:
     return best[1:]
 
 
-def matrix_factorisation(data: Split, epsilon: float, lengths, splits, rates):
-    """Fixed batches in a public order, every iterate released."""
+def fixed_order(data: Split, epsilon: float, lengths, rates, factorise: bool):
+    """Fixed batches in a public order, every iterate released; the noise correlated or not."""
     for epochs in lengths:
-        for split in splits:
-            for clip in CLIPS:
-                found = recommended(data, epsilon, "cyclic", split, epochs, clip)
-                if found is None:
-                    continue
-                noise, bands = best_bands(split, epochs)
+        for clip in CLIPS:
+            for found in recommended(data, epsilon, "cyclic", epochs, clip):
+                split = found.event.dataset_size // found.event.batch_size
+                noise, bands = best_bands(split, epochs) if factorise else (math.sqrt(epochs), 1)
                 event = attrs.evolve(
                     found.event, loss=None, noise_multiplier=noise / mu_of(epsilon)
                 )
                 plain = attrs.evolve(found, event=event, smoothing=None)
                 for candidate in at_rates(plain, rates):
-                    rate = candidate.event.learning_rate
-                    name = f"{split} batches, {epochs} epochs, clip {clip}, rate {rate:.3g}"
                     yield descent(
-                        data, candidate, name, lambda bands=bands: BandedNoise(coefficients(bands))
+                        data,
+                        candidate,
+                        described(candidate),
+                        lambda bands=bands: BandedNoise(coefficients(bands)),
                     )
 
 
@@ -201,7 +194,7 @@ def matrix_factorisation(data: Split, epsilon: float, lengths, splits, rates):
 
 def minimiser(data: Split, decay: float, linear=None) -> np.ndarray:
     """Of the mean loss plus decay/2 |W|^2 plus <linear, W>."""
-    features, labels = data.train
+    features, labels = data.train[0].astype(np.float64), data.train[1]
     outputs = 1 if len(data.classes) == 2 else len(data.classes)
     shape = (features.shape[1], outputs)
     linear = np.zeros(shape) if linear is None else linear
