@@ -47,7 +47,7 @@ def test_tuned_runs_of_ours_meet_the_target_at_every_rate(script, order):
     import hidden_state_accountants as hsa
 
     data = utility_data.load("cancer")
-    candidate = methods.recommended(data, 1.0, order, 4, 16, 0.3)
+    candidate = methods.recommended(data, 1.0, order, 16, 0.3).best
     for changed in methods.at_rates(candidate, (0.125, 4.0, 100.0)):
         event = methods.smoothed(changed, 2).event
         assert hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5) <= 1
