@@ -19,6 +19,10 @@ from hidden_state_adapters.sklearn.preprocessing import (
     release_statistics,
 )
 
+pytestmark = pytest.mark.filterwarnings(  # the same records in every test
+    "ignore::hidden_state_adapters.sklearn.PrivacyBudgetWarning"
+)
+
 rng = np.random.default_rng(3)
 LABELS = rng.integers(2, size=2000)
 # Two classes a little apart, far from the origin, in columns of unequal scale.

@@ -10,6 +10,10 @@ from hidden_state_adapters.sklearn.record_weights import class_weights
 from hidden_state_adapters.sklearn.records import Records
 from hidden_state_adapters.sklearn.steps import Slopes, gradient_sum
 
+pytestmark = pytest.mark.filterwarnings(  # the same records in every test
+    "ignore::hidden_state_adapters.sklearn.PrivacyBudgetWarning"
+)
+
 rng = np.random.default_rng(4)
 LABELS = (rng.random(2000) < 0.1).astype(int)
 X = np.c_[LABELS + 0.7 * rng.normal(size=2000), np.ones(2000)]

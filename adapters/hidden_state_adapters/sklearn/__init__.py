@@ -5,10 +5,15 @@ print(model.score(X_test, y_test))
 print(model.report_)
 """
 
-from hidden_state_adapters.sklearn.estimators import (
+from hidden_state_adapters.sklearn.data_checks import (
     PrivacyBudgetWarning,
-    PrivateClassifier,
-    PrivateRegressor,
+    UnaccountedStepWarning,
 )
+from hidden_state_adapters.sklearn.estimators import PrivateClassifier, PrivateRegressor
 
-__all__ = ["PrivacyBudgetWarning", "PrivateClassifier", "PrivateRegressor"]
+__all__ = [
+    "PrivacyBudgetWarning",
+    "PrivateClassifier",
+    "PrivateRegressor",
+    "UnaccountedStepWarning",
+]

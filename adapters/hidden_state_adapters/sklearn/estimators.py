@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from typing import Any
 
 import attrs
@@ -28,6 +27,7 @@ from hidden_state_accountants.calibration.target import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.sklearn.data_checks import look_at, warn_of_several_fits
 from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
 from hidden_state_adapters.sklearn.randomness import OWN_NOISE, OwnGenerator
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
@@ -41,10 +41,6 @@ _SECONDS = 2.0  # between two lines of progress
 _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
 
 
-class PrivacyBudgetWarning(UserWarning):
-    """The same records may be trained on again, and every fit spends its epsilon."""
-
-
 class PrivateLinearModel(BaseEstimator):
     """What classifier and regressor have in common.
 
@@ -52,18 +48,9 @@ class PrivateLinearModel(BaseEstimator):
     looks at no record, and trains it.
     """
 
-    def _more_than_one_fit(self, what: str) -> None:
-        warnings.warn(
-            f"{what}: every fit on the same records spends its own epsilon, and whoever sees "
-            "several models, or the best of several, sees all of them spent together. Compose "
-            "privacy_event_ of every fit in a LastIterateAccountant, search on public data, or "
-            "use the default settings, which need no search.",
-            PrivacyBudgetWarning,
-            stacklevel=3,
-        )
-
     def __sklearn_clone__(self) -> Any:
-        self._more_than_one_fit(f"{type(self).__name__} is cloned, to be fitted again or elsewhere")
+        name = type(self).__name__
+        warn_of_several_fits(f"{name} is cloned, to be fitted again or elsewhere", stacklevel=2)
         return type(self)(**clone_parameters(self))
 
     def __sklearn_tags__(self) -> Any:
@@ -73,8 +60,6 @@ class PrivateLinearModel(BaseEstimator):
         return tags
 
     def _read(self, X: Any, y: Any) -> tuple[Any, Any]:
-        if hasattr(self, "privacy_event_"):
-            self._more_than_one_fit(f"this {type(self).__name__} was fitted before")
         return validate_data(
             self,
             X,
@@ -156,10 +141,13 @@ class PrivateLinearModel(BaseEstimator):
         self,
         candidate: Candidate,
         X: Any,
+        y: np.ndarray,
         targets: Any,
         outputs: int,
         weights_of_records: np.ndarray | None,
     ) -> None:
+        was_fitted = hasattr(self, "privacy_event_")
+        look_at(X, y, was_fitted, type(self).__name__, stacklevel=3)
         slopes = Slopes(candidate.loss, candidate.clip_norm, candidate.smoothing)
         progress = _Progress(type(self).__name__, candidate) if self.verbose else _silent
         generator, spent, statistics = OwnGenerator(), candidate.spent, None
@@ -295,8 +283,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
 
     >>> import numpy as np
     >>> from hidden_state_adapters.sklearn import PrivateClassifier
-    >>> X = np.repeat([[1.0, 0.1], [0.1, 1.0]], 500, axis=0)
     >>> y = np.repeat(["a", "b"], 500)
+    >>> X = np.repeat(np.eye(2), 500, axis=0) + 0.1 * np.random.default_rng(0).random((1000, 2))
     >>> model = PrivateClassifier(epsilon=1.0, delta=1e-5, classes=["a", "b"]).fit(X, y)
     >>> float(model.score(X, y))
     1.0
@@ -400,7 +388,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         candidate = self._recommended(X.shape[0], classes=len(classes))
         outputs = 1 if len(classes) == 2 else len(classes)
         one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
-        self._train(candidate, X, lambda index: one_hot[codes[index]], outputs, weights)
+        self._train(candidate, X, y, lambda index: one_hot[codes[index]], outputs, weights)
         self._has_sample_weights = sample_weight is not None
         self.classes_ = classes
         self.coef_ = self._weights[:-1].T.copy()
@@ -571,7 +559,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
             clip_norm=self.threshold,
             weight_decay=self.alpha,
         )
-        self._train(candidate, X, lambda index: targets[index], 1, weights)
+        self._train(candidate, X, y, lambda index: targets[index], 1, weights)
         self._has_sample_weights = sample_weight is not None
         self._middle, self._half = middle, half
         self.coef_ = half * self._weights[:-1, 0]

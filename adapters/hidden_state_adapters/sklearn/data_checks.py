@@ -1,0 +1,129 @@
+"""Marks that ordinary mistakes leave in the records: what is found is warned of, never refused.
+
+A warning depends on the records. It is for whoever holds them, and nothing to be published.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from hidden_state_adapters.sklearn.records import blocks_of
+
+_ROUNDING = 1e-5  # of means and scales in float32
+_SAME = 1e-9  # of sums of products
+_CANDIDATES = 1000  # pairs of rows that are compared
+_fitted: list[tuple[int, int, float]] = []  # of this process: records, features, a mark of them
+
+
+class UnaccountedStepWarning(UserWarning):
+    """The records look as if a step was fitted to them that no epsilon is about."""
+
+
+class PrivacyBudgetWarning(UserWarning):
+    """The same records may be trained on again, and every fit spends its epsilon."""
+
+
+def warn_of_several_fits(what: str, stacklevel: int) -> None:
+    """Warns with `PrivacyBudgetWarning`; the text begins with `what`."""
+    warnings.warn(
+        f"{what}: every fit on the same records spends its own epsilon, and whoever sees "
+        "several models, or the best of several, sees all of them spent together. Compose "
+        "privacy_event_ of every fit in a LastIterateAccountant, search on public data, or "
+        "use the default settings, which need no search.",
+        PrivacyBudgetWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def look_at(X: Any, y: np.ndarray, was_fitted: bool, name: str, stacklevel: int) -> None:
+    """Warns of records that were trained on before, were transformed together, or are equal.
+
+    Args:
+        X: The records, dense or CSR.
+        y: Their labels or targets.
+        was_fitted: Whether this estimator was.
+        name: Of the estimator.
+        stacklevel: Of the caller's caller.
+    """
+    direction = np.random.default_rng(0).normal(size=X.shape[1])  # equal rows, equal products
+    products = np.concatenate([X[part] @ direction for part in blocks_of(X)])
+    mark = (X.shape[0], X.shape[1], float(products.sum()))
+    seen = any(
+        mark[:2] == old[:2] and math.isclose(mark[2], old[2], rel_tol=_SAME) for old in _fitted
+    )
+    if not seen:
+        _fitted.append(mark)
+    if was_fitted:
+        warn_of_several_fits(f"this {name} was fitted before", stacklevel + 1)
+    elif seen:
+        warn_of_several_fits(f"{name} was fitted to these records before", stacklevel + 1)
+    if not sparse.issparse(X):
+        step = _fitted_step(X)
+        if step:
+            warnings.warn(
+                f"X looks as if {step} had been fitted to these very records: no epsilon covers "
+                "what that shows of them. Use constants from public knowledge, or preprocessing=, "
+                "which is accounted.",
+                UnaccountedStepWarning,
+                stacklevel=stacklevel + 1,
+            )
+    if _has_equal_rows(X, y, products):
+        warnings.warn(
+            "some records are equal. Epsilon protects one record: who is in the data k times, or "
+            "is oversampled, has about k times this epsilon. Keep one record for each person, and "
+            "use class_weight in place of oversampling. (Equal records of different persons are "
+            "fine.)",
+            UnaccountedStepWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _fitted_step(X: np.ndarray) -> str | None:
+    """What leaves columns that add up to zero exactly, or that all end at 0 and 1."""
+    columns = X.shape[1]
+    total, square = np.zeros(columns), np.zeros(columns)
+    low, high = np.full(columns, np.inf), np.full(columns, -np.inf)
+    for index in blocks_of(X):
+        part = np.asarray(X[index], dtype=np.float64)
+        total += part.sum(axis=0)
+        square += np.einsum("ij,ij->j", part, part)
+        np.minimum(low, part.min(axis=0), out=low)
+        np.maximum(high, part.max(axis=0), out=high)
+    varies = low < high
+    if varies.sum() < 2:
+        return None
+    if np.all(np.abs(total) <= _ROUNDING * np.sqrt(len(X) * square)):
+        return "a step that centres (StandardScaler, PCA)"
+    is_unit = np.isclose(high, 1, rtol=_ROUNDING) & (
+        np.isclose(low, 0, atol=_ROUNDING) | np.isclose(low, -1, rtol=_ROUNDING)
+    )
+    if is_unit[varies].all() and _between(X, low, high)[varies].sum() >= 2:
+        return "a step that scales (MinMaxScaler)"
+    return None
+
+
+def _between(X: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Whether a column has a third value; flags have none, whatever was done to them."""
+    found = np.zeros(X.shape[1], dtype=bool)
+    for index in blocks_of(X):
+        part = X[index]
+        found |= ((part > low) & (part < high)).any(axis=0)
+    return found
+
+
+def _has_equal_rows(X: Any, y: np.ndarray, products: np.ndarray) -> bool:
+    """Whether two records are equal, their labels included: among the likeliest pairs."""
+    order = np.argsort(products, kind="stable")
+    gaps = np.diff(products[order])
+    pairs = np.flatnonzero(gaps <= _SAME * np.abs(products).max())[:_CANDIDATES]
+    for pair in pairs:
+        one, other = order[pair], order[pair + 1]
+        difference = X[[one]] - X[[other]]
+        if y[one] == y[other] and not abs(difference).sum():
+            return True
+    return False

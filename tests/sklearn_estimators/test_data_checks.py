@@ -1,0 +1,143 @@
+"""Ordinary mistakes of scikit-learn's users that give a smaller epsilon than what was shown."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from scipy import sparse
+from sklearn.base import clone
+from sklearn.decomposition import PCA
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler, Normalizer, OneHotEncoder, StandardScaler
+
+from hidden_state_adapters.sklearn import (
+    PrivacyBudgetWarning,
+    PrivateClassifier,
+    PrivateRegressor,
+    UnaccountedStepWarning,
+)
+
+
+def records(n=300, d=3):
+    """Never the same ones: every test is the first to train on its records."""
+    rng = np.random.default_rng()
+    y = rng.integers(2, size=n)
+    return np.c_[y, np.ones((n, d - 1))] + 0.3 * rng.normal(size=(n, d)), y
+
+
+def classifier(**changes):
+    return PrivateClassifier(**{"classes": [0, 1], "batch_order": "full", "epochs": 4, **changes})
+
+
+class TestRow120:
+    """Several fits on the same records."""
+
+    def test_another_estimator_on_the_same_records(self):
+        """A loop over settings by hand, which clones nothing."""
+        X, y = records()
+        classifier().fit(X, y)
+        for again, labels in ((X, y), (X[::-1].copy(), y[::-1]), (sparse.csr_matrix(X), 1 - y)):
+            with pytest.warns(PrivacyBudgetWarning, match="fitted to these records before"):
+                classifier(epochs=8).fit(again, labels)
+        regressor = PrivateRegressor(target_bounds=(0, 1), batch_order="full", epochs=4)
+        with pytest.warns(PrivacyBudgetWarning, match="PrivateRegressor was fitted to these"):
+            regressor.fit(X, y)
+
+    def test_the_same_object_a_clone_and_a_search(self):
+        X, y = records()
+        model = classifier().fit(X, y)
+        with pytest.warns(PrivacyBudgetWarning, match="this PrivateClassifier was fitted before"):
+            model.fit(*records())
+        with pytest.warns(PrivacyBudgetWarning, match="is cloned"):
+            clone(model)
+        for search in (
+            lambda: GridSearchCV(classifier(), {"epochs": [2, 4]}, cv=2).fit(X, y),
+            lambda: cross_val_score(classifier(), X, y, cv=2),
+        ):
+            with pytest.warns(PrivacyBudgetWarning):
+                search()
+
+    def test_there_is_no_start_from_a_trained_model_and_no_seed(self):
+        for name in ("warm_start", "random_state", "coef_init"):
+            with pytest.raises(TypeError, match=name):
+                PrivateClassifier(**{name: 1})
+            with pytest.raises(ValueError, match=name):
+                classifier().set_params(**{name: 1})
+        assert not hasattr(classifier(), "partial_fit")
+        X, y = records()
+        model = classifier()
+        model.coef_ = np.full((1, 3), 1e6)  # nobody looks at it
+        assert np.abs(model.fit(X, y).coef_).max() < 1e3
+
+
+class TestRow121:
+    """A step that was fitted to the same records, in front of the estimator."""
+
+    @pytest.mark.parametrize("kind", [np.float64, np.float32])
+    @pytest.mark.parametrize("step", [StandardScaler(), PCA(2), MinMaxScaler()])
+    def test_a_pipeline(self, step, kind):
+        X, y = records()
+        pipeline = make_pipeline(step, classifier())
+        with pytest.warns(UnaccountedStepWarning, match="fitted to these very records"):
+            pipeline.fit(X.astype(kind), y)
+
+    @pytest.mark.parametrize(
+        "X",
+        [
+            records()[0],
+            Normalizer().fit_transform(records()[0]),
+            StandardScaler().fit(records()[0]).transform(records()[0]),
+            OneHotEncoder(sparse_output=False).fit_transform(np.arange(300)[:, None] % 7)
+            + 1e-3 * np.arange(300)[:, None],
+            np.c_[np.arange(300) % 2, np.arange(300) % 3 == 0, np.linspace(0.1, 0.7, 300)],
+            np.linspace(-1, 1, 300)[:, None],
+            np.c_[np.linspace(0, 1, 300), np.random.default_rng(0).random(300)],
+        ],
+    )
+    def test_what_is_no_mistake_is_not_warned_of(self, X):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnaccountedStepWarning)
+            classifier().fit(X, np.arange(len(X)) % 2)
+
+    def test_it_is_in_every_report(self):
+        report = classifier().fit(*records()).report_
+        assert "X was not transformed with statistics of these records" in report
+
+
+class TestRow122:
+    """A person has several rows."""
+
+    @pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix])
+    def test_oversampling(self, kind):
+        X, y = records()
+        rare = np.flatnonzero(y)[:20]
+        X, y = np.vstack([X, X[rare]]), np.r_[y, y[rare]]
+        with pytest.warns(UnaccountedStepWarning, match="some records are equal"):
+            classifier().fit(kind(X), y)
+
+    def test_equal_features_of_other_labels_are_not_equal_records(self):
+        X, _ = records()
+        X[150:] = X[:150]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnaccountedStepWarning)
+            classifier().fit(X, np.repeat([0, 1], 150))
+
+
+class TestRow123:
+    """Arguments that were read off the records."""
+
+    def test_what_reads_the_labels_is_refused_or_listed(self):
+        X, y = records()
+        with pytest.raises(ValueError, match="which labels occur is private"):
+            classifier(classes=None).fit(X, y)
+        with pytest.raises(ValueError, match="how often a label occurs is private"):
+            classifier(class_weight="balanced").fit(X, y)
+        with pytest.raises(ValueError, match="range of the targets is private"):
+            PrivateRegressor().fit(X, y)
+        report = classifier(classes="from_labels").fit(X, y).report_
+        assert "it is public which labels occur" in report
+        assert "no bounds or classes read off them" in report
