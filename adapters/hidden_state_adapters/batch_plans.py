@@ -25,16 +25,27 @@ class RandomKeys:
     Attributes:
         seed: None reads the operating system's cryptographic source; there is no state that could
             leak. A seed makes draw number k a function of (seed, k).
+        secret: Of several processes that need the same integers: bytes that one of them read from
+            the operating system's source. Draw number k is SHAKE-128 of them and k, which nobody
+            tells from uniform integers who does not know them (FIPS 202). Without a seed only.
     """
 
     seed: int | None = attrs.field(default=None, repr=False)
+    secret: bytes | None = attrs.field(default=None, repr=False)
 
     def draw(self, number: int, count: int) -> np.ndarray:
         """Draw number `number`, shape (count,), dtype uint64."""
         if self.seed is None:
-            return np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+            return np.frombuffer(self._bytes(number, 8 * count), dtype=np.uint64)
         sequence = np.random.SeedSequence(self.seed, spawn_key=(number,))
         return np.random.PCG64(sequence).random_raw(count)
+
+    def _bytes(self, number: int, count: int, use: bytes = b"keys") -> bytes:
+        """Random bytes; with a secret, others for every `number` and every `use`."""
+        if self.secret is None:
+            return os.urandom(count)
+        told = self.secret + number.to_bytes(16, "big") + use
+        return hashlib.shake_128(told).digest(count)
 
     def below(self, number: int, count: int, threshold: int) -> tuple[np.ndarray, np.ndarray]:
         """The positions, in their order, of keys of draw `number` below `threshold`, and the keys.
@@ -69,7 +80,7 @@ class RandomKeys:
         if self.seed is not None:
             positions, keys = np.arange(count), self.draw(number, count)
         else:
-            first = np.frombuffer(os.urandom(count), dtype=np.uint8)
+            first = np.frombuffer(self._bytes(number, count, b"first"), dtype=np.uint8)
             positions = np.flatnonzero(first <= largest(first))
             others = self.draw(number, len(positions)) >> np.uint64(8)
             keys = first[positions].astype(np.uint64) << np.uint64(56) | others
@@ -81,11 +92,43 @@ class RandomKeys:
         return np.argsort(self.draw(number, count), kind="stable")
 
 
+@attrs.frozen
+class Share:
+    """Which records of every batch one of several processes uses: every `count`-th one.
+
+    The shares of all processes are disjoint, and together they are the batch. Their sizes differ by
+    one at most.
+
+    Attributes:
+        rank: Of the process, from 0 on.
+        count: Processes.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def part(self) -> str:
+        """What it is, in words."""
+        return "batch" if self.count == 1 else "part of the batch"
+
+    def of(self, batch: list[int]) -> list[int]:
+        """Its part of a batch."""
+        return batch[self.rank :: self.count]
+
+    def rows(self, size: int) -> int:
+        """The size of its part of a batch of `size` records."""
+        return len(range(self.rank, size, self.count))
+
+
 class BatchPlan:
     """The batches of a run. The batch of a step is drawn once and then stays what it is.
 
     A loop that looks at batches, breaks off and starts again therefore meets the same batches: it
     cannot choose among them.
+
+    Attributes:
+        share: What this process uses of every batch; all of it, unless another one is assigned.
 
     Args:
         records: The indices of all records, in an order that does not depend on them; public.
@@ -94,6 +137,7 @@ class BatchPlan:
         keys: Where the randomness comes from, or None.
     """
 
+    share = Share()
     draws_every_step = False  # a step is not one of l steps of an epoch
 
     def __init__(
@@ -122,6 +166,11 @@ class BatchPlan:
         return self._keys is not None and self._keys.seed is not None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether a secret that several processes have fixes everything that is drawn."""
+        return self._keys is not None and self._keys.secret is not None
+
+    @property
     def description(self) -> str:
         """What is checked about the batches, in words."""
         raise NotImplementedError
@@ -133,6 +182,14 @@ class BatchPlan:
     def num_rows(self, step: int) -> int:
         """The number of records of a step whose batch was drawn."""
         return self.batch_size
+
+    def own_batch(self, step: int) -> list[int]:
+        """What this process uses of the batch of step `step` >= 0."""
+        return self.share.of(self.batch(step))
+
+    def own_rows(self, step: int) -> int:
+        """The number of records of `own_batch`, of a step whose batch was drawn."""
+        return self.share.rows(self.num_rows(step))
 
     def start_pass(self, step: int) -> None:
         """A pass of the loader starts at `step`; earlier batches may be forgotten."""

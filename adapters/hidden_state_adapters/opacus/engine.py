@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -45,12 +46,14 @@ from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleM
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import check_parameters
+from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
 from hidden_state_adapters.opacus.run.context import RunContext
-from hidden_state_adapters.opacus.run.declared import DeclaredRun, unwrapped
+from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared, unwrapped
+from hidden_state_adapters.opacus.run.group import News, ProcessGroup
 from hidden_state_adapters.opacus.run.registry import (
     check_later_steps,
     check_not_trained_elsewhere,
@@ -114,6 +117,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._modules: tuple[Any, ...] = ()
         self._run_id = ""
         self._fields: dict[str, Any] = {}
+        self._group: ProcessGroup | None = None
 
     @property
     def accountant(self) -> HiddenStateAccountant:
@@ -225,6 +229,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             num_steps: The logical steps that the loop is going to take; more are refused. (Of
                 DP-MBCD: whole epochs.) None: that their number does not depend on the records is
                 your word.
+            distributed: Whether the processes of torch.distributed train one model together
+                (docs/distributed.md). None: they do if there are several, and the module is in
+                Opacus' DPDDP or torch's DistributedDataParallel. b is the batch size of all of
+                them together, and the loader has all records in each.
             **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
                 wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"; left out:
                 "hooks", and for a model of which one linear layer is trained, the way of "ghost",
@@ -250,7 +258,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 **options,
             }
         )
-        return self._start(self._declare(arguments), noise_multiplier)
+        group = self._join(arguments)
+        return self._start(
+            *self._agreed(group, lambda: (self._declare(arguments, group), noise_multiplier))
+        )
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -286,8 +297,19 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
+        given = RunArguments.of(arguments)
+        group = self._join(given)
+
+        def calibrated() -> tuple[DeclaredRun, float]:
+            declared = self._declare(given, group)
+            return declared, self._calibrate(declared, target_epsilon, target_delta, epochs)
+
+        return self._start(*self._agreed(group, calibrated))
+
+    def _calibrate(
+        self, declared: DeclaredRun, target_epsilon: float, target_delta: float, epochs: int
+    ) -> float:
         relation = self.accountant.neighboring_relation
-        declared = self._declare(RunArguments.of(arguments))
         mechanism = _optimizer_class(declared.arguments).mechanism_type
         if "learning_rate_schedule" not in mechanism.refused:
             declared.schedule.check_calibration(declared.optimizer)
@@ -313,7 +335,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
                 "Raise the target, or start on a fresh engine with other records."
             )
-        noise = hsa.calibrate_noise(
+        return hsa.calibrate_noise(
             target_epsilon,
             target_delta,
             lambda noise_multiplier: mechanism.event(declared, noise_multiplier, steps),
@@ -321,9 +343,28 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             make_accountant=accountant,
             tolerance=1e-4,
         )
-        return self._start(declared, noise)
 
-    def _declare(self, arguments: RunArguments) -> DeclaredRun:
+    def _join(self, arguments: RunArguments) -> ProcessGroup | None:
+        """The processes that train the run together; None for one."""
+        if not is_shared(arguments):
+            return None
+        group = self._group = self._group or ProcessGroup()
+        group.heard = self._hear
+        group.start_run()
+        return group
+
+    def _agreed(
+        self, group: ProcessGroup | None, prepare: Callable[[], tuple[DeclaredRun, float]]
+    ) -> tuple[DeclaredRun, float]:
+        """What `prepare` returns, if it is the same in all processes."""
+        if group is None:
+            return prepare()
+        relation = self.accountant.neighboring_relation
+        made = group.agreed(prepare, lambda made: fields_in_common(*made, relation))
+        group.check_sums(next(p for p in made[0].inner.parameters() if p.requires_grad).device)
+        return made
+
+    def _declare(self, arguments: RunArguments, group: ProcessGroup | None) -> DeclaredRun:
         """Checks the arguments, before anything is changed."""
         made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
         mechanism = made.mechanism_type
@@ -336,7 +377,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         check_parameters(inner, optimizer)
         trained = [p for p in inner.parameters() if p.requires_grad]
         check_noise_source(trained, arguments.opacus.get("noise_generator"))
-        declared = DeclaredRun.of(arguments, inner, optimizer)
+        declared = DeclaredRun.of(arguments, inner, optimizer, group)
         planned = declared.schedule.num_steps or 1
         check_covered(mechanism.event(declared, 1.0, planned), relation)
         return declared
@@ -347,27 +388,17 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         arguments, relation = declared.arguments, self.accountant.neighboring_relation
         mechanism = _optimizer_class(arguments).mechanism_type
         first = mechanism.event(declared, noise_multiplier, 1)  # checks the values
-        check_not_trained_elsewhere(declared.inner.parameters(), self._token)
-        was_refused = self._check_ended()
-        run = mechanism.new_run(declared, noise_multiplier)
-        self._declared = declared
-        self._context = context = RunContext.start(run, declared, self._noise, relation)
+        wrap = functools.partial(self._wrap, declared, noise_multiplier)
         try:
-            result = super().make_private(
-                module=arguments.module,
-                optimizer=declared.optimizer,
-                criterion=arguments.criterion,
-                data_loader=arguments.data_loader,
-                noise_multiplier=float(noise_multiplier),
-                max_grad_norm=arguments.clip_norm,
-                poisson_sampling=False,  # the loader is ours
-                **arguments.opacus,
-            )
+            was_refused, result = wrap() if declared.group is None else declared.group.agreed(wrap)
         except BaseException:
-            context.close()
+            if self._context is not None:
+                self._context.close()
             raise
         finally:
             self._declared = self._context = None
+        context: RunContext = result[1].context
+        run = context.run
         self._replace_optimizer(result[1])
         self._modules = (arguments.module, declared.inner, result[0])
         self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
@@ -379,14 +410,35 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "that the first step of an earlier attempt was refused does not depend on the "
                 "records"
             )
-        self._run_id = secrets.token_hex(16)
+        self._run_id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         note_branch(self._run_id, run)
+        if declared.group is not None and declared.group.rank:
+            return result  # process 0 says it
         line = result[1].mechanism.why_composition or kind_of(first).line_before(first, relation)
         lines = advice_before(first, relation, declared.schedule.num_steps)
         for told in ([line] if line else []) + lines:
             _logger.warning(told)
         return result
+
+    def _wrap(self, declared: DeclaredRun, noise_multiplier: float) -> tuple[bool, Any]:
+        """Starts a run here: whether the one before was refused, and what Opacus made."""
+        arguments, relation = declared.arguments, self.accountant.neighboring_relation
+        check_not_trained_elsewhere(declared.inner.parameters(), self._token)
+        was_refused = self._check_ended()
+        run = _optimizer_class(arguments).mechanism_type.new_run(declared, noise_multiplier)
+        self._declared = declared
+        self._context = RunContext.start(run, declared, self._noise, relation)
+        return was_refused, super().make_private(
+            module=arguments.module,
+            optimizer=declared.optimizer,
+            criterion=arguments.criterion,
+            data_loader=arguments.data_loader,
+            noise_multiplier=float(noise_multiplier),
+            max_grad_norm=arguments.clip_norm,
+            poisson_sampling=False,  # the loader is ours
+            **arguments.opacus,
+        )
 
     def _check_ended(self) -> bool:
         """Checks the run before, whose last iterate counts as released; whether it was refused."""
@@ -522,6 +574,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         ]
         if optimizer is not None:
             own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
+            own += [] if optimizer.group is None else optimizer.group.assumptions
         return merge_assumptions([replace_assumptions(proven, *own)])
 
     @property
@@ -568,7 +621,30 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         _ = self.accountant.guarantee  # checks the iterate
         return hsa.compare(events, delta, self.accountant.neighboring_relation)
 
-    # What was released or looked at
+    # What was released or looked at, and what other processes are told of it
+
+    def _tell(self, kind: str, text: str) -> None:
+        group = self._current().group
+        if group is not None:
+            group.tell(kind, text)
+
+    def _assume(self, text: str) -> None:
+        self.accountant.assume(text)
+        self._tell("assume", text)
+
+    def _refuse(self, text: str) -> None:
+        self.accountant.refuse(text)
+        self._tell("refuse", text)
+
+    def _hear(self, news: News) -> None:
+        """Another process was told this since the step before."""
+        kind, text = news
+        if kind == "release":
+            self._current().run.release()
+        elif kind == "assume":
+            self.accountant.assume(text)
+        else:
+            self.accountant.refuse(text)
 
     def _current(self) -> PrivateOptimizer:
         if self._optimizer is None:
@@ -590,6 +666,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         optimizer = self._current()
         optimizer.check_iterate()
         optimizer.run.release()
+        self._tell("release", str(optimizer.num_steps))
 
     @contextlib.contextmanager
     def evaluate_on_private_data(self, *, stays_private: bool = False) -> Iterator[None]:
@@ -609,12 +686,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """
         optimizer = self._current()
         if stays_private:
-            self.accountant.assume(
+            self._assume(
                 "what was computed from private records in evaluate_on_private_data is shown to "
                 "nobody and influences nothing"
             )
         else:
-            self.accountant.refuse(
+            self._refuse(
                 f"Something computed from the model and the private records was looked at after "
                 f"step {optimizer.num_steps}, and no theorem here covers it. Add "
                 "noise to it and account it yourself, evaluate on public data (engine.release()), "
@@ -645,6 +722,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         **kwargs: Any,
     ) -> None:
         """Opacus' save_checkpoint with what the run needs to go on; loads with weights_only=True.
+
+        Of several processes the first one writes the file; it may be called there only.
 
         Args:
             path: Where to.
@@ -678,7 +757,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._check_module(module)
             if stays_private:
                 self._optimizer.check_iterate()
-                self.accountant.assume(_PRIVATE_CHECKPOINTS)
+                self._assume(_PRIVATE_CHECKPOINTS)
             else:
                 self.release()
                 _log_release(self._optimizer)
@@ -693,6 +772,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             checkpoint_dict = {
                 **(checkpoint_dict or {}), "lr_scheduler_state_dict": lr_scheduler.state_dict(),
             }  # fmt: skip
+        group = None if self._optimizer is None else self._optimizer.group
+        if group is not None and group.rank:
+            return
         super().save_checkpoint(
             path=path,
             module=module,
@@ -718,7 +800,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         Call `make_private` with the same arguments first, on a fresh engine. Everything is compared
         before anything is loaded. The noise is drawn anew: its generator is never stored. An engine
-        of this process that had the run takes no more steps.
+        of this process that had the run takes no more steps. Of several processes all have to load
+        the same checkpoint.
 
         Args:
             path: Where from. Read with weights_only=True.
@@ -741,6 +824,40 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: `module` is not that of the current run, or the secret order that
                 the run needs was not stored.
         """
+        load = functools.partial(
+            self._load,
+            path=path,
+            module=module,
+            optimizer=optimizer,
+            noise_scheduler=noise_scheduler,
+            grad_clip_scheduler=grad_clip_scheduler,
+            lr_scheduler=lr_scheduler,
+            discard_later_steps=discard_later_steps,
+            module_load_dict_kwargs=module_load_dict_kwargs,
+            torch_load_kwargs=torch_load_kwargs,
+        )
+        own = self._optimizer
+        if own is None or own.group is None:
+            return load()
+        try:
+            return own.group.agreed(load, lambda _: fields_after_loading(own, self._run_id))
+        except BaseException as error:
+            own.close(f"The processes did not load one checkpoint: {error}")
+            raise
+
+    def _load(
+        self,
+        *,
+        path: Any,
+        module: Any,
+        optimizer: Any,
+        noise_scheduler: Any,
+        grad_clip_scheduler: Any,
+        lr_scheduler: Any,
+        discard_later_steps: bool,
+        module_load_dict_kwargs: dict[str, Any] | None,
+        torch_load_kwargs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
         self._check_module(module)
         if len(self.accountant):
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import dp_accounting
+import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -140,8 +141,15 @@ class Mechanism:
         """Adds the clipped gradients of a piece to `summed_grad`."""
         raise NotImplementedError
 
+    def check_pieces(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError unless all pieces of the batch were used alike."""
+
+    def further_sums(self) -> Sequence[torch.Tensor]:
+        """What several processes add up beside `summed_grad`."""
+        return ()
+
     def before_noise(self, piece: Piece) -> None:
-        """The sums are complete; the noise comes next."""
+        """The sums are complete; noise is added to them next, or is in them already."""
 
     def after_move(self, piece: Piece) -> None:
         """The wrapped optimizer has moved the parameters of the piece."""

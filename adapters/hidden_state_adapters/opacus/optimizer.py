@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import attrs
 import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
@@ -13,10 +14,13 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.gradients.figures import is_on_host
 from hidden_state_adapters.opacus.gradients.noise import (
     OwnNoise,
     add_noise,
+    add_noise_to_sums,
     check_noise_source,
+    take_noisy_sums,
 )
 from hidden_state_adapters.opacus.gradients.sums import gradient_norms, is_ghost
 from hidden_state_adapters.opacus.guards.base import Guards, Piece
@@ -26,10 +30,11 @@ from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.context import RunContext
+from hidden_state_adapters.opacus.run.group import AgreedError, Totals, refuse_group
 from hidden_state_adapters.opacus.run.registry import note_moved
 
 _UNFINISHED = "a step was not finished"
-_FIXED = {"run", "mechanism", "guards", "context"}
+_FIXED = {"run", "mechanism", "guards", "context", "group"}
 
 
 class PrivateOptimizer(DPOptimizer):
@@ -47,6 +52,7 @@ class PrivateOptimizer(DPOptimizer):
         mechanism: What it does in a step.
         guards: What stops it.
         context: What the engine knows about the run; None for an optimizer made by hand.
+        group: The processes that train the run together; None for one.
 
     Args:
         optimizer: The optimizer that moves the parameters.
@@ -94,8 +100,12 @@ class PrivateOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
+        if context is None:
+            refuse_group(type(self).__name__)
         self._noise = OwnNoise()
         self.context = context
+        self.group = None if context is None else context.declared.group
+        self._totals = Totals(0, 0.0)  # of the current step
         self.mechanism = self.mechanism_type(self, **options)
         self._settings = SettingsGuard(
             self,
@@ -150,13 +160,14 @@ class PrivateOptimizer(DPOptimizer):
             UnsupportedRunError: The run is not the declared one; the text says which step and what.
                 The step is then not taken.
         """
-        self._admit()
+        why_not = ""
         if closure is None and len(self.mechanism.blocks) > 1:
-            raise UnsupportedRunError(
+            why_not = (
                 "Expected optimizer.step(closure), got no closure: the gradients of each of the "
                 f"{len(self.mechanism.blocks)} blocks are taken after the update of the block "
                 "before. Put zero_grad(), forward and backward pass into a function."
             )
+        self._admit(why_not)
         with self._ending_the_run_on_error():
             for block in range(len(self.mechanism.blocks)):
                 if closure is not None:
@@ -173,11 +184,12 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             UnsupportedRunError: The run is not the declared one, or there are several blocks.
         """
-        self._admit()
+        why_not = ""
         if len(self.mechanism.blocks) > 1:
-            raise UnsupportedRunError(
+            why_not = (
                 "Expected optimizer.step(closure), got a call of pre_step, which knows one block."
             )
+        self._admit(why_not)
         with self._ending_the_run_on_error():
             proceeds = self._use_gradients(0)
         if proceeds:  # the noisy gradient may go anywhere now, and no step of it is recorded
@@ -188,19 +200,36 @@ class PrivateOptimizer(DPOptimizer):
             self._note_move()
         return proceeds
 
-    def _admit(self) -> None:
+    def _admit(self, why_not: str) -> None:
         self._check_alive()
         if self._failure:
             raise UnsupportedRunError(
                 f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
             )
-        self.guards.admit(self._steps_taken + 1)
+        try:
+            self.guards.admit(self._steps_taken + 1)
+            if why_not:
+                raise UnsupportedRunError(why_not)
+        except UnsupportedRunError as error:
+            self._tell_not_admitted(str(error))
+            raise
+
+    def _tell_not_admitted(self, text: str) -> None:
+        """Of several processes: ends the run if others would take the step."""
+        if self.group is None:
+            return
+        try:
+            self.group.refuse(text, is_admitted=False)
+        except AgreedError as error:
+            self._failure = str(error)
+            raise
 
     @contextlib.contextmanager
     def _ending_the_run_on_error(self) -> Iterator[None]:
         self._is_moving, self._failure = False, _UNFINISHED  # until it is
         try:
-            yield
+            with self._telling_others():
+                yield
             self._failure = ""
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
@@ -212,6 +241,18 @@ class PrivateOptimizer(DPOptimizer):
             raise
         finally:
             self._piece = None
+
+    @contextlib.contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Of several processes: what one raises ends the step in all of them."""
+        try:
+            yield
+        except AgreedError:
+            raise
+        except Exception as error:
+            if self.group is not None:
+                self.group.refuse(str(error) or type(error).__name__, is_admitted=True)
+            raise
 
     def _use_gradients(self, block: int) -> bool:
         params = self.mechanism.blocks[block]
@@ -229,8 +270,8 @@ class PrivateOptimizer(DPOptimizer):
         piece = self._piece
         assert piece is not None
         if is_last:
-            batch = self._batch
-            self.run.add(self.mechanism.step(batch.index, batch.rows, self._largest_norm))
+            totals = self._totals
+            self.run.add(self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm))
         self._note_move()
         self.original_optimizer.step()
         self.mechanism.after_move(piece)
@@ -273,9 +314,32 @@ class PrivateOptimizer(DPOptimizer):
     def add_noise(self) -> None:
         """Adds noise as Opacus does, to sums that are complete."""
         assert self._piece is not None
-        self.guards.before_noise(self._piece)
-        self.mechanism.before_noise(self._piece)
-        add_noise(self, self._noise)
+        piece, group = self._piece, self.group
+        self.guards.before_noise(piece)
+        self.mechanism.check_pieces(piece)
+        self._totals = Totals(self._batch.rows, self._largest_norm)
+        if group is None:
+            self.mechanism.before_noise(piece)
+            add_noise(self, self._noise)
+            return
+        if group.draws_noise:
+            add_noise_to_sums(self, self._noise)
+        self._totals = group.agree(self._settings_of(piece), *attrs.astuple(self._totals))
+        group.add_up([p.summed_grad for p in self.params] + list(self.mechanism.further_sums()))
+        self.mechanism.before_noise(piece)
+        take_noisy_sums(self)
+
+    def _settings_of(self, piece: Piece) -> str:
+        """All that has to be the same in all processes that take this step, in words."""
+        groups = [
+            {k: v for k, v in sorted(group.items()) if k != "params" and not _is_on_device(v)}
+            for group in self.param_groups
+        ]
+        block = f", block {piece.block}" if len(self.mechanism.blocks) > 1 else ""
+        return (
+            f"step {piece.step} on batch {self._batch.index}{block}, noise_multiplier = "
+            f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}"
+        )
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
         """Takes the hook of the engine, which has nothing to do here; refuses any other.
@@ -414,3 +478,8 @@ class PrivateOptimizer(DPOptimizer):
             f"missing from epsilon{self.mechanism.secret}. Use engine.save_checkpoint, or make "
             "another optimizer for another run."
         )
+
+
+def _is_on_device(value: Any) -> bool:
+    """Whether somebody would have to wait for a value."""
+    return isinstance(value, torch.Tensor) and not is_on_host(value)

@@ -49,7 +49,7 @@ class OrderedBatchSampler(BatchSampler):
             for offset in range(count):
                 self.cursor.check_pass(pass_id)
                 self.cursor.emit(index + offset)
-                yield list(self.plan.batch(step + offset))
+                yield list(self.plan.own_batch(step + offset))
         except GeneratorExit:
             self.cursor.end_pass(pass_id)
             raise

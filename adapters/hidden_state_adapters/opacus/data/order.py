@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -47,6 +48,7 @@ def plan_batches(
     max_batch_size: int | None = None,
     order_seed: int | None = None,
     order_is_secret: bool = False,
+    secret: bytes | None = None,
 ) -> BatchPlan:
     """The batches of a run over the records and with the batch size that `data_loader` asks for.
 
@@ -58,6 +60,7 @@ def plan_batches(
         max_batch_size: The cap of POISSON batches.
         order_seed: Fixes what is drawn. See `arguments.check_order_seed`.
         order_is_secret: Whether the user says that nobody else learns the seed.
+        secret: What several processes draw the same order from, where there is no seed.
 
     Returns:
         The plan. Its `order` is the one to account: CYCLIC for SHUFFLED_ONCE with a public seed.
@@ -77,7 +80,7 @@ def plan_batches(
         if batch_size != size:
             _logger.info("full batches: every batch holds all %d records", size)
         return FixedPlan(records, size, batch_order)
-    keys = RandomKeys(order_seed)
+    keys = RandomKeys(order_seed, secret if order_seed is None else None)
     if batch_order is BatchOrder.POISSON:
         return _poisson_plan(data_loader, records, keys, max_batch_size)
     if batch_order is BatchOrder.WITHOUT_REPLACEMENT:
@@ -196,6 +199,11 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
             "order pass shuffle=False."
         )
     shuffles = "a sampler may repeat, leave out or reorder records"
+    if isinstance(sampler, DistributedSampler):
+        shuffles = (
+            "it repeats records so that all processes get equally many. Leave it out: make_private "
+            "gives every process its part of every batch"
+        )
     raise UnsupportedRunError(
         f"Expected records in the fixed order of the data set, got sampler={_name(sampler)}: "
         f"{shuffles}. {_FIXED_ORDER}"

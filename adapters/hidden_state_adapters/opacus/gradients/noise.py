@@ -90,18 +90,34 @@ class OwnNoise:
 
 def add_noise(optimizer: DPOptimizer, own: OwnNoise) -> None:
     """DPOptimizer.add_noise, with `own` noise unless the optimizer was given a generator."""
-    std = optimizer.noise_multiplier * optimizer.max_grad_norm
-    given = optimizer.generator
     for p in optimizer.params:
         _check_processed_flag(p.summed_grad)
-        noise = _generate_noise(
-            std=std,
-            reference=p.summed_grad,
-            generator=own.generator(p.summed_grad.device) if given is None else given,
-            secure_mode=optimizer.secure_mode,
-        )
-        p.grad = (p.summed_grad + noise).view_as(p)
+        p.grad = (p.summed_grad + _noise(optimizer, own, p.summed_grad)).view_as(p)
         _mark_as_processed(p.summed_grad)
+
+
+def add_noise_to_sums(optimizer: DPOptimizer, own: OwnNoise) -> None:
+    """As `add_noise`, where sums of other processes are still to be added: to `summed_grad`."""
+    for p in optimizer.params:
+        _check_processed_flag(p.summed_grad)
+        p.summed_grad = p.summed_grad + _noise(optimizer, own, p.summed_grad)
+
+
+def take_noisy_sums(optimizer: DPOptimizer) -> None:
+    """The rest of `add_noise`, after `add_noise_to_sums`."""
+    for p in optimizer.params:
+        p.grad = p.summed_grad.clone().view_as(p)
+        _mark_as_processed(p.summed_grad)
+
+
+def _noise(optimizer: DPOptimizer, own: OwnNoise, total: torch.Tensor) -> torch.Tensor:
+    given = optimizer.generator
+    return _generate_noise(
+        std=optimizer.noise_multiplier * optimizer.max_grad_norm,
+        reference=total,
+        generator=own.generator(total.device) if given is None else given,
+        secure_mode=optimizer.secure_mode,
+    )
 
 
 def check_noise_source(

@@ -115,6 +115,11 @@ class BatchGuard(RowsGuard):
         """What is verified and what is taken on trust about the batches."""
         plan = self._plan
         yield Assumption.checked(plan.description)
+        if plan.is_shared:
+            yield Assumption.checked(
+                "orders from 256 bits that one process drew from the operating system, by "
+                "SHAKE-128, which is taken for random"
+            )
         if not plan.is_secret:
             yield Assumption.public("order of the batches")
         if plan.is_secret and plan.is_seeded:
@@ -186,12 +191,13 @@ class BatchGuard(RowsGuard):
         return None
 
     def _check_rows(self, piece: Piece) -> None:
-        size = self._plan.num_rows(piece.step - 1)
+        size = self._plan.own_rows(piece.step - 1)
         rows = self.rows if piece.block == 0 else piece.rows
         if rows > size or not (self.skips_step or rows == size):
             if self._cursor.was_fetched_ahead and self._batch_of_the_pass() != self.index:
                 raise self._other_batch(piece.step, self._batch_of_the_pass(), self.index)
-            what = "batch_size =" if size == self._plan.batch_size else "the records of its batch,"
+            is_whole = size == self._plan.batch_size
+            what = "batch_size =" if is_whole else f"the records of its {self._plan.share.part},"
             raise UnsupportedRunError(
                 f"step {piece.step} used {rows} rows, expected {what} {size}."
             )

@@ -65,10 +65,12 @@ class NoiseGuard(Guard):
     Args:
         optimizer: The private optimizer.
         memory: What it has to differ from.
+        is_drawn_here: Whether this process draws the noise, and not another one.
     """
 
-    def __init__(self, optimizer: DPOptimizer, memory: NoiseMemory):
+    def __init__(self, optimizer: DPOptimizer, memory: NoiseMemory, *, is_drawn_here: bool = True):
         self._optimizer, self._memory = optimizer, memory
+        self._is_drawn_here = is_drawn_here
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
@@ -79,6 +81,11 @@ class NoiseGuard(Guard):
         """Raises UnsupportedRunError if the generator is in an old state."""
         optimizer = self._optimizer
         generator = optimizer.generator
-        if generator is None or not optimizer.noise_multiplier or optimizer.secure_mode:
+        if (
+            not self._is_drawn_here
+            or generator is None
+            or not optimizer.noise_multiplier
+            or optimizer.secure_mode
+        ):
             return
         at_step(piece.step, lambda: self._memory.note(generator))

@@ -157,7 +157,7 @@ class ParameterGuard(Guard):
         """Takes the current buffers and frozen parameters of the module for those of the run."""
         self.parts.refresh()
         self._frozen = {
-            name: (p, _writes(p), _fingerprint(p))
+            name: (p, _writes(p), fingerprint(p))
             for name, p in self.parts.parameters
             if not p.requires_grad
         }
@@ -242,7 +242,7 @@ class ParameterGuard(Guard):
             frozen = now.get(name)
             if frozen is old and _writes(old) == writes and not is_thorough:
                 continue
-            if frozen is None or _fingerprint(frozen) != known:
+            if frozen is None or fingerprint(frozen) != known:
                 raise UnsupportedRunError(
                     f"{when} another value of the frozen parameter {name} than at the start: the "
                     "frozen part of the model is public and stays as it is. Start another run for "
@@ -341,7 +341,7 @@ def _as_integers(value: torch.Tensor) -> torch.Tensor:
     return value.view(_INTEGERS[value.dtype]) if value.dtype in _INTEGERS else value
 
 
-def _fingerprint(value: torch.Tensor) -> int:
+def fingerprint(value: torch.Tensor) -> int:
     """A number that changes with any bit, and with the places of the numbers."""
     kind = _BY_SIZE.get(value.element_size(), torch.uint8)
     flat = value.detach().contiguous().flatten().view(kind)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from opacus.optimizers import DPOptimizer
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -181,23 +180,16 @@ def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) 
 
 
 def check_options(loss_reduction: Any, secure_mode: Any, expected_batch_size: Any = 1) -> None:
-    """Checks the arguments that Opacus takes as they come; one process only.
+    """Checks the arguments that Opacus takes as they come.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
-        UnsupportedRunError: There are several processes.
     """
     validate.integer("expected_batch_size", expected_batch_size, minimum=1)
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
     if not isinstance(secure_mode, bool):
         raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
-        raise UnsupportedRunError(
-            f"Expected one process, got {torch.distributed.get_world_size()}: noise and hidden "
-            "state across processes are not checked yet. Train in a single process."
-        )
 
 
 def refuse_per_layer(**norms: Any) -> None:

@@ -196,7 +196,7 @@ class BlockCoordinate(Mechanism):
         for p in self.params:
             p.grad = None  # the wrapped optimizer moves what has a gradient
 
-    def before_noise(self, piece: Piece) -> None:
+    def check_pieces(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if the blocks of a step get different noise."""
         noise = float(self.optimizer.noise_multiplier)
         if piece.block and noise != self._noise_multiplier:

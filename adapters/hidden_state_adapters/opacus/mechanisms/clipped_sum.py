@@ -45,7 +45,7 @@ class ClippedSum(Mechanism):
         """Adds the clipped gradients of a piece to the sums."""
         add_weighted_sums(piece.params, opacus_clip_factors(piece.norms, clip_norm))
 
-    def before_noise(self, piece: Piece) -> None:
+    def check_pieces(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if the noise is for another clip norm."""
         self._check_same_clip_norm(piece, float(self.optimizer.max_grad_norm))
         self._clip_norm = None

@@ -54,6 +54,7 @@ class RunOptions(TypedDict, total=False):
     nonnegative: bool
     learning_rate_schedule: Any
     num_steps: int | None
+    distributed: bool | None
     batch_first: bool
     clipping: str
     grad_sample_mode: str
@@ -100,6 +101,7 @@ class RunArguments:
     nonnegative: bool = _of_mechanism(False)
     learning_rate_schedule: Any = None
     num_steps: int | None = None
+    distributed: bool | None = None
     opacus: dict[str, Any] = attrs.field(factory=dict)
 
     @classmethod

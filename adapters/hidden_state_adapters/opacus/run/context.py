@@ -156,7 +156,9 @@ class RunContext:
             guards.append(LossGradientGuard(criterion))
         if self.declared.projection is not None:
             guards.append(ProjectionGuard(self.parameters.params, self.declared.projection))
-        guards.append(NoiseGuard(optimizer, self.noise))
+        group = self.declared.group
+        is_drawn_here = group is None or group.draws_noise
+        guards.append(NoiseGuard(optimizer, self.noise, is_drawn_here=is_drawn_here))
         return Guards(guards)
 
     def _largest_feature_norm(self) -> torch.Tensor | None:

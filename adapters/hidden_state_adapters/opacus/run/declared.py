@@ -13,7 +13,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
@@ -22,7 +22,7 @@ from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.projections import Projection, projection_of
 from hidden_state_adapters.opacus.run.arguments import RunArguments
-from hidden_state_adapters.opacus.run.processes import num_processes
+from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -40,6 +40,7 @@ class DeclaredRun:
         projection: What follows every step, or None.
         diameter: Of the set that it maps to, or inf.
         schedule: What was declared about learning rates and the number of steps.
+        group: The processes that train it together; None for one.
     """
 
     arguments: RunArguments
@@ -52,6 +53,7 @@ class DeclaredRun:
     projection: Projection | None
     diameter: float
     schedule: DeclaredSchedule
+    group: ProcessGroup | None = None
 
     @property
     def lipschitz(self) -> float | None:
@@ -83,8 +85,20 @@ class DeclaredRun:
         return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
 
     @classmethod
-    def of(cls, arguments: RunArguments, inner: nn.Module, optimizer: Optimizer) -> DeclaredRun:
+    def of(
+        cls,
+        arguments: RunArguments,
+        inner: nn.Module,
+        optimizer: Optimizer,
+        group: ProcessGroup | None = None,
+    ) -> DeclaredRun:
         """Derives what follows from arguments that were checked.
+
+        Args:
+            arguments: Of `make_private`.
+            inner: The module without wrappers.
+            optimizer: The optimizer without Opacus' wrapper.
+            group: The processes that train it together; None for one.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value.
@@ -99,49 +113,65 @@ class DeclaredRun:
         _check_start(projection, params)
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
         frozen.check_batch_norm(tuple(inner.named_modules()))
+        plan = plan_batches(
+            arguments.data_loader,
+            arguments.batch_order,
+            max_batch_size=arguments.max_batch_size,
+            order_seed=arguments.order_seed,
+            order_is_secret=arguments.order_is_secret,
+            secret=None if group is None else group.secret,
+        )
+        if group is not None:
+            _share_batches(plan, group)
         return cls(
             arguments=arguments,
             inner=inner,
             optimizer=optimizer,
-            plan=plan_batches(
-                arguments.data_loader,
-                arguments.batch_order,
-                max_batch_size=arguments.max_batch_size,
-                order_seed=arguments.order_seed,
-                order_is_secret=arguments.order_is_secret,
-            ),
+            plan=plan,
             loss=loss,
             head=head,
             frozen=frozen,
             projection=projection,
             diameter=diameter,
             schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
+            group=group,
         )
 
 
 def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
-    """Module and optimizer without Opacus' wrappers.
-
-    Raises:
-        UnsupportedRunError: There is more than one process.
-    """
-    module, optimizer = arguments.module, arguments.optimizer
+    """Module and optimizer without the wrappers of Opacus and of torch.distributed."""
+    module, optimizer = _without_gradients(arguments.module), arguments.optimizer
     if isinstance(optimizer, DPOptimizer):
         optimizer = optimizer.original_optimizer
-    _refuse_distributed(module)
-    return (module._module if isinstance(module, AbstractGradSampleModule) else module), optimizer
+    return (module.module if isinstance(module, WRAPPERS) else module), optimizer
 
 
-def _refuse_distributed(module: nn.Module) -> None:
-    """Raises UnsupportedRunError for more than one process."""
-    workers = num_processes()
-    # Covers torch's, Opacus' and FSDP's wrappers.
-    wrapped = any(word in type(module).__name__ for word in ("DataParallel", "FSDP"))
-    if workers > 1 or wrapped:
+def is_shared(arguments: RunArguments) -> bool:
+    """Whether several processes train the run together.
+
+    Raises:
+        TypeError, UnsupportedRunError: As `group.trains_together`.
+    """
+    return trains_together(_without_gradients(arguments.module), arguments.distributed)
+
+
+def _without_gradients(module: nn.Module) -> Any:
+    return module._module if isinstance(module, AbstractGradSampleModule) else module
+
+
+def _share_batches(plan: BatchPlan, group: ProcessGroup) -> None:
+    """Gives this process its part of every batch.
+
+    Raises:
+        UnsupportedRunError: It would have none.
+    """
+    if plan.batch_size < group.size and plan.order is not BatchOrder.POISSON:
         raise UnsupportedRunError(
-            f"Expected one process, got {workers} with {type(module).__name__}: batch size, noise "
-            "and order across processes are not checked yet. Train in a single process."
+            f"Expected a batch_size >= {group.size}, the number of processes, got "
+            f"{plan.batch_size}: the batch_size of the DataLoader is that of a step, all processes "
+            "together. Raise it, or train in fewer processes."
         )
+    plan.share = group.share
 
 
 def _resolve_loss(

@@ -64,6 +64,11 @@ class HiddenError(Guard):
                 f"step {piece.step}: the error overflowed; no clip bounds it."
             )
 
+    @property
+    def rests(self) -> list[torch.Tensor]:
+        """What the batch has added so far, of every parameter."""
+        return [rest for rest in self._rests if rest is not None]
+
     def add_rest(self, index: int, rest: torch.Tensor) -> None:
         """Adds sums of g - clip(g) over the records of (a piece of) the batch."""
         before = self._rests[index]

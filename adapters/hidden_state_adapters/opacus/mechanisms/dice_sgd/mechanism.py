@@ -172,6 +172,10 @@ class DiceSgd(Mechanism):
         for index, (rest,) in enumerate(rests):
             self.hidden.add_rest(index, rest)
 
+    def further_sums(self) -> Sequence[torch.Tensor]:
+        """What the batch adds to the error, which is that of all processes together."""
+        return self.hidden.rests
+
     def before_noise(self, piece: Piece) -> None:
         r"""Adds B times the clipped error to the sums, and moves the error on.
 

@@ -1,0 +1,96 @@
+"""What the processes that train one run have in common, compared before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from dp_accounting import NeighboringRelation
+
+from hidden_state_adapters.opacus.checkpoints import fields_of
+from hidden_state_adapters.opacus.data.contents import tensors_of
+from hidden_state_adapters.opacus.guards.parameters import fingerprint
+from hidden_state_adapters.opacus.guards.random_numbers import random_numbers_as_before
+from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.group import Digest
+
+_PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
+_SHOWN = 16  # records that are compared
+
+
+def fields_in_common(
+    declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
+) -> dict[str, Any]:
+    """What one run has once, of the process that asks; values by name."""
+    arguments, plan = declared.arguments, declared.plan
+    given = {k: v for k, v in arguments.opacus.items() if k != "noise_generator"}
+    groups = [
+        {k: v for k, v in g.items() if k != "params"} for g in declared.optimizer.param_groups
+    ]
+    return {
+        "batch_order": plan.order.value,
+        "order_seed": Digest.of((arguments.order_seed, arguments.order_is_secret)),
+        **fields_of(declared, noise_multiplier, relation),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "model": str(arguments.module),
+        "weights of the initial model": _weights(declared.inner),
+        "options of the optimizer": repr(groups),
+        "criterion, as given": repr(arguments.criterion),
+        "arguments for Opacus": repr(sorted(given.items())),
+        "noise_generator (given or not)": arguments.opacus.get("noise_generator") is not None,
+        "loss_geometry": repr(declared.loss),
+        "batch_size": plan.batch_size,
+        "number of batches": plan.num_batches,
+        "max_batch_size": arguments.max_batch_size,
+        "records of the loader": Digest.of(np.asarray(plan.records, dtype=np.int64).tobytes()),
+        "data set": _shown(arguments.data_loader.dataset, plan.records),
+    }
+
+
+def fields_after_loading(optimizer: PrivateOptimizer, run_id: str) -> dict[str, Any]:
+    """What one checkpoint leaves, of the process that loaded it; values by name."""
+    assert optimizer.context is not None
+    inner, steps = optimizer.context.declared.inner, optimizer.num_steps
+    private = optimizer.private_state() if optimizer.why_not_resumable(steps) else {}
+    return {
+        "run": run_id,
+        "number of steps": steps,
+        "weights": _weights(inner),
+        "private state": Digest.of({k: _bytes(v) for k, v in private.items()}),
+        "moments": Digest.of([_bytes(s) for s in optimizer.state.values()]),
+    }
+
+
+def _weights(module: torch.nn.Module) -> Digest:
+    values = [*module.named_parameters(), *module.named_buffers()]
+    return Digest.of([(name, fingerprint(value.detach())) for name, value in values])
+
+
+def _shown(dataset: Any, records: Sequence[int]) -> tuple[int, Digest | None]:
+    """The size, and some of the records where they are the same whenever they are asked for."""
+    places = np.linspace(0, len(records) - 1, min(_SHOWN, len(records))).astype(int)
+    try:
+        with random_numbers_as_before():
+            twice = [[_bytes(dataset[records[i]]) for i in places.tolist()] for _ in range(2)]
+    except Exception:  # whatever a data set may raise that is not asked in its turn
+        return len(dataset), None
+    return len(dataset), Digest.of(twice[0]) if twice[0] == twice[1] else None
+
+
+def _bytes(value: Any) -> list[Any]:
+    """The numbers of all tensors in nested containers; of other values what is printed."""
+    tensors = [x.detach().cpu().contiguous() for x in tensors_of(value)]
+    if not tensors:
+        return [repr(value)]
+    return [(tuple(x.shape), str(x.dtype), fingerprint(x)) for x in tensors]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,397 @@
+"""The processes that train one run together: what they agree on, and what they add up."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.batch_plans import Share
+from hidden_state_adapters.opacus.run.processes import num_processes
+
+WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
+"""Opacus' wrapper for several processes, and torch's."""
+_T = TypeVar("_T")
+_SECRET_BYTES, _NAME_BYTES = 32, 16
+_TAKEN, _NOT_ADMITTED, _REFUSED = range(3)
+_INTEGERS = 2**63  # digests fit into torch.int64
+
+News = tuple[str, str]
+"""What one process was told about the run: a kind and a text."""
+
+
+class AgreedError(UnsupportedRunError):
+    """What ended a step in all processes, with the same text; nobody has to be told."""
+
+
+@attrs.frozen
+class Totals:
+    """What the parts of a batch are together.
+
+    Attributes:
+        rows: Records of the logical batch.
+        largest_norm: Of their gradients.
+    """
+
+    rows: int
+    largest_norm: float
+
+
+class ProcessGroup:
+    """The processes of `torch.distributed` that train one run, seen from one of them.
+
+    Every logical step has one vote, on the host: each process says whether its guards let the step
+    pass, and with which settings. One that refuses ends the step, and the run, in all of them, with
+    the same text. Then sums are added up. Both have process groups of their own, so that nothing
+    that the training loop sends can get between; a process that ended, or does not answer within
+    the timeout of `torch.distributed.init_process_group`, is an error in all others.
+
+    Attributes:
+        rank: Of this process.
+        size: Processes.
+        heard: Called with what another process was told.
+        secret: Random bytes that process 0 drew from the operating system for the run at hand.
+        run_id: Its name.
+    """
+
+    secret: bytes = b""
+    run_id = ""
+
+    def __init__(self) -> None:
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        patience = _patience()
+        self._talk = distributed.new_group(backend="gloo", timeout=patience)
+        self._sums = distributed.new_group(timeout=patience)
+        self.heard: Callable[[News], None] = lambda news: None
+        self._news: list[News] = []
+
+    @property
+    def share(self) -> Share:
+        """What this process uses of every batch."""
+        return Share(self.rank, self.size)
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether the noise of the run is drawn here: by process 0, once.
+
+        Shares of 1/sqrt(W) from each process would add up to the same noise only if no two of them
+        came from equal generators; noise that is drawn once is that of one process.
+        """
+        return self.rank == 0
+
+    @property
+    def assumptions(self) -> Sequence[Assumption]:
+        """What is verified about the processes, and what is taken on trust."""
+        return (
+            Assumption.checked(
+                f"{self.size} processes with disjoint parts of every batch: the same steps and "
+                "settings in all, sums added up once, noise drawn once"
+            ),
+            Assumption.declared("an index is the same record in all processes"),
+            Assumption.declared(
+                "a release or a look after the last step is known where epsilon is asked for"
+            ),
+        )
+
+    # Before the run
+
+    def start_run(self) -> None:
+        """Draws the secret of a run; no news of an earlier one are told."""
+        drawn = list(secrets.token_bytes(_SECRET_BYTES + _NAME_BYTES))
+        told = torch.tensor(drawn, dtype=torch.uint8)
+        with _answering():
+            distributed.broadcast(told, src=0, group=self._talk)
+        drawn = told.tolist()
+        self.secret, self.run_id = bytes(drawn[:_SECRET_BYTES]), bytes(drawn[_SECRET_BYTES:]).hex()
+        self._news = []
+
+    def agreed(
+        self, prepare: Callable[[], _T], fields: Callable[[_T], Mapping[str, Any]] | None = None
+    ) -> _T:
+        """What `prepare` returns, if it raises in no process and its `fields` are equal in all.
+
+        Args:
+            prepare: Called once in every process.
+            fields: Plain values by name. A value that is not for the eye is a `Digest`.
+
+        Raises:
+            UnsupportedRunError: `prepare` raised in another process, or a field differs.
+        """
+        made: Any = None
+        problem: Exception | None = None
+        described: Mapping[str, Any] = {}
+        try:
+            made = prepare()
+            described = {} if fields is None else fields(made)
+        except Exception as error:  # whatever it may be, nobody may wait for this process
+            problem = error
+        told = self._exchanged((None if problem is None else str(problem), dict(described)))
+        if problem is not None:
+            raise problem
+        for rank, (text, others) in enumerate(told):
+            if text is not None:
+                raise UnsupportedRunError(f"Process {rank} of {self.size} refused: {text}")
+            self._compare(told[0][1], others, rank)
+        return made  # type: ignore[no-any-return]
+
+    def _compare(self, first: Mapping[str, Any], others: Mapping[str, Any], rank: int) -> None:
+        for name in dict.fromkeys((*first, *others)):  # the first one that differs, in all alike
+            if first.get(name) != others.get(name):
+                raise UnsupportedRunError(
+                    f"Expected the same {name} in all processes, got {first.get(name)!r} in "
+                    f"process 0 and {others.get(name)!r} in process {rank}: one run has one "
+                    "program. Start the same script with the same arguments, data, seed of the "
+                    "initial model and versions everywhere."
+                )
+
+    def check_sums(self, device: torch.device) -> None:
+        """Raises UnsupportedRunError unless the processes can add up tensors on `device`."""
+        try:
+            one = torch.ones(2, device=device)
+            distributed.all_reduce(one, group=self._sums)
+            total = one.tolist()
+        except RuntimeError as error:
+            raise UnsupportedRunError(
+                f"Expected a process group that adds up tensors on {device}, got "
+                f"{distributed.get_backend()!r}: {error} Call init_process_group with "
+                '"gloo" for a CPU, "nccl" for CUDA devices.'
+            ) from error
+        if total != [self.size] * 2:
+            raise UnsupportedRunError(f"Expected sums of {self.size} over the group, got {total}.")
+
+    # In a step
+
+    def tell(self, kind: str, text: str) -> None:
+        """Tells the others at the next step what was told here (a release, an assumption)."""
+        if (kind, text) not in self._news:
+            self._news.append((kind, text))
+
+    def agree(self, settings: str, rows: int, largest_norm: float) -> Totals:
+        """The vote of a step that this process would take.
+
+        Args:
+            settings: All that has to be the same in this step, in words.
+            rows: Of this process.
+            largest_norm: Of its gradients; finite.
+
+        Raises:
+            AgreedError: Another process refuses, steps with other settings, is gone or does not
+                answer.
+        """
+        votes = self._vote(_TAKEN, settings, rows, largest_norm)
+        self._end_if_refused(votes, "")
+        if len({vote[1] for vote in votes}) > 1:
+            told = self._exchanged(settings)
+            rank = next(rank for rank, text in enumerate(told) if text != told[0])
+            raise AgreedError(
+                f"The processes take different steps: process 0 has {told[0]}, process {rank} has "
+                f"{told[rank]}. Every process takes every step, with the same settings; "
+                "schedulers step in all of them."
+            )
+        return Totals(sum(vote[2] for vote in votes), max(_number(vote[3]) for vote in votes))
+
+    def refuse(self, text: str, *, is_admitted: bool) -> bool:
+        """The vote of a step that this process refuses.
+
+        Args:
+            text: Why.
+            is_admitted: Whether the run allows the step at all.
+
+        Returns:
+            Whether all processes found, before they looked at a gradient, that there is no step.
+
+        Raises:
+            AgreedError: Otherwise, with a text that is the same in all processes.
+        """
+        try:
+            votes = self._vote(_REFUSED if is_admitted else _NOT_ADMITTED, "", 0, 0.0)
+        except AgreedError as lost:
+            raise AgreedError(f"{text} (Not all of the others could be told. {lost})") from None
+        if all(vote[0] == _NOT_ADMITTED for vote in votes):
+            return True
+        self._end_if_refused(votes, text)
+        return False
+
+    def _end_if_refused(self, votes: Sequence[Sequence[int]], text: str) -> None:
+        refusing = [rank for rank, vote in enumerate(votes) if vote[0] != _TAKEN]
+        if refusing:
+            rank = refusing[0]
+            told = self._exchanged(text)[rank]
+            raise AgreedError(f"Process {rank} of {self.size} refused: {told}")
+
+    def _vote(self, status: int, settings: str, rows: int, largest_norm: float) -> list[list[int]]:
+        """What every process votes: status, digest of the settings, rows, bits of the norm."""
+        own = [status, _digest(settings), rows, _bits(largest_norm), _digest(repr(self._news))]
+        ballots = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
+        with _answering():
+            distributed.all_gather(ballots, torch.tensor(own), group=self._talk)
+        votes: list[list[int]] = [ballot.tolist() for ballot in ballots]
+        if len({vote[4] for vote in votes}) > 1:
+            self._hear(self._exchanged(self._news))
+        self._news = []
+        return votes
+
+    def _hear(self, told: Iterable[Sequence[News]]) -> None:
+        every = list(dict.fromkeys(news for own in told for news in own))
+        for news in every:
+            if news not in self._news:
+                self.heard(news)
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order."""
+        found: list[Any] = [None] * self.size
+        with _answering():
+            distributed.all_gather_object(found, value, group=self._talk)
+        return found
+
+    @torch.no_grad()
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replaces every tensor by the sum of those of all processes; equal in all of them."""
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for parts in groups.values():
+            together = torch.cat([part.reshape(-1) for part in parts])
+            with _answering():
+                distributed.all_reduce(together, group=self._sums)
+            sums = together.split([part.numel() for part in parts])
+            for part, total in zip(parts, sums, strict=True):
+                part.copy_(total.view_as(part))
+
+
+@attrs.frozen
+class Digest:
+    """Of a value that is compared between processes and shown to nobody."""
+
+    value: str = attrs.field(repr=False)
+
+    @classmethod
+    def of(cls, value: Any) -> Digest:
+        """Of anything with a `repr`."""
+        return cls(hashlib.sha256(repr(value).encode()).hexdigest())
+
+
+def trains_together(module: nn.Module, distributed: bool | None) -> bool:
+    """Whether several processes are to train a module together.
+
+    Args:
+        module: Without Opacus' wrapper for per-example gradients.
+        distributed: What make_private was told.
+
+    Raises:
+        TypeError: `distributed` is something else than True, False or None.
+        UnsupportedRunError: They cannot, or nobody said whether they do.
+    """
+    if distributed not in (None, True, False):
+        raise TypeError(f"Expected distributed to be True, False or None, got {distributed!r}.")
+    _refuse_shards(module)
+    count, is_wrapped = num_processes(), isinstance(module, WRAPPERS)
+    if isinstance(module, DistributedDataParallel):
+        _check_whole(module)
+    if distributed and not _is_initialized():
+        raise UnsupportedRunError(
+            "Expected torch.distributed.init_process_group before make_private with "
+            "distributed=True, got no process group. Start the script with torchrun, and call it "
+            "first."
+        )
+    if count == 1:
+        return False
+    if distributed is False or not (is_wrapped or distributed):
+        raise UnsupportedRunError(
+            f"Expected a model in Opacus' DPDDP (or distributed=True), got distributed = "
+            f"{distributed} and {type(module).__name__} in a group of {count} processes: whether "
+            "they train one model together or one each, on the same records, would be two "
+            "different guarantees. Wrap it: "
+            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model). Models of "
+            "their own train in processes without a common group."
+        )
+    return True
+
+
+def refuse_group(what: str) -> None:
+    """Raises UnsupportedRunError if there are several processes, for an optimizer made by hand."""
+    if num_processes() > 1:
+        raise UnsupportedRunError(
+            f"Expected one process for a {what} that is made by hand, got {num_processes()}: "
+            "nobody deals their parts of a batch. Use HiddenStatePrivacyEngine.make_private."
+        )
+
+
+def _refuse_shards(module: nn.Module) -> None:
+    kind = type(module).__name__
+    if "FSDP" in kind:
+        raise UnsupportedRunError(
+            f"Expected whole parameters in every process, got {kind}: FSDP leaves each process a "
+            "shard of them, so that nobody sees the parameters that the steps are compared with, "
+            "nor the whole gradient of a record that a clip is about; and Opacus clips sharded "
+            "models by a second backward pass, whose sum holds more than its norms know. Use "
+            "Opacus' DPDDP, with BatchMemoryManager or ghost clipping where memory is short."
+        )
+    if isinstance(module, nn.DataParallel):
+        raise UnsupportedRunError(
+            "Expected one process for each device, got nn.DataParallel, whose copies of the model "
+            "leave their per-example gradients where no step finds them. Start one process for "
+            "each device, with Opacus' DPDDP."
+        )
+
+
+def _check_whole(module: DistributedDataParallel) -> None:
+    if module.process_group.size() != distributed.get_world_size():
+        raise UnsupportedRunError(
+            f"Expected DistributedDataParallel over all {distributed.get_world_size()} processes, "
+            f"got a group of {module.process_group.size()}: what the others train would not be "
+            "counted. Leave process_group out."
+        )
+
+
+def _is_initialized() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+class _answering:
+    """Turns the errors of torch.distributed into those of a run."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise AgreedError(
+                "Another process of the run ended or did not answer in time, so the run ends here, "
+                "too. (The timeout is that of torch.distributed.init_process_group.) Look at the "
+                f"output of the others; torch.distributed says: {error}"
+            ) from error
+
+
+def _patience() -> timedelta | None:
+    """The timeout of the default process group; None, torch's own default, where it has none."""
+    whole: Any = distributed.group.WORLD
+    for device in ("cpu", "cuda"):
+        try:
+            found = whole._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        return found if isinstance(found, timedelta) else None
+    return None
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INTEGERS
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", value))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("d", struct.pack("q", bits))[0])

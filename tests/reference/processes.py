@@ -1,0 +1,493 @@
+"""Several processes on this machine that train together, and what a test lets them do."""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+import warnings
+
+import torch
+import torch._dynamo  # autograd imports it sooner or later; in the server of the forks only once
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hidden_state_adapters.opacus import (
+    BlockCoordinateOptimizer,
+    DiceSGDOptimizer,
+    HiddenStatePrivacyEngine,
+)
+from hidden_state_adapters.opacus import (
+    engine as engine_module,
+)
+
+RECORDS, FEATURES, CLASSES, BATCH = 30, 4, 3, 10
+SEEDED = {
+    "shuffled_once": {"order_seed": 5},
+    **{
+        order: {"order_seed": 5, "order_is_secret": True}
+        for order in ("reshuffled", "without_replacement", "poisson")
+    },
+}
+DICE = {"optimizer_class": DiceSGDOptimizer, "max_grad_norm": 0.2, "loss_geometry": None}
+
+
+class Group:
+    """Processes that wait for functions of this module, and call them together.
+
+    Args:
+        size: Processes.
+        patience: Seconds until one that does not answer is an error.
+    """
+
+    def __init__(self, size, patience=60):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # the imports take longer than all tests
+        self.folder = tempfile.TemporaryDirectory()
+        store = "file://" + os.path.join(self.folder.name, "store")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            pipe, theirs = context.Pipe()
+            arguments = (rank, size, store, patience, theirs)
+            self.processes.append(context.Process(target=_work, args=arguments, daemon=True))
+            self.processes[-1].start()
+            self.pipes.append(pipe)
+
+    def call(self, name, *arguments):
+        """What a function of this module returns in each process; an error as its text."""
+        for pipe in self.pipes:
+            pipe.send((name, arguments))
+        return [pipe.recv() for pipe in self.pipes]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def _work(rank, size, store, patience, pipe):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    engine_module.advice_before = lambda *arguments: []  # takes seconds, and says nothing here
+    timeout = datetime.timedelta(seconds=patience)
+    distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=timeout
+    )
+    while True:
+        name, arguments = pipe.recv()
+        try:
+            pipe.send(globals()[name](*arguments))
+        except Exception as error:  # a test looks at it
+            pipe.send(f"{type(error).__name__}: {error}")
+
+
+def rank():
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def records(count=RECORDS, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(
+        features / features.norm(dim=1, keepdim=True), torch.arange(count) % CLASSES
+    )
+
+
+class Training:
+    """A run of a small softmax head; keyword arguments go to make_private or are named here."""
+
+    def __init__(
+        self,
+        *,
+        wrapper=DPDDP,
+        seed=0,
+        sgd=None,
+        data=None,
+        loader=None,
+        deep=False,
+        classes=CLASSES,
+        noise_seed=None,
+        **options,
+    ):
+        torch.manual_seed(seed)
+        self.inner = nn.Linear(FEATURES, classes)
+        if deep:
+            self.inner = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+        is_wrapped = wrapper is not None and distributed.is_initialized()
+        model = wrapper(self.inner) if is_wrapped else self.inner
+        self.criterion, self.engine = nn.CrossEntropyLoss(), HiddenStatePrivacyEngine()
+        data = records() if data is None else data
+        base = torch.optim.SGD(model.parameters(), **{"lr": 0.5, **(sgd or {})})
+        given = {
+            "noise_multiplier": 0.0,
+            "max_grad_norm": 2.1,
+            "batch_order": "cyclic",
+            "loss_geometry": "auto",
+            **options,
+        }
+        if given["loss_geometry"] == "auto":
+            given |= {"criterion": self.criterion, "feature_norm": 1.0}
+        if noise_seed is not None:
+            given["noise_generator"] = torch.Generator().manual_seed(noise_seed)
+        if options.get("blocks"):
+            del given["blocks"]
+            layers = [self.inner[0], self.inner[2]]
+            base = torch.optim.SGD([{"params": part.parameters()} for part in layers], lr=0.5)
+        loader = DataLoader(data, **{"batch_size": BATCH, **(loader or {})})
+        made = self.engine.make_private(module=model, optimizer=base, data_loader=loader, **given)
+        self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
+        self.used = []
+
+    def backward(self, batch):
+        self.optimizer.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+
+    def step(self, batch):
+        self.used.append(len(batch[1]))
+        if isinstance(self.optimizer, BlockCoordinateOptimizer):
+            self.optimizer.step(lambda: self.backward(batch))
+        else:
+            self.backward(batch)
+            self.optimizer.step()
+
+    def epochs(self, count=2, physical=None):
+        for _ in range(count):
+            pieces = contextlib.nullcontext(self.loader)
+            if physical:
+                pieces = BatchMemoryManager(
+                    data_loader=self.loader,
+                    max_physical_batch_size=physical,
+                    optimizer=self.optimizer,
+                )
+            with pieces as loader:
+                for batch in loader:
+                    self.step(batch)
+        return self
+
+    @property
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.inner.parameters()]).tolist()
+
+
+CASES = {
+    **{
+        order: {"batch_order": order, **SEEDED.get(order, {})}
+        for order in ("cyclic", "full", *SEEDED)
+    },
+    "decay, sum": {
+        "sgd": {"lr": 0.05, "weight_decay": 0.1}, "loss_reduction": "sum", "loss_geometry": None
+    },
+    "adam": {"loss_geometry": None, "sgd": {"momentum": 0.9}, "batch_order": "cyclic"},
+    "per layer": {
+        "loss_geometry": None, "clipping": "per_layer", "max_grad_norm": [0.2, 0.1], "deep": False
+    },
+    "deep": {"deep": True, "loss_geometry": None, "max_grad_norm": 0.3},
+    "deep ghost": {
+        "deep": True, "loss_geometry": None, "max_grad_norm": 0.3, "grad_sample_mode": "ghost",
+        "criterion": nn.CrossEntropyLoss(),
+    },
+    "hooks": {"grad_sample_mode": "hooks"},
+    "torch": {"wrapper": DistributedDataParallel, "grad_sample_mode": "hooks"},
+    "plain": {"wrapper": None, "distributed": True},
+    "pieces": {"physical": 2},
+    "pieces of dice": {**DICE, "physical": 2},
+    "dice": DICE,
+    "dice poisson": {**DICE, "batch_order": "poisson", **SEEDED["poisson"]},
+    "blocks": {
+        "optimizer_class": BlockCoordinateOptimizer, "blocks": True, "deep": True,
+        "loss_geometry": None, "max_grad_norm": 0.3,
+    },
+    "ball": {"projection_radius": 1.5},
+    "noise": {"noise_multiplier": 1.0, "noise_seed": 3},
+    "noise of dice": {**DICE, "noise_multiplier": 1.0, "noise_seed": 3},
+    "noise of pieces": {"noise_multiplier": 1.0, "noise_seed": 3, "physical": 3},
+}  # fmt: skip
+"""Runs without noise, or with known noise: they take the same way in any number of processes."""
+
+
+def _options(case):
+    options = dict(CASES[case])
+    if options.get("loss_reduction") == "sum":
+        options = {**options, "is_sum": True}
+    return options, options.pop("physical", None)
+
+
+def trajectory(case):
+    options, physical = _options(case)
+    is_sum = options.pop("is_sum", False)
+    if not distributed.is_initialized():
+        options.pop("distributed", None)
+    run = Training(**options)
+    if is_sum:
+        run.criterion = nn.CrossEntropyLoss(reduction="sum")
+    run.epochs(physical=physical)
+    return run.weights
+
+
+def trajectories():
+    """Of all cases; what a process raises is in the place of its weights."""
+    found = {}
+    for case in CASES:
+        try:
+            found[case] = trajectory(case)
+        except Exception as error:
+            found[case] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def first_noise(multiplier, clip_norm):
+    """What the noise of one step moved, times the batch size over its learning rate of 1."""
+    common = {"classes": 500, "loss_geometry": None, "sgd": {"lr": 1.0}, "max_grad_norm": clip_norm}
+    ways = []
+    for noise in (0.0, multiplier):
+        run = Training(noise_multiplier=noise, **common)
+        run.step(next(iter(run.loader)))
+        ways.append(torch.tensor(run.weights))
+    return ((ways[0] - ways[1]) * BATCH).tolist()
+
+
+def epsilon(order):
+    run = Training(noise_multiplier=2.0, batch_order=order).epochs()
+    return run.engine.get_epsilon(1e-5), run.engine.report(1e-5)
+
+
+class Numbered(TensorDataset):
+    """Records that say which ones they are."""
+
+    def __getitem__(self, index):
+        asked.append(index)
+        return super().__getitem__(index)
+
+
+asked = []
+
+
+def used_records(order, size=BATCH):
+    """The records of every step that this process used."""
+    data = Numbered(*records().tensors)
+    run = Training(batch_order=order, data=data, loader={"batch_size": size}, loss_geometry=None)
+    steps = []
+    asked.clear()
+    for _ in range(2):
+        for batch in run.loader:
+            steps.append(list(asked))
+            asked.clear()
+            run.step(batch)
+    return steps
+
+
+# What goes wrong in process 1, or in all. The text of the error comes back, and whether the run has
+# an epsilon.
+
+
+def _outcome(run, act):
+    try:
+        act()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "nothing"
+    try:
+        run.engine.get_epsilon(1e-5)
+    except ValueError:
+        return text, False
+    return text, True
+
+
+def skips_a_step():
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        for index, batch in enumerate(run.loader):
+            if index != 1 or rank() != 1:
+                run.step(batch)
+
+    return _outcome(run, act)
+
+
+def refuses_a_step(which=1):
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        for index, (features, targets) in enumerate(run.loader):
+            longer = 2.0 if index == 1 and rank() == which else 1.0
+            run.step((longer * features, targets))
+
+    return _outcome(run, act)
+
+
+def refuses_a_piece():
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as loader:
+            for index, (features, targets) in enumerate(loader):
+                longer = 2.0 if index == 0 and rank() == 1 else 1.0
+                run.step((longer * features, targets))
+
+    return _outcome(run, act)
+
+
+def changes_the_rate():
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        for batch in run.loader:
+            run.step(batch)
+            if rank() == 1:
+                run.optimizer.param_groups[0]["lr"] = 0.25
+
+    return _outcome(run, act)
+
+
+def writes_a_parameter():
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        for batch in run.loader:
+            run.step(batch)
+            if rank() == 1:
+                with torch.no_grad():
+                    run.inner.bias += 1e-3
+
+    return _outcome(run, act)
+
+
+def takes_one_step_too_many():
+    """All processes find that before they look at a gradient: the run stays what it is."""
+    run = Training(noise_multiplier=1.0, num_steps=3).epochs(1)
+    return _outcome(run, run.epochs)
+
+
+def one_takes_a_step_too_many():
+    run = Training(noise_multiplier=1.0, num_steps=3 if rank() == 1 else None)
+    return _outcome(run, run.epochs)
+
+
+def leaves_early():
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        for index, batch in enumerate(run.loader):
+            if index == 2 and rank() == 1:
+                return
+            run.step(batch)
+
+    return _outcome(run, act)
+
+
+def dies():
+    run = Training(noise_multiplier=1.0)
+
+    def act():
+        for index, batch in enumerate(run.loader):
+            if index == 1 and rank() == 1:
+                os._exit(1)
+            run.step(batch)
+
+    return _outcome(run, act)
+
+
+def starts_with(options, others):
+    """make_private with `others` in process 1 in place of `options`."""
+    made = {**options, **(others if rank() == 1 else {})}
+    if "records" in made:
+        made["data"] = records(seed=made.pop("records"))
+    if made.pop("sampler", None):
+        data = records()
+        made |= {"data": data, "loader": {"sampler": DistributedSampler(data)}}
+    return _outcome_of_start(made)
+
+
+def _outcome_of_start(made):
+    try:
+        Training(**made)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def averages_gradients():
+    """A loop that averages what it should not: .grad, before and after the step."""
+    from opacus.distributed import average_gradients
+
+    run = Training(grad_sample_mode="hooks")
+    for _ in range(2):
+        for batch in run.loader:
+            run.backward(batch)
+            average_gradients(run.inner)
+            run.optimizer.step()
+            average_gradients(run.inner)
+    return run.weights
+
+
+def tells(what):
+    """Process 1 releases, or looks; what process 0 knows of it after the next step."""
+    run = Training(noise_multiplier=1.0)
+    for index, batch in enumerate(run.loader):
+        if index == 1 and rank() == 1:
+            if what == "release":
+                run.engine.release()
+            else:
+                with run.engine.evaluate_on_private_data(stays_private=what == "assume"):
+                    pass
+        run.step(batch)
+    try:
+        run.engine.get_epsilon(1e-5)
+    except ValueError as error:
+        return str(error)
+    return run.optimizer.run.release_steps, str(run.engine.assumptions)
+
+
+def resumes(folder, order, other=False):
+    """Saved in the middle of an epoch, loaded by a fresh engine, finished."""
+    secret = order in ("reshuffled",)
+    options = {"batch_order": order, **SEEDED.get(order, {})}
+    run, path = Training(**options), os.path.join(folder, f"{order}{other}{{}}.pt")
+    stored = {"stays_private": True, "include_private_state": secret}
+    for index, batch in enumerate(run.loader):
+        if index == 2:
+            break
+        run.step(batch)
+        if index == 0 and other:
+            run.engine.save_checkpoint(path=path.format("older"), **stored)
+    run.engine.save_checkpoint(path=path.format(rank()), **stored)
+    distributed.barrier()
+    files = [os.path.exists(path.format(process)) for process in range(2)]
+    again = Training(**options)
+    try:
+        again.engine.load_checkpoint(
+            path=path.format("older" if other and rank() == 1 else 0), discard_later_steps=True
+        )
+    except Exception as error:
+        return files, str(error)
+    again.epochs(1)
+    return files, again.weights
+
+
+def by_hand():
+    from opacus.grad_sample import GradSampleModule
+
+    model = GradSampleModule(nn.Linear(FEATURES, CLASSES))
+    try:
+        DiceSGDOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=10,
+        )
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def shards_the_model():
+    from torch.distributed.fsdp import fully_shard
+
+    return _outcome_of_start({"wrapper": lambda model: fully_shard(model)})
