@@ -36,8 +36,10 @@ from hidden_state_accountants.curves.standard import (
     has_zero_noise,
     read_standard_event,
 )
+from hidden_state_accountants.curves.transformed import of_groups
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.guarantee import Guarantee, merge_assumptions
+from hidden_state_accountants.guarantee import Guarantee, group_guarantee, merge_assumptions
+from hidden_state_accountants.process.groups import run_of_groups
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
@@ -65,6 +67,7 @@ class _Composed:
         counts = [count for _, count in self.guarantees]
         if counts == [1] and self == _Composed(guarantees=self.guarantees):
             return guarantees[0]
+        group_size = guarantees[0].group_size if guarantees else 1
         theorems = list(dict.fromkeys(guarantee.theorem for guarantee in guarantees))
         if self.gaussian_mu_squared or self.standard:
             theorems.append("dp-accounting events")
@@ -74,6 +77,7 @@ class _Composed:
         return Guarantee(
             curve=curve,
             neighboring_relation=relation,
+            group_size=group_size,
             theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
             assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
             alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
@@ -81,6 +85,9 @@ class _Composed:
             citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
             only_for=only_for,
             of_all_records=functools.partial(self._of_all, relation) if only_for else None,
+            only_for_pairs="; ".join(
+                dict.fromkeys(g.only_for_pairs for g in guarantees if g.only_for_pairs)
+            ),
         )
 
     def _of_all(self, relation: NeighboringRelation) -> Guarantee:
@@ -103,6 +110,12 @@ def compose_guarantees(
                 f"Expected guarantees for {relation.name}, got one for "
                 f"{guarantee.neighboring_relation.name}."
             )
+    sizes = {guarantee.group_size for guarantee in guarantees}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Expected guarantees for groups of one size, got {sorted(sizes)}. Compose the runs in "
+            "one LastIterateAccountant with group_size."
+        )
     composed = _Composed(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
     return composed.guarantee(relation, composed.curve())
 
@@ -111,9 +124,13 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     """Composes last-iterate runs with each other and with standard events."""
 
     def __init__(
-        self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
+        self,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+        *,
+        group_size: int = 1,
     ):
         super().__init__(validate.neighboring_relation(neighboring_relation))
+        self.group_size = validate.integer("group_size", group_size, minimum=1)
         self._state = _Composed()
         self._curve: Curve = self._state.curve()
         self._checked: tuple[Any, ...] | None = None
@@ -156,7 +173,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 return _Details(leaf, outcome)
             state = outcome
         try:
-            curve = state.curve()
+            curve = of_groups(state.curve(), self.group_size)
         except ValueError as error:
             return _Details(event, f"{error}, together with what is composed already")
         if count:
@@ -184,7 +201,9 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             return attrs.evolve(state, gaussian_mu_squared=total)
         if isinstance(leaf, RUN_EVENTS):
             try:
-                guarantee = self._run_guarantee(leaf)
+                guarantee = self._run_guarantee(
+                    run_of_groups(leaf, self.neighboring_relation, self.group_size)
+                )
             except UnsupportedRunError as error:
                 return str(error)
             return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
@@ -217,7 +236,11 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything composed, with theorem and assumptions."""
-        return self._state.guarantee(self.neighboring_relation, self._curve)
+        relation = self.neighboring_relation
+        if self.group_size == 1:
+            return self._state.guarantee(relation, self._curve)
+        of_pairs = self._state.guarantee(relation, self._state.curve())
+        return attrs.evolve(group_guarantee(of_pairs, self.group_size), curve=self._curve)
 
 
 def _leaves(
@@ -248,6 +271,8 @@ class LastIterateAccountant(_LastIterateBase):
     Args:
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
             REPLACE_ONE, or ADD_OR_REMOVE_ONE (FULL and POISSON batches only).
+        group_size: How many records one person has at most: all figures are then about data sets
+            that differ in that many (docs/theory/groups.md).
     """
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
@@ -257,8 +282,10 @@ class LastIterateAccountant(_LastIterateBase):
 class BoundAccountant(_LastIterateBase):
     """The theorems of one source alone; an error names an unmet condition."""
 
-    def __init__(self, neighboring_relation: NeighboringRelation, bound: Bound):
-        super().__init__(neighboring_relation)
+    def __init__(
+        self, neighboring_relation: NeighboringRelation, bound: Bound, *, group_size: int = 1
+    ):
+        super().__init__(neighboring_relation, group_size=group_size)
         self._bound = bound
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:

@@ -119,6 +119,8 @@ class Guarantee:
             most helpful first; None if the guarantee is not that of a single run.
         only_for: The records that the numbers are about; empty if they are about all.
         of_all_records: Makes the guarantee of all records where `only_for` names some.
+        group_size: In how many records two data sets may differ.
+        only_for_pairs: Why nothing follows for data sets that differ in more; empty if it does.
     """
 
     curve: Curve
@@ -131,6 +133,18 @@ class Guarantee:
     changes: Changes | None = attrs.field(default=None, eq=False, repr=False)
     only_for: str = ""
     of_all_records: Callable[[], Guarantee] | None = attrs.field(default=None, eq=False, repr=False)
+    group_size: int = 1
+    only_for_pairs: str = ""
+
+    @property
+    def is_of_groups(self) -> bool:
+        """Whether it is about data sets that differ in several records."""
+        return self.group_size > 1
+
+    @property
+    def _relation(self) -> str:
+        groups = f", groups of {self.group_size}" if self.is_of_groups else ""
+        return f"{self.neighboring_relation.name}{groups}"
 
     @property
     def mu(self) -> float | None:
@@ -190,40 +204,34 @@ class Guarantee:
     def for_groups_of(self, size: int) -> Guarantee:
         """The guarantee for data sets that differ in up to `size` records (those of one person).
 
-        mu-GDP becomes (size * mu)-GDP (Dong, Roth, Su 2022, arXiv 1905.02383, Theorem 2.14), any
-        other (epsilon, delta) the pair of group privacy; Renyi divergences are then not known.
+        mu-GDP becomes (size * mu)-GDP, any other trade-off that of a chain of `size` tests (Dong,
+        Roth, Su 2022, arXiv 1905.02383, Theorem 2.14); Renyi divergences are then not known.
 
         Args:
             size: >= 1.
 
         Raises:
-            ValueError: The guarantee is about the records of one batch only, or not for
-                REPLACE_ONE: on the way from one data set to the other lie some with several records
-                added, removed or without gradient, whose updates may contract less.
+            ValueError: The guarantee is about the records of one batch only, not for REPLACE_ONE,
+                or what was declared need not hold for the data sets that lie between the two.
         """
         size = validate.integer("size", size, minimum=1)
         self._check_is_about_all(False)
-        if self.neighboring_relation is not NeighboringRelation.REPLACE_ONE and size > 1:
-            raise ValueError(
-                "Expected a guarantee for REPLACE_ONE, got one for "
-                f"{self.neighboring_relation.name}: what is declared about the loss does not hold "
-                "for data sets with several records added, removed or without gradient. Ask the "
-                "accountant under REPLACE_ONE."
-            )
         if size == 1:
             return self
-        unit = Assumption.declared(
-            f"one person has at most {size} records, each of which is clipped on its own",
-            Topic.UNIT,
-        )
-        return attrs.evolve(
-            self,
-            curve=transformed.of_groups(self.curve, size),
-            theorem=f"{self.theorem}, for groups of {size} records",
-            assumptions=replace_assumptions(self.assumptions, unit),
-            alternatives=(),
-            changes=None,
-        )
+        reason = self.only_for_pairs
+        if self.neighboring_relation is not NeighboringRelation.REPLACE_ONE:
+            reason = (
+                f"it is for {self.neighboring_relation.name}, and what is declared about the loss "
+                "need not hold for data sets with several records added, removed or without "
+                "gradient"
+            )
+        if reason:
+            raise ValueError(
+                "Expected a guarantee for REPLACE_ONE that holds for all data sets between two, "
+                f"got one that does not: {reason}. Ask LastIterateAccountant(relation, "
+                f"group_size={size})."
+            )
+        return group_guarantee(self, size)
 
     def after_selection(self, mean_repetitions: float, shape: float) -> Guarantee:
         """The guarantee of the best of a random number of runs, each as this one or better.
@@ -310,6 +318,8 @@ class Guarantee:
         ]
         if self.mu is not None:
             lines.append(f"mu (Gaussian differential privacy): {text_up(self.mu, 6)}")
+        if self.is_of_groups:
+            lines.append(f"groups: data sets that differ in up to {self.group_size} records")
         lines.append(f"epsilon at delta {delta:g}: {text_up(epsilon, 6)}")
         if self.only_for:
             lines.append(f"ONLY FOR {self.scope(delta)}")
@@ -338,6 +348,7 @@ class Guarantee:
             f"What is released is (epsilon, delta)-differentially private with epsilon = "
             f"{text_up(self.epsilon(delta), 4)} and delta = {delta:g}.",
             f"Neighbouring are data sets {_NEIGHBOURS[relation]} ({relation}).",
+            *([f"They differ in up to {self.group_size} records."] if self.is_of_groups else []),
             *([f"It holds only for {self.scope(delta)}."] if self.only_for else []),
             *([f"It is NOT PROVEN: {self.caveat}."] if self.caveat else []),
             f"It is computed by hidden-state-accountants from: {self.theorem}.",
@@ -352,11 +363,11 @@ class Guarantee:
         caveat = ", NOT PROVEN" if self.caveat else ""
         return (
             f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
-            f"{self.neighboring_relation.name}{scope}{caveat}; {self.theorem}>"
+            f"{self._relation}{scope}{caveat}; {self.theorem}>"
         )
 
     def _repr_html_(self) -> str:
-        rows = [("theorem", self.theorem), ("neighboring relation", self.neighboring_relation.name)]
+        rows = [("theorem", self.theorem), ("neighboring relation", self._relation)]
         if self.only_for:
             rows.append(("ONLY FOR", self.only_for))
         if self.caveat:
@@ -372,6 +383,24 @@ class Guarantee:
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""
         return bibtex(self.citations)
+
+
+def group_guarantee(guarantee: Guarantee, size: int) -> Guarantee:
+    """The guarantee for groups, given that it holds for every two neighbours on the way."""
+    if size == 1:
+        return guarantee
+    unit = Assumption.declared(
+        f"one person has at most {size} records, each of which is clipped on its own", Topic.UNIT
+    )
+    return attrs.evolve(
+        guarantee,
+        curve=transformed.of_groups(guarantee.curve, size),
+        theorem=f"{guarantee.theorem}, for groups of {size} records",
+        assumptions=replace_assumptions(guarantee.assumptions, unit),
+        alternatives=(),
+        changes=None,
+        group_size=guarantee.group_size * size,
+    )
 
 
 def merge_assumptions(groups: Sequence[tuple[Assumption, ...]]) -> tuple[Assumption, ...]:

@@ -136,6 +136,7 @@ class Bound(abc.ABC):
             assumptions=replace_assumptions(common, *proof.assumptions),
             caveat=proof.caveat,
             citations=tuple(dict.fromkeys((self.citation, *proof.citations))),
+            only_for_pairs=_why_only_pairs(event),
         )
         if getattr(event, "record_position", None) is None:
             return guarantee
@@ -150,6 +151,13 @@ class Bound(abc.ABC):
     def refusal(self, event: Any, unmet: tuple[UnmetCondition, ...]) -> str:
         """The text of the error for an event that does not meet all conditions."""
         return f"{self.citation}: " + "; ".join(map(str, unmet))
+
+
+def _why_only_pairs(event: Any) -> str:
+    loss = getattr(event, "loss", None)
+    if loss is None or loss.curvature is None:
+        return ""
+    return "the curvature of batches is known for one of two neighbours, not for data sets between"
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import attrs
@@ -12,7 +13,7 @@ from scipy import optimize, special
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import BestOfCurves, Curve, GaussianCurve, RdpCurve
-from hidden_state_accountants.curves.losses import GRID, PrivacyLoss
+from hidden_state_accountants.curves.losses import GRID, Losses, PrivacyLoss, losses_of
 from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Profile
 from hidden_state_accountants.curves.renyi import ORDERS
@@ -21,10 +22,12 @@ _RATIO = 1.01  # of neighbouring epsilons at which a curve is read
 _SMALL = 1e-3  # the first of them, in epsilons at a delta of 1e-6
 _LARGEST = 200.0  # and the last one at most
 _SMALLEST = 1e-15  # deltas that need no further epsilon
+_SMALLEST_LEVEL = 1e-60  # of tests: groups multiply small deltas
+_LEVELS = 60_000
 
 
-def read(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilons, the first of which is 0, and the deltas of the curve there.
+def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndarray]:
+    """Epsilons, the first of which is 0, and the deltas of the curve there, down to `smallest`.
 
     Raises:
         ValueError: The curve has no finite epsilon at any delta that matters.
@@ -35,7 +38,7 @@ def read(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     beyond = curve.delta(math.inf)
     epsilons, deltas = [0.0], [curve.delta(0.0)]
     step = _SMALL * (scale or 1e-3)
-    while deltas[-1] > beyond * (1 + 1e-6) + _SMALLEST and step < _LARGEST:
+    while deltas[-1] > beyond * (1 + 1e-6) + smallest and step < _LARGEST:
         epsilons.append(step)
         deltas.append(curve.delta(step))
         step *= _RATIO
@@ -72,10 +75,7 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     if curve.mu is not None and curve.mu < math.inf:
         profile = profiles.gaussian(curve.mu)
     else:
-        epsilons, deltas = read(curve)
-        kept = _lower_hull(np.expm1(epsilons), deltas)
-        values = polygon(epsilons[kept], deltas[kept])
-        profile = Profile(values, values, float(epsilons[-1]))
+        profile = _polygon_above(curve)
     loss = PrivacyLoss.of(profile)
     if loss is None:
         raise ValueError(
@@ -86,6 +86,13 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     return privacy_loss_distribution.PrivacyLossDistribution(
         pld_pmf.DensePLDPmf(GRID, masses.lower, masses.masses, masses.infinite, True)
     )
+
+
+def _polygon_above(curve: Curve) -> Profile:
+    epsilons, deltas = read(curve)
+    kept = _lower_hull(np.expm1(epsilons), deltas)
+    values = polygon(epsilons[kept], deltas[kept])
+    return Profile(values, values, float(epsilons[-1]))
 
 
 def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
@@ -102,6 +109,8 @@ def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
 
 def of_groups(curve: Curve, size: int) -> Curve:
     """The curve of data sets that differ in up to `size` records, one after the other."""
+    if size == 1:
+        return curve
     if curve.mu is not None:  # Dong, Roth, Su 2022, arXiv 1905.02383 v3, Theorem 2.14
         return GaussianCurve(size * curve.mu)
     if isinstance(curve, BestOfCurves):
@@ -109,13 +118,16 @@ def of_groups(curve: Curve, size: int) -> Curve:
     return GroupCurve(curve, size)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class GroupCurve:
-    r"""A chain of k neighbours: (epsilon, delta) becomes
+    r"""A chain of k neighbours: a test of level alpha has a power of at most
 
-    .. math:: \Big(k\varepsilon,\; \delta \sum_{i < k} e^{i \varepsilon}\Big)
+    .. math:: p(p(\dots p(\alpha))), \qquad
+              p(\alpha) = \min_{\varepsilon \ge 0} \min\big(\delta(\varepsilon) + e^{\varepsilon}
+              \alpha,\; 1 - e^{-\varepsilon} (1 - \delta(\varepsilon) - \alpha)\big)
 
-    (Vadhan 2017, The complexity of differential privacy, Lemma 2.2.)
+    (Dong, Roth, Su 2022, arXiv 1905.02383 v3, Theorem 2.14), whatever epsilons p is made of. p and
+    its powers are concave and grow, so that between two levels the power at the larger one counts.
     """
 
     curve: Curve
@@ -126,24 +138,35 @@ class GroupCurve:
         """Not Gaussian."""
         return None
 
+    @functools.cached_property
+    def _powers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Levels, the first of which is 0, and the powers of the group at the next ones."""
+        powers = np.append(np.geomspace(_SMALLEST_LEVEL, 1.0, _LEVELS), 1.0)
+        levels = np.append(0.0, powers[:-1])
+        lines = _power_lines(self.curve)
+        for _ in range(self.size):
+            powers = _lowest(*lines, powers)
+        return levels, powers
+
     def delta(self, epsilon: float) -> float:
-        each = epsilon / self.size
-        delta = self.curve.delta(each)
-        if delta == 0 or epsilon == math.inf:
-            return 0.0 if delta == 0 else 1.0
-        log_sum = float(special.logsumexp(each * np.arange(self.size)))
-        return min(1.0, math.exp(min(0.0, math.log(delta) + log_sum)) * (1 + 1e-12))
+        if self.curve.delta(0.0) == 0:
+            return 0.0
+        if epsilon == math.inf:  # what is left beyond all epsilons is multiplied by more than any
+            return 0.0 if self.curve.delta(math.inf) == 0 else 1.0
+        levels, powers = self._powers
+        with np.errstate(over="ignore"):
+            return float(min(1.0, max(0.0, np.max(powers - np.exp(epsilon) * levels))))
 
     def epsilon(self, delta: float) -> float:
         if delta >= 1 or self.delta(0.0) <= delta:
             return 0.0
-        low = self.size * self.curve.epsilon(delta)  # no group is better off than a record
+        low = self.curve.epsilon(delta)  # no group is better off than a record
         if low == math.inf:
             return math.inf
         high = max(low, 1e-12)
         while self.delta(high) > delta:
             low, high = high, 1.2 * high
-            if high > 1e4:
+            if high > _LARGEST:
                 return math.inf
         while high - low > 1e-9 * high:
             middle = (low + high) / 2
@@ -153,11 +176,38 @@ class GroupCurve:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.full(orders.shape, math.inf)
 
-    def privacy_losses(self) -> None:
-        return None
+    def privacy_losses(self) -> Losses | None:
+        return losses_of(_polygon_above(self))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         return None
+
+
+def _power_lines(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Intercepts and slopes of lines that no power of a test exceeds, the flattest one first."""
+    epsilons, deltas = read(curve, _SMALLEST_LEVEL)
+    slopes = np.exp(epsilons)
+    intercepts = np.append((1 - (1 - deltas) / slopes)[::-1], deltas)
+    return intercepts, np.append((1 / slopes)[::-1], slopes)
+
+
+def _lowest(intercepts: np.ndarray, slopes: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The smallest of all lines at ascending x, rounded up."""
+    kept: list[int] = []
+    for i in range(len(slopes))[::-1]:  # from the left to the right: the steepest line first
+        while len(kept) > 1:
+            a, b = kept[-2:]
+            if (intercepts[i] - intercepts[a]) * (slopes[a] - slopes[b]) > (
+                intercepts[b] - intercepts[a]
+            ) * (slopes[a] - slopes[i]):
+                break
+            kept.pop()
+        kept.append(i)
+    index = np.array(kept)
+    c, s = intercepts[index], slopes[index]
+    corners = np.diff(c) / np.maximum(-np.diff(s), 1e-300)
+    place = np.searchsorted(np.maximum.accumulate(corners), x)
+    return np.asarray(np.minimum(1.0, (c[place] + s[place] * x) * (1 + 1e-12)))
 
 
 def after_selection(curve: Curve, mean: float, shape: float) -> RdpCurve:

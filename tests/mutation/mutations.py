@@ -11,6 +11,7 @@ import of_curvature
 import of_curves
 import of_envelopes
 import of_estimators
+import of_groups
 import of_moves
 import of_oracles
 import of_random_batches
@@ -30,4 +31,5 @@ MUTATIONS = (
     *of_runs.MUTATIONS,
     *of_envelopes.MUTATIONS,
     *of_estimators.MUTATIONS,
+    *of_groups.MUTATIONS,
 )

@@ -1,0 +1,106 @@
+"""Data sets that differ in several records: the run whose guarantee holds all along the way.
+
+A guarantee says something about two data sets that differ in one record. Group privacy needs it for
+every two neighbours on the way from one data set to another, and on that way lie data sets with
+several records replaced, zeroed, added or removed (docs/theory/groups.md).
+"""
+
+from __future__ import annotations
+
+import attrs
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
+from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.events.schedule import Schedule
+
+_ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+_REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+_REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+
+
+def run_of_groups(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation, size: int
+) -> dp_accounting.DpEvent:
+    """A run whose guarantee between neighbours is one for every two neighbours on the way.
+
+    Args:
+        event: The run on one of the two data sets.
+        relation: What one record may do.
+        size: How many records the two data sets may differ in, >= 1.
+
+    Raises:
+        UnsupportedRunError: None is known; the text says why.
+    """
+    if size == 1:
+        return event
+    position = getattr(event, "record_position", None)
+    if position is not None:
+        raise UnsupportedRunError(
+            f"group_size = {size} with record_position = {position}: the records of a person may "
+            "be in several batches. Leave record_position out."
+        )
+    if isinstance(event, LastIterateDpEvent):
+        if relation is _ADD_OR_REMOVE:
+            event = _of_largest_data_set(event, size)
+        if event.loss is None:
+            return event
+        return attrs.evolve(event, loss=_loss_between(event, event.loss, relation, size))
+    if isinstance(event, DiceSgdDpEvent) or relation is _REPLACE_ONE:
+        return event  # nothing is asked of the records but the length of a gradient
+    if isinstance(event, BlockCoordinateDpEvent):
+        raise UnsupportedRunError(
+            f"group_size = {size} under {relation.name}: what is declared about the block need not "
+            "hold for data sets with several records without gradient. Use REPLACE_ONE."
+        )
+    return event
+
+
+def _loss_between(
+    event: LastIterateDpEvent, loss: LossGeometry, relation: NeighboringRelation, size: int
+) -> LossGeometry:
+    """What is true of every batch of one of two neighbours: up to size - 1 records have changed."""
+    changed = (size - 1) / event.batch_size
+    if relation is _ADD_OR_REMOVE or changed > 1:
+        loss = attrs.evolve(loss, curvature=None, curvature_failure=None)
+    if loss.curvature is not None:
+        curvature = loss.curvature + changed * loss.smoothness
+        loss = attrs.evolve(loss, curvature=min(curvature, loss.smoothness))
+    if loss.kind is not LossKind.STRONGLY_CONVEX or relation is _REPLACE_ONE:
+        return loss
+    # A record without gradient is convex, and not strongly; the mean of a batch is less so.
+    has_fixed_size = relation is _REPLACE_SPECIAL and event.batch_order is not BatchOrder.POISSON
+    left = (1 - changed) * loss.strong_convexity if has_fixed_size else 0.0
+    if left > 0:
+        return attrs.evolve(loss, strong_convexity=left)
+    return attrs.evolve(loss, kind=LossKind.CONVEX, strong_convexity=0.0)
+
+
+def _of_largest_data_set(event: LastIterateDpEvent, size: int) -> LastIterateDpEvent:
+    """The same mechanism, said of a data set with up to size - 1 records more.
+
+    Under ADD_OR_REMOVE_ONE a guarantee is about pairs of n - 1 and n, and of n and n + 1 records.
+    """
+    records = event.dataset_size + size - 1
+    if event.batch_order is not BatchOrder.FULL:
+        return attrs.evolve(event, dataset_size=records, sampling_rate=event.sampling_probability)
+    # Sums are divided by the same number as before, of which the learning rate keeps a part.
+    longer = records / event.batch_size
+    return attrs.evolve(
+        event,
+        dataset_size=records,
+        batch_size=records,
+        learning_rate=_times(event.learning_rate, longer),
+        weight_decay=_times(event.weight_decay, 1 / longer),
+    )
+
+
+def _times(value: float | Schedule, factor: float) -> float | Schedule:
+    if isinstance(value, Schedule):
+        return Schedule([factor * v for v in value.values], value.lengths)
+    return factor * value

@@ -1,0 +1,61 @@
+"""Data sets that differ in several records, and the ones between them."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+GROUPS = "process/groups.py"
+TRANSFORMED = "curves/transformed.py"
+_TESTS = "core/test_groups.py"
+
+MUTATIONS = (
+    Mutation(
+        "records_without_gradient_are_strongly_convex",
+        GROUPS,
+        "left = (1 - changed) * loss.strong_convexity",
+        "left = (1 - 0 * changed) * loss.strong_convexity",
+        _TESTS,
+    ),
+    Mutation(
+        "random_batches_have_a_fixed_number_of_curved_terms",
+        GROUPS,
+        "relation is _REPLACE_SPECIAL and event.batch_order is not BatchOrder.POISSON",
+        "relation is _REPLACE_SPECIAL",
+        _TESTS,
+    ),
+    Mutation(
+        "curvature_holds_for_all_data_sets_between_two",
+        GROUPS,
+        "curvature = loss.curvature + changed * loss.smoothness",
+        "curvature = loss.curvature + 0 * changed",
+        _TESTS,
+    ),
+    Mutation(
+        "records_that_are_added_do_not_lengthen_the_step",
+        GROUPS,
+        "learning_rate=_times(event.learning_rate, longer)",
+        "learning_rate=event.learning_rate",
+        _TESTS,
+    ),
+    Mutation(
+        "chain_of_one_test_less",
+        TRANSFORMED,
+        "for _ in range(self.size):",
+        "for _ in range(self.size - 1):",
+        _TESTS,
+    ),
+    Mutation(
+        "power_at_the_same_level",
+        TRANSFORMED,
+        "levels = np.append(0.0, powers[:-1])",
+        "levels = 1.0 * powers",
+        _TESTS,
+    ),
+    Mutation(
+        "group_guarantee_of_a_curvature_that_one_data_set_has",
+        "bounds/base.py",
+        "if loss is None or loss.curvature is None:",
+        "if loss is None or loss.curvature is not None:",
+        _TESTS,
+    ),
+)
