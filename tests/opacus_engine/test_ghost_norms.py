@@ -149,6 +149,7 @@ def test_norms_and_sums_are_those_of_the_gradients(
     monkeypatch, name, dtype, tolerance, chunk, rows
 ):
     monkeypatch.setattr(ghost_gradients, "_CHUNK", chunk)
+    monkeypatch.setattr(ghost_gradients, "_KEPT", 10**6)  # made once where a chunk holds them
     plain, ghost = two_of(name, dtype)
     torch.manual_seed(1)
     data, targets = cast(MODELS[name][1](rows), dtype), torch.arange(rows) % 3
@@ -244,8 +245,11 @@ def test_no_gradients_of_all_records_are_formed(monkeypatch, sequence):
 
 @pytest.mark.parametrize(
     ("activation", "backprop", "clip"),
-    [(7e18, 7e18, 1e-5), (1e38, 1e-10, 1e-5), (1e-30, 1e30, 1e-5), (3e38, 1e-40, 1e-2)],
-)
+    [
+        (7e18, 7e18, 1e-5), (1e38, 1e-10, 1e-5), (1e-30, 1e30, 1e-5), (3e38, 1e-40, 1e-2),
+        (5e5, 1e-44, 1.1e-11), (5e5, 1e-16, 1.1e-11), (1e-44, 5e5, 1.1e-11), (5e5, 5e5, 1.1e-11),
+    ],
+)  # fmt: skip
 def test_one_record_counts_for_the_clip_norm_at_most(activation, backprop, clip):
     """Factors that are weighted one by one round up where float32 has few digits left."""
     largest = 0.0

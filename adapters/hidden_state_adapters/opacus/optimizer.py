@@ -22,7 +22,7 @@ from hidden_state_adapters.opacus.gradients.noise import (
     check_noise_source,
     take_noisy_sums,
 )
-from hidden_state_adapters.opacus.gradients.sums import gradient_norms, is_ghost
+from hidden_state_adapters.opacus.gradients.sums import is_ghost
 from hidden_state_adapters.opacus.guards.base import Guards, Piece
 from hidden_state_adapters.opacus.guards.batch import RowsGuard
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
@@ -258,7 +258,6 @@ class PrivateOptimizer(DPOptimizer):
         params = self.mechanism.blocks[block]
         piece = Piece(step=self._steps_taken + 1, params=params, block=block)
         self.guards.before(piece)
-        piece.norms = gradient_norms(params)
         largest = self.guards.check_values(piece)["gradient"]
         self._largest_norm = max(self._largest_norm, largest)
         self._piece = piece

@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients import figures
 from hidden_state_adapters.opacus.gradients.norms import row_norms, to_precision
 
 Sampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Parameter, torch.Tensor]]
 _CHUNK = 2**24  # numbers that per-example gradients of one layer may take at a time
+_KEPT = 4  # times what is kept of a batch anyway
+_MODERATE = 2.0**20
 
 
 @attrs.frozen(eq=False)
@@ -62,12 +65,16 @@ class LayerUse:
 class LayerGradients:
     """Any layer, also used several times: gradients of some records at a time, made twice.
 
+    Where those of all records take little memory beside what the layer kept of the batch (of
+    convolutions they do), they are made once.
+
     Args:
         uses: In one batch.
     """
 
     def __init__(self, uses: Sequence[LayerUse]):
         self.uses = tuple(uses)
+        self._made: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
     def rows(self) -> int:
@@ -82,6 +89,10 @@ class LayerGradients:
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""
+        if self._are_small(params):
+            ((_, gradients),) = self._chunks(params)
+            self._made = dict(zip(params, gradients, strict=True))
+            return [_norms(gradient) for gradient in gradients]
         parts = [[_norms(g) for g in gradients] for _, gradients in self._chunks(params)]
         none = self.uses[0].backprops.new_zeros(0)
         return [torch.cat([none, *(part[i] for part in parts)]) for i in range(len(params))]
@@ -100,6 +111,9 @@ class LayerGradients:
             norms: What `norms` returned. A layer that gives longer gradients the second time
                 (random numbers in its forward pass) does not get past the clip.
         """
+        if all(p in self._made for p in params):  # what was measured
+            made, self._made = self._made, {}
+            return [[_weighted_sum(w, made[p], p.dtype) for w in weights] for p in params]
         totals = [[torch.zeros_like(p.detach()) for _ in weights] for p in params]
         for part, gradients in self._chunks(params):
             for total, gradient, measured in zip(totals, gradients, norms, strict=True):
@@ -109,6 +123,12 @@ class LayerGradients:
                     factor = to_precision(weight[part] * kept.to(weight), one.dtype)
                     one += torch.einsum("i,i...", factor, gradient.to(one.dtype))
         return totals
+
+    def _are_small(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether the gradients of all records may be kept from the norms to the sums."""
+        numbers = self.rows * sum(p.numel() for p in params)
+        kept = sum(t.numel() for use in self.uses for t in (*use.activations, use.backprops))
+        return 0 < numbers <= min(_KEPT * kept, _CHUNK)
 
     def _chunks(self, params: Sequence[nn.Parameter]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         size = max(1, _CHUNK // max(1, sum(p.numel() for p in params)))
@@ -132,6 +152,14 @@ def _norms(gradients: torch.Tensor) -> torch.Tensor:
     return row_norms(gradients.reshape(len(gradients), math.prod(gradients.shape[1:])))
 
 
+def _weighted_sum(
+    weights: torch.Tensor, gradients: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    shape = gradients.shape[1:]
+    factors = to_precision(weights, dtype)
+    return (factors @ gradients.to(dtype).reshape(len(gradients), shape.numel())).reshape(shape)
+
+
 def _add(tensors: list[torch.Tensor]) -> torch.Tensor:
     total = tensors[0]
     for tensor in tensors[1:]:
@@ -144,6 +172,11 @@ class LinearGradients(LayerGradients):
 
     .. math:: \|b_i a_i^T\| = \|b_i\| \|a_i\|, \qquad
         \sum_i w_i b_i a_i^T = \sum_i (w_i |a_i| b_i) (a_i / |a_i|)^T
+
+    Weighted, a short factor can underflow, and be rounded up, though the product is long: hence the
+    lengths on the right-hand side. Where all factors are at most 2^20 long, what underflows is
+    2^-149 in a factor that is multiplied with 2^20, far below any clip norm that
+    `norms.smallest_norm` allows: they are summed as they stand.
     """
 
     def __init__(self, uses: Sequence[LayerUse]):
@@ -151,10 +184,13 @@ class LinearGradients(LayerGradients):
         (use,) = uses
         self._inputs, self._backprops = use.activations[0].to(use.backprops.dtype), use.backprops
         self._lengths = _row_norms(self._inputs)
+        self._are_moderate = False
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""
         inputs, backprops = self._lengths, _row_norms(self._backprops)
+        if figures.is_on_host(inputs) and len(inputs):
+            self._are_moderate = bool((inputs + backprops).max() <= _MODERATE)
         # Goodfellow 2015, arXiv 1510.01799
         return [backprops * inputs if p.dim() == 2 else backprops for p in params]
 
@@ -166,7 +202,17 @@ class LinearGradients(LayerGradients):
     ) -> list[list[torch.Tensor]]:
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
         inputs, backprops = self._inputs, self._backprops
-        # Weighted, a short factor can underflow, and be rounded up, though the product is long.
+        if self._are_moderate:
+            sums = []
+            for weight in weights:
+                weighted = backprops * weight.to(backprops.dtype).unsqueeze(1)
+                sums.append(
+                    [
+                        (weighted.T @ inputs if p.dim() == 2 else weighted.sum(dim=0)).to(p.dtype)
+                        for p in params
+                    ]
+                )
+            return [list(of_param) for of_param in zip(*sums, strict=True)]
         limits = torch.finfo(inputs.dtype)
         lengths = self._lengths.clamp(limits.tiny, limits.max)
         inputs = inputs / lengths.to(inputs)[:, None]

@@ -11,6 +11,7 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, read
+from hidden_state_adapters.opacus.gradients.sums import gradient_norms
 
 _T = TypeVar("_T")
 
@@ -24,14 +25,24 @@ class Piece:
         params: The parameters whose gradients these are: all, or those of one block.
         block: The number of the block, from 0 on; 0 for an optimizer that has one.
         rows: Per-example gradients.
-        norms: Theirs, before the clip, shape (rows,); set once all guards have seen the piece.
     """
 
     step: int
     params: Sequence[nn.Parameter]
     block: int = 0
     rows: int = 0
-    norms: torch.Tensor = attrs.field(factory=lambda: torch.zeros(0))
+    _norms: torch.Tensor | None = None
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """The norms of the gradients before the clip, shape (rows,).
+
+        Computed when they are first asked for, after all guards have seen the piece: what a guard
+        computes beside the batch need not find room beside that.
+        """
+        if self._norms is None:
+            self._norms = gradient_norms(self.params)
+        return self._norms
 
     @property
     def largest_norm(self) -> Figure:
