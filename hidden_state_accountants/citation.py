@@ -53,6 +53,13 @@ _ICML, _NEURIPS, _ICLR = (
     "International Conference on Learning Representations",
 )
 _PAPERS = {
+    "1808.06651": (
+        "feldman2018privacy",
+        "Feldman, Vitaly and Mironov, Ilya and Talwar, Kunal and Thakurta, Abhradeep",
+        "Privacy Amplification by Iteration",
+        "IEEE Symposium on Foundations of Computer Science",
+        2018,
+    ),
     "1905.02383": (
         "dong2022gaussian",
         "Dong, Jinshuo and Roth, Aaron and Su, Weijie J.",
@@ -72,6 +79,13 @@ _PAPERS = {
         "Papernot, Nicolas and Steinke, Thomas",
         "Hyperparameter Tuning with R{\\'e}nyi Differential Privacy",
         _ICLR,
+        2022,
+    ),
+    "2203.05363": (
+        "ye2022differentially",
+        "Ye, Jiayuan and Shokri, Reza",
+        "Differentially Private Learning Needs Hidden State (Or Much Faster Convergence)",
+        _NEURIPS,
         2022,
     ),
     "2205.13710": (

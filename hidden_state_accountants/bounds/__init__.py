@@ -1,5 +1,7 @@
 """One file per result. A new bound is one file and one line in `BOUNDS`."""
 
+from hidden_state_accountants.bounds.altschuler_talwar import AltschulerTalwar
+from hidden_state_accountants.bounds.amplification_by_iteration import AmplificationByIteration
 from hidden_state_accountants.bounds.base import Bound, Citation
 from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
 from hidden_state_accountants.bounds.chien_li.bound import ChienLi
@@ -14,6 +16,7 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
     shifted_gdp_mu,
 )
 from hidden_state_accountants.bounds.subsampling import Subsampling
+from hidden_state_accountants.bounds.ye_shokri import YeShokri
 
 BOUNDS: tuple[Bound, ...] = (
     Composition(),
@@ -31,10 +34,15 @@ BOUNDS: tuple[Bound, ...] = (
     ChienLi("published"),
     KongRibero(),
     KongRibero("published"),
+    AmplificationByIteration(),
+    AltschulerTalwar(),
+    YeShokri(),
 )
 
 __all__ = [
     "BOUNDS",
+    "AltschulerTalwar",
+    "AmplificationByIteration",
     "BlockCoordinate",
     "Bound",
     "ChienLi",
@@ -48,5 +56,6 @@ __all__ = [
     "ShiftedInterpolation",
     "ShuffledOnce",
     "Subsampling",
+    "YeShokri",
     "shifted_gdp_mu",
 ]

@@ -16,6 +16,9 @@ BOUNDS = (
     "chien_li_published",
     "kong_ribero",
     "kong_ribero_published",
+    "amplification_by_iteration",
+    "altschuler_talwar",
+    "ye_shokri",
 )
 """Of `hidden_state_accountants.bounds.BOUNDS`."""
 

@@ -15,6 +15,7 @@ _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
 _RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
 _CARRIES_TESTS = "bounds/test_carries.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
+_BASELINES_TESTS = "bounds/test_baselines.py"
 
 MUTATIONS = (
     # Optimal shifts, windows and segments.
@@ -251,5 +252,20 @@ MUTATIONS = (
         "start = float(lowest[varies].sum() + highest[~varies].sum())",
         "start = float(highest[~varies].sum())",
         _CARRIES_TESTS,
+    ),
+    # Baselines.
+    Mutation(
+        "baseline_forgets_a_participation_in_the_window",
+        "bounds/altschuler_talwar.py",
+        "return before(np.array(run.num_steps)) - before(run.num_steps - windows)",
+        "return before(np.array(run.num_steps)) - before(run.num_steps - windows + 1)",
+        _BASELINES_TESTS,
+    ),
+    Mutation(
+        "baseline_forgets_a_whole_epoch_at_once",
+        "bounds/ye_shokri.py",
+        "rest = 2 * (run.period - half)",
+        "rest = 2 * (run.period + half)",
+        _BASELINES_TESTS,
     ),
 )
