@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +171,11 @@ class ForwardGuard(Guard):
     def largest_feature_norm(self) -> torch.Tensor | None:
         """Of the records since the last reset; None without a measurement."""
         return None if self._head is None else self._head.largest_feature_norm
+
+    @property
+    def features(self) -> Sequence[torch.Tensor]:
+        """What went into the linear head since the last reset."""
+        return () if self._head is None else self._head.features
 
     def _reset(self) -> None:
         self.passes, self.inputs = 0, ()

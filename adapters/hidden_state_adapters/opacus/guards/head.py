@@ -24,11 +24,14 @@ class HeadWatch:
             a training pass, and its output is followed to the loss.
 
     Attributes:
+        largest_feature_norm: Since the last reset; None for no records.
+        features: Since the last reset.
         follow_output: Told the output in a training pass, if it is followed.
     """
 
     def __init__(self, head: nn.Linear, is_followed: bool):
         self.largest_feature_norm: torch.Tensor | None = None
+        self.features: list[torch.Tensor] = []
         self.follow_output: Callable[[torch.Tensor], None] | None = None
         self._is_followed, self._is_open, self._is_idle = is_followed, False, False
         self._calls = 0
@@ -73,6 +76,7 @@ class HeadWatch:
                 f"got {tuple(features.shape)}: several rows per record are not one linear "
                 "prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
+        self.features.append(features.detach())
         largest = row_norms(features.detach()).max() if len(features) else None
         if largest is not None and self.largest_feature_norm is not None:
             largest = torch.maximum(largest, self.largest_feature_norm)
@@ -80,7 +84,7 @@ class HeadWatch:
 
     def reset(self) -> None:
         """Starts measuring the next batch."""
-        self.largest_feature_norm = None
+        self.largest_feature_norm, self.features = None, []
 
     def remove(self) -> None:
         """Removes the hooks."""

@@ -9,6 +9,7 @@ import torch
 from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
+from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
@@ -17,6 +18,7 @@ from hidden_state_adapters.opacus.guards.base import Guard, Guards
 from hidden_state_adapters.opacus.guards.batch import BatchGuard
 from hidden_state_adapters.opacus.guards.collation import CollationGuard
 from hidden_state_adapters.opacus.guards.criterion import CriterionGuard, LossGradientGuard
+from hidden_state_adapters.opacus.guards.curvature import CurvatureGuard, uses_curvature
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
 from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
@@ -151,6 +153,8 @@ class RunContext:
         if arguments.feature_norm is not None:
             largest = self._largest_feature_norm
             guards.append(FeatureGuard(float(arguments.feature_norm), largest))
+            if uses_curvature(self.declared.loss, self.plan.order):
+                guards.append(self._curvature_guard(float(arguments.feature_norm)))
         guards.append(GradientGuard.of_lipschitz(self.lipschitz))
         if criterion is not None:
             guards.append(LossGradientGuard(criterion))
@@ -160,6 +164,15 @@ class RunContext:
         is_drawn_here = group is None or group.draws_noise
         guards.append(NoiseGuard(optimizer, self.noise, is_drawn_here=is_drawn_here))
         return Guards(guards)
+
+    def _curvature_guard(self, feature_norm: float) -> CurvatureGuard:
+        loss, head = self.declared.loss, self.declared.head
+        assert loss is not None
+        assert head is not None
+        bias = head.bias is not None and head.bias.requires_grad
+        square = square_norm(feature_norm, bias)
+        size = self.plan.batch_size
+        return CurvatureGuard(loss, square, bias, size, lambda: self.forward.features)
 
     def _largest_feature_norm(self) -> torch.Tensor | None:
         return self.forward.largest_feature_norm

@@ -18,6 +18,7 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.guards.curvature import uses_curvature
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.projections import Projection, projection_of
@@ -122,6 +123,12 @@ class DeclaredRun:
             secret=None if group is None else group.secret,
         )
         if group is not None:
+            if uses_curvature(loss, plan.order):
+                raise UnsupportedRunError(
+                    f"Expected a loss_geometry without curvature for {group.size} processes, got "
+                    f"{loss}: how curved a batch is shows in no part of it. Leave the curvature "
+                    "out, or train in one process."
+                )
             _share_batches(plan, group)
         return cls(
             arguments=arguments,
@@ -189,6 +196,8 @@ def _resolve_loss(
         )
     geometry.check_reduction(criterion, reduction)
     if feature_norm is None:
+        if loss_geometry is not None and loss_geometry.curvature is not None:
+            _refuse_unmeasured_curvature(module, loss_geometry)
         return loss_geometry, None
     _check_positive("feature_norm", feature_norm)
     head = geometry.find_linear_head(module)
@@ -199,6 +208,16 @@ def _resolve_loss(
             "Leave it out, or declare the loss."
         )
     return loss_geometry, head
+
+
+def _refuse_unmeasured_curvature(module: nn.Module, loss: LossGeometry) -> None:
+    """Raises UnsupportedRunError if the batches of a linear head would not be looked at."""
+    if geometry.find_linear_head(module) is not None:
+        raise UnsupportedRunError(
+            f"Expected feature_norm= beside a loss_geometry with curvature = {loss.curvature:g}, "
+            "got none: how curved a batch is depends on its features, which are looked at in "
+            "every step. Pass the bound on their norm, as for release_curvature."
+        )
 
 
 def _check_start(projection: Projection | None, params: Sequence[nn.Parameter]) -> None:

@@ -1,0 +1,86 @@
+"""How curved the mean loss of every batch of a linear head is (row 124 of docs/guards.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from hidden_state_accountants import Assumption, BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
+
+_ROUNDING = 1e-6
+
+
+def uses_curvature(loss: LossGeometry | None, order: BatchOrder) -> bool:
+    """Whether a theorem uses that batches are less curved than records (not of POISSON ones)."""
+    if loss is None or loss.curvature is None or order is BatchOrder.POISSON:
+        return False
+    return loss.curvature < loss.smoothness
+
+
+class CurvatureGuard(Guard):
+    """Notices batches of a linear head whose mean loss is more curved than declared.
+
+    For M-smooth losses of records of norm at most B the mean loss of a batch is K-smooth with
+    K = M lambda_max(X^T X)/(b B^2), X the features of the batch (docs/theory/curvature.md). The
+    bound holds if and only if a matrix has a Cholesky factor, which costs less than an eigenvalue.
+
+    Args:
+        loss: Declared, with a curvature.
+        square: B^2, with 1 added for a bias.
+        bias: Whether a bias is trained.
+        batch_size: b, the divisor.
+        features: What went into the head since the last piece.
+    """
+
+    def __init__(
+        self,
+        loss: LossGeometry,
+        square: float,
+        bias: bool,
+        batch_size: int,
+        features: Callable[[], Sequence[torch.Tensor]],
+    ):
+        assert loss.curvature is not None
+        self._curvature, self._failure = loss.curvature, loss.curvature_failure
+        self._largest = loss.curvature / loss.smoothness * square * batch_size
+        self._unit = loss.smoothness / (square * batch_size)
+        self._bias, self._features = bias, features
+        self._batch: list[torch.Tensor] = []
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step."""
+        yield Assumption.checked(f"the mean loss of every batch is {self._curvature:g}-smooth")
+
+    def before(self, piece: Piece) -> None:
+        """Keeps the features of the piece until the batch is complete."""
+        self._batch.extend(self._features())
+
+    def before_noise(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the batch is more curved than declared."""
+        batch, self._batch = self._batch, []
+        rows = torch.cat([part.double() for part in batch]) if batch else torch.zeros(0, 1)
+        if self._bias:
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+        bound = self._largest * (1 + _ROUNDING)
+        rest = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) * bound - gram
+        if int(torch.linalg.cholesky_ex(rest).info) == 0:
+            return
+        found = float(torch.linalg.eigvalsh(gram)[-1]) * self._unit
+        chance = (
+            ""
+            if self._failure is None
+            else (
+                f" The probability of this is among the {self._failure:g} that delta counts if the "
+                "bound was released for such batches."
+            )
+        )
+        raise UnsupportedRunError(
+            f"step {piece.step} used a batch whose mean loss is {found:.6g}-smooth, expected at "
+            f"most curvature = {self._curvature:.6g}. The step was not taken.{chance} Release a "
+            "bound for the batches of this run, with hidden_state_accountants.release_curvature, "
+            "or leave it out."
+        )
