@@ -292,7 +292,7 @@ def diffprivlib(data: Split, epsilon: float, strengths):
 # Ours without tuning, and no privacy
 
 
-def estimator(data: Split, epsilon: float, order: str, epochs=None):
+def estimator(data: Split, epsilon: float, order: str, epochs=None, preprocessing=None):
     def run():
         model = PrivateClassifier(
             epsilon,
@@ -300,7 +300,9 @@ def estimator(data: Split, epsilon: float, order: str, epochs=None):
             classes=data.classes,
             batch_order=order,
             epochs=epochs,
-            fit_intercept=False,
+            preprocessing=preprocessing,
+            # Centred features have no constant direction of their own.
+            fit_intercept=preprocessing is not None,
         ).fit(*data.train)
         return tuple(float(model.score(*part)) for part in (data.validation, data.test))
 
