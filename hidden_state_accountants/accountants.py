@@ -28,20 +28,37 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee, bound_guarantee
 from hidden_state_accountants.bounds import Bound
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.cohorts import of_cohort
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.standard import (
     StandardCurve,
     StockEvent,
     gaussian_event_mu,
     has_zero_noise,
+    nested_events,
     read_standard_event,
 )
 from hidden_state_accountants.curves.transformed import of_groups
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.guarantee import Guarantee, group_guarantee, merge_assumptions
-from hidden_state_accountants.process.groups import run_of_groups
+from hidden_state_accountants.guarantee import (
+    Assumption,
+    Guarantee,
+    Topic,
+    group_guarantee,
+    merge_assumptions,
+)
+from hidden_state_accountants.process.groups import run_of_cohorts, run_of_groups
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
+
+
+_COHORT = Assumption.declared(
+    "the cohort is drawn once, independently of the data, and never published; dataset_size is the "
+    "number of records of which it is drawn, and batch size, sampling rate, divisor and number of "
+    "steps do not depend on who is in it: in batches of a fixed size the others keep their places "
+    "and have no gradient",
+    Topic.COHORT,
+)
 
 
 @attrs.frozen
@@ -207,12 +224,46 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             except UnsupportedRunError as error:
                 return str(error)
             return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
+        if isinstance(leaf, dp_accounting.PoissonSampledDpEvent) and _has_run(leaf):
+            try:
+                guarantee = self._on_cohort(leaf)
+            except (TypeError, ValueError, UnsupportedRunError) as error:
+                return str(error)
+            return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
         if has_zero_noise(leaf):
             return attrs.evolve(state, is_private=False)
         part = read_standard_event(leaf, count, self.neighboring_relation)
         if isinstance(part, str):
             return part
         return attrs.evolve(state, standard=(*state.standard, part))
+
+    def _on_cohort(self, leaf: dp_accounting.PoissonSampledDpEvent) -> Guarantee:
+        """Of everything inside, on one cohort (docs/theory/cohorts.md)."""
+        relation = self.neighboring_relation
+        if relation is NeighboringRelation.REPLACE_ONE:
+            raise UnsupportedRunError(
+                "A run on a sampled cohort under REPLACE_ONE: the bounds are about a record that "
+                "is in the cohort or not. Use REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
+            )
+        rate = validate.real(
+            "sampling_probability", leaf.sampling_probability, minimum=0, maximum=1
+        )
+        state = _Composed()
+        for part, count in _leaves(leaf.event, 1):
+            outcome = self._with(state, run_of_cohorts(part, relation), count)
+            if isinstance(outcome, str):
+                raise UnsupportedRunError(outcome)
+            state = outcome
+        inside = state.guarantee(relation, state.curve())
+        return attrs.evolve(
+            inside,
+            curve=of_cohort(inside.curve, rate),
+            theorem=f"{inside.theorem}; on a cohort that a record joins with probability {rate:g}",
+            assumptions=(*inside.assumptions, _COHORT),
+            alternatives=(),
+            changes=None,
+            of_all_records=None,
+        )
 
     def get_epsilon(self, target_delta: float) -> float:
         """The smallest proved epsilon of everything composed.
@@ -255,6 +306,10 @@ def _leaves(
         yield event, count
 
 
+def _has_run(event: dp_accounting.DpEvent) -> bool:
+    return isinstance(event, RUN_EVENTS) or any(map(_has_run, nested_events(event)))
+
+
 class LastIterateAccountant(_LastIterateBase):
     """The smallest of all sound bounds that apply to each run, ordinary composition included.
 
@@ -264,6 +319,9 @@ class LastIterateAccountant(_LastIterateBase):
       - Runs compose with each other and with standard events: exactly (mu-GDP) while all are
         Gaussian, otherwise by privacy losses or RDP, whichever is tighter; the error of the
         arithmetic is added (docs/theory/numerical_error.md).
+
+    A `PoissonSampledDpEvent` of runs is a cohort, drawn once, on which they run; the records of the
+    run are all those of which it is drawn (docs/theory/cohorts.md).
 
     Standard events are read under `neighboring_relation`; a Gaussian event under REPLACE_ONE has
     sensitivity 2.

@@ -59,6 +59,7 @@ class Topic(enum.Enum):
     START = "start"
     HIDDEN_STATE = "hidden state"  # private state besides the iterates
     REGULARISER = "regulariser"
+    COHORT = "cohort"  # who takes part in a run at all
     RECORDS = "records"  # which records the figures are about
     OTHER = "other"  # of no topic: never replaced
 

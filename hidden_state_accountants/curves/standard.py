@@ -187,7 +187,7 @@ _READ_RIGHT_UNDER_REPLACE_ONE = (
 )
 
 
-def _nested(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
+def nested_events(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
     """The events inside: those of a composition, or the one that is sampled or repeated."""
     if isinstance(event, dp_accounting.ComposedDpEvent):
         return list(event.events)
@@ -197,7 +197,9 @@ def _nested(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
 
 def has_zero_noise(event: dp_accounting.DpEvent) -> bool:
     """Whether a Gaussian or Laplace event somewhere inside adds no noise."""
-    return getattr(event, "noise_multiplier", None) == 0 or any(map(has_zero_noise, _nested(event)))
+    return getattr(event, "noise_multiplier", None) == 0 or any(
+        map(has_zero_noise, nested_events(event))
+    )
 
 
 def _with_noise(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:
@@ -209,6 +211,6 @@ def _with_noise(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.Dp
         return type(event)(float(event.noise_multiplier) * factor)
     if isinstance(event, dp_accounting.ComposedDpEvent):
         return dp_accounting.ComposedDpEvent([_with_noise(e, factor) for e in event.events])
-    if _nested(event):
+    if nested_events(event):
         return attrs.evolve(event, event=_with_noise(event.event, factor))
     return event

@@ -75,7 +75,7 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     if curve.mu is not None and curve.mu < math.inf:
         profile = profiles.gaussian(curve.mu)
     else:
-        profile = _polygon_above(curve)
+        profile = profile_above(curve)
     loss = PrivacyLoss.of(profile)
     if loss is None:
         raise ValueError(
@@ -88,7 +88,8 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     )
 
 
-def _polygon_above(curve: Curve) -> Profile:
+def profile_above(curve: Curve) -> Profile:
+    """The profile of a symmetric pair that dominates a mechanism in both orders."""
     epsilons, deltas = read(curve)
     kept = _lower_hull(np.expm1(epsilons), deltas)
     values = polygon(epsilons[kept], deltas[kept])
@@ -177,7 +178,7 @@ class GroupCurve:
         return np.full(orders.shape, math.inf)
 
     def privacy_losses(self) -> Losses | None:
-        return losses_of(_polygon_above(self))
+        return losses_of(profile_above(self))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         return None

@@ -1,8 +1,9 @@
-"""Data sets that differ in several records: the run whose guarantee holds all along the way.
+"""Data sets of which many records have changed: the run whose guarantee holds for all of them.
 
 A guarantee says something about two data sets that differ in one record. Group privacy needs it for
 every two neighbours on the way from one data set to another, and on that way lie data sets with
-several records replaced, zeroed, added or removed (docs/theory/groups.md).
+several records replaced, zeroed, added or removed (docs/theory/groups.md). A cohort that is sampled
+lacks many of them.
 """
 
 from __future__ import annotations
@@ -59,6 +60,31 @@ def run_of_groups(
             "hold for data sets with several records without gradient. Use REPLACE_ONE."
         )
     return event
+
+
+def run_of_cohorts(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> dp_accounting.DpEvent:
+    """A run whose guarantee holds whichever of its records have no gradient or are left out.
+
+    Args:
+        event: The run on all records of which a cohort may consist.
+        relation: REPLACE_SPECIAL or ADD_OR_REMOVE_ONE.
+
+    Raises:
+        UnsupportedRunError: None is known; the text says why.
+    """
+    if isinstance(event, BlockCoordinateDpEvent):
+        raise UnsupportedRunError(
+            "A BlockCoordinateDpEvent on a sampled cohort: what is declared about the block need "
+            "not hold for data sets with many records without gradient."
+        )
+    if not isinstance(event, LastIterateDpEvent) or event.loss is None:
+        return event
+    loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)
+    if loss.kind is LossKind.STRONGLY_CONVEX:
+        loss = attrs.evolve(loss, kind=LossKind.CONVEX, strong_convexity=0.0)
+    return attrs.evolve(event, loss=loss)
 
 
 def _loss_between(

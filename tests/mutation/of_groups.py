@@ -58,4 +58,20 @@ MUTATIONS = (
         "if loss is None or loss.curvature is not None:",
         _TESTS,
     ),
+    Mutation(
+        "everybody_is_in_the_cohort",
+        GROUPS,
+        "loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)\n"
+        "    if loss.kind is LossKind.STRONGLY_CONVEX:",
+        "loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)\n"
+        "    if not loss.kind:",
+        "core/test_cohorts.py",
+    ),
+    Mutation(
+        "cohort_by_the_smaller_direction",
+        "curves/cohorts.py",
+        "max(self._profile.forward(at)[0], self._profile.backward(at)[0])",
+        "min(self._profile.forward(at)[0], self._profile.backward(at)[0])",
+        "core/test_cohorts.py",
+    ),
 )
