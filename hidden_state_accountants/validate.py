@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,23 @@ from dp_accounting import NeighboringRelation
 
 def _hint(remedy: str) -> str:
     return f" {remedy}" if remedy else ""
+
+
+def did_you_mean(given: Any, known: Iterable[str]) -> str:
+    """The sentence " Did you mean 'cyclic'?", or nothing if no name is near."""
+    begun, names = str(given).lower().replace("-", "_"), list(known)
+    near = difflib.get_close_matches(begun, names, n=1)
+    near = near or [name for name in names if begun and name.startswith(begun)]
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def unknown_keys(where: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    """Raises ValueError if a key of a table is not one that it has."""
+    names = list(known)
+    unknown = sorted({str(key) for key in given} - set(names))
+    if unknown:
+        hints = "".join(did_you_mean(key, names) for key in unknown)
+        raise ValueError(f"Unknown key in {where}: {', '.join(unknown)}.{hints}")
 
 
 def real(
@@ -116,7 +135,8 @@ def neighboring_relation(value: Any) -> NeighboringRelation:
         raise TypeError(f"{expected}, got {value!r}.")
     name = value.strip().upper().replace("-", "_")
     if name not in NeighboringRelation.__members__:
-        raise ValueError(f"{expected}, got {value!r}.")
+        hint = did_you_mean(name, map(str.lower, NeighboringRelation.__members__))
+        raise ValueError(f"{expected}, got {value!r}.{hint}")
     return NeighboringRelation[name]
 
 

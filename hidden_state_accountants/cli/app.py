@@ -13,7 +13,7 @@ import typer
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.cli import names, output
-from hidden_state_accountants.cli.flags import with_run
+from hidden_state_accountants.cli.flags import completed_by, with_run
 from hidden_state_accountants.cli.template import TEMPLATE
 from hidden_state_accountants.figures import round_up
 
@@ -44,10 +44,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warn
 Plot = Annotated[
     Path | None, typer.Option(help="Draw a picture there, .png or .svg.", show_default=False)
 ]
-Accountant = Annotated[
-    str, typer.Option(help=f"last_iterate (the smallest proven bound), or one of: {_BOUNDS}.")
-]
 _LAST_ITERATE = "last_iterate"
+Accountant = Annotated[
+    str,
+    typer.Option(
+        help=f"last_iterate (the smallest proven bound), or one of: {_BOUNDS}.",
+        autocompletion=completed_by((_LAST_ITERATE, *names.BOUNDS)),
+    ),
+]
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -89,6 +93,7 @@ def _options(
 
 
 def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.PrivacyAccountant:
+    from hidden_state_accountants import validate
     from hidden_state_accountants.accountants import BoundAccountant
 
     name = name.replace("-", "_")
@@ -97,7 +102,10 @@ def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.Priva
     for bound in hsa.BOUNDS:
         if bound.name == name:
             return BoundAccountant(relation, bound)
-    raise ValueError(f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}.")
+    raise ValueError(
+        f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
+        f"{validate.did_you_mean(name, (_LAST_ITERATE, *names.BOUNDS))}"
+    )
 
 
 def _check_covered(found: RunDescription, accountant: str) -> None:
@@ -184,7 +192,11 @@ def calibrate(
     run: Run,
     target_epsilon: Annotated[float, typer.Option("--target-epsilon", "-e", help="To meet.")],
     parameter: Annotated[
-        str, typer.Option(help="What to change: noise, epochs or weight-decay.")
+        str,
+        typer.Option(
+            help="What to change: noise, epochs or weight-decay.",
+            autocompletion=completed_by(("noise", "epochs", "weight-decay")),
+        ),
     ] = "noise",
     tolerance: Annotated[float, typer.Option(help="Relative, of noise and decay.")] = 1e-6,
     max_epochs: Annotated[int, typer.Option(help="Where the search for epochs ends.")] = 10_000,
@@ -209,8 +221,11 @@ def calibrate(
         "weight_decay": {},
     }
     if kind not in defaults:
+        from hidden_state_accountants import validate
+
         raise ValueError(
             f"Expected --parameter to be noise, epochs or weight-decay, got {parameter!r}."
+            f"{validate.did_you_mean(kind, defaults)}"
         )
     found = run(defaults=defaults[kind])
     _check_covered(found, accountant)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,29 @@ def _option(text: str, panel: str, *flags: str, **options: Any) -> Any:
     return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False, **options)
 
 
+def completed_by(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """What the shell proposes as a value."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in known if name.startswith(incomplete)]
+
+    return complete
+
+
+def _whole(text: str) -> int:
+    """An integer, which may be written as 1e7 or 50_000."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
+    raise ValueError(f"expected a whole number, got {text!r}")
+
+
+def _count(text: str) -> Any:
+    return _option(text, _RUN, parser=_whole, metavar="INTEGER")
+
+
 def _run_fields(
     noise_multiplier: Annotated[
         float | None, _option("Noise std on the sum of gradients over the clip norm.", _RUN)
@@ -31,11 +55,14 @@ def _run_fields(
     clip_norm: Annotated[
         str | None, _option("Per-example clip norm C, or none (needs --lipschitz).", _RUN)
     ] = None,
-    batch_size: Annotated[int | None, _option("b: what sums are divided by.", _RUN)] = None,
-    dataset_size: Annotated[int | None, _option("n: records that take part.", _RUN)] = None,
-    num_steps: Annotated[int | None, _option("T.", _RUN)] = None,
-    epochs: Annotated[int | None, _option("Instead of --num-steps.", _RUN)] = None,
-    batch_order: Annotated[str | None, _option(f"One of {_ORDERS}.", _RUN)] = None,
+    batch_size: Annotated[int | None, _count("b: what sums are divided by.")] = None,
+    dataset_size: Annotated[int | None, _count("n: records that take part.")] = None,
+    num_steps: Annotated[int | None, _count("T.")] = None,
+    epochs: Annotated[int | None, _count("Instead of --num-steps.")] = None,
+    batch_order: Annotated[
+        str | None,
+        _option(f"One of {_ORDERS}.", _RUN, autocompletion=completed_by(names.ORDERS)),
+    ] = None,
     weight_decay: Annotated[float | None, _option("Decoupled weight decay.", _RUN)] = None,
     domain_diameter: Annotated[
         float | None, _option("Diameter (2 x radius) of the set projected on.", _RUN)
@@ -47,7 +74,7 @@ def _run_fields(
         float | None,
         _option("Poisson: the rate of the loader; default: batch size / data set size.", _RUN),
     ] = None,
-    max_batch_size: Annotated[int | None, _option("Cap on poisson batches.", _RUN)] = None,
+    max_batch_size: Annotated[int | None, _count("Cap on poisson batches.")] = None,
     record_position: Annotated[
         int | None,
         _option("Cyclic: account for the records of this batch ONLY (hsa profile: all).", _RUN),
@@ -57,7 +84,12 @@ def _run_fields(
 
 def _loss_fields(
     loss: Annotated[
-        str | None, _option(f"none (default), {', '.join(names.LOSSES)}.", _LOSS)
+        str | None,
+        _option(
+            f"none (default), {', '.join(names.LOSSES)}.",
+            _LOSS,
+            autocompletion=completed_by(names.LOSSES),
+        ),
     ] = None,
     smoothness: Annotated[float | None, _option("M of convex, smooth, ...", _LOSS)] = None,
     strong_convexity: Annotated[float | None, _option("Of strongly_convex.", _LOSS)] = None,
@@ -84,7 +116,11 @@ def _accounting(
     delta: Annotated[float | None, _option("Default 1e-5.", _ACCOUNTING, "--delta", "-d")] = None,
     relation: Annotated[
         str | None,
-        _option(f"{', '.join(names.RELATIONS)}; default replace_special.", _ACCOUNTING),
+        _option(
+            f"{', '.join(names.RELATIONS)}; default replace_special.",
+            _ACCOUNTING,
+            autocompletion=completed_by(names.RELATIONS),
+        ),
     ] = None,
 ) -> None: ...
 
@@ -104,7 +140,10 @@ _FILE = inspect.Parameter(
     default=None,
     annotation=Annotated[
         Path | None,
-        typer.Argument(help="TOML file that describes the run (hsa init).", show_default=False),
+        typer.Argument(
+            help="TOML file that describes the run (hsa init); - is the standard input.",
+            show_default=False,
+        ),
     ],
 )
 

@@ -23,6 +23,11 @@ from hidden_state_accountants.events.batch_order import (
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import SCHEMA
 
+_WHOLE = {
+    *("num_steps", "num_epochs", "epochs", "batch_size", "dataset_size"),
+    *("max_batch_size", "record_position"),
+}
+
 
 @attrs.frozen
 class RunDescription:
@@ -50,7 +55,7 @@ def read(
     """The run in a file, with the values of the flags instead where given.
 
     Args:
-        path: A TOML file, or None: the flags describe the whole run.
+        path: A TOML file, - for the standard input, or None: the flags describe the whole run.
         flags: Fields of the event; None where not given. "epochs" stands for num_steps.
         loss_flags: "loss" and the parameters of its class method.
         delta: Instead of the file's; 1e-5 if neither has one.
@@ -62,16 +67,40 @@ def read(
         OSError: The file cannot be read.
         TypeError, ValueError: No run can have these values.
     """
+    try:
+        return _described(path, flags, loss_flags, delta, relation, defaults)
+    except (TypeError, ValueError) as error:
+        if path is None:
+            raise
+        changed = [*flags.values(), *loss_flags.values(), delta, relation]
+        flagged = any(value is not None for value in changed)
+        raise ValueError(f"{path}{' with these flags' if flagged else ''}: {error}") from error
+
+
+def _described(
+    path: Path | None,
+    flags: Mapping[str, Any],
+    loss_flags: Mapping[str, Any],
+    delta: float | None,
+    relation: str | None,
+    defaults: Mapping[str, Any],
+) -> RunDescription:
     values = {} if path is None else _toml(path)
     accounting = _table(values, "accounting")
-    unknown = sorted(set(accounting) - {"delta", "neighboring_relation"})
-    if unknown:
-        raise ValueError(f"Unknown key in [accounting]: {', '.join(unknown)}.")
+    validate.unknown_keys("[accounting]", accounting, ("delta", "neighboring_relation"))
     kinds = {kind.__name__: kind for kind in RUN_EVENTS}
     name = values.setdefault("type", "LastIterateDpEvent")
     if name not in kinds:
-        raise ValueError(f"Expected type to be one of {', '.join(kinds)}, got {name!r}.")
+        raise ValueError(
+            f"Expected type to be one of {', '.join(kinds)}, got {name!r}."
+            f"{validate.did_you_mean(name, kinds)}"
+        )
+    fields = {field.name: field for field in attrs.fields(kinds[name])}
+    validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
     values.setdefault("schema", SCHEMA)
+    for key in _WHOLE & set(values):
+        if isinstance(values[key], float) and values[key].is_integer():
+            values[key] = int(values[key])  # TOML has no 1e7 among its integers
     given = {key: value for key, value in flags.items() if value is not None}
     if "epochs" in given or "num_steps" in given:
         values.pop("epochs", None)
@@ -82,13 +111,11 @@ def read(
         lengths = ("epochs", "num_steps", "num_epochs")
         if key == "epochs" and not any(name in values for name in lengths):
             values[key] = value
-        if key in {field.name for field in attrs.fields(kinds[name])}:
+        if key in fields:
             values.setdefault(key, value)
     _epochs_to_steps(values)
     missing = [
-        field.name
-        for field in attrs.fields(kinds[name])
-        if field.default is attrs.NOTHING and field.name not in values
+        key for key, field in fields.items() if field.default is attrs.NOTHING and key not in values
     ]
     if missing:
         raise ValueError(_missing(missing, path, is_typed=name != "LastIterateDpEvent"))
@@ -107,10 +134,10 @@ def _toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
         return dict(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a TOML file: {error}") from None
+        raise ValueError(f"not a TOML file: {error}") from None
 
 
 def _table(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -139,7 +166,10 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
             raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
         return
     if kind not in LOSSES:
-        raise ValueError(f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}.")
+        raise ValueError(
+            f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}."
+            f"{validate.did_you_mean(kind, LOSSES)}"
+        )
     values[key] = _plain_loss(kind, table)
 
 
@@ -159,6 +189,7 @@ def _plain_loss(kind: str, table: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"Expected {' and '.join(needed)} for the loss {kind}"
             f"{optional}, got {', '.join(sorted(table)) or 'nothing'}."
+            + "".join(validate.did_you_mean(key, parameters) for key in unknown)
         )
     loss = getattr(LossGeometry, kind)(**table)
     return {
@@ -189,7 +220,7 @@ def _epochs_to_steps(values: dict[str, Any]) -> None:
 
 def _missing(names: list[str], path: Path | None, *, is_typed: bool) -> str:
     if path is not None:
-        return f"{path} has no {', '.join(names)}."
+        return f"There is no {', '.join(names)}."
     if is_typed:
         return f"Missing {', '.join(names)}."
     flags = _names(dict.fromkeys(names)).replace("--num-steps", "--epochs (or --num-steps)")

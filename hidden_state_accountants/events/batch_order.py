@@ -126,5 +126,8 @@ def parse_batch_order(value: Any) -> BatchOrder:
     try:
         return BatchOrder(value.lower() if isinstance(value, str) else value)
     except ValueError:
-        known = ", ".join(order.value for order in BatchOrder)
-        raise ValueError(f"Expected batch_order to be one of {known}, got {value!r}.") from None
+        known = [order.value for order in BatchOrder]
+        raise ValueError(
+            f"Expected batch_order to be one of {', '.join(known)}, got {value!r}."
+            f"{validate.did_you_mean(value, known)}"
+        ) from None

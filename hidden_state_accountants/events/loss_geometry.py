@@ -67,9 +67,10 @@ class LossGeometry:
             try:
                 put("kind", LossKind(self.kind))
             except ValueError:
-                known = ", ".join(kind.value for kind in LossKind)
+                known = [kind.value for kind in LossKind]
                 raise ValueError(
-                    f"Expected kind to be one of {known}, got {self.kind!r}."
+                    f"Expected kind to be one of {', '.join(known)}, got {self.kind!r}."
+                    f"{validate.did_you_mean(self.kind, known)}"
                 ) from None
         put(
             "smoothness",

@@ -8,6 +8,8 @@ from typing import Any
 
 import attrs
 
+from hidden_state_accountants import validate
+
 SCHEMA = 1
 """Version of the dictionary form."""
 
@@ -64,9 +66,7 @@ def construct(cls: Any, name: str, arguments: Any) -> Any:
     if not isinstance(arguments, Mapping):
         raise TypeError(f"Expected {name} to be a dictionary, got {arguments!r}.")
     fields = {field.name: field for field in attrs.fields(cls)}
-    unknown = sorted(set(arguments) - set(fields))
-    if unknown:
-        raise ValueError(f"Unknown key in {name}: {', '.join(map(str, unknown))}.")
+    validate.unknown_keys(name, arguments, fields)
     missing = [
         key
         for key, field in fields.items()

@@ -1,4 +1,6 @@
+import contextlib
 import inspect
+import io
 import json
 import subprocess
 import sys
@@ -313,7 +315,7 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
     assert run(["init", "new.toml"]) == 0
     capsys.readouterr()
     assert run(["epsilon", "new.toml"]) == 0
-    assert capsys.readouterr().out.startswith("epsilon = 1.995, delta = 1e-05 (REPLACE_SPECIAL)")
+    assert capsys.readouterr().out.startswith("epsilon = 1.993, delta = 1e-05 (REPLACE_SPECIAL)")
     assert run(["init", "new.toml"]) == 2
     assert run(["init", "new.toml", "--force"]) == 0
     assert run(["init", "-"]) == 0
@@ -331,13 +333,18 @@ BAD = {
     "epsilon": "--noise-multiplier",
     "epsilon missing.toml": "missing.toml: No such file",
     "epsilon .": "directory",
-    "epsilon broken.toml": "broken.toml is not a TOML file",
-    "epsilon typo.toml": "Unknown key in LastIterateDpEvent: noise.",
-    "epsilon short.toml": "short.toml has no learning_rate",
-    "epsilon kind.toml": "Expected type to be one of LastIterateDpEvent",
+    "epsilon broken.toml": "broken.toml: not a TOML file",
+    "epsilon typo.toml": "typo.toml: Unknown key in the run: noise. Did you mean 'noise_",
+    "epsilon short.toml": "short.toml: There is no learning_rate",
+    "epsilon kind.toml": "kind.toml: Expected type to be one of LastIterateDpEvent",
     "epsilon run.toml --noise-multiplier -1": "Expected finite noise_multiplier >= 0, got -1.0.",
     "epsilon run.toml --noise-multiplier nan": "noise_multiplier",
     "epsilon run.toml --noise-multiplier x": "--noise-multiplier",
+    "epsilon run.toml --num-steps 1.5e0": "expected a whole number, got '1.5e0'",
+    "epsilon run.toml --batch-order ciclic": "got 'ciclic'. Did you mean 'cyclic'?",
+    "epsilon run.toml --accountant lastiterate": "Did you mean 'last_iterate'?",
+    "epsilon run.toml --relation replac-one": "Did you mean 'replace_one'?",
+    "epsilon run.toml --loss softmax": "Did you mean 'softmax_cross_entropy'?",
     "epsilon run.toml --clip-norm x": "Expected clip_norm to be a number, got 'x'.",
     "epsilon run.toml --release-steps 1,x": "release_steps",
     "epsilon run.toml --num-steps 4 --epochs 1": "got both",
@@ -436,7 +443,8 @@ def module(*arguments, **options):
 def test_the_module_is_the_command(folder):
     result = module("epsilon", "run.toml", "--noise-multiplier", "-1")
     assert result.returncode == 2
-    assert result.stderr == "hsa: Expected finite noise_multiplier >= 0, got -1.0.\n"
+    expected = "run.toml with these flags: Expected finite noise_multiplier >= 0, got -1.0."
+    assert result.stderr == f"hsa: {expected}\n"
 
 
 def test_without_typer_the_command_says_what_to_install(tmp_path):
@@ -451,11 +459,37 @@ def test_shell_completion_knows_the_flags(monkeypatch, capsys):
     monkeypatch.setenv("_HSA_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "hsa epsilon --noise")
     monkeypatch.setenv("COMP_CWORD", "2")
-    try:
+    with contextlib.suppress(SystemExit):
         run(["epsilon"])
-    except SystemExit:
-        pass
     assert "--noise-multiplier" in capsys.readouterr().out
+
+
+def test_a_file_from_the_standard_input_with_numbers_in_powers_of_ten(folder, capsys, monkeypatch):
+    assert run(["epsilon", "run.toml", "--num-steps", "1e4"]) == 0
+    expected = capsys.readouterr().out
+    lines = [line for line in RUN.splitlines() if not line.startswith(("num_steps", "epochs"))]
+    text = "\n".join(["num_steps = 1e4", *lines])
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert run(["epsilon", "-"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "begun", "found"),
+    [
+        ("--batch-order", "cy", ["cyclic"]),
+        ("--loss", "soft", ["softmax_cross_entropy"]),
+        ("--relation", "replace_s", ["replace_special"]),
+        ("--accountant", "kong", ["kong_ribero", "kong_ribero_published"]),
+    ],
+)
+def test_shell_completion_knows_the_values(monkeypatch, capsys, option, begun, found):
+    monkeypatch.setenv("_HSA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"hsa epsilon {option} {begun}")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    with contextlib.suppress(SystemExit):
+        run([])
+    assert capsys.readouterr().out.split() == found
 
 
 def test_recommend(capsys):
