@@ -216,18 +216,11 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 return str(error)
             total = state.gaussian_mu_squared + (count * mu**2 if count else 0.0)
             return attrs.evolve(state, gaussian_mu_squared=total)
-        if isinstance(leaf, RUN_EVENTS):
+        is_run = isinstance(leaf, RUN_EVENTS)
+        if is_run or (isinstance(leaf, dp_accounting.PoissonSampledDpEvent) and _has_run(leaf)):
             try:
-                guarantee = self._run_guarantee(
-                    run_of_groups(leaf, self.neighboring_relation, self.group_size)
-                )
+                guarantee = self._of_run(leaf) if is_run else self._on_cohort(leaf)
             except UnsupportedRunError as error:
-                return str(error)
-            return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
-        if isinstance(leaf, dp_accounting.PoissonSampledDpEvent) and _has_run(leaf):
-            try:
-                guarantee = self._on_cohort(leaf)
-            except (TypeError, ValueError, UnsupportedRunError) as error:
                 return str(error)
             return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
         if has_zero_noise(leaf):
@@ -236,6 +229,10 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         if isinstance(part, str):
             return part
         return attrs.evolve(state, standard=(*state.standard, part))
+
+    def _of_run(self, event: dp_accounting.DpEvent) -> Guarantee:
+        relation = self.neighboring_relation
+        return self._run_guarantee(run_of_groups(event, relation, self.group_size))
 
     def _on_cohort(self, leaf: dp_accounting.PoissonSampledDpEvent) -> Guarantee:
         """Of everything inside, on one cohort (docs/theory/cohorts.md)."""

@@ -45,13 +45,6 @@ MUTATIONS = (
         _TESTS,
     ),
     Mutation(
-        "power_at_the_same_level",
-        TRANSFORMED,
-        "levels = np.append(0.0, powers[:-1])",
-        "levels = 1.0 * powers",
-        _TESTS,
-    ),
-    Mutation(
         "group_guarantee_of_a_curvature_that_one_data_set_has",
         "bounds/base.py",
         "if loss is None or loss.curvature is None:",
