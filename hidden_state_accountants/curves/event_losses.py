@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import dp_accounting
@@ -9,7 +10,7 @@ from dp_accounting import NeighboringRelation, pld
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.losses import Losses, losses_of, stock_loss
+from hidden_state_accountants.curves.losses import Losses, PrivacyLoss, losses_of, stock_loss
 from hidden_state_accountants.curves.sampled_pairs import (
     ReplacedInPoissonBatchCurve,
     ZeroedWithoutReplacementCurve,
@@ -122,7 +123,24 @@ def event_losses(
     What has no `event_profile` is composed by PLDAccountant, whose error is added.
     """
     profile = event_profile(event, relation)
+    if profile is not None and is_sampled_gaussian(event):
+        loss = _sampled_gaussian_loss(event, relation)
+        return None if loss is None else ((loss, count),)
     if profile is not None:
         return losses_of(profile, count)
     stock = _PldAccountant(relation).compose(event, count).privacy_loss
     return ((stock_loss(stock, stock_pld_error(count)), 1),)
+
+
+def is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
+    """Whether an event is one step of DP-SGD on a Poisson batch; such events can be hashed."""
+    is_poisson = type(event) is dp_accounting.PoissonSampledDpEvent
+    return is_poisson and type(event.event) is dp_accounting.GaussianDpEvent
+
+
+@functools.lru_cache(maxsize=4)  # a run that goes on repeats its steps; a loss can take 40 MB
+def _sampled_gaussian_loss(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> PrivacyLoss | None:
+    profile = event_profile(event, relation)
+    return None if profile is None else PrivacyLoss.of(profile)

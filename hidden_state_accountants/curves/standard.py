@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -15,6 +16,7 @@ from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.event_losses import (
     event_losses,
     event_profile,
+    is_sampled_gaussian,
     pair_curve,
     stock_pld_supports,
 )
@@ -104,6 +106,10 @@ class StandardCurve(RenyiOrLoss):
             if pair is not None:
                 total = total + part.count * pair.rdp(orders)
                 continue
+            if is_sampled_gaussian(part.event):  # a run that goes on repeats its steps
+                once = _divergences_of_a_step(part.event, part.relation, tuple(orders.ravel()))
+                total = total + (part.count * once).reshape(orders.shape)
+                continue
             accountant = rdp.RdpAccountant(orders.ravel().tolist(), part.relation)
             accountant.compose(part.event, part.count)
             total = total + accountant.rdp.reshape(orders.shape)
@@ -121,6 +127,15 @@ class StandardCurve(RenyiOrLoss):
         if self.gaussian_mu:
             parts.append(dp_accounting.GaussianDpEvent(1 / self.gaussian_mu))
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _divergences_of_a_step(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation, orders: tuple[float, ...]
+) -> np.ndarray:
+    accountant = rdp.RdpAccountant(orders, relation)
+    accountant.compose(event)
+    return np.asarray(accountant.rdp)
 
 
 def gaussian_event_mu(event: dp_accounting.GaussianDpEvent, relation: NeighboringRelation) -> float:

@@ -134,12 +134,27 @@ class Parts:
         low = high = tilt.mean
         if tilt.variance > 0:
             move = math.sqrt(2 * _TAIL / tilt.variance)  # the best one of a Gaussian
-            high = min(self._chernoff(tilt, move / 2**k) for k in range(7))
-            low = max(self._chernoff(tilt, -move / 2**k) for k in range(7))
+            high = self._smallest_chernoff(tilt, move)
+            low = -self._smallest_chernoff(tilt, -move)
         return (
             max(self.lowest, min(first, math.floor(low / GRID) - 1)),
             min(self.highest, max(last, math.ceil(high / GRID) + 1)),
         )
+
+    def _smallest_chernoff(self, tilt: Tilt, move: float) -> float:
+        """The best bound of 7 moves towards none, of a loss in the direction of the move.
+
+        The logarithm of M is convex in the tilt, so that the bound falls with the size of the move
+        and then rises: what is worse than the one before ends the search.
+        """
+        sign = math.copysign(1.0, move)
+        best = math.inf
+        for k in range(7):
+            bound = sign * self._chernoff(tilt, move / 2**k)
+            if bound >= best:
+                break
+            best = bound
+        return best
 
     def _chernoff(self, tilt: Tilt, move: float) -> float:
         """What the tilted law exceeds (undercuts, if the move is negative) with exp(-60) only."""

@@ -2,12 +2,14 @@
 
 import math
 
+import dp_accounting
 import mpmath
 import numpy as np
 import pytest
+from dp_accounting import NeighboringRelation, rdp
 from scipy import fft, stats
 
-from hidden_state_accountants.curves import composed_loss, profiles
+from hidden_state_accountants.curves import composed_loss, event_losses, profiles, standard
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import GRID, UNIT, PrivacyLoss
@@ -260,3 +262,40 @@ class TestLimits:
         assert composed.delta(500.0) == pytest.approx(1e-9, rel=1e-8, abs=0)
         assert composed.epsilon(0.99e-9) == math.inf
         assert composed.epsilon(1.01e-9) < math.inf
+
+
+RELATIONS = (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE)
+STEPS = [(noise, rate, r) for noise in (1.0, 2.0) for rate in (0.01, 0.02) for r in RELATIONS]
+
+
+def sampled_steps(noise, rate, relation, count):
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    return standard.StandardCurve((standard.StockEvent(event, count, relation),))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_remembered_of_a_step_is_that_of_the_step(step):
+    """Epsilon of a run that goes on, after others were asked for, is that of a fresh process."""
+    for other in STEPS:
+        sampled_steps(*other, 3).epsilon(1e-5)
+    remembered = [sampled_steps(*step, count).epsilon(1e-5) for count in (1, 7, 40)]
+    event_losses._sampled_gaussian_loss.cache_clear()
+    standard._divergences_of_a_step.cache_clear()
+    fresh = [sampled_steps(*step, count).epsilon(1e-5) for count in (1, 7, 40)]
+    assert remembered == fresh
+    assert fresh == sorted(set(fresh))
+
+
+def test_what_is_remembered_belongs_to_a_relation():
+    for noise, rate, _ in STEPS:
+        removed, replaced = (sampled_steps(noise, rate, r, 7).epsilon(1e-5) for r in RELATIONS)
+        assert replaced > 1.01 * removed
+
+
+@pytest.mark.parametrize("orders", [[2.0, 5.0, 32.0], [3.0, 1.5]])
+def test_divergences_of_steps_are_those_of_dp_accounting(orders):
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    for noise, rate, _ in STEPS:
+        curve = sampled_steps(noise, rate, relation, 7)
+        stock = rdp.RdpAccountant(orders, relation).compose(curve.events[0].event, 7)
+        np.testing.assert_array_equal(curve.rdp(np.array(orders)), stock.rdp)

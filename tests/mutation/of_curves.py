@@ -232,4 +232,18 @@ MUTATIONS = (
         "total = total + 0 * pair.rdp(orders)",
         _STANDARD_LAWS,
     ),
+    Mutation(
+        "divergence_of_repeated_steps_counts_once",
+        "curves/standard.py",
+        "total = total + (part.count * once).reshape(orders.shape)",
+        "total = total + once.reshape(orders.shape)",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "loss_of_a_step_is_that_of_another_relation",
+        "curves/event_losses.py",
+        "loss = _sampled_gaussian_loss(event, relation)",
+        "loss = _sampled_gaussian_loss(event, NeighboringRelation.ADD_OR_REMOVE_ONE)",
+        _LOSS_TESTS,
+    ),
 )
