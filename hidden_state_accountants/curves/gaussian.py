@@ -16,6 +16,7 @@ import numpy as np
 from scipy import optimize, special
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+_SMALL = 0.1  # mu below which the difference would lose digits
 _FAR = 40.0  # log Phi(-40) < log of the smallest double
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)  # 7 are enough for 1e-13
 
@@ -42,7 +43,7 @@ def log_delta_at(a: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
     a, mu = np.broadcast_arrays(np.asarray(a, dtype=np.float64), np.asarray(mu, dtype=np.float64))
     log_density = -0.5 * a * a - _LOG_SQRT_2PI
     result = np.empty(a.shape)
-    small, left = mu < 1, (mu >= 1) & (a <= 0)
+    small, left = mu < _SMALL, (mu >= _SMALL) & (a <= 0)
     right = ~small & ~left
     if small.any():
         x = a[small][..., None] - mu[small][..., None] * (_NODES + 1) / 2

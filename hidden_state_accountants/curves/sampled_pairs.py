@@ -156,27 +156,29 @@ def sampled_rdp(
     directions = [profile.forward(nodes)]
     directions.append(directions[0] if profile.is_symmetric else profile.backward(nodes))
     found = [
-        [_divergence(order, nodes, above, below) for order in flat.tolist()]
-        for above, below in (directions, directions[::-1])
+        _divergences(flat, nodes, above, below) for above, below in (directions, directions[::-1])
     ]
     return np.minimum(np.max(found, axis=0), revealed).reshape(np.shape(orders))
 
 
-def _divergence(order: float, nodes: np.ndarray, above: np.ndarray, below: np.ndarray) -> float:
-    steps, power = np.diff(nodes), order - 1
+def _divergences(
+    orders: np.ndarray, nodes: np.ndarray, above: np.ndarray, below: np.ndarray
+) -> np.ndarray:
+    """Of one direction, shape as `orders`; inf where the first integral has not converged."""
+    steps, order = np.diff(nodes), orders[:, None]
+    power = order - 1
     with np.errstate(divide="ignore"):
         means = np.log((above[:-1] + above[1:]) / 2)
         starts = np.log(below[:-1])
     # Chebyshev's inequality: the polygon falls, e^((order - 2) x) rises if the order is at least 2.
     rising = power * nodes[1:] + np.log(-np.expm1(-power * steps) / power)
-    rising += means + max(0.0, 2 - order) * steps
+    rising += means + np.maximum(0.0, 2 - order) * steps
     falling = starts - order * nodes[:-1] + np.log(-np.expm1(-order * steps) / order)
-    total = special.logsumexp(np.concatenate([rising, falling]))
+    total = special.logsumexp(np.concatenate([rising, falling], axis=1), axis=1)
     # A double holds no more of the profile than about 38 standard deviations.
-    last = rising[np.isfinite(rising)][-1]
-    if last > total - _NEGLIGIBLE:
-        return math.inf
-    return float(np.logaddexp(0.0, math.log(order * power) + total)) / power
+    last = rising[:, np.flatnonzero(np.isfinite(means))[-1]]
+    moments = np.logaddexp(0.0, np.log(orders * (orders - 1)) + total) / (orders - 1)
+    return np.asarray(np.where(last > total - _NEGLIGIBLE, math.inf, moments))
 
 
 class _PairCurve(RenyiOrLoss):

@@ -16,6 +16,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     fewer_levels,
     law_of_sum,
 )
+from hidden_state_accountants.bounds.solvers.quick_laws import quick_law
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.subsampling import _planned, _SampledRun
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
@@ -97,6 +98,24 @@ class TestLaw:
     def test_certain(self):
         law = fewer_levels(DistanceLaw.certain(2.0), 10)
         assert law.levels.tolist() == [2.0]
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.2, 0.6])
+@pytest.mark.parametrize("decay", [0.9, 0.99])
+def test_the_rough_law_is_about_the_one_that_is_larger(rate, decay):
+    weights, largest = decay ** np.arange(500), 0.8 / (1 - decay)
+    law = law_of_sum(weights, rate, largest, 160)
+    rough = quick_law(weights, rate, largest, 32, certain=0.0)
+    assert len(rough.levels) <= 32
+    assert rough.probabilities.sum() == pytest.approx(1)
+    for power in (1, 2):
+        assert rough.probabilities @ rough.levels**power == pytest.approx(
+            law.probabilities @ law.levels**power, rel=0.03
+        )
+    ends = [
+        part.levels[np.cumsum(part.probabilities[::-1])[::-1] > 1e-4][-1] for part in (law, rough)
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=0.12)
 
 
 class TestStretching:

@@ -20,7 +20,7 @@ from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCur
 from hidden_state_accountants.curves.sampled_pairs import (
     ReplacedInPoissonBatchCurve,
     ZeroedWithoutReplacementCurve,
-    _divergence,
+    _divergences,
     replaced_in_poisson_batch,
     zeroed_without_replacement,
 )
@@ -174,7 +174,8 @@ class TestDivergences:
             expected = self.exact(order, mu, drawn, stats.norm.logpdf)
             assert reported >= expected * (1 - 1e-6)
             assert reported == pytest.approx(expected, rel=1e-6) or order % 1 > 0
-            found = _divergence(order, nodes, profile.forward(nodes), profile.backward(nodes))
+            directions = profile.forward(nodes), profile.backward(nodes)
+            (found,) = _divergences(np.array([order]), nodes, *directions)
             assert expected < found < 1.02 * expected or (order * mu > 30 and found == math.inf)
 
     def test_far_apart_the_coin_is_revealed(self):

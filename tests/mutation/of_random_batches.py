@@ -71,8 +71,8 @@ MUTATIONS = (
     Mutation(
         "divergence_without_small_losses",
         PAIRS,
-        "total = special.logsumexp(np.concatenate([rising, falling]))",
-        "total = special.logsumexp(rising)",
+        "total = special.logsumexp(np.concatenate([rising, falling], axis=1), axis=1)",
+        "total = special.logsumexp(rising, axis=1)",
         _PAIR_TESTS,
     ),
     # The distance before the window.

@@ -18,6 +18,7 @@ from hidden_state_accountants.curves.profiles import Deltas, Profile
 _CELLS = 2048
 _FINER = 32  # cells of a single mechanism in one cell of the sum: its losses are much smaller
 _SMALLEST = 1e-300  # delta has a logarithm
+_VANISHED = -32.0  # logarithm of a characteristic function: less than its transform's error
 _NODE_RATIO = 1.02  # of neighbouring losses of a single mechanism
 _REACH = 16.0  # the losses that are looked at, in epsilons
 
@@ -63,9 +64,13 @@ class QuickLosses:
 
     def deltas(self, window: Window) -> np.ndarray:
         """At the epsilons 0, width, 2 width, ..."""
-        spectrum = self._mixture(window.shift_mus, window.shift_weights)
+        total = np.zeros(len(self._frequencies), dtype=complex)
         for mu, count in window.sampled_mus:
-            spectrum = spectrum * self._step(mu) ** count
+            total += count * self._step(mu)
+        kept = 1 + int(np.flatnonzero(total.real > _VANISHED)[-1])
+        spectrum = np.zeros(len(total), dtype=complex)
+        spectrum[:kept] = np.exp(total[:kept])
+        spectrum[:kept] *= self._mixture(window.shift_mus, window.shift_weights, kept)
         law = np.fft.irfft(spectrum, _CELLS)[: _CELLS // 2]
         infinite = 1 - float(spectrum[0].real)
         above = np.cumsum(law[::-1])[::-1]
@@ -84,7 +89,7 @@ class QuickLosses:
         return (first - 1 + share) * self.width
 
     def _step(self, mu: float) -> np.ndarray:
-        """The characteristic function of one step; its value at 0 lacks the infinite losses."""
+        """The logarithm of the characteristic function of one step, without infinite losses."""
         if mu not in self._steps:
             fine = self.width / _FINER
             profile = self._profile_of(mu)
@@ -99,15 +104,20 @@ class QuickLosses:
             np.add.at(law, -nodes, below * np.exp(-nodes * fine))
             infinite = float(profile.forward(np.array(nodes[-1] * fine)))
             law[0] += max(0.0, 1 - infinite - law.sum())
-            self._steps[mu] = np.fft.rfft(law)[: len(self._frequencies)]
+            transform = np.fft.rfft(law)[: len(self._frequencies)]
+            self._steps[mu] = np.log(np.where(transform == 0, _SMALLEST, transform))
         return self._steps[mu]
 
-    def _mixture(self, mus: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        reach = self._losses[-1]
+    def _mixture(self, mus: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
+        """The characteristic function of the shift, at the first frequencies."""
+        reach, frequencies = self._losses[-1], self._frequencies[:number]
         kept = mus < math.sqrt(36 + 2 * reach) - 6  # mu**2 / 2 + 6 mu < reach; others are infinite
         squares = mus[kept, None] ** 2 / 2
-        exponents = -squares * (1j * self._frequencies + self._frequencies**2)
-        return np.asarray(weights[kept] @ np.exp(exponents))
+        turns = np.repeat(np.exp(-1j * squares * self._frequencies[1]), number, axis=1)
+        turns[:, 0] = 1.0
+        np.cumprod(turns, axis=1, out=turns)  # the frequencies are multiples of one
+        turns *= np.exp(-squares * frequencies**2)
+        return np.asarray(weights[kept] @ turns)
 
 
 def _masses(deltas: Deltas, losses: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     fewer_levels,
     law_of_sum,
 )
+from hidden_state_accountants.bounds.solvers.quick_laws import quick_law
 from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.profiles import Profile
@@ -25,7 +26,8 @@ _LENGTHS = 3  # of windows, per factor of 4
 _MOVES = (1.4, 1.2, 1.1, 1.05, 1.02)  # factors of one coordinate
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
-_ROUGH, _FINE = (24, 32), (160, 400)  # precision and number of levels of the law of the distance
+_FINE = (160, 400)  # precision and number of levels of the law of the distance
+_FEW_LEVELS = 32  # of a rough one
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 
@@ -190,6 +192,7 @@ class Windows:
             self._log_sensitivity = np.log(steps.sensitivity)
         self._log_weights: dict[int, float] = {}
         self._laws: dict[tuple[int, int], DistanceLaw] = {}
+        self._rough_laws: dict[int, DistanceLaw] = {}
 
     def whole(self) -> Window:
         """All steps, which start from a shared state: nothing but the record has to be hidden."""
@@ -199,8 +202,17 @@ class Windows:
         return Window(sampled, np.zeros(1), np.ones(1))
 
     def rough(self, plan: Plan) -> Window:
-        """`window` with few levels: good enough to choose."""
-        return self.window(plan, *_ROUGH)
+        """About what dominates the segment: good enough to choose."""
+        start = self.total - plan.length
+        if self._steps.is_constant:  # pasts of nearly the same length share a law
+            start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
+            start = self.total if start >= self._memory else start
+        if start not in self._rough_laws:
+            weights, largest, certain = self._coins(start)
+            self._rough_laws[start] = quick_law(
+                weights, self._steps.rate, largest, _FEW_LEVELS, certain
+            )
+        return self._window(plan, self._rough_laws[start])
 
     def window(self, plan: Plan, precision: int, levels: int) -> Window:
         """What dominates the segment.
@@ -211,7 +223,16 @@ class Windows:
             levels: Of the law of the distance.
         """
         start = self.total - plan.length
-        law = self._law(start, precision, levels)
+        if self._steps.is_constant and start >= self._memory:
+            start = self.total  # more equal steps never leave a smaller distance
+        key = start, precision
+        if key not in self._laws:
+            weights, largest, certain = self._coins(start)
+            law = law_of_sum(weights, self._steps.rate, largest, precision, certain)
+            self._laws[key] = fewer_levels(law, levels)
+        return self._window(plan, self._laws[key])
+
+    def _window(self, plan: Plan, law: DistanceLaw) -> Window:
         log_unit = self._log_mu_of_unit(plan) - 0.5 * math.log1p(-plan.beta)
         mus = law.levels * math.exp(min(log_unit, 600.0))
         if not mus[-1]:  # nothing to hide: no step needs to be split
@@ -247,36 +268,17 @@ class Windows:
         )
         return float(before) - self._log_weights[plan.shifted] / 2
 
-    def _law(self, start: int, precision: int, levels: int) -> DistanceLaw:
-        """Of the distance after `start` steps."""
-        if self._steps.is_constant:
-            start = self._longer_past(start, is_rough=precision < _FINE[0])
-        key = start, precision
-        if key not in self._laws:
-            stops = np.arange(1, start + 1)
-            with np.errstate(over="ignore"):
-                weights = np.exp(
-                    self._log_sensitivity[:start]
-                    + self._steps.stretching.log_product(stops, np.array(start))
-                )
-                kept = np.exp(self._steps.stretching.log_product(np.array(0), np.array(start)))
-            law = law_of_sum(
-                weights,
-                self._steps.rate,
-                float(self._steps.distance[start]),
-                precision,
-                certain=float(self._steps.distance[0] * kept) if self._steps.before else 0.0,
+    def _coins(self, start: int) -> tuple[np.ndarray, float, float]:
+        """What each coin adds to the distance after `start` steps, the largest one, and a start."""
+        stops = np.arange(1, start + 1)
+        with np.errstate(over="ignore"):
+            weights = np.exp(
+                self._log_sensitivity[:start]
+                + self._steps.stretching.log_product(stops, np.array(start))
             )
-            self._laws[key] = fewer_levels(law, levels)
-        return self._laws[key]
-
-    def _longer_past(self, start: int, *, is_rough: bool) -> int:
-        """Of equal steps more never leave a smaller distance: fewer different laws are needed."""
-        if start >= self._memory:
-            return self.total
-        if not is_rough:
-            return start
-        return min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
+            kept = np.exp(self._steps.stretching.log_product(np.array(0), np.array(start)))
+        certain = float(self._steps.distance[0] * kept) if self._steps.before else 0.0
+        return weights, float(self._steps.distance[start]), certain
 
     @functools.cached_property
     def _memory(self) -> int:
