@@ -242,16 +242,18 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 "A run on a sampled cohort under REPLACE_ONE: the bounds are about a record that "
                 "is in the cohort or not. Use REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
             )
-        rate = validate.real(
-            "sampling_probability", leaf.sampling_probability, minimum=0, maximum=1
-        )
-        state = _Composed()
+        rate = leaf.sampling_probability
+        try:
+            rate = validate.real("sampling_probability", rate, minimum=0, maximum=1)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedRunError(str(error)) from None
+        on_cohort: _Composed | str = _Composed()
         for part, count in _leaves(leaf.event, 1):
-            outcome = self._with(state, run_of_cohorts(part, relation), count)
-            if isinstance(outcome, str):
-                raise UnsupportedRunError(outcome)
-            state = outcome
-        inside = state.guarantee(relation, state.curve())
+            if isinstance(on_cohort, _Composed):
+                on_cohort = self._with(on_cohort, run_of_cohorts(part, relation), count)
+        if isinstance(on_cohort, str):
+            raise UnsupportedRunError(on_cohort)
+        inside = on_cohort.guarantee(relation, on_cohort.curve())
         return attrs.evolve(
             inside,
             curve=of_cohort(inside.curve, rate),

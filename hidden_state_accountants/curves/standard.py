@@ -212,9 +212,8 @@ def nested_events(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
 
 def has_zero_noise(event: dp_accounting.DpEvent) -> bool:
     """Whether a Gaussian or Laplace event somewhere inside adds no noise."""
-    return getattr(event, "noise_multiplier", None) == 0 or any(
-        map(has_zero_noise, nested_events(event))
-    )
+    is_silent = getattr(event, "noise_multiplier", None) == 0
+    return is_silent or any(map(has_zero_noise, nested_events(event)))
 
 
 def _with_noise(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:

@@ -200,7 +200,7 @@ MUTATIONS = (
     Mutation(
         "zero_noise_inside_a_sampled_event_is_missed",
         "curves/standard.py",
-        "or any(map(has_zero_noise, _nested(event)))",
+        "or any(map(has_zero_noise, nested_events(event)))",
         "or any(map(has_zero_noise, []))",
         _STANDARD_LAWS,
     ),
