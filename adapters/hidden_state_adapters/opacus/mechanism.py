@@ -156,12 +156,17 @@ class Mechanism:
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a logical step, right before the parameters move."""
+        return self._step(batch, rows, largest_norm)
+
+    def _step(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
+        """A step with further `values` that only some mechanisms know."""
         return Step(
             noise_multiplier=float(self.optimizer.noise_multiplier),
             clip_norm=float(self.optimizer.max_grad_norm),
             batch=batch,
             rows=rows,
             largest_norm=largest_norm,
+            **values,
         )
 
     def run_by_hand(self) -> Run:

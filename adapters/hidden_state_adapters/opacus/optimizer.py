@@ -261,9 +261,14 @@ class PrivateOptimizer(DPOptimizer):
         largest = self.guards.check_values(piece)["gradient"]
         self._largest_norm = max(self._largest_norm, largest)
         self._piece = piece
-        proceeds = super().pre_step()  # `params`, `clip_and_accumulate`, `add_noise`, `scale_grad`
+        # What DPOptimizer.pre_step does; the guard of the settings refuses a step hook.
+        self.clip_and_accumulate()
+        self._is_last_step_skipped = self._check_skip_next_step()
+        if not self._is_last_step_skipped:
+            self.add_noise()
+            self.scale_grad()
         self.guards.used(piece)
-        return bool(proceeds)
+        return not self._is_last_step_skipped
 
     def _move(self, *, is_last: bool) -> None:
         piece = self._piece
@@ -339,6 +344,12 @@ class PrivateOptimizer(DPOptimizer):
             f"step {piece.step} on batch {self._batch.index}{block}, noise_multiplier = "
             f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}"
         )
+
+    def scale_grad(self) -> None:
+        """Divides as Opacus does; a step on several batches is refused."""
+        if self.loss_reduction == "mean":
+            for param in self.params:
+                param.grad /= self.expected_batch_size  # type: ignore[operator]
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
         """Takes the hook of the engine, which has nothing to do here; refuses any other.

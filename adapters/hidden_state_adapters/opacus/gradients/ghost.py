@@ -46,13 +46,16 @@ class LayerUse:
         return [t._version for t in (*self.activations, self.backprops)]
 
     def check(self) -> None:
-        """Raises UnsupportedRunError unless the tensors are as captured, one row per record."""
+        """Raises UnsupportedRunError unless the tensors are as captured."""
         if self._versions != self._now():
             raise UnsupportedRunError(
                 f"the batch was written in place between backward() and step(), and ghost clipping "
                 f"still needs what went into {type(self.layer).__name__}. Leave it alone until "
                 "after optimizer.step()."
             )
+
+    def check_rows(self) -> None:
+        """Raises UnsupportedRunError unless there is one row per record."""
         rows = {len(t) for t in (*self.activations, self.backprops)}
         if len(rows) != 1:
             raise UnsupportedRunError(
@@ -68,6 +71,9 @@ class LayerGradients:
     Where those of all records take little memory beside what the layer kept of the batch (of
     convolutions they do), they are made once.
 
+    Attributes:
+        are_moderate: Whether the factors of all gradients are known not to be long.
+
     Args:
         uses: In one batch.
     """
@@ -75,6 +81,7 @@ class LayerGradients:
     def __init__(self, uses: Sequence[LayerUse]):
         self.uses = tuple(uses)
         self._made: dict[nn.Parameter, torch.Tensor] = {}
+        self.are_moderate = False
 
     @property
     def rows(self) -> int:
@@ -184,13 +191,12 @@ class LinearGradients(LayerGradients):
         (use,) = uses
         self._inputs, self._backprops = use.activations[0].to(use.backprops.dtype), use.backprops
         self._lengths = _row_norms(self._inputs)
-        self._are_moderate = False
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""
         inputs, backprops = self._lengths, _row_norms(self._backprops)
         if figures.is_on_host(inputs) and len(inputs):
-            self._are_moderate = bool((inputs + backprops).max() <= _MODERATE)
+            self.are_moderate = (inputs + backprops).max().item() <= _MODERATE
         # Goodfellow 2015, arXiv 1510.01799
         return [backprops * inputs if p.dim() == 2 else backprops for p in params]
 
@@ -202,7 +208,7 @@ class LinearGradients(LayerGradients):
     ) -> list[list[torch.Tensor]]:
         """For each of `params` the sums of its gradients with each of `weights`, (rows,)."""
         inputs, backprops = self._inputs, self._backprops
-        if self._are_moderate:
+        if self.are_moderate:
             sums = []
             for weight in weights:
                 weighted = backprops * weight.to(backprops.dtype).unsqueeze(1)
@@ -268,7 +274,7 @@ def _row_norms(array: torch.Tensor) -> torch.Tensor:
 
 def gradients_of(use: LayerUse) -> LayerGradients:
     """The fastest exact way to the gradients of one use of a layer."""
-    use.check()
+    use.check_rows()
     kind = type(use.layer)
     own = [getattr(use.layer, name, None) for name in ("weight", "bias")]
     if any(all(p is not q for q in own) for p in use.layer.parameters(recurse=False)):

@@ -92,7 +92,7 @@ def add_noise(optimizer: DPOptimizer, own: OwnNoise) -> None:
     """DPOptimizer.add_noise, with `own` noise unless the optimizer was given a generator."""
     for p in optimizer.params:
         _check_processed_flag(p.summed_grad)
-        p.grad = (p.summed_grad + _noise(optimizer, own, p.summed_grad)).view_as(p)
+        p.grad = _noise(optimizer, own, p.summed_grad).add_(p.summed_grad).view_as(p)
         _mark_as_processed(p.summed_grad)
 
 
@@ -111,12 +111,14 @@ def take_noisy_sums(optimizer: DPOptimizer) -> None:
 
 
 def _noise(optimizer: DPOptimizer, own: OwnNoise, total: torch.Tensor) -> torch.Tensor:
-    given = optimizer.generator
+    std, generator = optimizer.noise_multiplier * optimizer.max_grad_norm, optimizer.generator
+    if generator is None:
+        generator = own.generator(total.device)
+    if std and not optimizer.secure_mode:  # the numbers of _generate_noise, without its zeros
+        empty = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+        return empty.normal_(0.0, std, generator=generator)
     return _generate_noise(
-        std=optimizer.noise_multiplier * optimizer.max_grad_norm,
-        reference=total,
-        generator=own.generator(total.device) if given is None else given,
-        secure_mode=optimizer.secure_mode,
+        std=std, reference=total, generator=generator, secure_mode=optimizer.secure_mode
     )
 
 

@@ -114,13 +114,16 @@ def ghost_norms(params: Sequence[nn.Parameter]) -> torch.Tensor:
 
     inf where the gradient does not fit into the precision of the parameters.
     """
-    for gradients, group in _by_layer(params):
+    layers = _by_layer(params)
+    for gradients, group in layers:
         if any(_sample(p).norms is None for p in group):
             for p, norms in zip(group, gradients.norms(group), strict=True):
                 _sample(p).norms = norms
     parts = [_sample(p).norms for p in params]
     parts = [part.to(device=parts[0].device, dtype=torch.float64) for part in parts]
     norms = torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+    if all(gradients.are_moderate for gradients, _ in layers):
+        return norms
     # The gradient of a linear layer can overflow where neither of its factors does.
     largest = min(torch.finfo(p.dtype).max for p in params)
     return torch.where(norms > largest, math.inf, norms)
@@ -145,9 +148,17 @@ def take_ghost_sums(
 
 def _by_layer(
     params: Sequence[nn.Parameter],
-) -> Iterator[tuple[LayerGradients, list[nn.Parameter]]]:
+) -> list[tuple[LayerGradients, list[nn.Parameter]]]:
+    """The parameters of each layer.
+
+    Raises:
+        UnsupportedRunError: The batch was used, or changed.
+    """
     groups: dict[int, tuple[LayerGradients, list[nn.Parameter]]] = {}
     for p in params:
         gradients = _sample(p).gradients
         groups.setdefault(id(gradients), (gradients, []))[1].append(p)
-    return iter(groups.values())
+    for gradients, _ in groups.values():
+        for use in gradients.uses:
+            use.check()
+    return list(groups.values())

@@ -102,6 +102,9 @@ class Guard:
         return ()
 
 
+_IN_A_STEP = ("admit", "before", "figures", "judge", "before_noise", "used", "moved", "after")
+
+
 class Guards:
     """All guards of a run, as one: in their order, with one transfer from the device.
 
@@ -111,45 +114,51 @@ class Guards:
 
     def __init__(self, guards: Iterable[Guard]):
         self._guards = tuple(guards)
+        self._asked = {name: self._with(name) for name in _IN_A_STEP}
+
+    def _with(self, name: str) -> tuple[Guard, ...]:
+        """The guards for which a method does something."""
+        nothing = getattr(Guard, name)
+        return tuple(guard for guard in self._guards if getattr(type(guard), name) is not nothing)
 
     def admit(self, step: int) -> None:
         """Asks every guard."""
-        for guard in self._guards:
+        for guard in self._asked["admit"]:
             guard.admit(step)
 
     def before(self, piece: Piece) -> None:
         """Asks every guard."""
-        for guard in self._guards:
+        for guard in self._asked["before"]:
             guard.before(piece)
 
     def check_values(self, piece: Piece) -> dict[str, float]:
         """Reads the figures of all guards in one transfer, lets each judge them, returns them."""
         found: dict[str, Figure] = {}
-        for guard in self._guards:
+        for guard in self._asked["figures"]:
             found.update(guard.figures(piece))
         values = read(found)
-        for guard in self._guards:
+        for guard in self._asked["judge"]:
             guard.judge(piece, values)
         return values
 
     def before_noise(self, piece: Piece) -> None:
         """Tells every guard."""
-        for guard in self._guards:
+        for guard in self._asked["before_noise"]:
             guard.before_noise(piece)
 
     def used(self, piece: Piece) -> None:
         """Tells every guard."""
-        for guard in self._guards:
+        for guard in self._asked["used"]:
             guard.used(piece)
 
     def moved(self, piece: Piece) -> None:
         """Tells every guard."""
-        for guard in self._guards:
+        for guard in self._asked["moved"]:
             guard.moved(piece)
 
     def after(self, step: int) -> None:
         """Tells every guard."""
-        for guard in self._guards:
+        for guard in self._asked["after"]:
             guard.after(step)
 
     def resume(self, steps: int) -> None:

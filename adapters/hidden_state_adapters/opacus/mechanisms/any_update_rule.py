@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -142,19 +141,19 @@ class AnyUpdateRule(ClippedSum):
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded: of plain SGD what it does, of others that they move."""
-        step = super().step(batch, rows, largest_norm)
         is_mean = self.optimizer.loss_reduction == "mean"
         scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
         try:
             options = sgd_options(self.base)
         except UnsupportedUpdateError:
             self._other_rule = _name(self.base)
-            return step  # its learning rate of 1 stands for the rule
+            # Its learning rate of 1 stands for the rule.
+            return super().step(batch, rows, largest_norm)
         rate, decay = options["lr"] * scale, options["weight_decay"] / scale
         if not 0 <= rate * decay < 1:
             self._other_rule = "SGD with learning_rate * weight_decay >= 1"
-            return step
-        return attrs.evolve(step, learning_rate=rate, weight_decay=decay)
+            return super().step(batch, rows, largest_norm)
+        return self._step(batch, rows, largest_norm, learning_rate=rate, weight_decay=decay)
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""

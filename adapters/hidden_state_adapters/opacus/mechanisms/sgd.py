@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -104,8 +103,10 @@ class NoisySgd(ClippedSum):
         # The event divides by b; a "sum" optimizer does not.
         is_mean = self.optimizer.loss_reduction == "mean"
         scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
-        return attrs.evolve(
-            super().step(batch, rows, largest_norm),
+        return self._step(
+            batch,
+            rows,
+            largest_norm,
             learning_rate=options["lr"] * scale,
             weight_decay=options["weight_decay"] / scale,
         )
