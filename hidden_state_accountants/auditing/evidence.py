@@ -74,11 +74,23 @@ def strongest(found: Sequence[Evidence]) -> Evidence:
 def relation_conditions(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> tuple[UnmetCondition, ...]:
-    """The condition that the relation makes sense for the batch order, if it does not."""
+    """That the relation makes sense for the batch order, and no prox changes the law of the run."""
     reason = unmet_relation(event.batch_order, relation)
-    if reason is None:
+    unmet = (
+        () if reason is None else (UnmetCondition("neighboring relation", reason, relation.name),)
+    )
+    return (*unmet, *prox_conditions(event))
+
+
+def prox_conditions(event: LastIterateDpEvent) -> tuple[UnmetCondition, ...]:
+    """The attacks compute laws of runs without a prox that shrinks."""
+    if not event.prox_strong_convexity:
         return ()
-    return (UnmetCondition("neighboring relation", reason, relation.name),)
+    return (
+        UnmetCondition(
+            "proximal map", "prox_strong_convexity = 0", f"{event.prox_strong_convexity:g}"
+        ),
+    )
 
 
 def constant_linear_conditions(
@@ -91,6 +103,12 @@ def constant_linear_conditions(
         for holds, condition, required, actual in (
             (not event.has_schedules, "constant parameters", "no schedules", "a schedule"),
             (event.weight_decay == 0, "weight decay", "0", str(event.weight_decay)),
+            (
+                event.prox_strong_convexity == 0,
+                "proximal map",
+                "prox_strong_convexity = 0",
+                f"{event.prox_strong_convexity:g}",
+            ),
             (not strongly_convex, "losses", "a class with linear losses", "strongly convex"),
             (
                 event.noise_multiplier != 0 and event.learning_rate != 0,

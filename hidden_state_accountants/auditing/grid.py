@@ -200,6 +200,11 @@ def _check(
             "Expected an event without release_steps and max_batch_size, "
             f"got {event.release_steps} and {event.max_batch_size}. GaussianOracle covers releases."
         )
+    if event.prox_strong_convexity:
+        raise UnsupportedRunError(
+            "Expected an event with prox_strong_convexity = 0, got "
+            f"{event.prox_strong_convexity:g}: the grid has no proximal map."
+        )
     if not (event.per_step("learning_rate") * event.noise_std_on_sum() > 0).all():
         raise UnsupportedRunError(
             "Expected noise_multiplier > 0 and learning_rate > 0 at every step, got 0. Without "

@@ -93,6 +93,14 @@ def of_hidden_iterates(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
                 Topic.DOMAIN,
             )
         )
+    if event.prox_strong_convexity:
+        assumptions.append(
+            Assumption.declared(
+                "after the noise of every step acts the proximal map, with that step's learning "
+                f"rate, of a public, {event.prox_strong_convexity:g}-strongly convex regulariser",
+                Topic.REGULARISER,
+            )
+        )
     return (
         *assumptions,
         order_of_hidden_iterates(event),

@@ -64,6 +64,10 @@ def _run_fields(
         _option(f"One of {_ORDERS}.", _RUN, autocompletion=completed_by(names.ORDERS)),
     ] = None,
     weight_decay: Annotated[float | None, _option("Decoupled weight decay.", _RUN)] = None,
+    prox_strong_convexity: Annotated[
+        float | None,
+        _option("Strong convexity of the regulariser of a prox after the noise.", _RUN),
+    ] = None,
     domain_diameter: Annotated[
         float | None, _option("Diameter (2 x radius) of the set projected on.", _RUN)
     ] = None,

@@ -13,6 +13,7 @@ dataset_size = 50_000       # cyclic batches: a multiple of batch_size
 epochs = 200                # or num_steps
 batch_order = "cyclic"      # full, cyclic, shuffled_once, reshuffled, without_replacement, poisson
 weight_decay = 0.1          # decoupled: x <- (1 - learning_rate * weight_decay) x - ...
+# prox_strong_convexity = 0.1  # a proximal map after the noise divides by 1 + 0.1 * learning_rate
 # domain_diameter = 10.0    # every iterate is projected on a convex set of this diameter
 # release_steps = [1000]    # after these steps the model was released, too
 # sampling_rate = 0.01      # poisson only: the loader's, if it is not batch_size / dataset_size

@@ -62,15 +62,15 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
     r"""A run of noisy (projected, decayed) clipped gradient descent that releases its last iterate.
 
     .. math::
-        x_t = \Pi\Big( (1 - \eta_t w_t)\, x_{t-1}
+        x_t = \Pi\,\mathrm{prox}_{\eta_t h}\Big( (1 - \eta_t w_t)\, x_{t-1}
               - \frac{\eta_t}{b}\Big(\sum_{i \in B_t} \mathrm{clip}_{C_t}(\nabla f_i(x_{t-1}))
               + \mathcal{N}(0, (z_t C_t)^2 I)\Big) \Big), \qquad t = 1, \dots, T
 
     Formal guarantees of the mechanism that the event stands for:
       - Released: the iterates after `release_steps` and :math:`x_T`, nothing else (no averages of
         iterates, optimizer state, metrics on the private data).
-      - :math:`\Pi, \eta_t, z_t, C_t, w_t, T, b` and the released steps are public, fixed in advance
-        and the same for neighbouring data sets; :math:`x_0` does not depend on the data.
+      - :math:`\Pi, h, \eta_t, z_t, C_t, w_t, T, b` and the released steps are public, fixed in
+        advance and the same for neighbouring data sets; :math:`x_0` does not depend on the data.
       - One record is one row and is clipped on its own.
 
     `noise_multiplier`, `learning_rate`, `clip_norm` and `weight_decay` take a number, a sequence
@@ -87,6 +87,10 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         batch_order: A `BatchOrder` or its value.
         loss: What is known about the per-example loss; None leaves ordinary composition only.
         weight_decay: w >= 0, decoupled: it acts outside the clip. learning_rate * w < 1.
+        prox_strong_convexity: mu >= 0: the public, convex regulariser h is mu-strongly convex, and
+            its proximal map with the step's learning rate acts after the noise. It then shrinks
+            distances by 1/(1 + eta mu): mu = 2 lambda for lambda |x|**2. l1, group lasso, a box and
+            non-negative weights have mu = 0: such maps do not expand and change no figure.
         domain_diameter: Diameter (twice the radius of a ball) of the convex set that contains x_0
             and on which every iterate is projected.
         release_steps: The steps (1..T-1) after which the iterate is released as well.
@@ -114,6 +118,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
     batch_order: BatchOrder = attrs.field()
     loss: LossGeometry | None = None
     weight_decay: float | Schedule = 0.0
+    prox_strong_convexity: float = attrs.field(default=0.0)
     domain_diameter: float = math.inf
     release_steps: tuple[int, ...] = ()
     sampling_rate: float | None = None
@@ -140,6 +145,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
                 "the per-example gradient norm, or clip."
             )
+        convexity = validate.magnitude("prox_strong_convexity", self.prox_strong_convexity)
+        put("prox_strong_convexity", convexity)
         put(
             "domain_diameter",
             validate.real("domain_diameter", self.domain_diameter, above=0, allow_inf=True),

@@ -123,6 +123,7 @@ def _of_largest_data_set(event: LastIterateDpEvent, size: int) -> LastIterateDpE
         batch_size=records,
         learning_rate=_times(event.learning_rate, longer),
         weight_decay=_times(event.weight_decay, 1 / longer),
+        prox_strong_convexity=event.prox_strong_convexity / longer,
     )
 
 

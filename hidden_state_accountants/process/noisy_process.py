@@ -34,7 +34,7 @@ class NoisyProcess:
         drift_contraction: kappa_t and
         drift: 2 eta_t G_t k_t/b: |phi_t(x) - phi'_t(y)| <= kappa_t |x - y| + drift_t, because no
             gradient is longer than G_t. Holds whatever the loss is, and contains s_t.
-        domain_diameter: R.
+        domain_diameter: R, of the states before a prox: what it shrinks to the event's.
         period: The record is in batch t exactly if (t-1) % period equals its position.
         positions: The positions the record may have.
         release_steps: Steps after which the iterate is released as well; ascending, below T.
@@ -177,18 +177,29 @@ def _process(
     elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
         terms += 1  # the neighbour's full batch may hold b + 1 records
     per_step = functools.partial(np.broadcast_to, shape=(num_steps,))
+    before = _shrunk_before(event)
     return NoisyProcess(
-        contraction=per_step(contraction),
+        contraction=per_step(contraction * before),
         sensitivity=per_step(factor * eta * bound / b),
         noise_std=per_step(eta * event.noise_std_on_sum() / b),
-        drift_contraction=per_step(np.abs(1 - eta * decay)),
+        drift_contraction=per_step(np.abs(1 - eta * decay) * before),
         drift=per_step(eta * bound * terms / b),
-        domain_diameter=event.domain_diameter,
+        domain_diameter=event.domain_diameter / float(np.min(before)),
         period=period,
         positions=positions,
         release_steps=release_steps,
         is_constant=not event.has_schedules,
     )
+
+
+def _shrunk_before(event: LastIterateDpEvent) -> np.ndarray:
+    """What the prox of the step before leaves of a distance; shape as `event.per_step`.
+
+    States are those before the prox, so that the prox of step t is counted with step t + 1. The
+    first step starts at a shared state. (docs/theory/theorem_a.md, "A prox after the noise")
+    """
+    shrunk = 1 / (1 + event.per_step("learning_rate") * event.prox_strong_convexity)
+    return shrunk if len(shrunk) == 1 else np.concatenate([[1.0], shrunk[:-1]])
 
 
 def _of_curvature(event: LastIterateDpEvent, curvature: float) -> np.ndarray:

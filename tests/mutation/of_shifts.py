@@ -16,6 +16,7 @@ _RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
 _CARRIES_TESTS = "bounds/test_carries.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
 _BASELINES_TESTS = "bounds/test_baselines.py"
+_PROX_TESTS = "bounds/test_prox.py"
 
 MUTATIONS = (
     # Optimal shifts, windows and segments.
@@ -267,5 +268,27 @@ MUTATIONS = (
         "rest = 2 * (run.period - half)",
         "rest = 2 * (run.period + half)",
         _BASELINES_TESTS,
+    ),
+    # A prox after the noise.
+    Mutation(
+        "prox_of_the_step_itself",
+        "process/noisy_process.py",
+        "np.concatenate([[1.0], shrunk[:-1]])",
+        "shrunk",
+        _PROX_TESTS,
+    ),
+    Mutation(
+        "domain_before_the_prox",
+        "process/noisy_process.py",
+        "domain_diameter=event.domain_diameter / float(np.min(before))",
+        "domain_diameter=event.domain_diameter",
+        _PROX_TESTS,
+    ),
+    Mutation(
+        "prox_of_a_group_shrinks_more",
+        "process/groups.py",
+        "event.prox_strong_convexity / longer",
+        "event.prox_strong_convexity",
+        _PROX_TESTS,
     ),
 )

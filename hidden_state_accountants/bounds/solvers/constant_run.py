@@ -86,6 +86,12 @@ def unmet_for_constant_run(
             'weight_decay = 0 (analysis="sound" covers decoupled decay)',
             f"{event.weight_decay!r}",
         ),
+        *conditions.unless(
+            not published or not event.prox_strong_convexity,
+            "proximal map",
+            'prox_strong_convexity = 0 (analysis="sound" does not need it to be)',
+            f"{event.prox_strong_convexity!r}",
+        ),
     ]
 
 

@@ -105,7 +105,9 @@ def _facts(
         ),
         (
             "update",
-            update or f"{contraction}; learning rate {rate}, weight decay {decay}, {projection}",
+            update
+            or f"{contraction}; learning rate {rate}, weight decay {decay}{_prox(event)}, "
+            f"{projection}",
         ),
         (
             "noise",
@@ -113,6 +115,12 @@ def _facts(
             f"noise/sensitivity {ratio}",
         ),
     )
+
+
+def _prox(event: LastIterateDpEvent) -> str:
+    if not event.prox_strong_convexity:
+        return ""
+    return f", prox of a {event.prox_strong_convexity:g}-strongly convex regulariser"
 
 
 def _run_text(event: LastIterateDpEvent, microbatch: int) -> str:
@@ -135,7 +143,8 @@ def _run_text(event: LastIterateDpEvent, microbatch: int) -> str:
         f"order{rate_text(event.sampling_rate)}, "
         f"noise multiplier {range_of(event.per_step('noise_multiplier'))}{halved}, {clip}, "
         f"learning rate {range_of(event.per_step('learning_rate'))}, weight decay "
-        f"{range_of(event.per_step('weight_decay'))} and {projection}, for {event.num_steps} "
+        f"{range_of(event.per_step('weight_decay'))}{_prox(event)} and {projection}, for "
+        f"{event.num_steps} "
         f"iterations ({event.num_steps / event.batches_per_epoch:g} epochs) {grouped}."
     )
 
