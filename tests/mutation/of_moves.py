@@ -59,8 +59,8 @@ MUTATIONS = (
     Mutation(
         "drift_forgets_the_decay",
         PROCESS,
-        "drift_contraction=per_step(np.abs(1 - eta * decay))",
-        "drift_contraction=per_step(np.abs(1 - 0 * eta * decay))",
+        "drift_contraction=per_step(np.abs(1 - eta * decay) * before)",
+        "drift_contraction=per_step(np.abs(1 - 0 * eta * decay) * before)",
         _PROCESS_TESTS,
     ),
     Mutation(
@@ -94,8 +94,8 @@ MUTATIONS = (
     Mutation(
         "radius_for_diameter",
         PROCESS,
-        "domain_diameter=event.domain_diameter,",
-        "domain_diameter=event.domain_diameter / 2,",
+        "domain_diameter=event.domain_diameter / float(np.min(before)),",
+        "domain_diameter=event.domain_diameter / 2 / float(np.min(before)),",
         _LAWS,
     ),
     Mutation(
