@@ -135,6 +135,7 @@ class Candidate:
         target_epsilon: What the event's epsilon is not above.
         delta: Of the target.
         neighboring_relation: Of the target.
+        feature_norm: What the records are normalised to.
         spent: What the target is for as well, beside the run; None for nothing.
     """
 
@@ -149,6 +150,7 @@ class Candidate:
     target_epsilon: float
     delta: float
     neighboring_relation: NeighboringRelation
+    feature_norm: float
     spent: dp_accounting.DpEvent | None = None
 
     @property
@@ -173,6 +175,22 @@ class Candidate:
     def reason(self) -> str:
         """What speaks for the run, and what it asks for."""
         return _REASONS[self.event.batch_order]
+
+    def make_private_arguments(self) -> dict[str, Any]:
+        """What `HiddenStatePrivacyEngine.make_private` is told beside module, optimizer and loader.
+
+        Model, criterion (`hidden_state_adapters.opacus.recommended_criterion`), learning rate and
+        batch size are still to be given; docs/recommend.md has the lines.
+        """
+        arguments: dict[str, Any] = {
+            "noise_multiplier": self.event.noise_multiplier,
+            "max_grad_norm": self.event.clip_norm,
+            "batch_order": self.event.batch_order.value,
+            "num_steps": self.event.num_steps,
+        }
+        if self.smoothing is not None:
+            arguments |= {"loss_geometry": "auto", "feature_norm": self.feature_norm}
+        return arguments
 
     def guarantee(self) -> Guarantee:
         """What is proved of the run and of what was spent, with its assumptions."""
@@ -521,6 +539,7 @@ class _Plan:
             target_epsilon=task.epsilon,
             delta=task.delta,
             neighboring_relation=task.relation,
+            feature_norm=task.feature_norm,
             spent=task.spent,
         )
 

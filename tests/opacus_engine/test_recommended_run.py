@@ -1,46 +1,93 @@
-"""What hsa.recommend prints is what the engine takes."""
+"""What hsa.recommend gives is what the engine takes."""
 
+import pathlib
+import re
+import textwrap
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters import opacus
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, recommended_criterion
+
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recommend.md"
 
 
-@pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
-@pytest.mark.parametrize("order", ["cyclic", "poisson", "full"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_engine_takes_a_recommended_run(order, bias):
-    found = hsa.recommend(200, 1.0, 1e-5, classes=3, orders=[order], epochs=2, bias=bias)
-    event = found.best.event
-    features = torch.nn.functional.normalize(torch.randn(200, 4, dtype=torch.float64))
-    data = TensorDataset(features, torch.randint(3, (200,)))
-    model = torch.nn.Linear(4, 3, bias=bias, dtype=torch.float64)
+def records(targets, width=4):
+    features = torch.nn.functional.normalize(torch.randn(len(targets), width, dtype=torch.float64))
+    return TensorDataset(features, targets)
+
+
+def zero_linear(outputs, bias, width=4):
+    model = torch.nn.Linear(width, outputs, bias=bias, dtype=torch.float64)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    criterion = torch.nn.CrossEntropyLoss()
-    if found.best.smoothing is not None:
-        criterion = eval(found.best.criterion, vars(opacus))
+    return model
+
+
+@pytest.mark.parametrize("order", ["cyclic", "poisson", "full"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "logistic", "squared_error"])
+def test_the_engine_takes_a_recommended_run(order, bias, loss):
+    run = hsa.recommend(
+        200, 1.0, 1e-5, classes=3, orders=[order], epochs=2, bias=bias, loss=loss
+    ).best
+    softmax = loss == "softmax_cross_entropy"
+    data = records(torch.randint(3, (200,)) if softmax else torch.rand(200, 1).double())
+    model = zero_linear(3 if softmax else 1, bias)
+    criterion = recommended_criterion(run)
     engine = HiddenStatePrivacyEngine()
     model, optimizer, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=event.learning_rate),
-        data_loader=DataLoader(data, batch_size=event.batch_size),
-        noise_multiplier=event.noise_multiplier,
-        max_grad_norm=event.clip_norm,
-        batch_order=order,
+        optimizer=torch.optim.SGD(model.parameters(), lr=run.event.learning_rate),
+        data_loader=DataLoader(data, batch_size=run.event.batch_size),
         criterion=criterion,
-        loss_geometry="auto",
-        feature_norm=1.0,
+        **run.make_private_arguments(),
     )
-    steps = 0
-    while steps < event.num_steps:
+    for _ in range(run.epochs):
         for x, y in loader:
             optimizer.zero_grad()
             criterion(model(x), y).backward()
             optimizer.step()
-            steps += 1
-    assert steps == event.num_steps
     assert 0.98 < engine.get_epsilon(1e-5) <= 1
+    assert engine.accountant.recorders[-1].num_steps == run.event.num_steps
+
+
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "logistic", "squared_error"])
+@pytest.mark.parametrize("order", ["full", "cyclic"])
+def test_the_criterion_is_the_loss_that_is_named(loss, order):
+    """Against the slopes that the estimators train with."""
+    pytest.importorskip("sklearn")
+    from hidden_state_adapters.sklearn.steps import Slopes
+
+    run = hsa.recommend(200, 1.0, 1e-5, classes=3, orders=[order], epochs=2, loss=loss).best
+    z = torch.randn(7, 3 if loss.startswith("softmax") else 1, dtype=torch.float64)
+    z.requires_grad_()
+    if loss.startswith("softmax"):
+        labels = torch.arange(7) % 3
+        targets = np.eye(3)[labels]
+    else:
+        labels = torch.rand(7, 1, dtype=torch.float64)
+        targets = labels.numpy()
+    recommended_criterion(run)(z, labels).backward()
+    slopes = Slopes(loss, run.clip_norm, run.smoothing)(z.detach().numpy(), targets)
+    np.testing.assert_allclose(7 * z.grad.numpy(), slopes, atol=1e-12)
+
+
+def test_the_lines_of_the_page_run():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    code = code.replace("classes=10, ", "classes=10, epochs=4, ")  # quicker
+    names = {
+        "hsa": hsa,
+        "torch": torch,
+        "DataLoader": DataLoader,
+        "HiddenStatePrivacyEngine": HiddenStatePrivacyEngine,
+        "recommended_criterion": recommended_criterion,
+        "data": records(torch.randint(10, (403,))),
+        "model": zero_linear(10, False),
+    }
+    exec(textwrap.dedent(code), names)
+    assert 0.98 < names["engine"].get_epsilon(1e-5) <= 1

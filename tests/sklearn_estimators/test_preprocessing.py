@@ -17,6 +17,7 @@ from hidden_state_adapters.sklearn.preprocessing import (
     column_sums,
     record_norm,
     release_statistics,
+    shrunk,
 )
 
 pytestmark = pytest.mark.filterwarnings(  # the same records in every test
@@ -111,6 +112,18 @@ def test_without_noise_columns_have_mean_zero_and_equal_scale():
     constant = np.ones((50, 2))
     flat = release_statistics(constant, "standardize", 1.0, "scale", 1.0, silent)
     assert np.isfinite(flat.apply(constant, 1.0, "scale")).all()
+
+
+def test_means_that_are_mostly_noise_move_nothing():
+    """Without this, few records with a small epsilon are worse off than without centring."""
+    truth, std = np.full(50, 0.1), 0.3
+    noisy = truth + std * rng.normal(size=(200, 50))
+    found = np.array([shrunk(row, std) for row in noisy])
+    errors = [np.mean((means - truth) ** 2) for means in (found, noisy, 0 * noisy)]
+    assert errors[0] < 0.2 * errors[1]
+    assert errors[0] < 1.3 * errors[2]
+    np.testing.assert_allclose(shrunk(truth, 1e-6), truth, rtol=1e-6)
+    np.testing.assert_array_equal(shrunk(np.zeros(3), 1.0), 0)
 
 
 def test_sparse_records_are_scaled_like_dense_ones():

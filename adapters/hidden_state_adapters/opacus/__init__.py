@@ -36,6 +36,7 @@ from hidden_state_adapters.opacus.projections import (
     BoxProjection,
     ParameterBallsProjection,
 )
+from hidden_state_adapters.opacus.recommended import recommended_criterion
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
@@ -61,4 +62,5 @@ __all__ = [
     "ParameterBallsProjection",
     "estimate_hoelder",
     "explain_engine",
+    "recommended_criterion",
 ]

@@ -76,14 +76,23 @@ def release_statistics(
     sums = column_sums(matrix, step, feature_norm, normalization)
     std = noise_multiplier * record_norm(step)
     means, squares = (sums + normal(std, sums.shape)) / matrix.shape[0]
+    std /= matrix.shape[0]
     centers, scales = STEPS[step]
+    origin = shrunk(means, std) if centers else np.zeros_like(means)
     factors = None
     if scales:
-        variances = squares - means**2 if centers else squares
-        least = max(std / matrix.shape[0], _LEAST_VARIANCE * float(np.maximum(variances, 0).mean()))
+        variances = squares - 2 * origin * means + origin**2
+        least = max(std, _LEAST_VARIANCE * float(np.maximum(variances, 0).mean()))
         # So that a record has about the norm F again, of which "clip" cuts the rest off.
         factors = 1 / np.sqrt(matrix.shape[1] * np.maximum(variances, least))
-    return Statistics(feature_norm * means if centers else None, factors)
+    return Statistics(feature_norm * origin if centers else None, factors)
+
+
+def shrunk(means: np.ndarray, std: float) -> np.ndarray:
+    """Means with noise, moved towards zero where they are mostly noise (James and Stein 1961)."""
+    square = float(means @ means)
+    noise = max(len(means) - 2, 0) * std**2
+    return means * (max(1 - noise / square, 0.0) if square > 0 else 0.0)
 
 
 def column_sums(matrix: Any, step: str, feature_norm: float, normalization: str) -> np.ndarray:
