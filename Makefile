@@ -7,6 +7,7 @@
 #   PYTEST_ARGS='...'            more options for pytest
 #   WORKERS=2                    test processes
 #   UTILITY_ARGS='--size reduced'  options of the benchmark of "make utility"
+#   GPU_PYTHON=python3           the Python of "make gpu", on a machine that has torch with CUDA already
 #   DEEP_EXAMPLES=18             how many times the examples of "make test" that "make test-deep" searches
 
 ifeq ($(origin PYTHON), undefined)
@@ -16,6 +17,8 @@ PYTHON := $(or $(shell for python in python3.11 python3.12 python3.10 python3.13
 endif
 WORKERS ?= 2
 DEEP_EXAMPLES ?= 18
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
 CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine sklearn_estimators))
 # Folders that answer in seconds. Those left out search at random (soundness, laws) or build TensorFlow graphs (keras).
@@ -41,7 +44,7 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility docs lint format clean distclean
+.PHONY: gpu gpu-wheels help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility docs lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -53,6 +56,8 @@ help:
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write docs/benchmarks/opacus_step.md: steps of the Opacus optimizers against Opacus'"
+	@echo "make gpu          tests that need a CUDA device; writes docs/benchmarks/opacus_step_cuda.md. Needs torch, no network"
+	@echo "make gpu-wheels   what make gpu needs beside torch, into wheels/, to be carried to a machine without network"
 	@echo "make utility      write docs/benchmarks/utility.md: accuracy at equal epsilon (hours; it can be stopped)"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make docs         build the site into site/, strictly, and the notebooks that it shows; open site/index.html"
@@ -84,6 +89,21 @@ tightness: .venv/.test-installed
 
 benchmarks: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/opacus_step.py
+
+# On a machine with torch, and whatever else it has, installed for GPU_PYTHON: nothing of it is replaced, and nothing is
+# looked for on a network. TensorFlow is not needed.
+gpu:
+	'$(GPU_PYTHON)' -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
+	'$(GPU_PYTHON)' -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install -q --no-index --find-links wheels -r benchmarks/gpu-requirements.txt
+	PYTHONPATH=.:adapters .venv-gpu/bin/python -m pytest -m cuda -rs $(PYTEST_ARGS) tests/opacus_engine
+	PYTHONPATH=.:adapters .venv-gpu/bin/python benchmarks/opacus_step.py --device cuda
+
+# With the versions that this machine's own tests use.
+gpu-wheels:
+	'$(PYTHON)' -m pip download -q --dest wheels --only-binary :all: --no-deps --python-version $(GPU_PYTHON_VERSION) \
+	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any -c constraints-numpy2.txt \
+	    -r benchmarks/gpu-requirements.txt
 
 # Goes on where it stopped. diffprivlib and mlxtend take part if they are installed.
 utility: .venv/.test-installed

@@ -4,6 +4,7 @@
 
 One process trains the same model on the same batches with each optimizer in turn. Writes
 docs/benchmarks/opacus_step.md (with --device cuda: opacus_step_cuda.md), without it for --only.
+"make gpu" does the latter, after the tests that need a GPU.
 """
 
 import argparse
@@ -88,6 +89,13 @@ CASES = {
     "CNN (MNIST)": (cnn, (64, 256)),
     "50 frozen BatchNorm, 64 x 10": (frozen, (256,)),
 }
+CUDA_CASES = {
+    "linear probe 512 x 10": (lambda: probe(512, 10), (256, 4096)),
+    "linear probe 2048 x 1000": (lambda: probe(2048, 1000), (256, 1024, 4096)),
+    "MLP 784-1024-1024-10": (lambda: mlp(1024), (256, 1024)),
+    "CNN (MNIST)": (cnn, (256, 4096)),
+    "50 frozen BatchNorm, 64 x 10": (frozen, (256, 4096)),
+}
 
 
 def make_data(shape, classes, batch_size, device):
@@ -161,27 +169,44 @@ class Trainer:
         self.optimizer.step()
 
 
-def seconds_of(trainer, batches, steps, device):
-    """Of `steps` steps, loading left out."""
+def seconds_of(trainer, batches, steps, device, *, overlaps=False):
+    """Of `steps` steps, loading left out; on a GPU between events.
+
+    Args:
+        trainer: Takes them.
+        batches: Given to it.
+        steps: Their number.
+        device: Of all of it.
+        overlaps: Whether the host may run ahead of the device, as it does in a training loop; else
+            it waits for the end of every step.
+    """
+    if device == "cuda":
+        return seconds_between_events(trainer, batches, steps, overlaps)
     # On CPU one thread does all the work: what it was given is independent of who else ran.
-    clock = time.perf_counter if device == "cuda" else time.thread_time
     total = 0.0
     for _ in range(steps):
         features, labels = next(batches)
-        synchronize(device)
-        start = clock()
+        start = time.thread_time()
         trainer.train(features, labels)
-        synchronize(device)
-        total += clock() - start
+        total += time.thread_time() - start
     return total / steps
 
 
-def synchronize(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
+def seconds_between_events(trainer, batches, steps, overlaps):
+    pairs = []
+    for _ in range(steps):
+        features, labels = next(batches)
+        pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        if not overlaps:
+            torch.cuda.synchronize()
+        pairs[-1][0].record()
+        trainer.train(features, labels)
+        pairs[-1][1].record()
+    torch.cuda.synchronize()
+    return sum(start.elapsed_time(end) for start, end in pairs) / 1e3 / steps
 
 
-def times_of(trainers, device, seconds):
+def times_of(trainers, device, seconds, *, overlaps=False):
     """Per optimizer its times, one for each round; every round times all of them in turn."""
     sources = {kind: trainer.batches() for kind, trainer in trainers.items()}
     for kind, trainer in trainers.items():
@@ -194,7 +219,8 @@ def times_of(trainers, device, seconds):
     for index in range(rounds):
         shift = index % len(kinds)
         for kind in kinds[shift:] + kinds[:shift]:
-            times[kind].append(seconds_of(trainers[kind], sources[kind], steps, device))
+            one = seconds_of(trainers[kind], sources[kind], steps, device, overlaps=overlaps)
+            times[kind].append(one)
     return times
 
 
@@ -230,17 +256,36 @@ def three_steps(kind, make_model, dataset, device):
 
 def measure(name, batch_size, options):
     """Per optimizer (times, peak bytes), and the bytes of the parameters."""
-    make_model = CASES[name][0]
+    make_model = cases(options.device)[name][0]
     model, shape, classes = make_model()
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     dataset = make_data(shape, classes, batch_size, options.device)
     table = {}
     for kinds in GROUPS:
-        trainers = {kind: Trainer(kind, make_model, dataset, options.device) for kind in kinds}
-        times = times_of(trainers, options.device, options.seconds)
-        for kind in kinds:
-            table[kind] = times[kind], peak_bytes(kind, make_model, dataset, options.device)
+        try:
+            table |= measure_group(kinds, make_model, dataset, options)
+        except torch.OutOfMemoryError:
+            print(f"{name}, b = {batch_size}: {kinds[0]} and what is beside it do not fit")
+        gc.collect()
     return table, parameter_bytes
+
+
+def measure_group(kinds, make_model, dataset, options):
+    """Per optimizer of a group (times, peak bytes, times that overlap)."""
+    device, overlapping = options.device, dict.fromkeys(kinds)
+    trainers = {kind: Trainer(kind, make_model, dataset, device) for kind in kinds}
+    times = times_of(trainers, device, options.seconds)
+    if device == "cuda":
+        overlapping = times_of(trainers, device, options.seconds, overlaps=True)
+    del trainers
+    return {
+        kind: (times[kind], peak_bytes(kind, make_model, dataset, device), overlapping[kind])
+        for kind in kinds
+    }
+
+
+def cases(device):
+    return CUDA_CASES if device == "cuda" else CASES
 
 
 def sampler_times():
@@ -296,12 +341,23 @@ def ratio_cell(times, base):
 KINDS = tuple(BASES)
 
 
-def time_rows(results):
+NOT_MEASURED = "does not fit"
+
+
+def time_rows(results, which=0):
+    """The times at place `which` of what was measured."""
     yield "| model | b | Opacus' step | " + " | ".join(KINDS) + " |"
     yield "|---" * (3 + len(KINDS)) + "|"
     for (name, batch_size), (table, _) in results.items():
-        cells = [name, str(batch_size), f"{1e3 * min(table['Opacus'][0]):.2f} ms"]
-        cells += [ratio_cell(table[kind][0], table[BASES[kind]][0]) for kind in KINDS]
+        base = f"{1e3 * min(table['Opacus'][which]):.2f} ms" if "Opacus" in table else NOT_MEASURED
+        cells = [name, str(batch_size), base]
+        for kind in KINDS:
+            is_there = kind in table
+            cells.append(
+                ratio_cell(table[kind][which], table[BASES[kind]][which])
+                if is_there
+                else NOT_MEASURED
+            )
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -310,11 +366,25 @@ def memory_rows(results):
     yield "| model | b | Opacus' peak | " + " | ".join(kinds) + " |"
     yield "|---" * (3 + len(kinds)) + "|"
     for (name, batch_size), (table, parameter_bytes) in results.items():
-        cells = [name, str(batch_size), f"{table['Opacus'][1] / 2**20:.1f} MiB"]
+        base = f"{table['Opacus'][1] / 2**20:.1f} MiB" if "Opacus" in table else NOT_MEASURED
+        cells = [name, str(batch_size), base]
         for kind in kinds:
+            if kind not in table:
+                cells.append(NOT_MEASURED)
+                continue
             peak, base = table[kind][1], table[BASES[kind]][1]
             cells.append(f"{peak / base:.3f} ({(peak - base) / parameter_bytes:+.2f})")
         yield "| " + " | ".join(cells) + " |"
+
+
+def overlap_lines(results):
+    return [
+        "The same where the host runs ahead of the device, as it does in a training loop that "
+        "waits for nothing itself. The one transfer of our checks is a wait in every step:",
+        "",
+        *time_rows(results, which=2),
+        "",
+    ]
 
 
 def verdicts(results):
@@ -322,10 +392,13 @@ def verdicts(results):
     for kind, goal in GOALS.items():
         met, missed = [], []
         for (name, batch_size), (table, _) in results.items():
+            if kind not in table:
+                continue
             ratio = min(table[kind][0]) / min(table[BASES[kind]][0])
             text = f"{name} at b = {batch_size} ({ratio:.2f})"
             (met if ratio <= goal + 0.005 else missed).append(text)
-        yield f"- {kind}, goal {goal:.2f} (minima): met in {len(met)} of {len(results)} rows" + (
+        count = f"{len(met)} of {len(met) + len(missed)}"
+        yield f"- {kind}, goal {goal:.2f} (minima): met in {count} rows" + (
             f", missed by {', '.join(missed)}." if missed else "."
         )
 
@@ -340,7 +413,8 @@ def device_name(device):
 
 
 def page(results, samplers, options):
-    clock = "wall clock" if options.device == "cuda" else "CPU time of the one thread"
+    is_cuda = options.device == "cuda"
+    clock = "CUDA events" if is_cuda else "CPU time of the one thread"
     return [
         "# Step time and memory beside Opacus",
         "",
@@ -369,6 +443,7 @@ def page(results, samplers, options):
         "",
         *verdicts(results),
         "",
+        *(overlap_lines(results) if is_cuda else []),
         "Peak of the tensors' memory, with model, batch, activations and per-example gradients, "
         "against the same bases; in brackets the difference in sizes of the parameters. The first "
         "step, which looks at whether records act on each other, is among them:",
@@ -412,7 +487,9 @@ def main():
     logging.disable(logging.WARNING)  # no contraction
     torch.set_num_threads(1)
     results = {}
-    for name, (_, batch_sizes) in CASES.items():
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("Expected a CUDA device with --device cuda, got none that torch can use.")
+    for name, (_, batch_sizes) in cases(options.device).items():
         for batch_size in batch_sizes if options.only in name else ():
             results[name, batch_size] = measure(name, batch_size, options)
             print(*list(time_rows(results))[-1:], *list(memory_rows(results))[-1:], sep="\n")

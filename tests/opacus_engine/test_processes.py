@@ -49,6 +49,12 @@ def test_trajectories_are_those_of_one_process(size, of_one, request):
     assert all(isinstance(weights, list) for weights in moved)
 
 
+@pytest.mark.cuda
+def test_a_trajectory_on_a_gpu(two, of_one):
+    for found in two.call("trajectory_on", "cuda:0"):
+        assert found == pytest.approx(of_one["cyclic"], abs=1e-5)
+
+
 def test_noise_is_that_of_one_process(three):
     """2500 draws: their standard deviation is known to 1.4 per cent."""
     found = [np.array(moved) for moved in three.call("first_noise", 3.0, 0.7)]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
+    BlockCoordinateOptimizer,
     DiceAdamOptimizer,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
@@ -30,7 +31,7 @@ class Loop:
     def __init__(self, kind, device="cpu", noise=0.7, width=(5, 4), dtype=torch.float32):
         torch.manual_seed(0)
         layers = [nn.Linear(width[0], width[1]), nn.Tanh(), nn.Linear(width[1], 3)]
-        if kind == "linear":
+        if kind in ("linear", "weighted"):
             layers = [nn.Linear(width[0], 3)]
         self.model = nn.Sequential(*layers).to(device=device, dtype=dtype)
         features = torch.randn(60, width[0], generator=torch.Generator().manual_seed(1))
@@ -52,7 +53,12 @@ class Loop:
             engine, more = PrivacyEngine(accountant="rdp"), {"poisson_sampling": False}
         else:
             engine, more = HiddenStatePrivacyEngine(), {"batch_order": "cyclic"}
-        if kind == "linear":
+        if kind == "weighted":
+            weight = torch.tensor([1.0, 0.5, 0.5], device=device)
+            self.criterion = nn.CrossEntropyLoss(weight=weight, reduction="sum")
+            more |= {"loss_geometry": "auto", "feature_norm": 1.0, "criterion": self.criterion,
+                    "loss_reduction": "sum"}  # fmt: skip
+        elif kind == "linear":
             more |= {"loss_geometry": "auto", "feature_norm": 1.0, "criterion": self.criterion,
                     "projection_radius": 50.0}  # fmt: skip
         elif kind.startswith("engine"):
@@ -132,7 +138,7 @@ def test_the_count_sees_every_way(waits):
     assert waits(lambda: tensor.add(1).sum()) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "weighted"])
 def test_one_transfer_in_a_step(waits, kind):
     """Beside what Opacus and Adam do: one, with all checks in it."""
     stock, ours = Loop("opacus_adam" if kind.endswith("adam") else "opacus"), Loop(kind)
@@ -155,8 +161,36 @@ def test_one_transfer_in_a_piece(waits, kind):
     assert first < 10  # it looks at whether records act on each other
 
 
+def test_blocks_wait_for_no_inputs(waits):
+    """Every block compares the inputs that a closure moved anew; one transfer each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    module, optimizer, loader = HiddenStatePrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(groups, lr=0.1),
+        data_loader=DataLoader(Loop("opacus").dataset, batch_size=10),
+        noise_multiplier=1.0,
+        max_grad_norm=0.05,
+        batch_order="cyclic",
+        optimizer_class=BlockCoordinateOptimizer,
+    )
+
+    def step(batch):
+        def closure():
+            optimizer.zero_grad()
+            features, labels = (part.clone() for part in batch)
+            nn.functional.cross_entropy(module(features), labels).backward()
+
+        optimizer.step(closure)
+
+    batches = iter(loader)
+    step(next(batches))
+    assert waits(step, next(batches)) == 2
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "weighted"])
 def test_one_transfer_on_a_gpu(kind):
     stock, ours = (
         Loop(k, "cuda") for k in ("opacus_adam" if kind.endswith("adam") else "opacus", kind)

@@ -111,12 +111,15 @@ class Training:
         deep=False,
         classes=CLASSES,
         noise_seed=None,
+        device="cpu",
         **options,
     ):
         torch.manual_seed(seed)
+        self.device = device
         self.inner = nn.Linear(FEATURES, classes)
         if deep:
             self.inner = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+        self.inner.to(device)
         is_wrapped = wrapper is not None and distributed.is_initialized()
         model = wrapper(self.inner) if is_wrapped else self.inner
         self.criterion, self.engine = nn.CrossEntropyLoss(), HiddenStatePrivacyEngine()
@@ -148,6 +151,7 @@ class Training:
 
     def step(self, batch):
         self.used.append(len(batch[1]))
+        batch = [part.to(self.device) for part in batch]
         if isinstance(self.optimizer, BlockCoordinateOptimizer):
             self.optimizer.step(lambda: self.backward(batch))
         else:
@@ -226,6 +230,10 @@ def trajectory(case):
         run.criterion = nn.CrossEntropyLoss(reduction="sum")
     run.epochs(physical=physical)
     return run.weights
+
+
+def trajectory_on(device):
+    return Training(device=device).epochs().weights
 
 
 def trajectories():

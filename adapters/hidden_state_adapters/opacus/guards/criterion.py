@@ -151,6 +151,7 @@ class CriterionGuard(Guard):
         self.calls, self._rows = 0, 0
         self._is_followed = self._has_output = False
         self._has_bad_target: Figure = False
+        self._has_other_settings: Figure = False
         self.gradient.reset()
 
     @property
@@ -174,11 +175,16 @@ class CriterionGuard(Guard):
             self._check_settings(f"step {piece.step}: ")
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
-        """Whether a target rescales the gradients of other records."""
-        return {"bad_target": self._has_bad_target}
+        """Whether a target rescales the gradients of other records, or the weights are others."""
+        return {
+            "bad_target": self._has_bad_target,
+            "other_settings": self._has_other_settings,
+        }
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
-        """Raises UnsupportedRunError if one does."""
+        """Raises UnsupportedRunError if one does, or they are."""
+        if values["other_settings"]:
+            raise self._other_settings(f"step {piece.step}: ")
         if not values["bad_target"]:
             return
         raise UnsupportedRunError(
@@ -218,12 +224,18 @@ class CriterionGuard(Guard):
         return getattr(self._criterion, name, None)
 
     def _check_settings(self, where: str) -> None:
+        """Raises UnsupportedRunError if they are others; of a device the step says so."""
         now = [self._setting(name) for name in self.known.settings]
-        if not all(map(_is_equal, now, self._settings)):
-            raise UnsupportedRunError(
-                f"{where}Expected the criterion as it was at make_private, got {self._criterion}: "
-                "its constants were taken then. Call make_private again for another criterion."
-            )
+        differs = any_of(map(_differs, now, self._settings))
+        if differs is True:
+            raise self._other_settings(where)
+        self._has_other_settings = any_of([self._has_other_settings, differs])
+
+    def _other_settings(self, where: str) -> UnsupportedRunError:
+        return UnsupportedRunError(
+            f"{where}Expected the criterion as it was at make_private, got {self._criterion}: "
+            "its constants were taken then. Call make_private again for another criterion."
+        )
 
     def _check(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -346,7 +358,10 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _is_equal(value: Any, then: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(then, torch.Tensor):
-        return torch.equal(value.detach().to(then), then)
-    return not isinstance(value, torch.Tensor) and value == then
+def _differs(value: Any, then: Any) -> Figure:
+    """Whether a setting is not what it was; nobody waits for weights on a device."""
+    if not (isinstance(value, torch.Tensor) and isinstance(then, torch.Tensor)):
+        return isinstance(value, torch.Tensor) or bool(value != then)
+    if value.shape != then.shape:
+        return True
+    return differ(value.detach().to(then.dtype), then.to(value.device))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.data.contents import tensors_of
-from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
+from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards import precision
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
@@ -217,7 +217,7 @@ class SameInputsGuard(Guard):
     def __init__(self, module: nn.Module, forward: ForwardGuard):
         self._forward = forward
         self._first: list[tuple[torch.Tensor, int]] | None = None
-        self._differs = False
+        self._differs: Figure = False
         self._handle = module.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -230,15 +230,28 @@ class SameInputsGuard(Guard):
             self._differs = True
         else:
             pairs = zip(tensors, self._first, strict=True)
-            self._differs |= not all(_same(x, old, version) for x, (old, version) in pairs)
+            other = [_is_other(x, old, version) for x, (old, version) in pairs]
+            self._differs = any_of([self._differs, *other])
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if a block was updated on other inputs."""
-        if self._differs:
-            raise UnsupportedRunError(
-                f"step {piece.step} follows training passes on different inputs, expected the same "
-                "batch for every block. Draw batch and augmentation outside of the closure."
-            )
+        if self._differs is True:
+            self._refuse(piece)
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """As `before`, of inputs on a device."""
+        return {"other_inputs": self._differs}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if a block was updated on other inputs."""
+        if values["other_inputs"]:
+            self._refuse(piece)
+
+    def _refuse(self, piece: Piece) -> None:
+        raise UnsupportedRunError(
+            f"step {piece.step} follows training passes on different inputs, expected the same "
+            "batch for every block. Draw batch and augmentation outside of the closure."
+        )
 
     def after(self, step: int) -> None:
         """The next step has another batch."""
@@ -261,7 +274,10 @@ def _idle_inputs_watch() -> SameInputsGuard:
     return SameInputsGuard(module, ForwardGuard(module))
 
 
-def _same(tensor: torch.Tensor, old: torch.Tensor, version: int) -> bool:
+def _is_other(tensor: torch.Tensor, old: torch.Tensor, version: int) -> Figure:
     if old._version != version:
+        return True
+    if tensor is old:
         return False
-    return tensor is old or (tensor.dtype == old.dtype and torch.equal(tensor, old))
+    kinds = [(x.dtype, x.shape, x.device) for x in (tensor, old)]
+    return kinds[0] != kinds[1] or differ(tensor.detach(), old.detach())
