@@ -26,6 +26,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceKerasSGDOptimizer,
     HiddenStateCallback,
     HiddenStateRecorder,
+    HiddenStateSequential,
     cyclic_dataset,
 )
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.optimizer import DiceOptimizer
@@ -451,6 +452,151 @@ class FitTrial(KerasTrial):
         self.epoch()
 
 
+def arrays():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x, (x[:, :1] > 0).astype("float32")
+
+
+@attrs.define(slots=False)
+class ModelTrial(Trial):
+    """A run of a model that owns its steps; there is no loop and no optimizer that makes noise.
+
+    Attributes:
+        layer: Before the head, of `LAYERS`, or the head itself, of `HEADS`.
+        start, records: See `Trial`.
+    """
+
+    layer: str
+    start: dict
+    records: frozenset = frozenset()
+    has_bound = True
+
+    def __attrs_post_init__(self):
+        self.factor = tf.Variable(1.0, trainable=False)
+        self.x, self.y = arrays()
+        self.interrupts = False
+        self.build()
+
+    def losses(self, targets, outputs):
+        return self.factor * tf.nn.sigmoid_cross_entropy_with_logits(targets, outputs)[:, 0]
+
+    def build(self):
+        SWITCH.assign(0.0)
+        self.backbone = layers.Dense(
+            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
+        )
+        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
+        head, loss, said = [linear(use_bias=False), self.bias], self.losses, {}
+        said["loss_geometry"] = LOGISTIC
+        if self.layer in HEADS:
+            head, loss, said = HEADS[self.layer]()
+        before = LAYERS.get(self.layer, LAYERS[""])()
+        self.model = HiddenStateSequential(
+            [before, self.backbone, self.buffer, *head],
+            l2_norm_clip=self.start["clip_norm"],
+            noise_multiplier=self.start["noise_multiplier"],
+            batch_order="cyclic",
+            **said,
+        )
+        self.model.build((None, FEATURES))
+        self.loss = loss
+        self.compile()
+
+    def compile(self):
+        self.optimizer = tf.keras.optimizers.SGD(self.start["learning_rate"], weight_decay=0.1)
+        self.model.compile(self.optimizer, self.loss, run_eagerly=True)
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        if before is not None or after is not None:
+            raise NotImplementedError("the step has no loop of one's own")
+
+        def begin(index, logs):
+            self.factor.assign(scale if index == at else 1.0)
+            if index != at:
+                return
+            if self.interrupts:
+                raise KeyboardInterrupt
+            if between is not None:
+                between()
+
+        act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
+        self.model.fit(self.x, self.y, batch_size=BATCH, callbacks=[act], verbose=0)
+
+    def evaluate(self):
+        self.model(self.x)
+
+    def weights(self):
+        return [v.numpy() for v in self.model.trainable_variables]
+
+    def set_weights(self, weights):
+        for variable, value in zip(self.model.trainable_variables, weights, strict=True):
+            variable.assign(value)
+
+    def frozen(self):
+        return self.backbone.kernel.numpy()
+
+    def write_frozen(self, value):
+        self.backbone.kernel.assign(value)
+
+    def write_buffer(self):
+        self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
+
+    def switch_on(self):
+        SWITCH.assign(1.0)
+
+    def freeze(self):
+        self.bias.trainable = False
+
+    def unfreeze(self):
+        self.backbone.trainable = True
+
+    def set(self, name, value):
+        setattr(self.optimizer, name, value)
+
+    def get(self, name):
+        if name not in ("learning_rate", "momentum", "clipnorm"):
+            raise NotImplementedError(f"no {name}")
+        value = getattr(self.optimizer, name)
+        return float(value) if name == "learning_rate" else value
+
+    def seed_the_program(self):
+        tf.random.set_seed(0)
+
+    def reseed(self):
+        self.model._run.steps._noise._generator.reset_from_seed(0)
+
+    def train_without_noise(self):
+        variables = self.model.trainable_variables
+        tf.keras.optimizers.legacy.SGD(0.1).minimize(
+            lambda: tf.reduce_mean(self.losses(self.y, self.model(self.x))), variables
+        )
+
+    @contextlib.contextmanager
+    def interrupted_update(self):
+        self.interrupts = True
+        yield
+        self.interrupts = False
+
+    def begin_anew(self):
+        self.compile()
+
+    def copy_model(self):
+        weights = self.model.get_weights()
+        self.build()
+        self.model.set_weights(weights)
+
+    def get_epsilon(self):
+        return self.model.get_epsilon(1e-5)
+
+    def event(self):
+        return self.model.privacy_event
+
+    def release(self):
+        self.model.release()
+
+
 DICE = {
     "start": {"learning_rate": 0.5, "noise_multiplier": 40.0, "clip_norm": 0.25},
     "options": {"error_l2_norm_clip": 0.125},
@@ -475,9 +621,15 @@ OPTIMIZERS = {
         "has_bound": False,
         "by_blocks": True,
     },
+    "model": {
+        "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
+        "records": {"learning_rate"},
+    },
 }
+IN_KERAS = [name for name in OPTIMIZERS if name != "model"]
 # What a step refuses it refuses everywhere: the callback needs one optimizer to show that it asks.
-TRIALS = [(KerasTrial, optimizer) for optimizer in OPTIMIZERS] + [(FitTrial, "cyclic")]
+TRIALS = [(KerasTrial, optimizer) for optimizer in IN_KERAS]
+TRIALS += [(FitTrial, "cyclic"), (ModelTrial, "model")]
 
 
 @pytest.mark.parametrize(

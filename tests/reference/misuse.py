@@ -434,7 +434,9 @@ ONE_STEP_EACH = r"has taken \d steps, expected \d"
 MOVED = "changed outside"
 NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
 FIXED = "not trained was changed|gradient_bound"
-OTHER_VARIABLES = "changed outside|error belongs to them|blocks of the first step"
+OTHER_VARIABLES = (
+    "changed outside|not trained was changed|error belongs to them|blocks of the first step"
+)
 REPEATED = "generator of the noise was set|Earlier noisy gradients"
 CONSTANT = "as at construction|about constant values|Earlier noisy gradients"
 OWN_ROWS = "a loss of its own|outputs of its own"

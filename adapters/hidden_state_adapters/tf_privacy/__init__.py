@@ -36,6 +36,11 @@ if TYPE_CHECKING:
         DiceKerasSGDOptimizer,
     )
     from hidden_state_adapters.tf_privacy.mechanisms.last_iterate import CyclicDPKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.model import (
+        HiddenStateModel,
+        HiddenStateSequential,
+        make_private,
+    )
     from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
@@ -50,9 +55,12 @@ _MODULES = {
     "EnvelopeSparseCategoricalCrossentropy": "losses",
     "EnvelopeSquaredError": "losses",
     "HiddenStateCallback": "callback",
+    "HiddenStateModel": "model",
     "HiddenStateRecorder": "recorder",
+    "HiddenStateSequential": "model",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
+    "make_private": "model",
 }
 _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
@@ -67,9 +75,12 @@ __all__ = [
     "EnvelopeSparseCategoricalCrossentropy",
     "EnvelopeSquaredError",
     "HiddenStateCallback",
+    "HiddenStateModel",
     "HiddenStateRecorder",
+    "HiddenStateSequential",
     "compute_last_iterate_privacy_statement",
     "cyclic_dataset",
+    "make_private",
 ]
 
 

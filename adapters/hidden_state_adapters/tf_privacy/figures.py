@@ -13,6 +13,7 @@ class Figures:
     """Event, guarantee and statement of a `RecordedRun`; a base beside the holder's own."""
 
     _record: RecordedRun | None = None
+    _how_to_begin = "Pass the callback to fit."
     _target_delta: float | None = None
 
     def _catch_up(self) -> None:
@@ -25,7 +26,7 @@ class Figures:
     def _recorded(self) -> RecordedRun:
         self._catch_up()
         if self._record is None:
-            raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
+            raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
         self._record.check_told()
         return self._record
 

@@ -38,6 +38,7 @@ class Problem(enum.IntFlag):
     NOISE = 256
     SETTINGS = 512
     LOSS = 1024
+    BATCH = 2048
 
     def __str__(self) -> str:
         return " ".join(text for problem, text in PROBLEMS.items() if problem in self)
@@ -86,6 +87,10 @@ PROBLEMS = {
         "batch once; or leave the loss out of compile or of HiddenStateRecorder, which makes it "
         "your word."
     ),
+    Problem.BATCH: (
+        "The batch is not the one that was dealt for this step: train_step was called by something "
+        "else than fit, or twice. Train with fit."
+    ),
 }
 
 
@@ -128,6 +133,7 @@ class StepLog:
             self._counts = tf.Variable(tf.zeros([4], tf.int64), trainable=False)
             self._values = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
             self._drawn = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self._knows_start = False
 
     def problem(
         self,
@@ -161,7 +167,8 @@ class StepLog:
         holds = {
             Problem.EMPTY: (rows > 0) | rows_vary,
             Problem.ROWS: same_rows,
-            Problem.WEIGHTS: is_first | tf.equal(weights, fingerprint(variables)),
+            Problem.WEIGHTS: tf.equal(weights, fingerprint(variables))
+            | (is_first & (not self._knows_start)),
             Problem.GRADIENT: (largest_norm <= norm_bound) | ~is_finite,
             Problem.NOT_FINITE: is_finite,
             Problem.NOISE: noise_is_fresh,
@@ -187,6 +194,11 @@ class StepLog:
         refused = tf.stack([old[0], old[1], problem, old[3]])
         self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
         self._values.assign(tf.stack([as_double(value) for value in values]))
+
+    def start_at(self, variables: Sequence[Any]) -> None:
+        """Notes the variables that the first step has to find; without this it takes any."""
+        self._counts.assign([0, 0, int(Problem.NONE), int(fingerprint(variables))])
+        self._knows_start = True
 
     def resume(self, steps: int, rows: int, variables: Sequence[Any]) -> None:
         """Stands where a log stood that had noted these steps, the last one with these weights."""

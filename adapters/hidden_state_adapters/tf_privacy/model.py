@@ -1,0 +1,471 @@
+"""Keras models that own their private run: data order, clip, noise, update and account."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import tensorflow as tf
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.lineage import read_plain
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.owned_run import OwnedRun, Recording
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_NAMES = tuple(field.name for field in attrs.fields(Settings))
+_CONFIG, _RUNS = "hidden_state", "runs_behind_the_weights"  # in a configuration
+_OWN = ("fit", "train_step", "compute_loss", "make_train_function", "train_on_batch")
+
+
+class PrivateTraining(tf.keras.Model, Figures):
+    """What `HiddenStateModel` and `HiddenStateSequential` share; the arguments are described there.
+
+    Args:
+        *args: Of the Keras model.
+        **kwargs: Of the Keras model, and those of `Settings`.
+    """
+
+    _how_to_begin = "Call fit."
+    _run: OwnedRun | None = None
+    _is_fitting = _uses_xla = False
+    _calls = 0  # of fit
+    _foreign: frozenset[str] = frozenset()  # names of other callbacks
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        settings = Settings(**{name: kwargs.pop(name) for name in _NAMES if name in kwargs})
+        super().__init__(*args, **kwargs)
+        self._settings = settings
+        self._target_delta = settings.target_delta
+        # Past Keras' bookkeeping: it is no variable of the model, and in no file of it.
+        self.__dict__["_loss_mean"] = tf.keras.metrics.Mean(name="loss")
+        self._loaded_runs: Mapping[str, Any] = {}
+
+    # Keras' seams
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        metrics: Any = None,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool | None = None,
+        steps_per_execution: Any = None,
+        jit_compile: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Configures training, as Keras' compile; whoever trains next begins another run.
+
+        A run that was begun before is composed with the next one, which starts from its weights.
+
+        Args:
+            optimizer: Plain `SGD` (with weight_decay) where a `loss_geometry` hides the iterates;
+                any optimizer of Keras otherwise.
+            loss: A name, a function or an object of Keras with one loss for each example. Its
+                reduction over the batch does not matter: every example is clipped alone.
+            metrics: As in Keras. What they show of the training data has no guarantee.
+            loss_weights: None.
+            weighted_metrics: None.
+            run_eagerly: As in Keras; the gradients of a batch are made in a graph all the same.
+            steps_per_execution: None or 1: every step is recorded.
+            jit_compile: Whether XLA compiles clip, noise and update. Poisson batches are filled up
+                to a few sizes then; what fills them up has no influence.
+            **kwargs: As in Keras.
+
+        Raises:
+            UnsupportedRunError: Losses are weighted, or several steps make one.
+        """
+        for name, value in (("loss_weights", loss_weights), ("weighted_metrics", weighted_metrics)):
+            if value is not None:
+                raise refusal(f"Expected {name} = None, got {value!r}: losses have no weights.")
+        if steps_per_execution not in (None, 1):
+            raise refusal(
+                f"Expected steps_per_execution = 1, got {steps_per_execution}: every step is "
+                "checked and recorded."
+            )
+        if self._is_fitting:
+            raise refusal("Expected compile outside of fit, got a call by a callback.")
+        super().compile(
+            optimizer=optimizer,
+            loss=loss,
+            metrics=metrics,
+            run_eagerly=run_eagerly,
+            jit_compile=False,  # of the rest of the step
+            **kwargs,
+        )
+        if self._run is not None:
+            self._run.steps.training.note()
+        self._uses_xla = bool(jit_compile)
+        self._run = self._record = None
+        self._calls, self._foreign = 0, frozenset()
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains on batches that the model deals itself, by its `batch_order`; else as Keras' fit.
+
+        Several calls are one run, on the same examples.
+
+        Args:
+            x: Examples as an array, or a structure of arrays. A copy is kept.
+            y: Targets, likewise.
+            batch_size: b, 32 if None. Of Poisson batches of n examples, ceil(n/b) are an epoch, and
+                every example joins each with probability 1/ceil(n/b).
+            epochs: As in Keras; fix it in advance.
+            verbose: As in Keras.
+            callbacks: As in Keras. Those that choose by metrics or restore weights are refused.
+            validation_split: 0.
+            validation_data: As in Keras.
+            shuffle: True; `batch_order` says in which order batches are dealt.
+            class_weight: None.
+            sample_weight: None.
+            initial_epoch: As in Keras.
+            steps_per_epoch: Of Poisson batches and of those without replacement, any number.
+            validation_steps: As in Keras.
+            validation_batch_size: Likewise.
+            validation_freq: Likewise.
+            **kwargs: Likewise.
+
+        Returns:
+            Keras' History. Its losses and metrics of the training data have no guarantee.
+
+        Raises:
+            UnsupportedRunError: The run is not one that can be accounted. After the first step
+                there is no figure for it any more.
+            TypeError, ValueError: An argument has an impossible value.
+        """
+        self._assert_compile_was_called()
+        self._check_own_step()
+        _check_fit(validation_split, shuffle, class_weight, sample_weight, self._settings)
+        run = self._run_on(x, y, batch_size, steps_per_epoch)
+        others = _as_list(callbacks)
+        recording = Recording(run, self._settings, others)
+        steps = run.steps.last_step.steps
+        self._run, self._record = run, run.record
+        self._foreign |= recording.foreign
+        self._calls += 1
+        self._is_fitting = True
+        try:
+            return super().fit(
+                run.epoch(),
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=[recording, *others],
+                validation_data=validation_data,
+                initial_epoch=initial_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq,
+                **kwargs,
+            )
+        except BaseException:
+            with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
+                run.end_interrupted(steps)
+            raise
+        finally:
+            self._is_fitting = False
+            self.reset_metrics()
+
+    def _run_on(self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any) -> OwnedRun:
+        if self._run is not None and self._run.record.has_begun:
+            self._run.go_on(self, x, y, batch_size, steps_per_epoch)
+            return self._run
+        self.train_function = None  # that was traced for a run without a step
+        return OwnedRun(
+            self,
+            self._settings,
+            uses_xla=self._uses_xla,
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+        )
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """One private step, on a batch that `fit` dealt.
+
+        Raises:
+            UnsupportedRunError: It was called by something else.
+        """
+        if self._run is None or not self._is_fitting:
+            raise refusal(
+                "Expected train_step to be called by fit, got another caller: the batch is not one "
+                "that the model dealt. Use fit; for an own loop use HiddenStateRecorder."
+            )
+        losses, targets, outputs = self._run.step(data)
+        self._loss_mean.update_state(losses)
+        self.compiled_metrics.update_state(targets, outputs)
+        shown = {metric.name: metric.result() for metric in self.compiled_metrics.metrics}
+        return {"loss": self._loss_mean.result(), **shown}
+
+    def reset_metrics(self) -> None:
+        """As in Keras."""
+        super().reset_metrics()
+        self._loss_mean.reset_state()
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported.
+
+        Raises:
+            UnsupportedRunError: Always: the model deals its batches itself.
+        """
+        raise refusal(
+            "Expected fit, got train_on_batch: the model deals its batches itself. For an own loop "
+            "use HiddenStateRecorder with one of the optimizers."
+        )
+
+    def _check_own_step(self) -> None:
+        for name in _OWN:
+            own = getattr(PrivateTraining, name)
+            if getattr(type(self), name) is not own or name in vars(self):
+                raise refusal(
+                    f"Expected the {name} of {PrivateTraining.__name__}, got another one: what it "
+                    "trains is not known. Override call, or use HiddenStateCallback, which "
+                    "compares the losses of a train_step of your own."
+                )
+
+    # Figures
+
+    def _declared_texts(self) -> Iterable[str]:
+        if self._calls > 1:
+            yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
+        if self._settings.checkpoints_stay_private:
+            yield "the files of ModelCheckpoint stay private"
+        if self._foreign:
+            names = ", ".join(sorted(self._foreign))
+            yield f"other callbacks ({names}) release nothing and choose nothing by data"
+
+    def state(self, **kwargs: Any) -> dict[str, Any]:
+        """Not supported yet.
+
+        Raises:
+            UnsupportedRunError: Always: `HiddenStateCallback` has states.
+        """
+        raise refusal(
+            "Expected a run that ends where it began, got state(): a model's run does not go on in "
+            "another process yet. Save the model: whoever trains it further composes both runs. Or "
+            "use HiddenStateCallback, whose runs go on."
+        )
+
+    # Files
+
+    def get_config(self) -> dict[str, Any]:
+        """As in Keras, with the private settings and the runs behind the weights."""
+        runs = self._loaded_runs if self._run is None else self._run.steps.training.note()
+        return {
+            **super().get_config(),
+            _CONFIG: self._settings.to_plain(),
+            **({_RUNS: dict(runs)} if runs else {}),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
+        """Inverse of `get_config`; see Keras."""
+        plain = dict(config)
+        settings, runs = plain.pop(_CONFIG), plain.pop(_RUNS, {})
+        model = cls._of_config(plain, custom_objects, settings)
+        if runs:
+            read_plain(runs)
+        model._loaded_runs = runs
+        return model
+
+    @classmethod
+    def _of_config(cls, config: dict[str, Any], custom_objects: Any, settings: Any) -> Any:
+        return cls(**config, **settings)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class HiddenStateModel(PrivateTraining):
+    r"""A Keras model whose `fit` is private and accounted: it deals, clips, adds noise and updates.
+
+        model = HiddenStateModel(inputs, outputs, l2_norm_clip=1.0, noise_multiplier=2.0)
+        model.compile(tf.keras.optimizers.SGD(0.5), loss="sparse_categorical_crossentropy")
+        model.fit(x, y, batch_size=100, epochs=10)
+        print(model.report(1e-5))
+
+    One step with the examples :math:`B_t` that are dealt for it, b of them on average, makes
+
+    .. math::
+        \tilde g_t = \frac{1}{b} \Big(\sum_{i \in B_t} \mathrm{clip}_C(\nabla f_i(x_t)) +
+        \mathcal{N}(0, (z C)^2 I)\Big)
+
+    with C = `l2_norm_clip`, z = `noise_multiplier`, and hands it to the compiled optimizer. Plain
+    SGD with rate :math:`\eta` and decay w moves to
+    :math:`\Pi_R((1 - \eta w) x_t - \eta \tilde g_t)`.
+
+    It is used in the manner of TensorFlow Privacy's DPModel, without its need of a callback or a
+    statement: `report`, `get_epsilon`, `privacy_event` and `guarantee` are those of the run.
+
+    Formal guarantees:
+      - Relation: `neighboring_relation`. Released: the last iterate, with a `loss_geometry` and
+        plain SGD; without one every iterate is accounted (composition), for any optimizer.
+        Checkpoints count.
+      - Random batches come from the operating system, the noise from a generator that it seeded
+        (TensorFlow's generators are not cryptographic).
+      - Checked before training and after 1, 2, 4, 8, ... epochs: model, loss and callbacks, as for
+        `HiddenStateCallback`. In every step, on the device: that the batch is the one that was
+        dealt for it, the variables, and moments of the optimizer, bit by bit, the generator of the
+        noise, finite gradients no longer than the geometry says. A step that fails is not taken.
+      - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
+        training data (History, progress bar) have no privacy guarantee and must stay private.
+
+    Args:
+        *args: Of tf.keras.Model: inputs and outputs, or none in a subclass that overrides `call`.
+        l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
+            together.
+        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
+        batch_order: A `BatchOrder` or its value: "poisson" (the default), "cyclic", "reshuffled",
+            "shuffled_once", "without_replacement" or "full".
+        max_batch_size: Of Poisson batches: beyond it examples are left out, uniformly, which is
+            accounted.
+        drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
+            have one size.
+        projection_radius: R, or None for no projection: all trainable variables together are
+            projected on the ball around 0.
+        loss_geometry: What is known about the loss of one example, before clipping. ``"auto"``
+            reads it off the compiled loss and the model, as for `HiddenStateCallback`; a
+            LossGeometry is your word. None is composition.
+        feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
+            needed for "auto". All examples are measured before the first step.
+        neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
+            REPLACE_ONE, or for composition of Poisson batches ADD_OR_REMOVE_ONE.
+        target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
+            "epsilon_if_released_now".
+        checkpoints_stay_private: Declares that nobody sees the files of ModelCheckpoint. Otherwise
+            every one counts as released.
+        metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
+            RemoteMonitor write. Otherwise they are refused.
+        **kwargs: Of tf.keras.Model.
+
+    Raises:
+        UnsupportedRunError: From fit, when the run is not one that can be accounted.
+        TypeError, ValueError: An argument has an impossible value.
+
+    Source: DP-SGD (Abadi et al. 2016, arXiv:1607.00133v2, algorithm 1).
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A functional model is one of a class of its own, as in Keras."""
+        is_functional = len(args) == 2 or "inputs" in kwargs or "outputs" in kwargs
+        if cls is HiddenStateModel and is_functional:
+            cls = _HiddenStateFunctional
+        return super().__new__(cls, *args, **kwargs)
+
+
+_Functional: Any = tf.keras.Sequential.__bases__[0]
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class _HiddenStateFunctional(HiddenStateModel, _Functional):  # type: ignore[misc]
+    """A `HiddenStateModel` of inputs and outputs."""
+
+    def __init__(
+        self, inputs: Any, outputs: Any, name: Any = None, trainable: bool = True, **kwargs: Any
+    ):
+        # Keras writes down the graph of a model with just these arguments.
+        super().__init__(inputs, outputs, name=name, trainable=trainable, **kwargs)
+
+    @classmethod
+    def _of_config(cls, config: dict[str, Any], custom_objects: Any, settings: Any) -> Any:
+        return make_private(tf.keras.Model.from_config(config, custom_objects), **settings)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class HiddenStateSequential(PrivateTraining, tf.keras.Sequential):
+    """A Sequential model whose `fit` is private and accounted; see `HiddenStateModel`.
+
+        model = HiddenStateSequential(
+            [tf.keras.layers.Dense(10)], l2_norm_clip=1.5, noise_multiplier=6.0,
+            loss_geometry="auto", feature_norm=1.0,
+        )
+
+    Args:
+        layers: As for tf.keras.Sequential.
+        **kwargs: `name`, and the arguments of `HiddenStateModel` by name.
+
+    Formal guarantees: those of `HiddenStateModel`.
+    """
+
+    def __init__(self, layers: Any = None, **kwargs: Any):
+        super().__init__(layers, **kwargs)
+
+    @classmethod
+    def _of_config(cls, config: dict[str, Any], custom_objects: Any, settings: Any) -> Any:
+        return make_private(tf.keras.Sequential.from_config(config, custom_objects), **settings)
+
+
+def make_private(model: Any, **settings: Any) -> PrivateTraining:
+    """The same layers, with their weights, in a model whose `fit` is private and accounted.
+
+    Args:
+        model: A tf.keras.Sequential, or a model of inputs and outputs.
+        **settings: The arguments of `HiddenStateModel` by name.
+
+    Returns:
+        A `HiddenStateSequential` or `HiddenStateModel`, which is to be compiled.
+
+    Raises:
+        TypeError: It is neither; subclass `HiddenStateModel` instead of tf.keras.Model then.
+    """
+    if type(model) is tf.keras.Sequential:
+        private = HiddenStateSequential(model.layers, name=model.name, **settings)
+        if model.built:
+            private.build(model.input_shape)
+        return private
+    if type(model) is _Functional:
+        return HiddenStateModel(
+            inputs=model.inputs, outputs=model.outputs, name=model.name, **settings
+        )
+    raise TypeError(
+        f"Expected a tf.keras.Sequential or a model of inputs and outputs, got "
+        f"{type(model).__name__}. Let your class inherit from HiddenStateModel instead of "
+        "tf.keras.Model."
+    )
+
+
+def _check_fit(
+    validation_split: float, shuffle: Any, class_weight: Any, sample_weight: Any, settings: Settings
+) -> None:
+    if validation_split:
+        raise refusal(
+            f"Expected validation_split = 0, got {validation_split!r}. Split the data before, and "
+            "pass validation_data."
+        )
+    for name, value in (("class_weight", class_weight), ("sample_weight", sample_weight)):
+        if value is not None:
+            raise refusal(
+                f"Expected {name} = None, got weights: the loss that is accounted has none. Drop "
+                "them."
+            )
+    if shuffle is not True:
+        raise refusal(
+            f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by batch_order "
+            f'= "{settings.batch_order.value}". For a fixed order say batch_order="cyclic".'
+        )
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, tf.keras.callbacks.CallbackList):
+        raise TypeError("Expected callbacks as a list, got a CallbackList. Pass its callbacks.")
+    return list(tf.nest.flatten(callbacks)) if callbacks is not None else []

@@ -1,0 +1,1 @@
+"""What stands behind a model that owns its run: data, clip, noise, update."""

@@ -1,0 +1,242 @@
+r"""Sums of clipped per-example gradients: from the layers where they are linear, or row by row.
+
+The gradient of one example for the kernel of a linear layer is an outer product
+:math:`x_i d_i^T` of what goes into the layer and of the gradient of its loss by what comes out. So
+its length is :math:`|x_i|\,|d_i|`, and the sum of all, each times a factor, a product of matrices.
+One backward pass gives the :math:`d_i` of all layers. (Goodfellow 2015, arXiv:1510.01799v2.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_TOLERANCE = 1e-4  # relative, of gradients that were summed in another order
+
+
+@attrs.frozen(eq=False)
+class ExampleGradients:
+    """What one batch gave, before anything is clipped.
+
+    Attributes:
+        outputs: Of the model.
+        losses: Shape (rows,).
+        norms: Of the gradient of every example, for all variables together; float64, shape (rows,).
+        weighted_sum: Of factors of shape (rows,), in float64: the sums over the examples of factor
+            times gradient, for every variable. A factor of 0 leaves an example out even if its
+            gradient is not finite.
+    """
+
+    outputs: tf.Tensor
+    losses: tf.Tensor
+    norms: tf.Tensor
+    weighted_sum: Callable[[tf.Tensor], list[tf.Tensor]]
+
+
+class RowByRow:
+    """Gradients of every example alone, for any model.
+
+    Each is computed from a batch of one, so that no example can have an influence on another's.
+
+    Args:
+        model: It is built.
+        losses: Of the model.
+    """
+
+    name = "row by row"
+
+    def __init__(self, model: Any, losses: RowLosses):
+        self._model, self._losses = model, losses
+
+    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
+        """Of a batch of at least one row."""
+        variables = self._model.trainable_variables
+
+        def of_row(row: Any) -> Any:
+            example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
+            with tf.GradientTape() as tape:
+                outputs = self._model(example, training=True)
+                loss = self._losses(target, outputs)[0]
+            refuse_added_losses(self._model)
+            found = tape.gradient(loss, variables, unconnected_gradients="zero")
+            return [tf.convert_to_tensor(g) for g in found], loss, outputs[0]
+
+        gradients, losses, outputs = tf.vectorized_map(of_row, (examples, targets))
+        squares = tf.add_n([_squares(gradient) for gradient in gradients])
+
+        def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
+            return [_weighted(gradient, factors) for gradient in gradients]
+
+        return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
+
+
+class ThroughLinearLayers:
+    """Gradients of models whose trained variables are kernels and biases of `Dense` layers.
+
+    Args:
+        model: It is built.
+        losses: Of the model.
+        layers: The layers, each called once with features of shape (rows, entries).
+    """
+
+    name = "from the linear layers"
+
+    def __init__(self, model: Any, losses: RowLosses, layers: Sequence[Any]):
+        self._model, self._losses, self._layers = model, losses, layers
+
+    @classmethod
+    def of(
+        cls, model: Any, losses: RowLosses, examples: Any, targets: Any
+    ) -> ThroughLinearLayers | None:
+        """It, if it gives the gradients of this batch; else None.
+
+        Only models of Keras' own layers, or with a single trained layer, are taken: in others a
+        kernel may be used in two places.
+        """
+        layers = [
+            layer
+            for layer in model._flatten_layers(include_self=False)
+            if layer.trainable_weights and not list(layer._flatten_layers(include_self=False))
+        ]
+        if not all(map(_is_linear, layers)) or not (len(layers) == 1 or _is_known(model)):
+            return None
+        if {v.ref() for layer in layers for v in layer.trainable_weights} != {
+            v.ref() for v in model.trainable_variables
+        }:
+            return None
+        found = cls(model, losses, layers)
+        return found if found._agrees(examples, targets) else None
+
+    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
+        """Of a batch."""
+        return self._gradients(examples, targets)[0]
+
+    def _gradients(
+        self, examples: Any, targets: Any, *, of_variables: bool = False
+    ) -> tuple[ExampleGradients, list[Any]]:
+        with tf.GradientTape(
+            persistent=of_variables, watch_accessed_variables=of_variables
+        ) as tape:
+            with self._watched(tape) as calls:
+                outputs = self._model(examples, training=True)
+            losses = self._losses(targets, outputs)
+        refuse_added_losses(self._model)
+        if sorted(index for index, *_ in calls) != list(range(len(self._layers))):
+            raise refusal(
+                "Expected every trained layer to be called once, as in the first batch, got "
+                f"{len(calls)} calls of {len(self._layers)} layers."
+            )
+        calls.sort(key=lambda call: call[0])
+        features = [call[1] for call in calls]
+        slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
+        squares = tf.add_n(
+            [
+                _squares(slope) * (_squares(feature) + (1.0 if layer.use_bias else 0.0))
+                for layer, feature, slope in zip(self._layers, features, slopes, strict=True)
+            ]
+        )
+
+        def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
+            sums = {}
+            for layer, feature, slope in zip(self._layers, features, slopes, strict=True):
+                kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
+                weighted = tf.where(kept > 0, kept * slope, tf.zeros_like(slope))
+                feature = tf.where(kept > 0, feature, tf.zeros_like(feature))
+                sums[layer.kernel.ref()] = tf.matmul(feature, weighted, transpose_a=True)
+                if layer.use_bias:
+                    sums[layer.bias.ref()] = tf.reduce_sum(weighted, 0)
+            return [sums[variable.ref()] for variable in self._model.trainable_variables]
+
+        found = ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
+        variables = self._model.trainable_variables if of_variables else []
+        return found, tape.gradient(losses, variables) if of_variables else []
+
+    @contextlib.contextmanager
+    def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
+        """Collects of every call the place of the layer, what goes in, and the linear part."""
+        calls: list[tuple[int, Any, Any]] = []
+
+        def watched(index: int, layer: Any) -> Callable[[Any], Any]:
+            def call(inputs: Any) -> Any:
+                inputs = tf.cast(inputs, layer.kernel.dtype.base_dtype)
+                linear = tf.matmul(inputs, layer.kernel)
+                if layer.use_bias:
+                    linear = tf.nn.bias_add(linear, layer.bias)
+                tape.watch(linear)
+                calls.append((index, inputs, linear))
+                return linear if layer.activation is None else layer.activation(linear)
+
+            return call
+
+        for index, layer in enumerate(self._layers):
+            vars(layer)["call"] = watched(index, layer)  # past Keras' bookkeeping of attributes
+        try:
+            yield calls
+        finally:
+            for layer in self._layers:
+                vars(layer).pop("call", None)
+
+    def _agrees(self, examples: Any, targets: Any) -> bool:
+        """Whether the sums are the gradients that TensorFlow finds."""
+        try:
+            found, expected = self._gradients(examples, targets, of_variables=True)
+            if any(e is None for e in expected):
+                return False
+            own = found.weighted_sum(tf.ones_like(found.norms))
+        except Exception:  # of a model that calls its layers in another way
+            return False
+        return all(
+            np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * float(tf.reduce_max(tf.abs(b))))
+            for a, b in zip(own, map(tf.convert_to_tensor, expected), strict=True)
+        )
+
+
+def refuse_added_losses(model: Any) -> None:
+    """Raises UnsupportedRunError if the pass that has just been made added losses."""
+    if model.losses:
+        raise refusal(
+            "Expected no regularisation losses (kernel_regularizer, add_loss), got "
+            f"{len(model.losses)} added in the forward pass: they are outside of the loss of an "
+            "example. Drop them, or use the weight_decay of SGD."
+        )
+
+
+def _is_linear(layer: Any) -> bool:
+    return (
+        type(layer) is tf.keras.layers.Dense
+        and "call" not in vars(layer)
+        and layer.kernel.trainable
+        and len(layer.trainable_weights) == 1 + bool(layer.use_bias)
+    )
+
+
+def _is_known(model: Any) -> bool:
+    """Whether nothing but Keras' own layers is in the model."""
+    known = tf.keras.layers.Dense.__module__.partition(".")[0]
+    return all(
+        type(layer).__module__.startswith(f"{known}.src.")
+        and not isinstance(layer, tf.keras.layers.Lambda)
+        for layer in model._flatten_layers(include_self=False)
+    )
+
+
+def _squares(rows: tf.Tensor) -> tf.Tensor:
+    """The squared L2 norm of every row, in float64 across all axes but the last."""
+    squares = tf.cast(tf.reduce_sum(tf.square(rows), -1), tf.float64)
+    return tf.reduce_sum(squares, list(range(1, squares.shape.rank)))
+
+
+def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+    """The sum of rows, each times its factor; those with factor 0 are left out."""
+    kept = tf.cast(factors, rows.dtype)
+    shaped = tf.reshape(kept, [-1, *[1] * (rows.shape.rank - 1)])
+    rows = tf.where(shaped > 0, rows, tf.zeros_like(rows))
+    return tf.tensordot(kept, rows, 1)

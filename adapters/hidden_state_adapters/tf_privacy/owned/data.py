@@ -1,0 +1,218 @@
+"""The examples of a run, held by the run itself, and the batches that a plan deals of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.batch_plans import (
+    BatchPlan,
+    FixedPlan,
+    RandomKeys,
+    ReshuffledPlan,
+    SampledPlan,
+    poisson_plan,
+)
+from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
+from hidden_state_adapters.tf_privacy.guards.batches import batches_of
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+
+class HeldExamples:
+    """A copy of the examples and their targets, which nobody else can write.
+
+    Floating point numbers have the precision of Keras, as `Model.fit` converts them.
+
+    Args:
+        x: An array, or a structure of arrays, whose first axis is that of the examples.
+        y: Targets, likewise.
+
+    Raises:
+        UnsupportedRunError: They are not arrays.
+        ValueError: They have not the same number of examples, or none.
+    """
+
+    def __init__(self, x: Any, y: Any):
+        self.x, self.y = _copied("x", x), _copied("y", y)
+        sizes = {int(part.shape[0]) for part in tf.nest.flatten((self.x, self.y))}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ValueError(
+                "Expected x and y with the same number of examples, at least one, got "
+                f"{sorted(sizes)}."
+            )
+        self.number = sizes.pop()
+
+    def warn_of_equal(self) -> None:
+        """Logs a warning if examples are equal."""
+        warn_of_equal_examples([self.x, self.y])
+
+    def check_same(self, x: Any, y: Any) -> None:
+        """Raises UnsupportedRunError unless these are the examples, in their order."""
+        own, other = ((part.x, part.y) for part in (self, HeldExamples(x, y)))
+        try:
+            tf.nest.assert_same_structure(own, other)
+            same = all(map(_are_equal, tf.nest.flatten(own), tf.nest.flatten(other)))
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise refusal(
+                "Expected the examples of the run so far, got others: the run is about one data "
+                "set. Pass the same arrays to every call of fit; or compile again, which begins "
+                "another run, composed with this one."
+            )
+
+    def batches(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+        """All examples in their order, in pairs of examples and targets."""
+        return batches_of(self.x, self.y, batch_size)
+
+    def dealt(
+        self, plan: BatchPlan, period: int, done: Callable[[], int], pad: Callable[[int], int]
+    ) -> tf.data.Dataset:
+        """One epoch of batches of a plan, as ((step, rows), x, y); rows beyond `rows` are padding.
+
+        Args:
+            plan: Which examples each step uses.
+            period: Batches of the epoch.
+            done: The number of steps so far, asked when an epoch begins.
+            pad: How many rows a batch of so many rows is filled up to; at least one.
+        """
+        dealer = _Dealer(plan, done, pad)
+        x, y = self.x, self.y
+
+        def gathered(step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> Any:
+            def of(part: tf.Tensor) -> tf.Tensor:
+                return tf.gather(part, indices)
+
+            return (step, rows), tf.nest.map_structure(of, x), tf.nest.map_structure(of, y)
+
+        def drawn(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            kinds = (tf.int64, tf.int64, tf.int64)
+            step, rows, indices = tf.numpy_function(dealer.deal, [index], kinds, stateful=True)
+            step, rows = tf.ensure_shape(step, []), tf.ensure_shape(rows, [])
+            return step, rows, tf.ensure_shape(indices, [None])
+
+        options = tf.data.Options()
+        options.deterministic = True
+        dataset = tf.data.Dataset.range(period).map(drawn).map(gathered).prefetch(2)
+        return dataset.with_options(options)
+
+
+class _Dealer:
+    """Draws the batch of a step when the pipeline asks for it, once."""
+
+    def __init__(self, plan: BatchPlan, done: Callable[[], int], pad: Callable[[int], int]):
+        self._plan, self._done, self._pad = plan, done, pad
+        self._first = 0
+        self._lock = threading.Lock()  # Keras begins the first epoch's pipeline twice
+
+    def deal(self, index: int) -> tuple[Any, Any, Any]:
+        """Step, rows, and the examples of the batch filled up with the first one.
+
+        Args:
+            index: Of the batch within the epoch.
+        """
+        with self._lock:
+            if index == 0:
+                self._first = self._done()
+                self._plan.start_pass(self._first)
+            step = self._first + int(index)
+            chosen = self._plan.batch(step)
+        rows = len(chosen)
+        indices = np.zeros(self._pad(rows), np.int64)
+        indices[:rows] = chosen
+        return np.int64(step), np.int64(rows), indices
+
+
+def plan_of(
+    order: BatchOrder,
+    examples: int,
+    batch_size: int,
+    *,
+    max_batch_size: int | None,
+    drop_remainder: bool,
+) -> BatchPlan:
+    """The batches of a run, drawn by the operating system where they are random.
+
+    Args:
+        order: The batch order that is accounted.
+        examples: Their number.
+        batch_size: b; FULL has one batch of all examples, whatever it is.
+        max_batch_size: The cap of POISSON batches, or None.
+        drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
+            batches.
+
+    Raises:
+        UnsupportedRunError: Equal batches cannot be made.
+    """
+    records, keys = range(examples), RandomKeys()
+    if order is BatchOrder.FULL:
+        return FixedPlan(records, examples, order)
+    if batch_size > examples:
+        raise UnsupportedRunError(
+            f"Expected batch_size <= {examples}, the number of examples, got {batch_size}. Lower "
+            "it."
+        )
+    if order is BatchOrder.POISSON:
+        return poisson_plan(records, -(-examples // batch_size), keys, max_batch_size)
+    if order is BatchOrder.WITHOUT_REPLACEMENT:
+        return SampledPlan(records, batch_size, order, keys)
+    used = examples // batch_size * batch_size
+    if used != examples:
+        if not drop_remainder:
+            raise UnsupportedRunError(
+                f"Expected a batch_size that divides the {examples} examples, got {batch_size}: "
+                f"{order.value} batches must all have the same size. Choose another size, pass "
+                f"drop_remainder=True to use only the first {used} examples, or use "
+                'batch_order="poisson" (the default) or "without_replacement", which take any '
+                "batch size."
+            )
+        records = range(used)
+    if order is BatchOrder.RESHUFFLED:
+        return ReshuffledPlan(records, batch_size, keys)
+    return FixedPlan(
+        records, batch_size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None
+    )
+
+
+def padding(*, is_compiled: bool, expected: int) -> Callable[[int], int]:
+    """How many rows a batch is filled up to.
+
+    A batch is never empty on the device, where not every operation takes none. XLA compiles every
+    size anew, so that there random sizes become one that few batches exceed, or a multiple of it.
+
+    Args:
+        is_compiled: Whether XLA compiles the step.
+        expected: Rows of a batch, on average.
+    """
+    if not is_compiled:
+        return lambda rows: max(rows, 1)
+    size = expected + math.ceil(4 * math.sqrt(expected))
+    return lambda rows: size * max(1, -(-rows // size))
+
+
+def _copied(name: str, structure: Any) -> Any:
+    def copied(part: Any) -> tf.Tensor:
+        if not isinstance(part, np.ndarray | tf.Tensor) and not hasattr(part, "__array__"):
+            raise refusal(
+                f"Expected {name} as an array, or a structure of arrays, got {type(part).__name__}."
+            )
+        array = np.array(part)  # a copy, which tf.convert_to_tensor may share
+        if array.ndim == 0:
+            raise ValueError(f"Expected {name} with an axis of examples, got a number.")
+        tensor = tf.convert_to_tensor(array)
+        return tf.cast(tensor, tf.keras.backend.floatx()) if tensor.dtype.is_floating else tensor
+
+    return tf.nest.map_structure(copied, structure)
+
+
+def _are_equal(first: tf.Tensor, second: tf.Tensor) -> bool:
+    a, b = first.numpy(), second.numpy()
+    return bool(
+        a.dtype == b.dtype and np.array_equal(a, b, equal_nan=np.issubdtype(a.dtype, np.floating))
+    )

@@ -1,0 +1,111 @@
+"""What a model that owns its run is told at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
+from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
+from hidden_state_adapters.tf_privacy.guards.settings import clip_and_noise
+
+
+def _optional(value: Any, check: Any) -> Any:
+    return None if value is None else check(value)
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The arguments of `HiddenStateModel`, checked; see there.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: Two do not go together.
+    """
+
+    l2_norm_clip: float
+    noise_multiplier: float
+    batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
+    max_batch_size: int | None = None
+    drop_remainder: bool = False
+    projection_radius: float | None = None
+    loss_geometry: LossGeometry | str | None = None
+    feature_norm: float | None = None
+    neighboring_relation: NeighboringRelation = attrs.field(
+        default=NeighboringRelation.REPLACE_SPECIAL, converter=validate.neighboring_relation
+    )
+    target_delta: float | None = None
+    checkpoints_stay_private: bool = False
+    metrics_stay_private: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        clip, noise = clip_and_noise(self.l2_norm_clip, self.noise_multiplier)
+        put("l2_norm_clip", clip)
+        put("noise_multiplier", noise)
+        put(
+            "max_batch_size",
+            _optional(
+                self.max_batch_size,
+                lambda size: validate.integer("max_batch_size", size, minimum=1),
+            ),
+        )
+        put(
+            "projection_radius",
+            _optional(
+                self.projection_radius,
+                lambda radius: validate.real("projection_radius", radius, above=0),
+            ),
+        )
+        put("target_delta", _optional(self.target_delta, validate.target_delta))
+        if isinstance(self.loss_geometry, Mapping):  # of a configuration
+            put("loss_geometry", LossGeometry(**self.loss_geometry))
+        if self.max_batch_size is not None and self.batch_order is not BatchOrder.POISSON:
+            raise UnsupportedRunError(
+                'Expected max_batch_size = None unless batch_order = "poisson", got '
+                f'{self.max_batch_size} with "{self.batch_order.value}": its batches have one '
+                "size. Leave it out."
+            )
+        if (
+            self.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+            and self.batch_order is not BatchOrder.POISSON
+        ):
+            raise UnsupportedRunError(
+                "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
+                f'ADD_OR_REMOVE_ONE: with batch_order="{self.batch_order.value}" one example more '
+                "or less changes other batches as well. Poisson batches have that relation."
+            )
+        _ = self.declared  # raises
+
+    @property
+    def declared(self) -> Declared:
+        """What is said of the loss."""
+        return Declared(loss_geometry=self.loss_geometry, feature_norm=self.feature_norm)
+
+    @property
+    def needs_plain_sgd(self) -> str:
+        """The arguments that say something about the update of plain SGD, or ""."""
+        given = {
+            "loss_geometry": self.loss_geometry,
+            "projection_radius": self.projection_radius,
+        }
+        return " and ".join(name for name, value in given.items() if value is not None)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The arguments as plain types."""
+        plain = {field.name: getattr(self, field.name) for field in attrs.fields(Settings)}
+        geometry = self.loss_geometry
+        return {
+            **plain,
+            "batch_order": self.batch_order.value,
+            "neighboring_relation": self.neighboring_relation.name,
+            "loss_geometry": plain_geometry(geometry)
+            if isinstance(geometry, LossGeometry)
+            else geometry,
+        }

@@ -1,0 +1,408 @@
+"""The private step of a model that owns its run: clip, noise, update, and the log of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import tensorflow as tf
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import LossGeometry, RunRecorder
+from hidden_state_accountants.runs.base import SLACK, Step
+from hidden_state_accountants.runs.statement import Statement
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism
+from hidden_state_adapters.tf_privacy.noise import FreshNoise
+from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.projection import check_within, project
+from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, StepLog, as_bits
+from hidden_state_adapters.tf_privacy.training import Training
+from hidden_state_adapters.tf_privacy.units import Units
+
+# 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
+_SMALLEST_CLIP = 1.1e-11
+_PLAIN: Mapping[str, Any] = {
+    "momentum": 0.0,
+    "nesterov": False,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+}
+_PRECISIONS = (tf.float32, tf.float64)
+
+
+class Update:
+    """What an optimizer of Keras makes of noisy gradients.
+
+    Plain SGD is done here, by the rule of the event; all else is Keras'.
+
+    Args:
+        optimizer: The compiled one.
+        variables: Those that are trained.
+
+    Raises:
+        UnsupportedRunError: It adds noise of its own, scales losses, or took steps before.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]):
+        legacy = tf.keras.optimizers.legacy
+        is_legacy = isinstance(optimizer, legacy.Optimizer)
+        if not is_legacy and not isinstance(optimizer, tf.keras.optimizers.Optimizer):
+            raise refusal(
+                f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, Mechanism) or hasattr(optimizer, "_dp_sum_query"):
+            raise refusal(
+                f"Expected an optimizer without noise in compile, got {type(optimizer).__name__}: "
+                "the model clips and adds the noise itself. Pass tf.keras.optimizers.SGD(...), and "
+                "l2_norm_clip and noise_multiplier to the model."
+            )
+        if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+            raise refusal(
+                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
+                "noise would act on the scaled gradient. Train in float32 or float64."
+            )
+        if getattr(optimizer, "use_ema", False):
+            raise refusal(
+                "Expected use_ema = False, got True: Keras overwrites the weights with their "
+                "average after the last step, so that the model is not the iterate. Drop it."
+            )
+        self.optimizer, self._is_legacy = optimizer, is_legacy
+        if is_legacy:
+            optimizer._create_all_weights(list(variables))
+        else:
+            optimizer.build(list(variables))
+        self.options = self._options()
+        kinds = (tf.keras.optimizers.SGD, legacy.SGD)
+        self.is_plain_sgd = type(optimizer) in kinds and self.why_not_plain == ""
+        self.slots = self._slots()
+
+    def _options(self) -> dict[str, Any]:
+        own = self.optimizer
+        options = {name: getattr(own, name, None) for name in _PLAIN}
+        if self._is_legacy:
+            options["decay"] = float(own._initial_decay)
+            options["momentum"] = (
+                float(own._get_hyper("momentum")) if "momentum" in own._hyper else 0.0
+            )
+            options["gradient_transformers"] = len(own.gradient_transformers)
+        options["weight_decay"] = getattr(own, "weight_decay", None)
+        excluded = getattr(own, "_exclude_from_weight_decay", None)
+        options["exclude_from_weight_decay"] = tuple(sorted(map(str, excluded or ())))
+        return options
+
+    @property
+    def why_not_plain(self) -> str:
+        """The first option that makes it another rule than plain SGD, or ""."""
+        for name, value in self.options.items():
+            neutral = _PLAIN.get(name)
+            if name == "weight_decay" or value == neutral or not value:
+                continue
+            return f"{name} = {value!r}"
+        return ""
+
+    @property
+    def name(self) -> str:
+        """The optimizer in a few words."""
+        name = type(self.optimizer).__name__
+        return f"{name} with {self.why_not_plain}" if self.why_not_plain else name
+
+    @property
+    def given_rate(self) -> Any:
+        """The learning rate as it was given: a number (a variable), a schedule, or a function."""
+        return (
+            self.optimizer._hyper["learning_rate"]
+            if self._is_legacy
+            else self.optimizer._learning_rate
+        )
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled, of plain SGD; 0 for none."""
+        return float(self.options["weight_decay"] or 0.0)
+
+    @property
+    def iterations(self) -> Any:
+        """The count of Keras."""
+        return self.optimizer.iterations
+
+    def rate(self) -> tf.Tensor:
+        """The learning rate of the next update."""
+        if self._is_legacy:
+            return self.optimizer._decayed_lr(tf.float32)
+        rate = self.given_rate
+        is_schedule = isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule)
+        return tf.convert_to_tensor(rate(self.iterations) if is_schedule else rate)
+
+    def check_options(self) -> None:
+        """Raises UnsupportedRunError if an option was changed since the run began."""
+        for name, value in self._options().items():
+            if value != self.options[name]:
+                raise refusal(
+                    f"Expected {name} = {self.options[name]!r}, as when the run began, got "
+                    f"{value!r}: the event has one update rule. Compile again for another run."
+                )
+
+    def apply(self, gradients: Sequence[Any], variables: Sequence[Any], fine: tf.Tensor) -> None:
+        """Moves the variables if the step is taken."""
+        if self.is_plain_sgd:
+            self._apply_sgd(gradients, variables, fine)
+            return
+
+        def update() -> tf.Tensor:
+            self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return tf.constant(True)
+
+        tf.cond(fine, update, lambda: tf.constant(False))
+
+    def _apply_sgd(self, gradients: Any, variables: Any, fine: tf.Tensor) -> None:
+        rate, decay = self.rate(), self.weight_decay
+        for gradient, variable in zip(gradients, variables, strict=True):
+            old, step = variable.read_value(), tf.cast(rate, gradient.dtype)
+            # tf.cast of the decay would go through float32.
+            kept = old * (1 - step * tf.constant(decay, old.dtype)) if decay else old
+            # tf.where and not a factor 0: a refused gradient may hold NaN.
+            variable.assign(tf.where(fine, kept - step * gradient, old))
+        self.iterations.assign_add(tf.cast(fine, self.iterations.dtype))
+        if not self._is_legacy:
+            self.optimizer._compute_current_learning_rate()  # for whoever reads a schedule
+
+    def _slots(self) -> list[Any]:
+        """Its variables but the count and the learning rate: moments, averages."""
+        own = self.optimizer
+        variables = own.variables() if callable(own.variables) else own.variables
+        apart = (self.iterations, getattr(own, "_learning_rate", None))
+        return [
+            v
+            for v in variables
+            if not any(v is other for other in apart) and v.dtype.base_dtype in _PRECISIONS
+        ]
+
+
+class OwnedSteps(Mechanism):
+    """Makes the steps of a model on the batches of a plan.
+
+    Args:
+        settings: Of the model.
+        update: Of the compiled optimizer.
+        plan: The batches.
+        variables: Those that are trained.
+
+    Raises:
+        UnsupportedRunError: Something is said of an update that is not plain SGD's.
+    """
+
+    def __init__(
+        self, settings: Settings, update: Update, plan: BatchPlan, variables: Sequence[Any]
+    ):
+        refuse_surroundings()
+        check_variables(variables)
+        if settings.needs_plain_sgd and not update.is_plain_sgd:
+            raise refusal(
+                f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
+                "theorem here covers hidden iterates of another update. Compile with "
+                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
+                "out: every step is then accounted by composition."
+            )
+        single = variables[0].dtype.base_dtype == tf.float32
+        if single and settings.l2_norm_clip < _SMALLEST_CLIP:
+            raise refusal(
+                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got "
+                f"{settings.l2_norm_clip:g}: squares of shorter gradients underflow, and they are "
+                "not clipped. Scale the loss up, or train in float64."
+            )
+        self._settings, self._update, self._plan = settings, update, plan
+        self._variables = list(variables)
+        self._log, self._noise = StepLog(), FreshNoise()
+        self._log.start_at(self._tracked)
+        self._loss: LossGeometry | None = None
+        self.training = Training(self)
+        self.update_rule = update.name
+
+    # The step
+
+    def take(self, found: ExampleGradients, step: tf.Tensor, rows: tf.Tensor) -> None:
+        """Clips, adds noise, moves the variables, and writes down what was done.
+
+        Args:
+            found: Of a batch, padding included.
+            step: Which one the batch was dealt for, from 0 on.
+            rows: The first ones, which are examples.
+        """
+        settings, variables = self._settings, self._variables
+        clip = tf.constant(settings.l2_norm_clip, tf.float64)
+        is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
+        norms = tf.where(is_example, found.norms, tf.zeros_like(found.norms))
+        infinite = tf.constant(math.inf, tf.float64)
+        largest = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
+        factors = tf.where(is_example, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        sums = found.weighted_sum(factors)
+        noisy = self._noise.added_to(sums, settings.l2_norm_clip * settings.noise_multiplier)
+        divisor = self._plan.batch_size
+        gradients = [part / tf.constant(divisor, part.dtype) for part in noisy]
+        problem = self._problem(step, rows, largest)
+        fine, rate = tf.equal(problem, 0), self._update.rate()
+        self._update.apply(gradients, variables, fine)
+        if settings.projection_radius is not None:
+            project(variables, settings.projection_radius, fine)
+        self._log.write(
+            rows=rows,
+            problem=problem,
+            variables=self._tracked,
+            values=[
+                rate,
+                settings.l2_norm_clip,
+                settings.noise_multiplier,
+                self._update.weight_decay,
+                largest,
+            ],
+        )
+
+    def _problem(self, step: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
+        problem = self._log.problem(
+            rows,
+            None,
+            self._tracked,
+            largest,
+            self._norm_bound(),
+            self._noise.is_fresh,
+            rows_vary=True,  # every batch is compared with the plan
+        )
+        return problem + as_bits({Problem.BATCH: tf.equal(step, self._log.steps)})
+
+    def _norm_bound(self) -> float:
+        if self._loss is None or self._loss.lipschitz is None:
+            return math.inf
+        return self._loss.lipschitz * (1 + SLACK)
+
+    @property
+    def _tracked(self) -> list[Any]:
+        """What only the step may write: variables, and what the optimizer keeps of gradients."""
+        return [*self._variables, *self._update.slots]
+
+    # As every mechanism's
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """C."""
+        return self._settings.l2_norm_clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise on the sum of gradients over C."""
+        return self._settings.noise_multiplier
+
+    @property
+    def iterations(self) -> Any:  # type: ignore[override]
+        """Keras' count of the updates."""
+        return self._update.iterations
+
+    def is_iterate(self, variables: Sequence[Any]) -> bool:
+        """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
+        return self._log.has_written([*variables, *self._update.slots])
+
+    def begin(self, declared: Declared) -> None:
+        """Takes over the geometry of the loss."""
+        self._loss = declared.geometry
+
+    def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
+        """As every mechanism's, and the variables start within the ball."""
+        super().check_start(units, variables, declared)
+        self._update.check_options()
+        if self._loss is not None:
+            refuse_tensor_float_32()
+        if self._settings.projection_radius is not None:
+            check_within(variables, self._settings.projection_radius)
+
+    def known_loss(self, declared: Declared) -> LossGeometry | None:
+        """Of the run."""
+        return self._loss
+
+    def new_run(self, units: Units, declared: Declared) -> RunRecorder:
+        """Of which the last iterate is released."""
+        plan, radius = self._plan, self._settings.projection_radius
+        return RunRecorder(
+            batch_order=plan.order,
+            batch_size=plan.batch_size,
+            dataset_size=len(plan.records),
+            loss=self._loss,
+            domain_diameter=math.inf if radius is None else 2 * radius,
+            sampling_rate=plan.sampling_rate,
+            max_batch_size=self._settings.max_batch_size,
+        )
+
+    def step_of(self, entry: StepEntry) -> Step:
+        """As every mechanism's; a rule that is not plain SGD's is recorded as a step that moves."""
+        self._update.check_options()
+        step = super().step_of(entry)
+        expands = step.learning_rate * step.weight_decay >= 1 and self._loss is None
+        if not self._update.is_plain_sgd or expands:
+            return attrs.evolve(step, learning_rate=1.0, weight_decay=0.0)
+        return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
+
+    def line_before(self, units: Units, relation: NeighboringRelation) -> str:
+        """Whether the update contracts, assuming the hyper-parameters of the next step."""
+        if self._loss is None:  # composition is what was asked for
+            return ""
+        run = self.new_run(units, Declared())
+        run.add(
+            Step(
+                noise_multiplier=self.noise_multiplier,
+                clip_norm=self.l2_norm_clip,
+                learning_rate=as_meant(float(self._update.rate())),
+                weight_decay=self._update.weight_decay,
+                batch=0,
+                rows=units.batch_size,
+            )
+        )
+        return run.line_before(run.event(), relation)
+
+    def checked(self, units: Units) -> list[str]:
+        """The values of the steps, and what holds for the variables."""
+        checked = [
+            "learning rate, weight decay, clip norm and noise as recorded, in every step, made by "
+            "the model's own train_step"
+            if self._update.is_plain_sgd
+            else f"clip norm and noise as recorded, in every step; {self._update.name} along the "
+            "noisy gradients, its moments as the last step left them"
+        ]
+        if self._loss is not None and self._loss.lipschitz is not None:
+            checked.append(f"per-example gradient norms at most {self._loss.lipschitz:g}")
+        if self._settings.projection_radius is not None:
+            checked.append(
+                f"all variables together within {self._settings.projection_radius:g} of 0"
+            )
+        return checked
+
+    def told(self, statement: Statement) -> str:
+        """The statement; of another rule than plain SGD it says which."""
+        text = super().told(statement)
+        if self._update.is_plain_sgd:
+            return text
+        return (
+            f"Update rule: {self._update.name} along the noisy gradients. No bound on hidden "
+            "iterates knows it:\nevery step counts, and a learning rate of 1 stands for it.\n\n"
+            f"{text}"
+        )
+
+    def declared(self, event: Any) -> list[str]:
+        """Where the learning rates come from; of foreign optimizers, what they see."""
+        words = declared_rates(self.given_rate, event.learning_rate)
+        kind = type(self._update.optimizer)
+        if not kind.__module__.startswith(("keras.src.", "tf_keras.src.")):
+            words.append(f"of the examples {kind.__name__} sees only the noisy gradients")
+        return words
+
+    @property
+    def given_rate(self) -> Any:
+        """Of the optimizer."""
+        return self._update.given_rate

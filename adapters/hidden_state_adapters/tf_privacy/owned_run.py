@@ -1,0 +1,215 @@
+"""The run of a model that owns it: examples, batches, steps and their record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hidden_state_accountants import BatchOrder, validate
+from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
+from hidden_state_adapters.tf_privacy.guards.model import build
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
+from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, plan_of
+from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
+from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.units import Units
+
+_EPSILON = "epsilon_if_released_now"
+_BATCH_SIZE = 32  # of Keras, where nothing is said
+
+
+class OwnedRun:
+    """Everything that a model trains with, from the first call of fit on.
+
+    Args:
+        model: It is compiled.
+        settings: Of the model.
+        uses_xla: Whether XLA compiles the step.
+        x: The examples.
+        y: Targets.
+        batch_size: As for fit.
+        steps_per_epoch: Likewise.
+
+    Raises:
+        UnsupportedRunError: No such run can be accounted.
+        TypeError, ValueError: An argument has an impossible value.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Settings,
+        *,
+        uses_xla: bool,
+        x: Any,
+        y: Any,
+        batch_size: int | None,
+        steps_per_epoch: int | None,
+    ):
+        self._losses = RowLosses(model.loss)
+        self._examples = HeldExamples(x, y)
+        self._asked = _batches(batch_size, steps_per_epoch)
+        size, number = self._asked
+        self.plan = plan_of(
+            settings.batch_order,
+            self._examples.number,
+            size,
+            max_batch_size=settings.max_batch_size,
+            drop_remainder=settings.drop_remainder,
+        )
+        self._period = number or self.plan.num_batches
+        self.is_padded = settings.batch_order is BatchOrder.POISSON
+        self._pad = padding(is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size)
+        if self._period != self.plan.num_batches and not self.plan.draws_every_step:
+            raise refusal(
+                f"Expected {self.plan.num_batches} steps in an epoch, got steps_per_epoch = "
+                f"{number}: every batch is used once per epoch. Leave it out."
+            )
+        build(model, self._examples.x)
+        variables = model.trainable_variables
+        steps = OwnedSteps(settings, Update(model.optimizer, variables), self.plan, variables)
+        # Of the order of the batches; what is known of the loss only adds theorems.
+        steps.new_run(Units(size, size, 1, 1), settings.declared).check_relation(
+            settings.neighboring_relation
+        )
+        self.record = RecordedRun(
+            model,
+            steps,
+            batch_size=self.plan.batch_size,
+            examples=len(self.plan.records),
+            relation=settings.neighboring_relation,
+            declared=settings.declared,
+            trained=self._trained(model),
+            dealt=Dealt(self.plan.description, self._period, self.plan.num_rows),
+        )
+        self._examples.warn_of_equal()
+        first = next(self._batches())
+        linear = ThroughLinearLayers.of(model, self._losses, *first)
+        self.clipping = linear or RowByRow(model, self._losses)
+        self.steps = steps
+        steps.training.begin(variables)
+        # Step by step even where the loop of fit is eager, so that no example is traced anew.
+        self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
+        self._uses_xla = uses_xla
+
+    def _batches(self) -> Any:
+        return self._examples.batches(min(self.plan.batch_size, self._examples.number))
+
+    def _trained(self, model: Any) -> TrainedLoss:
+        return TrainedLoss(
+            model,
+            self._batches,
+            self._losses,
+            given=self._losses.given,
+            keras_loss=self._losses.keras_loss,
+            is_the_step=True,
+        )
+
+    def go_on(self, model: Any, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any) -> None:
+        """Checks that another call of fit goes on with the run.
+
+        Raises:
+            UnsupportedRunError: It does not.
+        """
+        asked = _batches(batch_size, steps_per_epoch)
+        if asked != self._asked:
+            raise refusal(
+                f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
+                f"got {asked}. Compile again for another run."
+            )
+        self._examples.check_same(x, y)
+        self.record.go_on(model, self.steps, self._trained(model))
+
+    def epoch(self) -> tf.data.Dataset:
+        """The batches of one epoch, drawn when it begins."""
+        done = self.record
+        return self._examples.dealt(self.plan, self._period, lambda: done.num_batches, self._pad)
+
+    def step(self, data: Any) -> tuple[Any, Any, Any]:
+        """Takes the private step on a batch of `epoch`.
+
+        Returns:
+            The losses, the targets and the outputs of its examples.
+        """
+        (step, rows), x, y = data
+        take = self._take if not self._uses_xla and not tf.executing_eagerly() else self._compiled
+        losses, outputs = take(step, rows, x, y)
+        if not self.is_padded:
+            return losses, y, outputs
+        return losses[:rows], y[:rows], outputs[:rows]
+
+    def _take(self, step: Any, rows: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        found = self.clipping.gradients(x, y)
+        self.steps.take(found, step, rows)
+        return found.losses, found.outputs
+
+    def end_interrupted(self, steps_before: int) -> None:
+        """Ends the run of a fit that an error or the user has stopped, if it took a step."""
+        record = self.record
+        if record.has_ended or self.steps.last_step.steps == steps_before:
+            return
+        record.invalidate(
+            "fit was interrupted (by an error, or by hand when the model was good?), so the "
+            "number of steps may depend on the data. Fix it in advance, and start again."
+        )
+
+
+def _batches(batch_size: Any, steps_per_epoch: Any) -> tuple[int, int | None]:
+    size = _BATCH_SIZE if batch_size is None else batch_size
+    if steps_per_epoch is not None:
+        steps_per_epoch = validate.integer("steps_per_epoch", steps_per_epoch, minimum=1)
+    return validate.integer("batch_size", size, minimum=1), steps_per_epoch
+
+
+class Recording(tf.keras.callbacks.Callback):
+    """Records the steps of a fit; the first one of its callbacks.
+
+    Args:
+        run: Of the model.
+        settings: Likewise.
+        others: The user's callbacks.
+
+    Raises:
+        UnsupportedRunError: One of them chooses by the data, restores weights or shows metrics.
+    """
+
+    def __init__(self, run: OwnedRun, settings: Settings, others: Sequence[Any]):
+        super().__init__()
+        self._record, self._target_delta = run.record, settings.target_delta
+        self._releases_epochs, self._releases_steps = check_callbacks(
+            [self, *others],
+            self,
+            checkpoints_stay_private=settings.checkpoints_stay_private,
+            metrics_stay_private=settings.metrics_stay_private,
+        )
+        self.foreign = {type(c).__name__ for c in others if not is_of_keras(c)}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Records the step."""
+        self._record.add(self._record.next_batch)
+        if self._releases_steps:
+            self._record.release()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the epsilon to the logs, and notes a checkpoint as released."""
+        self.model.reset_metrics()  # Model.save would store them
+        self._record.after_epoch()
+        if self._releases_epochs:
+            self._record.release()
+        if self._target_delta is not None and logs is not None:
+            logs[_EPSILON] = self._record.guarantee().epsilon(self._target_delta)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Refuses a run that something stopped before the declared number of epochs."""
+        self.model.reset_metrics()
+        if self.model.stop_training:
+            self._record.invalidate(
+                "training was stopped early (model.stop_training), so the number of steps may "
+                "depend on the data. Fix it in advance."
+            )

@@ -1,0 +1,335 @@
+"""The model that owns its run: what its steps do, and that the event says so."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    HiddenStateModel,
+    HiddenStateSequential,
+    make_private,
+)
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.owned import data as owned_data
+from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
+from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+
+layers, losses = tf.keras.layers, tf.keras.losses
+RECORDS, FEATURES, CLASSES, BATCH = 24, 4, 3, 6
+ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x, random.integers(0, CLASSES, RECORDS)
+
+
+X, Y = data()
+
+
+def crossentropy(**kwargs):
+    return losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
+
+
+def head(**kwargs):
+    return layers.Dense(CLASSES, kernel_initializer="ones", **kwargs)
+
+
+def make(stack=None, *, optimizer=None, compile=None, loss=None, **kwargs):
+    settings = {"l2_norm_clip": 0.5, "noise_multiplier": 2.0, **kwargs}
+    model = HiddenStateSequential(stack or [head()], **settings)
+    optimizer = optimizer or tf.keras.optimizers.SGD(0.5, weight_decay=0.1)
+    model.compile(optimizer, loss or crossentropy(), **(compile or {}))
+    return model
+
+
+def fit(model, **kwargs):
+    return model.fit(X, Y, **{"batch_size": BATCH, "verbose": 0, **kwargs})
+
+
+def clipped_steps(kernel, bias, batches, *, clip=0.5, rate=0.5, decay=0.1, divisor=BATCH):
+    """The same run without noise, in float64."""
+    kernel, bias = kernel.astype(float), bias.astype(float)
+    for batch in batches:
+        x, y = X[batch].astype(float), Y[batch]
+        logits = x @ kernel + bias
+        slopes = np.exp(logits - logits.max(1, keepdims=True))
+        slopes /= slopes.sum(1, keepdims=True)
+        slopes[np.arange(len(y)), y] -= 1
+        norms = np.linalg.norm(slopes, axis=1) * np.sqrt((x**2).sum(1) + 1)
+        slopes *= np.minimum(1, clip / norms)[:, None]
+        kernel = (1 - rate * decay) * kernel - rate / divisor * x.T @ slopes
+        bias = (1 - rate * decay) * bias - rate / divisor * slopes.sum(0)
+    return kernel, bias
+
+
+@pytest.fixture
+def dealt(monkeypatch):
+    """The examples of every step, by step."""
+    batches, deal = {}, owned_data._Dealer.deal
+
+    def noted(dealer, index):
+        step, rows, indices = deal(dealer, index)
+        batches[int(step)] = indices[:rows]
+        return step, rows, indices
+
+    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
+    return batches
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_step_is_the_one_of_the_event(order, dealt):
+    model = make(noise_multiplier=0.0, batch_order=order)
+    model.build((None, FEATURES))
+    start = model.get_weights()
+    fit(model, epochs=2)
+    divisor = RECORDS if order == "full" else BATCH
+    batches = [dealt[step] for step in range(2 * RECORDS // divisor)]
+    expected = clipped_steps(*start, batches, divisor=divisor)
+    for own, other in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [{"jit_compile": True}, {"run_eagerly": True}])
+def test_compiled_and_eager_steps_are_the_same(compile, dealt):
+    model = make(noise_multiplier=0.0, compile=compile, max_batch_size=8)
+    model.build((None, FEATURES))
+    start = model.get_weights()
+    fit(model, epochs=2)
+    expected = clipped_steps(*start, [dealt[step] for step in range(8)])
+    for own, other in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+def test_what_fills_a_batch_up_has_no_influence(dealt, monkeypatch):
+    """The first example stands in every row of padding, and its gradient is not finite."""
+    x = X.copy()
+    x[0] = np.nan
+    fixed = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
+    monkeypatch.setattr(
+        owned_data.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
+    )
+    model = make(noise_multiplier=0.0, compile={"jit_compile": True})
+    model.build((None, FEATURES))
+    start = model.get_weights()
+    monkeypatch.setattr(TrainedLoss, "look", lambda trained: None)
+    model.fit(x, Y, batch_size=BATCH, verbose=0)
+    for own, other in zip(model.get_weights(), clipped_steps(*start, fixed), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+STACKS = {
+    "head": lambda: [head()],
+    "without bias": lambda: [head(use_bias=False)],
+    "two layers": lambda: [layers.Dense(5, activation="tanh"), head()],
+    "frozen": lambda: [layers.Dense(5, activation="relu", trainable=False), head()],
+    "softmax": lambda: [layers.Dense(5, activation="tanh"), head(activation="softmax")],
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_linear_layers_give_the_gradients_of_rows(stack):
+    model = make(STACKS[stack]())
+    model.build((None, FEATURES))
+    model.set_weights([np.linspace(-1, 1, w.size).reshape(w.shape) for w in model.get_weights()])
+    row_losses = RowLosses(
+        crossentropy() if stack != "softmax" else losses.SparseCategoricalCrossentropy()
+    )
+    x, y = tf.constant(X), tf.constant(Y)
+    fast = ThroughLinearLayers.of(model, row_losses, x, y)
+    factors = tf.constant(np.linspace(0, 1, RECORDS))
+    found, rows = fast.gradients(x, y), RowByRow(model, row_losses).gradients(x, y)
+    for name in ("norms", "losses", "outputs"):
+        np.testing.assert_allclose(getattr(found, name), getattr(rows, name), rtol=1e-4)
+    for own, other in zip(found.weighted_sum(factors), rows.weighted_sum(factors), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        lambda: [layers.LayerNormalization(), head()],
+        lambda: [layers.Reshape((2, 2)), layers.Dense(2), layers.Flatten(), head()],
+        lambda: [layers.Embedding(7, 2, input_length=FEATURES), layers.Flatten(), head()],
+    ],
+    ids=["scale", "sequence", "embedding"],
+)
+def test_other_layers_go_row_by_row(stack):
+    model = make(stack())
+    x, y, row_losses = tf.constant(abs(X)), tf.constant(Y), RowLosses(crossentropy())
+    model(x)
+    assert ThroughLinearLayers.of(model, row_losses, x, y) is None
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_event_is_the_run(order):
+    model = make(batch_order=order, compile={"run_eagerly": True}, **AUTO)
+    fit(model, epochs=2)
+    event = model.privacy_event
+    size = RECORDS if order == "full" else BATCH
+    assert event == hsa.LastIterateDpEvent(
+        noise_multiplier=2.0,
+        learning_rate=0.5,
+        clip_norm=0.5,
+        batch_size=size,
+        dataset_size=RECORDS,
+        num_steps=2 * RECORDS // size,
+        batch_order=order,
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
+        weight_decay=0.1,
+    )
+    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5)
+    assert model.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
+    shown = model.report(1e-5).split("(last iterate):")[1].split()[0]
+    assert float(shown) == pytest.approx(expected, rel=1e-3)
+
+
+def test_composition_is_not_above_tensorflow_privacy():
+    """Any optimizer, Poisson batches, and the same numbers."""
+    model = make(optimizer="adam", noise_multiplier=1.0, compile={"run_eagerly": True})
+    fit(model, epochs=3)
+    event = model.privacy_event
+    assert (event.loss, event.batch_order.value, event.num_steps) == (None, "poisson", 12)
+    theirs = compute_dp_sgd_privacy_lib._compute_dp_sgd_example_privacy(
+        3, 1.0, 1e-5, used_microbatching=False, poisson_subsampling_probability=BATCH / RECORDS
+    )
+    assert 0 < model.get_epsilon(1e-5) <= theirs
+    assert "Adam along the noisy gradients" in model.report(1e-5)
+
+
+def test_the_noise_is_that_of_the_event():
+    """Gradients of zero: what moves the weights is the noise, on the mean over b."""
+    model = make(
+        [layers.Dense(4000)],
+        optimizer=tf.keras.optimizers.SGD(1.0),
+        noise_multiplier=3.0,
+        batch_order="cyclic",
+        loss=lambda targets, outputs: 0.0 * outputs[:, 0],
+    )
+    model.build((None, FEATURES))
+    start = model.get_weights()
+    fit(model)
+    moved = np.concatenate(
+        [np.ravel(a - b) for a, b in zip(model.get_weights(), start, strict=True)]
+    )
+    expected = math.sqrt(RECORDS / BATCH) * 3.0 * 0.5 / BATCH
+    assert np.std(moved) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_projection_is_of_all_variables():
+    model = make(projection_radius=0.3, batch_order="cyclic", **AUTO)
+    model.build((None, FEATURES))
+    model.set_weights([0.0 * w for w in model.get_weights()])
+    fit(model)
+    assert math.sqrt(sum((w**2).sum() for w in model.get_weights())) <= 0.3
+    assert model.privacy_event.domain_diameter == 0.6
+
+
+def test_learning_rates_are_recorded():
+    schedule = tf.keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
+    model = make(optimizer=tf.keras.optimizers.SGD(schedule), batch_order="cyclic", **AUTO)
+    fit(model)
+    assert list(model.privacy_event.per_step("learning_rate")) == [0.5] * 3 + [0.25]
+
+
+def test_several_calls_of_fit_are_one_run():
+    model = make(target_delta=1e-5, **AUTO)
+    first = fit(model, epochs=2).history["epsilon_if_released_now"]
+    second = fit(model).history["epsilon_if_released_now"]
+    assert model.privacy_event.num_steps == 12
+    assert second[0] == model.get_epsilon(1e-5) > first[-1] > first[0]
+    assert "calls of fit" in model.report()
+
+
+def test_checkpoints_count(tmp_path):
+    checkpoint = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))
+    model = make(**AUTO)
+    fit(model, epochs=3, callbacks=[checkpoint])
+    assert model.privacy_event.release_steps == (4, 8)
+    # What a file was trained with is told to whoever goes on with it.
+    loaded = tf.keras.models.load_model(tmp_path / "2.keras")
+    assert isinstance(loaded, HiddenStateSequential)
+    assert all(metric.result() == 0 for metric in loaded.metrics)
+    loaded.compile(tf.keras.optimizers.SGD(0.5), crossentropy())
+    fit(loaded)
+    assert len(loaded.privacy_events) == 2
+    assert loaded.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(
+        loaded.privacy_event
+    ).get_epsilon(1e-5)
+
+
+def test_a_model_that_is_compiled_again_goes_on_with_its_weights():
+    model = make(**AUTO)
+    fit(model)
+    first = model.privacy_event
+    model.compile(tf.keras.optimizers.SGD(0.5), crossentropy())
+    with pytest.raises(ValueError, match="Call fit"):
+        model.get_epsilon(1e-5)
+    fit(model)
+    assert model.privacy_events == (first, model.privacy_event)
+
+
+def functional():
+    inputs = tf.keras.Input((FEATURES,))
+    return tf.keras.Model(inputs, head()(inputs))
+
+
+def sequential():
+    model = tf.keras.Sequential([head()])
+    model.build((None, FEATURES))
+    return model
+
+
+@pytest.mark.parametrize("kind", [functional, sequential])
+def test_a_model_becomes_private_and_is_saved(kind, tmp_path):
+    plain = kind()
+    model = make_private(plain, l2_norm_clip=0.5, noise_multiplier=2.0, **AUTO)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), plain.predict(X, verbose=0))
+    model.compile(tf.keras.optimizers.SGD(0.5), crossentropy())
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded) is type(model)
+    assert loaded.get_config()["hidden_state"] == model.get_config()["hidden_state"]
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+class Net(HiddenStateModel):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = head()
+
+    def call(self, features):
+        return self.head(features)
+
+
+def test_a_class_of_ones_own():
+    model = Net(l2_norm_clip=0.5, noise_multiplier=2.0, **AUTO)
+    model.compile(tf.keras.optimizers.SGD(0.5), crossentropy(), metrics=["accuracy"])
+    history = fit(model, validation_data=(X, Y)).history
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert 0 < model.get_epsilon(1e-5) < math.inf
+    with pytest.raises(TypeError, match="inherit from HiddenStateModel"):
+        make_private(model, l2_norm_clip=0.5, noise_multiplier=2.0)
+
+
+def test_losses_and_metrics_are_those_of_the_examples():
+    model = make(
+        noise_multiplier=0.0,
+        optimizer=tf.keras.optimizers.SGD(0.0),
+        batch_order="cyclic",
+        compile={"metrics": ["accuracy"]},
+    )
+    shown = fit(model).history
+    loss, accuracy = model.evaluate(X, Y, verbose=0)
+    assert shown["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert shown["accuracy"][0] == pytest.approx(accuracy)

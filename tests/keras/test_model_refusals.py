@@ -1,0 +1,277 @@
+"""What the model that owns its run refuses, and what ends its run."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    HiddenStateSequential,
+)
+
+layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
+RECORDS, FEATURES, BATCH = 12, 3, 4
+X = np.eye(RECORDS, FEATURES, dtype="float32") + 0.1
+Y = np.arange(RECORDS) % 2
+
+
+def loss():
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def make(stack=None, *, optimizer=None, kind=HiddenStateSequential, compile=None, **kwargs):
+    model = kind(stack or [layers.Dense(2)], **{**SETTINGS, **kwargs})
+    model.compile(optimizer or optimizers.SGD(0.5), **{"loss": loss(), **(compile or {})})
+    return model
+
+
+def fit(model, **kwargs):
+    return model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
+
+
+SETTINGS = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic"}
+GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"l2_norm_clip": 0}, ValueError, "l2_norm_clip"),
+        ({"noise_multiplier": -1}, ValueError, "noise_multiplier"),
+        ({"batch_order": "sorted"}, ValueError, "poisson"),
+        ({"max_batch_size": 8}, hsa.UnsupportedRunError, 'unless batch_order = "poisson"'),
+        ({"loss_geometry": "auto"}, ValueError, "feature_norm"),
+        ({"loss_geometry": "convex"}, TypeError, "loss_geometry"),
+        ({"projection_radius": 0}, ValueError, "projection_radius"),
+        ({"noise": 1.0}, TypeError, "noise"),
+    ],
+)
+def test_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        HiddenStateSequential([layers.Dense(2)], **{**SETTINGS, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"loss_weights": [2.0]}, "loss_weights = None"),
+        ({"steps_per_execution": 2}, "steps_per_execution = 1"),
+        ({"weighted_metrics": ["accuracy"]}, "weighted_metrics = None"),
+    ],
+)
+def test_compile(arguments, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        make(compile=arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"validation_split": 0.5}, "validation_split = 0"),
+        ({"class_weight": {0: 2.0}}, "class_weight = None"),
+        ({"sample_weight": np.ones(RECORDS)}, "sample_weight = None"),
+        ({"shuffle": False}, 'batch_order = "cyclic"'),
+        ({"steps_per_epoch": 2}, "3 steps in an epoch"),
+        ({"batch_size": 5}, "drop_remainder"),
+        ({"batch_size": 13}, "batch_size <= 12"),
+        ({"x": tf.data.Dataset.from_tensor_slices((X, Y)), "y": None}, "as an array"),
+        ({"y": None}, "y as an array"),
+        ({"callbacks": [callbacks.EarlyStopping()]}, "EarlyStopping"),
+        ({"callbacks": [callbacks.CSVLogger("log.csv")]}, "CSVLogger"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fit(arguments, text):
+    model = make()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        fit(model, **arguments)
+    with pytest.raises(ValueError, match="Call fit"):
+        model.get_epsilon(1e-5)
+
+
+class AddsLoss(layers.Layer):
+    def call(self, features):
+        self.add_loss(tf.reduce_sum(features))
+        return features
+
+
+class OwnStep(HiddenStateSequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class OwnLoss(HiddenStateSequential):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def noisy():
+    return CyclicDPKerasSGDOptimizer(1.0, 1.0)
+
+
+def penalty():
+    return tf.keras.regularizers.L2(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"optimizer": "noisy"}, "an optimizer without noise"),
+        ({"optimizer": optimizers.SGD(use_ema=True)}, "use_ema = False"),
+        ({"optimizer": optimizers.SGD(momentum=0.9), **GEOMETRY}, "SGD with momentum = 0.9"),
+        ({"optimizer": optimizers.Adam(), **GEOMETRY}, "plain SGD with loss_geometry, got Adam"),
+        ({"optimizer": optimizers.Adam(), "projection_radius": 1.0}, "plain SGD with projection"),
+        ({"stack": [layers.BatchNormalization(), layers.Dense(2)]}, "batch normalisation"),
+        ({"stack": [AddsLoss(), layers.Dense(2)]}, "no regularisation losses"),
+        ({"stack": [layers.Dense(2, kernel_regularizer="penalty")]}, "no regularisation losses"),
+        ({"stack": [layers.Dense(2, activity_regularizer="penalty")]}, "no regularisation"),
+        ({"stack": [layers.Lambda(lambda x: x - tf.reduce_mean(x, 0)), layers.Dense(2)]},
+         "a loss of its own"),
+        ({"kind": OwnStep}, "Expected the train_step"),
+        ({"kind": OwnLoss}, "Expected the compute_loss"),
+        ({"compile": {"loss": None}}, "one loss for the one output"),
+        ({"compile": {"loss": lambda y, p: tf.reduce_mean(p)}}, "one entry per example"),
+        ({"loss_geometry": "auto", "feature_norm": 0.5}, "feature_norm = 0.5"),
+        ({"neighboring_relation": "ADD_OR_REMOVE_ONE"}, "or REPLACE_ONE, got"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_models_and_optimizers(arguments, text):
+    if arguments.get("optimizer") == "noisy":
+        arguments = {"optimizer": noisy()}
+    for layer in arguments.get("stack", ()):
+        for name in ("kernel_regularizer", "activity_regularizer"):
+            if getattr(layer, name, None) == "penalty":
+                setattr(layer, name, penalty())
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        fit(make(**arguments))
+
+
+def test_steps_of_something_else():
+    model = make()
+    for ask in (
+        lambda: model.train_on_batch(X, Y),
+        lambda: model.train_step((X, Y)),
+        lambda: model.state(),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError):
+            ask()
+
+
+def write_moments(model):
+    model.optimizer.variables[-1].assign_add(tf.ones_like(model.optimizer.variables[-1]))
+
+
+def write_weights(model):
+    model.layers[0].kernel.assign_add(tf.ones_like(model.layers[0].kernel))
+
+
+def set_generator(model):
+    model._run.steps._noise._generator.reset_from_seed(0)
+
+
+def set_momentum(model):
+    model.optimizer.beta_1 = 0.5
+    model.optimizer.clipnorm = 1.0
+
+
+def deal_again(model):
+    """The batch of another step, as a step that something else takes would have it."""
+    log = model._run.steps._log
+    log._counts.assign_add([1, 0, 0, 0])
+
+
+def interrupt(model):
+    raise KeyboardInterrupt
+
+
+def stop(model):
+    model.stop_training = True
+
+
+ENDS = {
+    write_moments: "changed outside",
+    write_weights: "changed outside",
+    set_generator: "generator of the noise was set",
+    set_momentum: "Expected clipnorm = None",
+    deal_again: "not the one that was dealt",
+    interrupt: "fit was interrupted",
+    stop: "stopped early",
+}
+
+
+@pytest.mark.parametrize("act", ENDS, ids=lambda act: act.__name__)
+def test_what_ends_a_run(act):
+    model = make(optimizer=optimizers.Adam(), compile={"run_eagerly": True})
+
+    def end(batch, logs):
+        if batch == 1:
+            act(model)
+
+    with pytest.raises((hsa.UnsupportedRunError, KeyboardInterrupt)):
+        fit(model, callbacks=[callbacks.LambdaCallback(on_train_batch_end=end)])
+    for ask in (
+        lambda: model.get_epsilon(1e-5),
+        lambda: model.privacy_event,
+        lambda: fit(model),
+    ):
+        with pytest.raises(hsa.UnsupportedRunError, match=ENDS[act]):
+            ask()
+
+
+def test_what_the_first_step_finds():
+    """Weights that are written after the run was looked at, and before its first step."""
+    model = make()
+    begin = callbacks.LambdaCallback(on_train_begin=lambda logs: write_weights(model))
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+        fit(model, callbacks=[begin])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"x": X + 1}, "examples of the run so far"),
+        ({"y": 1 - Y}, "examples of the run so far"),
+        ({"batch_size": 6}, "as in the run so far"),
+    ],
+)
+def test_another_call_of_fit(arguments, text):
+    model = make()
+    fit(model)
+    before = model.get_epsilon(1e-5)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        fit(model, **arguments)
+    assert model.get_epsilon(1e-5) == before
+
+
+def test_examples_that_are_written_later_are_not_used():
+    x = X.copy()
+    model = make()
+    write = callbacks.LambdaCallback(on_train_begin=lambda logs: x.fill(math.nan))
+    fit(model, x=x, callbacks=[write])
+    assert np.isfinite(model.get_weights()[0]).all()
+    with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
+        fit(model, x=x)
+
+
+def test_weights_that_something_else_changed():
+    model = make()
+    fit(model)
+    write_weights(model)
+    for ask in (functools.partial(model.get_epsilon, 1e-5), model.release, model.report):
+        with pytest.raises((hsa.UnsupportedRunError, ValueError)):
+            ask()
+
+
+def test_an_optimizer_that_took_steps():
+    first = make()
+    fit(first)
+    second = make(optimizer=first.optimizer)
+    with pytest.raises((hsa.UnsupportedRunError, ValueError, KeyError)):
+        fit(second)
