@@ -44,7 +44,7 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: gpu gpu-wheels help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility docs lint format clean distclean
+.PHONY: gpu gpu-wheels help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility papers docs lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -59,6 +59,7 @@ help:
 	@echo "make gpu          tests that need a CUDA device; writes docs/benchmarks/opacus_step_cuda.md. Needs torch, no network"
 	@echo "make gpu-wheels   what make gpu needs beside torch, into wheels/, to be carried to a machine without network"
 	@echo "make utility      write docs/benchmarks/utility.md: accuracy at equal epsilon (hours; it can be stopped)"
+	@echo "make papers       write docs/papers: the figures of the five papers, beside what is proved (a few minutes)"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make docs         build the site into site/, strictly, and the notebooks that it shows; open site/index.html"
 	@echo "make lint         ruff, mypy and the import directions"
@@ -108,6 +109,10 @@ gpu-wheels:
 # Goes on where it stopped. diffprivlib and mlxtend take part if they are installed.
 utility: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/utility/utility.py $(UTILITY_ARGS)
+
+papers: .venv/.test-installed
+	for script in chien_li_2024 kong_ribero_2025 chourasia_2021 chen_liu_2025 dice_sgd_2024; do \
+	    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/papers/$$script.py || exit 1; done
 
 # One process: its progress is seen at once. New random runs every time; a failure is replayed first.
 test-deep: .venv/.test-installed
