@@ -8,6 +8,7 @@
 #   WORKERS=2                    test processes
 #   UTILITY_ARGS='--size reduced'  options of the benchmark of "make utility"
 #   GPU_PYTHON=python3           the Python of "make gpu", on a machine that has torch with CUDA already
+#   RELEASE_ARGS='--url URL'     where the repository is published: links of the description become absolute
 #   DEEP_EXAMPLES=18             how many times the examples of "make test" that "make test-deep" searches
 
 ifeq ($(origin PYTHON), undefined)
@@ -29,6 +30,7 @@ PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
 DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'
+PYTHON_VENV := .venv-$(notdir $(PYTHON))
 DOCS_REQUIREMENTS := -e '.[docs]'
 NUMPY2_REQUIREMENTS := -e '.[cli,opacus,dev]' scikit-learn
 
@@ -44,7 +46,8 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: gpu gpu-wheels help demo test test-all test-fast test-numpy2 test-mutations tightness benchmarks utility papers docs lint format clean distclean
+.PHONY: help demo test test-all test-fast test-numpy2 test-python test-mutations tightness benchmarks utility papers gpu \
+    gpu-wheels docs release lint format clean distclean
 .NOTPARALLEL:
 
 help:
@@ -53,6 +56,7 @@ help:
 	@echo "make test-all     the whole test suite"
 	@echo "make test-fast    quick tests of the core, the command line and both adapters; under three minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
+	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write docs/benchmarks/opacus_step.md: steps of the Opacus optimizers against Opacus'"
@@ -62,10 +66,11 @@ help:
 	@echo "make papers       write docs/papers: the figures of the five papers, beside what is proved (a few minutes)"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make docs         build the site into site/, strictly, and the notebooks that it shows; open site/index.html"
+	@echo "make release      build the source distribution and the wheel into dist/, reproducibly, and check them"
 	@echo "make lint         ruff, mypy and the import directions"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make clean        remove caches and builds"
-	@echo "make distclean    remove the environments .venv, .venv-numpy2 and .venv-docs too"
+	@echo "make distclean    remove the environments .venv and .venv-* too"
 	@echo "Options: PYTHON=python3.11 PIP_ARGS='...' PYTEST_ARGS='...' WORKERS=2 DEEP_EXAMPLES=18"
 
 demo: .venv/.demo-installed
@@ -81,6 +86,9 @@ test-fast: .venv/.test-installed
 
 test-numpy2: .venv-numpy2/.test-installed
 	$(call PYTEST,.venv-numpy2) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
+
+test-python: $(PYTHON_VENV)/.test-installed
+	$(call PYTEST,$(PYTHON_VENV)) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
 
 test-mutations: .venv/.test-installed
 	.venv/bin/python tests/mutation/check_mutations.py
@@ -124,6 +132,10 @@ docs: .venv/.test-installed .venv-docs/.docs-installed
 	OMP_NUM_THREADS=1 .venv/bin/python tools/notebooks.py
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/python -m mkdocs build --strict
 
+# From a clean copy of the last commit, twice: the files have to be the same.
+release: .venv-docs/.docs-installed
+	.venv-docs/bin/python tools/release.py $(RELEASE_ARGS)
+
 lint: .venv/.test-installed
 	.venv/bin/python -m ruff check $(SOURCES)
 	.venv/bin/python -m ruff format --check $(SOURCES)
@@ -139,7 +151,7 @@ clean:
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv.lock .venv-numpy2 .venv-numpy2.lock .venv-docs .venv-docs.lock
+	rm -rf .venv .venv.lock .venv-*
 
 .venv/.demo-installed: $(INSTALL_INPUTS)
 	$(call install,.venv,constraints.txt,$(DEMO_REQUIREMENTS))
@@ -151,6 +163,10 @@ distclean: clean
 
 .venv-numpy2/.test-installed: $(INSTALL_INPUTS)
 	$(call install,.venv-numpy2,constraints-numpy2.txt,$(NUMPY2_REQUIREMENTS))
+	@touch $@
+
+$(PYTHON_VENV)/.test-installed: $(INSTALL_INPUTS)
+	$(call install,$(PYTHON_VENV),constraints-numpy2.txt,$(NUMPY2_REQUIREMENTS))
 	@touch $@
 
 .venv-docs/.docs-installed: pyproject.toml constraints-docs.txt

@@ -1,6 +1,7 @@
 """What is installed, and what importing it costs."""
 
 import ast
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -169,3 +170,37 @@ def test_both_constraints_files_pin_the_same_tools():
 
     assert pins("constraints.txt") == pins("constraints-numpy2.txt")
     assert any(pin.startswith("pytest==") for pin in pins("constraints.txt"))
+
+
+@pytest.mark.parametrize(
+    ("package", "missing", "remedy"),
+    [
+        ("hidden_state_adapters.opacus", "opacus", r"hidden-state-accountants\[opacus\]"),
+        ("hidden_state_adapters.opacus", "torch", r"hidden-state-accountants\[opacus\]"),
+        ("hidden_state_adapters.sklearn", "sklearn", r"hidden-state-accountants\[sklearn\]"),
+    ],
+)
+def test_an_adapter_without_its_framework_says_what_to_install(package, missing, remedy, tmp_path):
+    script = f"""
+import sys
+sys.modules[{missing!r}] = None
+try:
+    import {package}
+except ImportError as error:
+    print(error)
+"""
+    text = run(sys.executable, "-c", script, cwd=tmp_path)
+    assert "is missing" in text
+    assert re.search(remedy, text)
+
+
+def test_the_description_of_a_release_has_no_relative_links(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    release = importlib.import_module("release")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert release.RELATIVE_LINK.search(readme)
+    for url in ("", "https://example.org/us/it"):
+        text = release.description(readme, url, "abc")
+        assert not release.RELATIVE_LINK.search(text)
+        assert (f"({url}/blob/abc/docs/theory/theorem_a.md)" in text) == bool(url)
+        assert "theorem_a" not in text or url

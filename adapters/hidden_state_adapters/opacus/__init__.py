@@ -10,7 +10,15 @@
 Importing this package also makes ``opacus.PrivacyEngine(accountant="hidden_state")`` work.
 """
 
-from opacus.accountants import register_accountant
+try:
+    from opacus.accountants import register_accountant
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("opacus", "torch"):
+        raise
+    raise ImportError(
+        f"hidden_state_adapters.opacus needs Opacus 1.6 and PyTorch, and {error.name} is missing. "
+        "Install them: pip install 'hidden-state-accountants[opacus]'"
+    ) from error
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, OrderedDataLoader
