@@ -90,7 +90,8 @@ def main() -> None:
         if build(Path(name), options.url.rstrip("/"), revision) != hashes:
             sys.exit("Two builds of one commit differ.")
     files = [str(options.out / name) for name in hashes]
-    print(output(sys.executable, "-m", "twine", "check", "--strict", *files), end="")
+    if subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files]).returncode:
+        sys.exit("twine does not take them.")
     for name, digest in hashes.items():
         print(f"{digest}  {name}")
 
