@@ -274,21 +274,6 @@ def objective_noise(data: Split, decay: float, epsilon: float) -> float | None:
     return math.exp(optimize.brentq(excess, math.log(1e-3), math.log(1e7)) + 1e-9)
 
 
-def diffprivlib(data: Split, epsilon: float, strengths):
-    """IBM's LogisticRegression: objective perturbation with delta = 0, one class against all."""
-    from diffprivlib.models import LogisticRegression
-
-    for strength in strengths:
-
-        def run(strength=strength):
-            model = LogisticRegression(
-                epsilon=epsilon, data_norm=1.0, C=strength, fit_intercept=False, max_iter=300
-            ).fit(*data.train)
-            return tuple(float(model.score(*part)) for part in (data.validation, data.test))
-
-        yield Result(f"C {strength:.3g}", run)
-
-
 # Ours without tuning, and no privacy
 
 

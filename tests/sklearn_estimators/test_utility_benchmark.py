@@ -18,7 +18,7 @@ def script(monkeypatch):
     import utility
 
     yield utility
-    for name in ("utility", "utility_data", "utility_methods", "utility_page"):
+    for name in ("utility", "utility_data", "utility_methods", "utility_page", "utility_plots"):
         sys.modules.pop(name, None)
 
 
@@ -31,8 +31,10 @@ def test_the_smallest_size_writes_the_page_and_goes_on_where_it_stopped(
     for method in ("recommend", "hidden, tuned", "Poisson + PLD", "banded factorisation"):
         assert f"| {method} |" in text
     assert "REPLACE_SPECIAL" in text
-    (counts,) = (line for line in text.splitlines() if line.startswith("The best peer is"))
-    assert counts.count(" level,") == 2
+    counts = [line for line in text.splitlines() if "against the best tuned peer" in line]
+    assert len(counts) == len(script.OURS) == 3
+    assert all(" won, " in line and " lost." in line for line in counts)
+    assert "not measured yet" not in text
     page.unlink()
     monkeypatch.setattr(script, "measure", lambda *_: pytest.fail("measured again"))
     script.run("smoke", results, page)
@@ -78,3 +80,31 @@ def test_objective_perturbation_meets_its_delta_in_one_dimension(script):
     loss = math.log1p(0.25 / 30) + 1 / (2 * std**2) + draws / std
     assert np.mean(np.maximum(-np.expm1(1.0 - loss), 0)) == pytest.approx(1e-5, rel=0.3)
     assert methods.objective_noise(data, 0.1, 1.0) is None
+
+
+def test_the_page_says_what_was_won_and_what_is_missing(script, tmp_path):
+    """Made-up figures: ours are 4 points behind, level and ahead; one epsilon is not measured."""
+    import attrs
+    import utility_page
+
+    def result(points):
+        return {"test": [points / 100, points / 100 + 0.002], "validation": 0.5, "tries": 1}
+
+    cells = {"cancer|no privacy|0.0|0": result(95)}
+    for epsilon, points in ((0.1, 76), (1.0, 80), (3.0, 85)):
+        for method in script.OURS:
+            cells[f"cancer|{method}|{epsilon}|0"] = result(points)
+        for peer in ("Poisson + PLD", "banded factorisation"):
+            cells[f"cancer|{peer}|{epsilon}|0"] = result(80)
+    for order, accuracies in (("full", (60, 80)), ("poisson", (80, 81))):
+        for epochs, points in zip((1, 4), accuracies, strict=True):
+            cells[f"cancer|cost, {order}|1.0|{epochs}"] = result(points)
+    size = attrs.evolve(script.SIZES["reduced"], sets=("cancer",), cost=(1, 4))
+    utility_page.write_page(tmp_path / "page.md", "made up", size, cells, script.OURS)
+    text = (tmp_path / "page.md").read_text()
+    assert "1 won, 1 level, 1 lost" in text
+    assert "missed: cancer at 0.1 (-4.0 " in text
+    assert "1 cells are not measured yet" in text
+    assert "1 on cancer (a quarter of the gradients: met)" in text
+    assert "mean of all cells: +0.3" in text
+    assert "| lost (-4.0) | - | level (+0.0) | won (+5.0) |" in text
