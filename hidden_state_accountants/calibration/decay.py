@@ -31,6 +31,7 @@ def calibrate_weight_decay(
     *,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
+    group_size: int = 1,
     for_one_position: bool = False,
     tolerance: float = 1e-6,
 ) -> float:
@@ -53,6 +54,7 @@ def calibrate_weight_decay(
         event: The run; its own weight decay is replaced.
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        group_size: Of the default accountant: how many records one person has at most.
         for_one_position: Whether runs with a `record_position` are meant: the target is then met
             for the records of one batch only.
         tolerance: Relative, in [1e-12, 0.5].
@@ -69,7 +71,14 @@ def calibrate_weight_decay(
     relation = validate.neighboring_relation(neighboring_relation)
     make = event_maker(attrs.evolve(event, weight_decay=0.0), "weight_decay")
     target = make_target(
-        "weight_decay", target_epsilon, delta, make, make_accountant, relation, for_one_position
+        "weight_decay",
+        target_epsilon,
+        delta,
+        make,
+        make_accountant,
+        relation,
+        group_size,
+        for_one_position,
     )
     tolerance = check_tolerance(tolerance)
     if target.meets(0.0):

@@ -30,6 +30,7 @@ def calibrate_epochs(
     *,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
+    group_size: int = 1,
     for_one_position: bool = False,
     max_epochs: int = 10_000,
 ) -> int:
@@ -48,6 +49,7 @@ def calibrate_epochs(
         make_event: Maps a number of epochs to a run; or a run without schedules and releases.
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        group_size: Of the default accountant: how many records one person has at most.
         for_one_position: Whether runs with a `record_position` are meant: the target is then met
             for the records of one batch only.
         max_epochs: >= 1.
@@ -59,7 +61,14 @@ def calibrate_epochs(
     make = _epoch_maker(make_event)
     relation = validate.neighboring_relation(neighboring_relation)
     target = make_target(
-        "epochs", target_epsilon, delta, make, make_accountant, relation, for_one_position
+        "epochs",
+        target_epsilon,
+        delta,
+        make,
+        make_accountant,
+        relation,
+        group_size,
+        for_one_position,
     )
     most = validate.integer("max_epochs", max_epochs, minimum=1)
     if not target.meets(1):

@@ -38,6 +38,7 @@ def calibrate_noise(
     *,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
+    group_size: int = 1,
     for_one_position: bool = False,
     tolerance: float = 1e-6,
 ) -> float:
@@ -58,6 +59,7 @@ def calibrate_noise(
             DiceSgdDpEvent, noise_variance of a BlockCoordinateDpEvent).
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
+        group_size: Of the default accountant: how many records one person has at most.
         for_one_position: Whether runs with a `record_position` are meant: the target is then met
             for the records of one batch only.
         tolerance: Relative, in [1e-12, 0.5].
@@ -73,10 +75,10 @@ def calibrate_noise(
     make = event_maker(make_event, field)
     relation = validate.neighboring_relation(neighboring_relation)
     target = make_target(
-        field, target_epsilon, delta, make, make_accountant, relation, for_one_position
+        field, target_epsilon, delta, make, make_accountant, relation, group_size, for_one_position
     )
     tolerance = check_tolerance(tolerance)
-    start = _composition_noise(make, target, relation)
+    start = group_size * _composition_noise(make, target, relation)
     if not target.meets(start):
         more = start * min(math.exp(target.log_mu(start)) * 1.05, 16.0)
         if not target.meets(more) and not target.meets(start * _SO_MUCH_NOISE):

@@ -151,15 +151,22 @@ def make_target(
     make: MakeEvent,
     make_accountant: MakeAccountant | None,
     relation: NeighboringRelation,
+    group_size: int,
     for_one_position: bool,
 ) -> Target:
     """Checks the arguments that all calibrations share."""
+    validate.integer("group_size", group_size, minimum=1)
+    if make_accountant is not None and group_size > 1:
+        raise ValueError(
+            f"Expected group_size = 1 with a make_accountant, got {group_size}. Let it make "
+            "accountants of that group_size."
+        )
     validate.target_pair(target_epsilon, delta, ("target_epsilon", "delta"))
     return Target(
         validate.real("target_epsilon", target_epsilon, minimum=0),
         validate.real("delta", delta, above=0, remedy="Gaussian noise never reaches delta = 0."),
         make,
-        make_accountant or (lambda: LastIterateAccountant(relation)),
+        make_accountant or (lambda: LastIterateAccountant(relation, group_size=group_size)),
         name,
         for_one_position,
     )

@@ -19,7 +19,6 @@ from hidden_state_accountants.figures import round_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
     import dp_accounting
-    from dp_accounting import NeighboringRelation
 
     from hidden_state_accountants.cli.run_file import RunDescription
     from hidden_state_accountants.guarantee import Guarantee
@@ -92,16 +91,16 @@ def _options(
 ) -> None: ...
 
 
-def _accountant(name: str, relation: NeighboringRelation) -> dp_accounting.PrivacyAccountant:
+def _accountant(name: str, found: RunDescription) -> dp_accounting.PrivacyAccountant:
     from hidden_state_accountants import validate
     from hidden_state_accountants.accountants import BoundAccountant
 
-    name = name.replace("-", "_")
+    name, relation = name.replace("-", "_"), found.neighboring_relation
     if name == _LAST_ITERATE:
-        return hsa.LastIterateAccountant(relation)
+        return hsa.LastIterateAccountant(relation, group_size=found.group_size)
     for bound in hsa.BOUNDS:
         if bound.name == name:
-            return BoundAccountant(relation, bound)
+            return BoundAccountant(relation, bound, group_size=found.group_size)
     raise ValueError(
         f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
         f"{validate.did_you_mean(name, (_LAST_ITERATE, *names.BOUNDS))}"
@@ -135,8 +134,16 @@ def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        made: Any = _accountant(accountant, found.neighboring_relation)
+        made: Any = _accountant(accountant, found)
         return made.compose(found.event).guarantee
+
+
+def _check_single(found: RunDescription, command: str) -> None:
+    if found.group_size > 1:
+        raise ValueError(
+            f"Expected group_size = 1 for {command}, which is about single records, got "
+            f"{found.group_size}. Leave it out."
+        )
 
 
 def _check_plot(path: Path | None) -> None:
@@ -231,7 +238,7 @@ def calibrate(
     _check_covered(found, accountant)
     options: dict[str, Any] = {
         "neighboring_relation": found.neighboring_relation,
-        "make_accountant": lambda: _accountant(accountant, found.neighboring_relation),
+        "make_accountant": lambda: _accountant(accountant, found),
         "for_one_position": for_one_position,
     }
     arguments = (target_epsilon, found.delta, found.event)
@@ -284,16 +291,24 @@ def compare(
     """
     runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
     relations = {found.neighboring_relation for found in runs.values()}
+    sizes = {found.group_size for found in runs.values()}
     if len(relations) > 1:
         raise ValueError(
             f"Expected one neighboring relation, got {len(relations)} in the files. "
             "Choose one with --relation."
         )
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Expected one group_size, got {sorted(sizes)} in the files. Choose one with "
+            "--group-size."
+        )
     _check_plot(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
-        table = hsa.compare(events, deltas, relations.pop(), jobs=jobs, progress=tell)
+        table = hsa.compare(
+            events, deltas, relations.pop(), group_size=sizes.pop(), jobs=jobs, progress=tell
+        )
         if plot is not None:
             table.plot(plot, jobs=jobs, progress=tell)
     if json:
@@ -325,6 +340,7 @@ def audit(
     """
     _check_plot(plot)
     found = run()
+    _check_single(found, "hsa audit")
     claim: Any = (claim_epsilon, found.delta)
     if claim_epsilon is None:
         claim = _guarantee(found, accountant, quiet)
@@ -375,6 +391,7 @@ def profile(run: Run, json: Json = False) -> None:
     The epsilon of the run is the largest one. Example: `hsa profile run.toml`
     """
     found = run()
+    _check_single(found, "hsa profile")
     epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation)
     output.profile(found, epsilons, json)
 

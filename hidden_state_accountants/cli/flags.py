@@ -126,6 +126,15 @@ def _accounting(
             autocompletion=completed_by(names.RELATIONS),
         ),
     ] = None,
+    group_size: Annotated[
+        int | None,
+        _option(
+            "Records that one person may have; default 1.",
+            _ACCOUNTING,
+            parser=_whole,
+            metavar="INTEGER",
+        ),
+    ] = None,
 ) -> None: ...
 
 
@@ -170,8 +179,8 @@ def with_run(function: Callable[..., Any]) -> Callable[..., Any]:
         fields = {name: values.pop(name) for name in _RUN_FIELDS}
         losses = {name: values.pop(name) for name in _LOSS_FIELDS}
         losses["clip_norm"] = losses.pop("loss_clip_norm")  # --clip-norm is that of the run
-        delta, relation = (
-            values.pop(name) if name in accounting else None for name in ("delta", "relation")
+        delta, relation, group_size = (
+            values.pop(name) if name in accounting else None for name in _ACCOUNTING_FIELDS
         )
         path = None if has_files else values.pop("file")
 
@@ -181,7 +190,7 @@ def with_run(function: Callable[..., Any]) -> Callable[..., Any]:
             from hidden_state_accountants.cli import run_file
 
             flags = _plain(fields)
-            return run_file.read(file, flags, losses, delta, relation, defaults or {})
+            return run_file.read(file, flags, losses, delta, relation, group_size, defaults or {})
 
         return function(run, **values)
 

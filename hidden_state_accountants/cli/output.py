@@ -70,6 +70,7 @@ def guarantee(
             {
                 **figures,
                 "neighboring_relation": proved.neighboring_relation.name,
+                "group_size": proved.group_size,
                 "theorem": proved.theorem,
                 "is_proven": not proved.caveat,
                 "caveat": proved.caveat,
@@ -82,7 +83,8 @@ def guarantee(
         )
         return
     texts = [f"{name} = {_text(name, value)}" for name, value in figures.items()]
-    typer.echo(f"{', '.join(texts)} ({proved.neighboring_relation.name})")
+    groups = f", groups of {proved.group_size}" if proved.is_of_groups else ""
+    typer.echo(f"{', '.join(texts)} ({proved.neighboring_relation.name}{groups})")
     typer.echo(f"by {proved.theorem}")
     if proved.caveat:
         typer.echo(f"NOT PROVEN: {' '.join(proved.caveat.split())}")
@@ -117,7 +119,7 @@ def comparison(table: Comparison) -> None:
             if row.run == label:
                 groups.setdefault(row.accountant, []).append(row)
         applies = [group for group in groups.values() if group[0].epsilon is not None]
-        shown = Table(title=f"{label}, {table.neighboring_relation.name}", title_justify="left")
+        shown = Table(title=f"{label}, {table.relation}", title_justify="left")
         shown.add_column("accountant", overflow="fold")
         for delta in table.deltas:
             shown.add_column(f"epsilon at {delta:g}", justify="right")

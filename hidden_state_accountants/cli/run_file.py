@@ -37,11 +37,13 @@ class RunDescription:
         event: The run.
         delta: The target delta.
         neighboring_relation: The relation.
+        group_size: How many records one person has at most.
     """
 
     event: dp_accounting.DpEvent
     delta: float
     neighboring_relation: NeighboringRelation
+    group_size: int = 1
 
 
 def read(
@@ -50,6 +52,7 @@ def read(
     loss_flags: Mapping[str, Any],
     delta: float | None,
     relation: str | None,
+    group_size: int | None,
     defaults: Mapping[str, Any],
 ) -> RunDescription:
     """The run in a file, with the values of the flags instead where given.
@@ -60,6 +63,7 @@ def read(
         loss_flags: "loss" and the parameters of its class method.
         delta: Instead of the file's; 1e-5 if neither has one.
         relation: Instead of the file's; REPLACE_SPECIAL if neither has one.
+        group_size: Instead of the file's; 1 if neither has one.
         defaults: Fields, or "epochs", that need not be given; those that the event does not have
             are left out.
 
@@ -68,11 +72,11 @@ def read(
         TypeError, ValueError: No run can have these values.
     """
     try:
-        return _described(path, flags, loss_flags, delta, relation, defaults)
+        return _described(path, flags, loss_flags, delta, relation, group_size, defaults)
     except (TypeError, ValueError) as error:
         if path is None:
             raise
-        changed = [*flags.values(), *loss_flags.values(), delta, relation]
+        changed = [*flags.values(), *loss_flags.values(), delta, relation, group_size]
         flagged = any(value is not None for value in changed)
         raise ValueError(f"{path}{' with these flags' if flagged else ''}: {error}") from error
 
@@ -83,11 +87,14 @@ def _described(
     loss_flags: Mapping[str, Any],
     delta: float | None,
     relation: str | None,
+    group_size: int | None,
     defaults: Mapping[str, Any],
 ) -> RunDescription:
     values = {} if path is None else _toml(path)
     accounting = _table(values, "accounting")
-    validate.unknown_keys("[accounting]", accounting, ("delta", "neighboring_relation"))
+    validate.unknown_keys(
+        "[accounting]", accounting, ("delta", "neighboring_relation", "group_size")
+    )
     kinds = {kind.__name__: kind for kind in RUN_EVENTS}
     name = values.setdefault("type", "LastIterateDpEvent")
     if name not in kinds:
@@ -125,7 +132,10 @@ def _described(
         relation = accounting.get("neighboring_relation", "replace_special")
     event = kinds[name].from_dict(values)
     relation = validate.neighboring_relation(relation)
-    return RunDescription(event, validate.target_delta(delta), relation)
+    if group_size is None:
+        group_size = accounting.get("group_size", 1)
+    group_size = validate.integer("group_size", group_size, minimum=1)
+    return RunDescription(event, validate.target_delta(delta), relation, group_size)
 
 
 def _toml(path: Path) -> dict[str, Any]:

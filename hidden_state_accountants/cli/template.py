@@ -50,4 +50,5 @@ delta = 1e-5
 # replace_special: a record is replaced by one without gradient. Also replace_one, and (full and
 # poisson batches) add_or_remove_one.
 neighboring_relation = "replace_special"
+# group_size = 1            # how many records one person may have
 """

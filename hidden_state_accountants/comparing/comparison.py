@@ -38,12 +38,20 @@ class Comparison:
         deltas: The deltas, in the order given.
         neighboring_relation: The relation of every row.
         rows: One `Row` for each run, accountant and delta.
+        group_size: In how many records two data sets may differ.
     """
 
     runs: tuple[tuple[str, dp_accounting.DpEvent], ...]
     deltas: tuple[float, ...]
     neighboring_relation: NeighboringRelation
     rows: tuple[Row, ...]
+    group_size: int = 1
+
+    @property
+    def relation(self) -> str:
+        """The relation of every row in words, with the size of groups."""
+        groups = f", groups of {self.group_size}" if self.group_size > 1 else ""
+        return f"{self.neighboring_relation.name}{groups}"
 
     def best(self, run: str | None = None, delta: float | None = None) -> Row | None:
         """The row with the smallest proven epsilon of a run at a delta (default: the first).
@@ -88,6 +96,7 @@ class Comparison:
         """Plain types; an epsilon is a float (perhaps inf), or None where a row does not apply."""
         return {
             "neighboring_relation": self.neighboring_relation.name,
+            "group_size": self.group_size,
             "deltas": list(self.deltas),
             "runs": [
                 {
@@ -120,7 +129,7 @@ class Comparison:
                 first = group[0]
                 table.append([name, *epsilons, first.status, first.theorem, seconds, first.remark])
             lines = ["| " + " | ".join(_cell(c) for c in line) + " |" for line in table]
-            title = f"**{label}**: `{event!r}`, {self.neighboring_relation.name}"
+            title = f"**{label}**: `{event!r}`, {self.relation}"
             parts.append("\n".join([title, "", *lines]))
         return "\n\n".join([*parts, self.summary()])
 
@@ -157,10 +166,10 @@ class Comparison:
         """
         check_path(path)
         delta = self.deltas[0] if delta is None else validate.target_delta(delta)
-        relation = self.neighboring_relation
+        relation, size = self.neighboring_relation, self.group_size
         lengths = {label: plotted_epochs(event) for label, event in self.runs}
         work = [
-            (f"{epochs:g}", first_epochs(event, epochs), (delta,), relation)
+            (f"{epochs:g}", first_epochs(event, epochs), (delta,), relation, size)
             for label, event in self.runs
             for epochs in lengths[label]
         ]
@@ -188,7 +197,7 @@ class Comparison:
                     ),
                 )
             )
-        plot_comparison(panels, path, delta=delta, relation=relation.name)
+        plot_comparison(panels, path, delta=delta, relation=self.relation)
 
 
 def compare(
@@ -198,6 +207,7 @@ def compare(
     delta: float | Sequence[float] = 1e-5,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     *,
+    group_size: int = 1,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -214,6 +224,8 @@ def compare(
         event: A run, several, or labels with runs.
         delta: One or several, in [0, 1].
         neighboring_relation: Of every row.
+        group_size: How many records one person has at most (docs/theory/groups.md). Stock
+            accountants are then left out: they are about one record.
         jobs: Worker processes for several runs, with joblib.
         progress: Receives a line of text at each stage.
 
@@ -233,9 +245,10 @@ def compare(
     if not deltas:
         raise ValueError("Expected at least one delta, got none.")
     relation = validate.neighboring_relation(neighboring_relation)
-    work = [(label, run, deltas, relation) for label, run in runs]
+    size = validate.integer("group_size", group_size, minimum=1)
+    work = [(label, run, deltas, relation, size) for label, run in runs]
     rows = [row for part in _evaluate(work, jobs, progress, "compare: run") for row in part]
-    return Comparison(runs, deltas, relation, tuple(rows))
+    return Comparison(runs, deltas, relation, tuple(rows), size)
 
 
 def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
@@ -257,7 +270,7 @@ def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
 
 
 def _evaluate(
-    work: Sequence[tuple[str, dp_accounting.DpEvent, tuple[float, ...], NeighboringRelation]],
+    work: Sequence[tuple[str, dp_accounting.DpEvent, tuple[float, ...], NeighboringRelation, int]],
     jobs: int,
     progress: Progress | None,
     what: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.guarantee import group_guarantee
+from hidden_state_accountants.process.groups import run_of_groups
 
 COMBINED = "LastIterateAccountant"
 PROVEN, PUBLISHED = "proven", "published, NOT proven"
@@ -71,12 +74,14 @@ class _Result:
 _Method = tuple[str, Callable[[Any, NeighboringRelation], _Result]]
 
 
-def _methods(event: dp_accounting.DpEvent) -> Iterator[_Method]:
+def _methods(event: dp_accounting.DpEvent, group_size: int) -> Iterator[_Method]:
     """Every way to account for the run: grows with `BOUNDS`."""
     for bound in BOUNDS:
         if isinstance(event, bound.event_type):
-            yield bound.name, _bound(bound)
-    yield COMBINED, _combined
+            yield bound.name, _bound(bound, group_size)
+    yield COMBINED, functools.partial(_combined, group_size)
+    if group_size > 1:  # stock accountants are about one record
+        return
     yield "RdpAccountant", _stock_rdp
     yield "PLDAccountant", _stock_pld
     if isinstance(event, LastIterateDpEvent):
@@ -84,12 +89,13 @@ def _methods(event: dp_accounting.DpEvent) -> Iterator[_Method]:
             yield "Poisson batches, PLDAccountant", _poisson
 
 
-def _bound(bound: Bound) -> Callable[[Any, NeighboringRelation], _Result]:
+def _bound(bound: Bound, group_size: int) -> Callable[[Any, NeighboringRelation], _Result]:
     def evaluate(event: Any, relation: NeighboringRelation) -> _Result:
+        event = run_of_groups(event, relation, group_size)
         unmet = bound.check(event, relation)
         if unmet:
             raise UnsupportedRunError("; ".join(map(str, unmet)))
-        guarantee = bound.guarantee(event, relation)
+        guarantee = group_guarantee(bound.guarantee(event, relation), group_size)
         is_proven = bound.sound and not guarantee.caveat
         return _Result(
             guarantee.epsilon,
@@ -101,8 +107,8 @@ def _bound(bound: Bound) -> Callable[[Any, NeighboringRelation], _Result]:
     return evaluate
 
 
-def _combined(event: Any, relation: NeighboringRelation) -> _Result:
-    accountant = LastIterateAccountant(relation).compose(event)
+def _combined(group_size: int, event: Any, relation: NeighboringRelation) -> _Result:
+    accountant = LastIterateAccountant(relation, group_size=group_size).compose(event)
     return _Result(accountant.get_epsilon, accountant.guarantee.theorem, note="the smallest proven")
 
 
@@ -188,10 +194,11 @@ def rows_of(
     event: dp_accounting.DpEvent,
     deltas: Sequence[float],
     relation: NeighboringRelation,
+    group_size: int,
 ) -> list[Row]:
     """A row for each accountant and delta."""
     rows = []
-    for name, evaluate in _methods(event):
+    for name, evaluate in _methods(event, group_size):
         start = time.perf_counter()
         result: _Result | None = None
         reason = ""

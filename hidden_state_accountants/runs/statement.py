@@ -13,7 +13,8 @@ from dp_accounting import DpEvent, NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_accountants.guarantee import Assumption, Guarantee, Status
+from hidden_state_accountants.guarantee import Assumption, Guarantee, Status, group_guarantee
+from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.runs.base import kind_of
 from hidden_state_accountants.runs.descriptions.base import Description
 
@@ -73,7 +74,7 @@ class Statement:
         several = f" ({len(self.events)} runs)" if len(self.events) > 1 else ""
         theory = f" ({described.theory})" if described.theory else ""
         rows = [
-            ("neighboring relation", guarantee.neighboring_relation.name),
+            ("neighboring relation", f"{guarantee.neighboring_relation.name}{self._of_groups}"),
             ("theorem", f"{guarantee.theorem}{theory}"),
         ]
         if guarantee.caveat:
@@ -108,12 +109,13 @@ class Statement:
             figures.append(_figure("Epsilon if all checkpoints are released:", every))
         for other in described.others:
             epsilon = None
-            if other.event is not None:
+            if other.event is not None and not guarantee.is_of_groups:
                 epsilon = _composed_epsilon([other.event], other.relation, self.delta)
             figures.append(_figure(other.label, epsilon))
+        level = "User-level" if guarantee.is_of_groups else "Example-level"
         heading = (
-            f"Example-level DP with {relation.name} adjacency ({_MEANING[relation]}) at delta = "
-            f"{self.delta}, computed by {guarantee.theorem}:"
+            f"{level} DP with {relation.name} adjacency ({_MEANING[relation]}{self._of_groups}) at "
+            f"delta = {self.delta}, computed by {guarantee.theorem}:"
         )
         parts = [_wrapped(described.run), _wrapped(described.protects)]
         if len(self.events) > 1:
@@ -127,7 +129,8 @@ class Statement:
             texts = self._texts(status)
             if texts:
                 parts.append("\n".join([f"{title}:", *map(_item, texts)]))
-        parts.append(_wrapped(_NO_USERS))
+        if not guarantee.is_of_groups:
+            parts.append(_wrapped(_NO_USERS))
         if described.footnote:
             parts.append(_wrapped(described.footnote))
         return "\n\n".join(parts) + "\n"
@@ -140,9 +143,15 @@ class Statement:
     def _hides_iterates(self) -> bool:
         return not all(kind_of(event).releases_every_iterate for event in self.events)
 
+    @property
+    def _of_groups(self) -> str:
+        size = self.guarantee.group_size
+        return f", up to {size} of them" if size > 1 else ""
+
     def _epsilon_of_every_iterate(self) -> float | None:
-        relation = self.guarantee.neighboring_relation
-        return _composed_epsilon(self.events, relation, self.delta, self.beside)
+        relation, size = self.guarantee.neighboring_relation, self.guarantee.group_size
+        events = [run_of_groups(event, relation, size) for event in self.events]
+        return _composed_epsilon(events, relation, self.delta, self.beside, size)
 
     def _texts(self, status: Status) -> list[str]:
         return [a.text for a in self.assumptions if a.status is status]
@@ -200,6 +209,7 @@ def _composed_epsilon(
     relation: NeighboringRelation,
     delta: float,
     beside: DpEvent | None = None,
+    group_size: int = 1,
 ) -> float | None:
     guarantees = [kind_of(event).every_iterate(event, relation) for event in events]
     if beside is not None:
@@ -207,7 +217,7 @@ def _composed_epsilon(
     known = [guarantee for guarantee in guarantees if guarantee is not None]
     if len(known) < len(guarantees):
         return None
-    return compose_guarantees(known, relation).epsilon(delta)
+    return group_guarantee(compose_guarantees(known, relation), group_size).epsilon(delta)
 
 
 def _number(epsilon: float | None, decimals: int) -> str:

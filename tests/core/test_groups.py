@@ -1,6 +1,7 @@
 """Groups of records: exact laws, and the data sets between two that differ in several records."""
 
 import math
+from typing import ClassVar
 
 import attrs
 import dp_accounting
@@ -13,10 +14,12 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.cli import app as cli
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.transformed import GroupCurve
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.process.noisy_process import noisy_process, sampled_process
+from hidden_state_accountants.runs.statement import statement_of
 
 ADD, SPECIAL, ONE = (
     NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -221,3 +224,65 @@ class TestAccountant:
             with pytest.raises(ValueError, match="curvature of batches"):
                 guarantee.for_groups_of(2)
         assert math.isfinite(group(event, ONE, 2).epsilon(1e-5))
+
+
+class TestEverywhere:
+    FULL: ClassVar = {"batch_order": "full", "batch_size": 12}
+
+    def test_calibration(self):
+        event = run(**self.FULL)
+        alone = hsa.calibrate_noise(1.0, 1e-5, event)
+        assert hsa.calibrate_noise(1.0, 1e-5, event, group_size=50) == pytest.approx(50 * alone)
+        long = attrs.evolve(event, noise_multiplier=30.0)
+        assert hsa.calibrate_epochs(2.0, 1e-5, long, group_size=3) == pytest.approx(
+            hsa.calibrate_epochs(2.0, 1e-5, long) / 9, abs=1
+        )
+        with pytest.raises(ValueError, match="with a make_accountant"):
+            hsa.calibrate_noise(
+                1.0, 1e-5, event, make_accountant=hsa.LastIterateAccountant, group_size=2
+            )
+
+    def test_compare(self):
+        table = hsa.compare(run(**self.FULL), 1e-5, "replace_special", group_size=3)
+        assert table.best().epsilon == group(run(**self.FULL), SPECIAL, 3).epsilon(1e-5)
+        assert not [row for row in table.rows if row.accountant == "PLDAccountant"]
+        assert "REPLACE_SPECIAL, groups of 3" in table.to_markdown()
+        assert table.to_dict()["group_size"] == 3
+
+    def test_command_line(self, capsys):
+        flags = [
+            "--noise-multiplier=20", "--learning-rate=1", "--clip-norm=1", "--batch-size=12",
+            "--dataset-size=12", "--num-steps=5", "--batch-order=full",
+        ]  # fmt: skip
+        epsilons = []
+        for size in ("1", "4"):
+            assert cli.run(["epsilon", *flags, f"--group-size={size}"]) == 0
+            out = capsys.readouterr().out
+            assert ("groups of 4" in out) == (size == "4")
+            epsilons.append(float(out.split()[2].rstrip(",")))
+        assert epsilons[1] > 3.9 * epsilons[0]
+        assert cli.run(["calibrate", *flags, "--target-epsilon=1", "--group-size=4"]) == 0
+        assert "groups of 4" in capsys.readouterr().out
+        assert cli.run(["compare", *flags, "--group-size=4", "--json"]) == 0
+        assert '"group_size": 4' in capsys.readouterr().out
+        assert cli.run(["audit", *flags, "--group-size=4"]) != 0
+        assert "Expected group_size = 1 for hsa audit" in capsys.readouterr().err
+
+    def test_statement(self):
+        event = cyclic_run(noise_multiplier=8.0)
+        statements = []
+        for size in (1, 3):
+            found = group(event, SPECIAL, size)
+            statements.append(statement_of([event], found, found.assumptions, 1e-5))
+        plain, users = statements
+        assert "REPLACE_SPECIAL, up to 3 of them" in users.lines()
+        assert "one person has at most 3 records" in users.lines()
+        assert "up to" not in plain.lines()
+        released = [
+            float(s.lines().split("every iterate were released: ")[1].split()[0])
+            for s in statements
+        ]
+        assert released[1] > 3 * released[0]
+        assert "User-level DP" in users.paragraphs()
+        assert "No user-level" not in users.paragraphs()
+        assert "No user-level" in plain.paragraphs()
