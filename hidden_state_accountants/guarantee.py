@@ -264,7 +264,7 @@ class Guarantee:
             "in advance, and is never published; every run draws its hyper-parameters at random "
             "from a fixed list, independently of the others; this guarantee holds for each entry; "
             "the score that selects a run depends on nothing private but its model; nothing of "
-            "the runs that are not selected is released",
+            "the runs that are not selected is released, and without any run something fixed is",
             Topic.HYPER_PARAMETERS,
         )
         return attrs.evolve(
