@@ -401,6 +401,12 @@ def verdicts(results):
         yield f"- {kind}, goal {goal:.2f} (minima): met in {count} rows" + (
             f", missed by {', '.join(missed)}." if missed else "."
         )
+    ratios = [
+        f"{min(table['our default'][0]) / min(table['plain SGD'][0]):.2f} ({name} at b = {size})"
+        for (name, size), (table, _) in results.items()
+        if "probe" in name
+    ]
+    yield f"- our default against plain SGD on the probes, goal 1.60: {', '.join(ratios)}."
 
 
 def device_name(device):
@@ -461,12 +467,19 @@ def page(results, samplers, options):
 REASONS = """\
 What ours adds:
 
-- cyclic: some thirty small operations and as much Python in every step, whatever the size of the
-  batch. That is a third of a stock step that takes a millisecond, and vanishes in steps of tens of
-  milliseconds. Beside that the features are read once (their norms), and the parameters three
+- All kinds: small operations and Python in every step, whatever the size of the batch. That is a
+  third of a stock step that takes a millisecond, and vanishes in steps of tens of milliseconds.
+  Nothing of it is large: of a probe of 512 x 10 no check takes a tenth of the step. Plain SGD there
+  is two matrix products and as little Python; hooks on the layer, its output and the criterion, the
+  noise and the record of the step cost more than it does.
+- cyclic: the features are read once (their norms; with ghost clipping twice), the parameters three
   times (compared in the training pass and at the step, copied after it). Norms of per-example
-  gradients are computed once, for the check and for the clip. All checks of a step together are
-  one transfer from the device.
+  gradients are computed once, for the check and for the clip. All checks of a step together are one
+  transfer from the device. Whether the parts of the model are the same objects is looked at in the
+  training pass and at the step: of 200 modules some 4 % of a step.
+- stock + ours: Opacus' optimizer computes the norms for its clip and keeps none of them, so that
+  they are computed again for the check against the declared bound.
+- Ghost clipping makes one backward pass where Opacus makes two, and gradients of convolutions once.
 - DiceSGD: the sum of what the clip cuts off is one more pass over the per-example gradients, after
   the two of Opacus (norms, clipped sum). It costs most where the model around it costs least: in
   linear layers, whose backward pass is cheap compared with a pass over the per-example gradients.
