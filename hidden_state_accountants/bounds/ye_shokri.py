@@ -19,9 +19,9 @@ import math
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
-from scipy import special
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
+from hidden_state_accountants.bounds.block_coordinate.recursion import secret_position_rdp
 from hidden_state_accountants.bounds.kong_ribero import theta
 from hidden_state_accountants.bounds.solvers.constant_run import (
     ConstantRun,
@@ -73,7 +73,7 @@ class YeShokri(HiddenStateBound):
         if event.batch_order is not BatchOrder.SHUFFLED_ONCE:
             rates = rates.max(keepdims=True)
         return Proof(
-            curve=RdpCurve(functools.partial(_averaged, rates)),
+            curve=RdpCurve(functools.partial(secret_position_rdp, rates, 1)),
             theorem=self.citation.of(self.citation.theorem),
         )
 
@@ -103,10 +103,3 @@ def _one_less_power(base: float, exponents: np.ndarray) -> np.ndarray:
     if base == 0:
         return (exponents > 0).astype(np.float64)
     return -np.expm1(exponents * math.log(base))
-
-
-def _averaged(rates: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    if not np.isfinite(rates).all():
-        return np.full(len(orders), np.inf)
-    exponents = np.multiply.outer((orders - 1) * orders, rates)
-    return np.asarray(special.logsumexp(exponents - math.log(len(rates)), axis=1) / (orders - 1))
