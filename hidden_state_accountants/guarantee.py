@@ -291,14 +291,20 @@ class Guarantee:
         return f"{self.only_for}; other records have epsilon up to {largest} at delta {delta:g}"
 
     def to_dpevent(self, *, for_one_position: bool = False) -> dp_accounting.DpEvent:
-        """A standard event with the same curve, for accountants under ADD_OR_REMOVE_ONE.
+        """A standard event for accountants under ADD_OR_REMOVE_ONE, whatever the relation is.
+
+        Its curve is that of the guarantee where it is Gaussian, or composed of standard events and
+        Gaussians. Otherwise it lies above: the event is that of the worst place of a record in a
+        secret order, or of all iterates released. `privacy_loss` is as small as the guarantee.
 
         Args:
             for_one_position: Whether a guarantee for the records of one batch (`record_position`)
                 is meant. Nothing in the event says so.
 
         Raises:
-            ValueError: No standard event has this curve, or it is about some records only.
+            ValueError: No standard event is known to dominate it (batches without replacement,
+                POISSON batches under REPLACE_ONE or with a cap, bounds that are Renyi divergences),
+                or it is about some records only.
         """
         self._check_is_about_all(for_one_position)
         event = self.curve.to_dpevent()

@@ -41,7 +41,10 @@ class Curve(Protocol):
         """Pessimistic privacy losses for composition, if the curve has some."""
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        """A standard event with this curve under ADD_OR_REMOVE_ONE, if there is one."""
+        """A standard event under ADD_OR_REMOVE_ONE whose curve is nowhere below this one, if any.
+
+        The smallest that is known; it may be larger where no standard event has the curve.
+        """
 
 
 def rough_epsilon(curve: Curve, delta: float) -> float:
@@ -164,7 +167,7 @@ class GaussianMixtureCurve:
         return losses_of(profiles.gaussian_mixture(self.weights, self.mus))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        return None if self.mu is None else GaussianCurve(self.mu).to_dpevent()
+        return GaussianCurve(float(self.mus[-1])).to_dpevent()  # that of the worst choice
 
 
 @attrs.frozen(eq=False)
@@ -281,4 +284,6 @@ class BestOfCurves:
         return self.best().privacy_losses()
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        return self.best().to_dpevent()
+        by_epsilon = sorted(self.curves, key=lambda curve: rough_epsilon(curve, 1e-6))
+        events = (curve.to_dpevent() for curve in (self.best(), *by_epsilon))
+        return next((event for event in events if event is not None), None)

@@ -81,5 +81,8 @@ class CohortCurve:
     def privacy_losses(self) -> Losses | None:
         return losses_of(self._profile)
 
-    def to_dpevent(self) -> None:
-        return None
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        event = self.curve.to_dpevent()
+        if not isinstance(event, dp_accounting.GaussianDpEvent):
+            return None  # stock accountants read no other events inside a sampled one
+        return dp_accounting.PoissonSampledDpEvent(self.rate, event)

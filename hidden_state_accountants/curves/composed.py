@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import dp_accounting
 import numpy as np
 
 from hidden_state_accountants.curves.base import (
@@ -122,5 +123,11 @@ class ComposedCurve(RenyiOrLoss):
         )
         return np.asarray(total).reshape(orders.shape)
 
-    def to_dpevent(self) -> None:
-        return None
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        events = [(curve.to_dpevent(), count) for curve, count in self.parts]
+        known = [(event, count) for event, count in events if event is not None]
+        if len(known) < len(events):
+            return None
+        return dp_accounting.ComposedDpEvent(
+            [dp_accounting.SelfComposedDpEvent(event, count) for event, count in known]
+        )

@@ -181,7 +181,10 @@ class GroupCurve:
         return losses_of(profile_above(self))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        return None
+        event = self.curve.to_dpevent()
+        if not isinstance(event, dp_accounting.GaussianDpEvent):
+            return None
+        return dp_accounting.GaussianDpEvent(event.noise_multiplier / self.size)
 
 
 def _power_lines(curve: Curve) -> tuple[np.ndarray, np.ndarray]:

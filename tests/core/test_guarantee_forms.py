@@ -6,11 +6,12 @@ import attrs
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, rdp
+from dp_accounting import NeighboringRelation, pld, rdp
 from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.calibration.noise import gaussian_mu
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
 from hidden_state_accountants.guarantee import Assumption
 
@@ -210,3 +211,49 @@ class TestSelection:
             unknown.after_selection(5.0, 1.0)
         with pytest.raises(ValueError, match="records of batch 1"):
             guarantee(record_position=1).after_selection(5.0, 1.0)
+
+
+class TestStandardEvents:
+    """What a stock accountant makes of the event is never below the guarantee."""
+
+    @pytest.mark.parametrize(
+        ("order", "relation"),
+        [
+            ("cyclic", "replace_one"),
+            ("shuffled_once", "replace_one"),
+            ("reshuffled", "replace_special"),
+            ("poisson", "replace_special"),
+            ("poisson", "add_or_remove_one"),
+        ],
+    )
+    def test_dominate(self, order, relation):
+        event = cyclic_run(batch_order=order, noise_multiplier=8.0)
+        runs = [event, event] if order == "cyclic" else [event]
+        accountant = hsa.LastIterateAccountant(relation)
+        for one in runs:
+            accountant.compose(one)
+        standard = accountant.guarantee.to_dpevent()
+        stock = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(standard)
+        for delta in (1e-3, 1e-5, 1e-7):
+            expected = accountant.get_epsilon(delta)
+            assert expected * (1 - 1e-3) <= stock.get_epsilon(delta)
+            if order == "cyclic":
+                assert stock.get_epsilon(delta) <= expected * 1.001
+        assert stock.get_epsilon(1e-5) < 5 * accountant.get_epsilon(1e-5)
+
+    def test_compositions_groups_and_cohorts_of_mixtures(self):
+        once = cyclic_run(batch_order="shuffled_once", noise_multiplier=8.0)
+        worst = guarantee("cyclic").mu
+        composed = hsa.LastIterateAccountant(ONE).compose(once, 2).compose(once)
+        assert gaussian_mu(composed.guarantee.to_dpevent()) == pytest.approx(3**0.5 * worst)
+        group = guarantee("shuffled_once").for_groups_of(3)
+        assert gaussian_mu(group.to_dpevent()) == pytest.approx(3 * worst)
+        cohort = dp_accounting.PoissonSampledDpEvent(0.25, once)
+        event = hsa.LastIterateAccountant().compose(cohort).guarantee.to_dpevent()
+        assert event.sampling_probability == 0.25
+        assert gaussian_mu(event.event) == pytest.approx(worst / 2)
+
+    @pytest.mark.parametrize("relation", ["replace_special", "replace_one"])
+    def test_none(self, relation):
+        with pytest.raises(ValueError, match="No standard event"):
+            guarantee("without_replacement", relation).to_dpevent()
