@@ -19,6 +19,7 @@ from hidden_state_accountants.process.conditions import (
     Unmet,
     equal_batches,
     neighboring_relation,
+    released_curvature,
 )
 
 
@@ -43,6 +44,7 @@ class Composition(Bound):
         return [
             *neighboring_relation(order, relation),
             *equal_batches(order, event.batch_size, event.dataset_size),
+            *released_curvature(event, relation),
         ]
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:

@@ -226,6 +226,19 @@ class TestAccountant:
         assert math.isfinite(group(event, ONE, 2).epsilon(1e-5))
 
 
+def test_a_released_curvature_is_not_private_where_records_are_added_or_removed():
+    """The noise of release_curvature depends on the number of records, and is wider without one."""
+    loss = hsa.LossGeometry.convex(1.0, 1.0)
+    full = {"batch_order": "full", "batch_size": 12}
+    released, declared = (run(loss=loss.with_curvature(0.3, f), **full) for f in (1e-9, 0.0))
+    cohort = dp_accounting.PoissonSampledDpEvent(0.5, released)
+    for event, size in ((released, 1), (released, 2), (cohort, 1)):
+        assert math.isfinite(group(event, SPECIAL, size).epsilon(1e-5))
+        with pytest.raises(hsa.UnsupportedRunError, match="released curvature"):
+            group(event, ADD, size)
+    assert math.isfinite(group(declared, ADD, 2).epsilon(1e-5))
+
+
 class TestEverywhere:
     FULL: ClassVar = {"batch_order": "full", "batch_size": 12}
 
