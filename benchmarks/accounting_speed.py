@@ -21,7 +21,6 @@ import hidden_state_accountants as hsa
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "accounting.md"
 STEPS = (200, 20_000, 1_000_000, 100_000_000)
-MOST_SCHEDULED = 1_000_000  # a schedule is a list with an entry per step
 LIMIT = 30
 MEMORY = 4
 DELTA = 1e-5
@@ -39,6 +38,10 @@ RUN = hsa.LastIterateDpEvent(
 )
 ORDERS = ("full", "cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
 CONSTANT, SCHEDULE, DOMAIN = "constant", "cosine schedule", "projected"
+LARGE = "n = 1e9, b = 1,000"  # a million batches
+CALIBRATED = "calibrate_noise"
+KINDS = (CONSTANT, SCHEDULE, DOMAIN, LARGE, CALIBRATED)
+MOST_STEPS = {SCHEDULE: 1_000_000, CALIBRATED: 20_000}  # a schedule is a list
 STOCK = {
     "dp-accounting RDP": "poisson",
     "dp-accounting PLD": "poisson",
@@ -50,6 +53,9 @@ STOCK = {
 def make_run(order, kind, steps):
     size = RUN.dataset_size if order == "full" else RUN.batch_size
     run = attrs.evolve(RUN, num_steps=steps, batch_order=order, batch_size=size)
+    if kind == LARGE:
+        size = 10**9 if order == "full" else 1000
+        run = attrs.evolve(run, dataset_size=10**9, batch_size=size)
     if kind == DOMAIN:
         run = attrs.evolve(run, domain_diameter=1.0)
     if kind == SCHEDULE:
@@ -84,6 +90,8 @@ def measure_here(name, kind, steps):
     def epsilon(run):
         if name in STOCK:
             return stock_epsilon(name, run)
+        if kind == CALIBRATED:
+            return hsa.calibrate_noise(1.0, DELTA, run)
         return hsa.LastIterateAccountant().compose(run).get_epsilon(DELTA)
 
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT + 5, LIMIT + 5))
@@ -121,18 +129,19 @@ def lines():
         "softmax probe (n = 50,000, b = 500, learning rate 0.5, clip norm 1, weight decay 0.1, "
         f"noise multiplier 2), delta = {DELTA:g}: seconds for compose and get_epsilon, the same "
         "for a run that is one epoch longer, asked next in the same process, and the memory that "
-        "both needed. The cosine schedule has another learning rate in every step; the projected "
-        "run stays in a ball of diameter 1. The stock accountants account for the same steps with "
-        "every iterate released. A dash: not measured."
+        "both needed. The cosine schedule has another learning rate in every step, and a run that "
+        "is longer has another cosine; the projected run stays in a ball of diameter 1; "
+        "`calibrate_noise` finds the noise multiplier for an epsilon of 1. The stock accountants "
+        "account for the same steps with every iterate released. A dash: not measured."
     )
     yield ""
     yield "| batches | run | " + " | ".join(f"{steps:,} steps" for steps in STEPS) + " |"
     yield "|---" * (len(STEPS) + 2) + "|"
-    rows = [(order, kind) for kind in (CONSTANT, SCHEDULE, DOMAIN) for order in ORDERS]
+    rows = [(order, kind) for kind in KINDS for order in ORDERS]
     for name, kind in [*rows, *((name, CONSTANT) for name in STOCK)]:
         cells = []
         for steps in STEPS:
-            is_listed = kind != SCHEDULE or steps <= MOST_SCHEDULED
+            is_listed = steps <= MOST_STEPS.get(kind, STEPS[-1])
             cells.append(measure(name, kind, steps) if is_listed else "-")
             print(name, kind, steps, cells[-1], file=sys.stderr)
         label = f"{name} ({STOCK[name]})" if name in STOCK else name

@@ -14,7 +14,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
 from hidden_state_accountants.bounds.dice_sgd.curves import sound_curve
-from hidden_state_accountants.bounds.dice_sgd.published import CAVEAT, PublishedCurve
+from hidden_state_accountants.bounds.dice_sgd.published import CAVEAT, published_curve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Assumption, Topic
@@ -76,7 +76,7 @@ class DiceSgd(Bound):
                 curve=sound_curve(event, relation), theorem="DiceSGD with a budget for the error"
             )
         return Proof(
-            curve=PublishedCurve.of(event),
+            curve=published_curve(event),
             theorem="Theorem 3.7 of Zhang, Bu, Wu, Hong 2024",
             caveat=CAVEAT,
         )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 
-import attrs
-import numpy as np
-
 from hidden_state_accountants import validate
+from hidden_state_accountants.curves.square_root import SquareRootCurve
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 
 CAVEAT = (
@@ -79,43 +77,12 @@ def published_step_rdp(event: DiceSgdDpEvent, step: int, order: float) -> float:
     return 16 * order * total / (event.noise_std * event.dataset_size) ** 2
 
 
-@attrs.frozen
-class PublishedCurve:
-    """epsilon = sqrt(scale * log(1/delta)), Theorem 3.7 solved for epsilon.
+def published_curve(event: DiceSgdDpEvent) -> SquareRootCurve:
+    """The curve of a run, Theorem 3.7 solved for epsilon.
 
-    Its Renyi divergence is the sum that the paper's proof ends with, alpha * scale / 2. (Even if
-    that sum were right, its conversion would give epsilon >= sqrt(2 * scale * log(1/delta)).)
+    Its Renyi divergence is the sum that the paper's proof ends with. (Even if that sum were right,
+    its conversion would give epsilon >= sqrt(2 * scale * log(1/delta)).)
     """
-
-    scale: float
-
-    @classmethod
-    def of(cls, event: DiceSgdDpEvent) -> PublishedCurve:
-        """The curve of a run."""
-        noise = event.noise_std * event.dataset_size
-        total = 32 * event.num_steps * squared_sensitivity(event)
-        return cls(total / noise**2 if noise else math.inf)
-
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
-
-    def epsilon(self, delta: float) -> float:
-        if delta >= 1:
-            return 0.0
-        return math.sqrt(self.scale * math.log(1 / delta)) if delta > 0 else math.inf
-
-    def delta(self, epsilon: float) -> float:
-        if self.scale == math.inf or epsilon == 0:
-            return 1.0
-        return math.exp(-(epsilon**2) / self.scale)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return orders * self.scale / 2
-
-    def privacy_losses(self) -> None:
-        return None
-
-    def to_dpevent(self) -> None:
-        return None
+    noise = event.noise_std * event.dataset_size
+    total = 32 * event.num_steps * squared_sensitivity(event)
+    return SquareRootCurve(total / noise**2 if noise else math.inf)
