@@ -128,11 +128,12 @@ MUTATIONS = (
     Mutation(
         "hidden_coins_inside_the_window_forget",
         WINDOWS,
-        "return self._laws[key]",
+        "return self._window(plan, self._laws[key])",
         """law = self._laws[key]
         hidden = (1 - self._steps.rate) ** (self.total - start)
         weights = np.append(hidden, (1 - hidden) * law.probabilities)
-        return DistanceLaw(np.append(0.0, law.levels), weights, law.rare)""",
+        law = DistanceLaw(np.append(0.0, law.levels), weights, law.rare)
+        return self._window(plan, law)""",
         _ATTACK,
     ),
     Mutation(
