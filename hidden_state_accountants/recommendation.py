@@ -7,10 +7,10 @@ learning rate is the least of
 .. math:: \frac{1.4\, n \mu}{C T}, \qquad \frac{k}{2 M}, \qquad \frac{\max(10^4, 1.5\, n)}{2 M T}
 
 for the Lipschitz constant M of the gradient, with k = 64; where the steps must not stretch
-distances k is divided by the square root of the number of batches per epoch. The weights start at
-zero, the rate stays constant and nothing decays. With the first term the noise in every weight has
-the standard deviation 1.4 F, whatever the data are: F is the noise factor, the noise in the sum of
-all gradients over that of full batches.
+distances, and for the squared error with k = 4, it is divided by the square root of the number of
+batches per epoch. The weights start at zero, the rate stays constant and nothing decays. With the
+first term the noise in every weight has the standard deviation 1.4 F, whatever the data are: F is
+the noise factor, the noise in the sum of all gradients over that of full batches.
 
 >>> import hidden_state_accountants as hsa
 >>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
@@ -74,6 +74,7 @@ class LinearLoss:
         curvature: M, the Lipschitz constant of its gradient in the predictions.
         clip_norm: C, of the gradient in the predictions.
         steepest: k.
+        fades: Whether its curvature falls as it is fitted, and with it the noise of long steps.
         envelope: The geometry of its envelope.
         criteria: The names of both in the adapter for Opacus.
     """
@@ -82,6 +83,7 @@ class LinearLoss:
     curvature: float
     clip_norm: float
     steepest: float
+    fades: bool
     envelope: Callable[..., LossGeometry]
     criteria: tuple[str, str]
 
@@ -94,6 +96,7 @@ LOSSES = {
             0.5,
             0.3,
             64.0,
+            True,
             LossGeometry.envelope_softmax_cross_entropy,
             ("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
         ),
@@ -102,6 +105,7 @@ LOSSES = {
             0.25,
             0.3,
             64.0,
+            True,
             LossGeometry.envelope_logistic,
             ("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
         ),
@@ -110,6 +114,7 @@ LOSSES = {
             1.0,
             0.3,
             4.0,
+            False,
             LossGeometry.envelope_squared_error,
             ("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
         ),
@@ -451,7 +456,8 @@ class _Plan:
         """The learning rate that such steps can take, for features of norm 1."""
         decay = self.task.decay / self.task.square
         steepest = self.task.loss.steepest * 0.5 / self.task.loss.curvature
-        if self.order not in _COMPOSED:  # smoothed by as much, and such steps saturate
+        # Hidden runs are smoothed by as much, and such steps saturate.
+        if self.order not in _COMPOSED or not self.task.loss.fades:
             steepest /= math.sqrt(self.split)
         return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
 

@@ -235,8 +235,12 @@ def _table(results, name, size, ours, complete):
                 _, best = results.best_peer(name, epsilon)
                 verdicts[-1] = _verdict(*difference(results.get(name, own, epsilon, 0), best))[1]
         lines.append(_row([f"*{own} against the best peer*", *verdicts]))
-    without = _cell(results.get(name, "no privacy", 0.0, 0))
-    return [*lines, "", f"Without privacy: {without.split(' ')[0]}.", ""]
+    without = _cell(results.get(name, "no privacy", 0.0, 0)).split(" ")[0]
+    absent = [
+        peer for peer in PEERS if not any(results.get(name, peer, e, 0) for e in size.epsilons)
+    ]
+    missing = f" Not measured: {', '.join(absent)}." if absent else ""
+    return [*lines, "", f"Without privacy: {without}.{missing}", ""]
 
 
 def _gradients(results, sets, size):

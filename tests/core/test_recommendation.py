@@ -196,3 +196,14 @@ def test_many_records_are_trained_on_for_longer():
         (full,) = recommend(n=n, epsilon=50.0, orders=["full"], epochs=4000)
         total = full.event.learning_rate * full.event.num_steps
         assert total == pytest.approx(longest, rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "squared_error"])
+def test_steps_of_small_batches_are_as_long_where_curvature_fades(loss):
+    """Composition alone, where nothing limits a step but k."""
+    found = recommend(n=100_000, epsilon=50.0, orders=["poisson"], epochs=4, loss=loss)
+    rates = {100_000 // c.event.batch_size: c.event.learning_rate for c in found}
+    assert len(rates) == 2
+    for split, rate in rates.items():
+        k = 64 if loss == "softmax_cross_entropy" else 4 / math.sqrt(split) / 2
+        assert rate == pytest.approx(k, rel=1e-3)
