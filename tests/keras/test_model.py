@@ -333,3 +333,22 @@ def test_losses_and_metrics_are_those_of_the_examples():
     loss, accuracy = model.evaluate(X, Y, verbose=0)
     assert shown["loss"][0] == pytest.approx(loss, rel=1e-5)
     assert shown["accuracy"][0] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_dataset_is_read_once(batched, dealt):
+    """Its batches are taken apart, and its shuffles do not matter."""
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(RECORDS)
+    if batched:
+        dataset = dataset.batch(BATCH).prefetch(1)
+    model = make(compile={"run_eagerly": True})
+    size = {} if batched else {"batch_size": BATCH}
+    for _ in range(2):
+        model.fit(dataset, verbose=0, **size)
+    event = model.privacy_event
+    assert (event.dataset_size, event.batch_size, event.num_steps) == (RECORDS, BATCH, 8)
+    held = model._run._examples
+    np.testing.assert_array_equal(np.sort(held.x.numpy(), axis=0), np.sort(X, axis=0))
+    rows = {tuple(row): target for row, target in zip(X, Y, strict=True)}
+    assert all(rows[tuple(x)] == y for x, y in zip(held.x.numpy(), held.y.numpy(), strict=True))
+    assert sorted(dealt) == list(range(8))

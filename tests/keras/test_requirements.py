@@ -138,6 +138,14 @@ def test_newer_versions_with_both_switches_pass(install):
     requirements.check("cyclic_dataset")
 
 
+def test_a_model_that_owns_its_run_needs_keras_2_only(install):
+    for module in (tensorflow("2.15.0"), tensorflow("2.17.0", Keras2)):
+        install(module)
+        requirements.check("HiddenStateModel", needs_privacy=False)
+        with pytest.raises(ImportError, match="privacy"):
+            requirements.check("cyclic_dataset")
+
+
 def test_every_name_is_checked_before_it_is_imported(install, monkeypatch):
     install(None)
     for name in adapter.__all__:

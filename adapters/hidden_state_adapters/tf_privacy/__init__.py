@@ -62,6 +62,7 @@ _MODULES = {
     "cyclic_dataset": "data",
     "make_private": "model",
 }
+_WITHOUT_PRIVACY = ("HiddenStateModel", "HiddenStateSequential", "make_private")
 _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
 __all__ = [
@@ -88,7 +89,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in _WITHOUT_TENSORFLOW:
-        requirements.check(name)
+        requirements.check(name, needs_privacy=name not in _WITHOUT_PRIVACY)
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -63,7 +63,7 @@ def cyclic_dataset(
     if isinstance(x, tf.data.Dataset):
         if y is not None:
             raise TypeError("Expected y = None when x is a Dataset, got targets. Use pairs in x.")
-        arrays = _in_memory(x)
+        arrays = in_memory(x)
     else:
         arrays = (x,) if y is None else (x, y)
         arrays = tf.nest.map_structure(np.asarray, arrays)
@@ -102,7 +102,12 @@ def cyclic_batches(dataset: Any) -> CyclicBatches | None:
     return getattr(dataset, _MARK, None)
 
 
-def _in_memory(dataset: tf.data.Dataset) -> Any:
+def in_memory(dataset: tf.data.Dataset) -> Any:
+    """The examples of a Dataset of single ones, or of pairs with their targets, as arrays.
+
+    Raises:
+        UnsupportedRunError: It is batched, repeated, infinite or empty, or has weights.
+    """
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise UnsupportedRunError(
             "Expected a finite Dataset, got an infinite one. Drop repeat(): Model.fit repeats the "

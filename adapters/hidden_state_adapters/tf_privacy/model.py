@@ -128,10 +128,13 @@ class PrivateTraining(tf.keras.Model, Figures):
         Several calls are one run, on the same examples.
 
         Args:
-            x: Examples as an array, or a structure of arrays. A copy is kept.
-            y: Targets, likewise.
-            batch_size: b, 32 if None. Of Poisson batches of n examples, ceil(n/b) are an epoch, and
-                every example joins each with probability 1/ceil(n/b).
+            x: Examples as an array, or a structure of arrays, of which a copy is kept; or a Dataset
+                of pairs, which is read once into memory: its shuffles do not matter, an
+                augmentation acts once.
+            y: Targets, likewise; None if x is a Dataset.
+            batch_size: b; None for that of a Dataset of batches, else 32. Of Poisson batches of n
+                examples, ceil(n/b) are an epoch, and every example joins each with probability
+                1/ceil(n/b).
             epochs: As in Keras; fix it in advance.
             verbose: As in Keras.
             callbacks: As in Keras. Those that choose by metrics or restore weights are refused.

@@ -54,6 +54,8 @@ class OwnedRun:
     ):
         self._losses = RowLosses(model.loss)
         self._examples = HeldExamples(x, y)
+        if batch_size is None:
+            batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
         size, number = self._asked
         self.plan = plan_of(
@@ -117,6 +119,8 @@ class OwnedRun:
         Raises:
             UnsupportedRunError: It does not.
         """
+        if batch_size is None:
+            batch_size = self._examples.batch_size
         asked = _batches(batch_size, steps_per_epoch)
         if asked != self._asked:
             raise refusal(

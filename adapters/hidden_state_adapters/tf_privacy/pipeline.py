@@ -48,6 +48,11 @@ def check_single_examples(dataset: tf.data.Dataset) -> None:
         )
 
 
+def taken_apart(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Its single examples, if its elements are batches that the pipeline surely made of them."""
+    return dataset.unbatch() if _depth(dataset) == 1 else dataset
+
+
 def _is_grouped(dataset: Any) -> bool:
     """Whether the elements are surely batches of what it was made from."""
     return _depth(dataset) > 0

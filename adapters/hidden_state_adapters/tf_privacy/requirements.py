@@ -25,10 +25,14 @@ _SKIP = (
 )
 
 
-def check(name: str) -> None:
-    """Makes sure that TensorFlow Privacy's Keras optimizers are there for `name`.
+def check(name: str, *, needs_privacy: bool = True) -> None:
+    """Makes sure that TensorFlow Privacy's Keras optimizers, or only Keras 2, are there for `name`.
 
     Nothing is set: both switches of newer versions of TensorFlow act on the whole process.
+
+    Args:
+        name: What is imported.
+        needs_privacy: Whether it needs TensorFlow Privacy.
 
     Raises:
         ImportError: They are not; the text says what to install or to set.
@@ -40,6 +44,10 @@ def check(name: str) -> None:
         raise ImportError(f"{name} needs TensorFlow 2.15, got {version}. {_FRESH}")
     if release > _TESTED:
         _check_legacy(name, version, tensorflow)
+    if not needs_privacy:
+        return
+    if release > _TESTED and not hasattr(sys, "skip_tf_privacy_import"):
+        raise ImportError(f"{name}: {_SKIP.format(version)}")
     _imported(name, "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras")
 
 
@@ -55,8 +63,6 @@ def _check_legacy(name: str, version: str, tensorflow: Any) -> None:
         has_it = importlib.util.find_spec("tf_keras") is not None
         install = "" if has_it else f", and install {_tf_keras(version)}"
         raise ImportError(f"{name}: TensorFlow {version} uses Keras 3. {_LEGACY}{install}.")
-    if not hasattr(sys, "skip_tf_privacy_import"):
-        raise ImportError(f"{name}: {_SKIP.format(version)}")
 
 
 def _tf_keras(version: str) -> str:

@@ -19,8 +19,10 @@ from hidden_state_adapters.batch_plans import (
     SampledPlan,
     poisson_plan,
 )
+from hidden_state_adapters.tf_privacy.data import in_memory
 from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.guards.batches import batches_of
+from hidden_state_adapters.tf_privacy.pipeline import taken_apart
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
@@ -30,15 +32,20 @@ class HeldExamples:
     Floating point numbers have the precision of Keras, as `Model.fit` converts them.
 
     Args:
-        x: An array, or a structure of arrays, whose first axis is that of the examples.
-        y: Targets, likewise.
+        x: An array, or a structure of arrays, whose first axis is that of the examples; or a
+            Dataset of pairs, single or in batches, which is read once.
+        y: Targets, likewise; None if x is a Dataset.
 
     Raises:
-        UnsupportedRunError: They are not arrays.
+        UnsupportedRunError: They are not arrays, or the Dataset repeats examples.
         ValueError: They have not the same number of examples, or none.
     """
 
     def __init__(self, x: Any, y: Any):
+        self._source = x
+        self.batch_size: int | None = None  # that the pipeline says
+        if isinstance(x, tf.data.Dataset):
+            x, y = self._read(x, y)
         self.x, self.y = _copied("x", x), _copied("y", y)
         sizes = {int(part.shape[0]) for part in tf.nest.flatten((self.x, self.y))}
         if len(sizes) != 1 or 0 in sizes:
@@ -48,12 +55,28 @@ class HeldExamples:
             )
         self.number = sizes.pop()
 
+    def _read(self, dataset: tf.data.Dataset, y: Any) -> tuple[Any, Any]:
+        if y is not None:
+            raise TypeError("Expected y = None when x is a Dataset, got targets. Use pairs in x.")
+        single = taken_apart(dataset)
+        found = in_memory(single)
+        if len(found) != 2:
+            raise refusal(
+                "Expected a Dataset of pairs (example, target), got examples without targets."
+            )
+        if single is not dataset:
+            first = next(iter(dataset))
+            self.batch_size = int(tf.nest.flatten(first)[0].shape[0])
+        return found
+
     def warn_of_equal(self) -> None:
         """Logs a warning if examples are equal."""
         warn_of_equal_examples([self.x, self.y])
 
     def check_same(self, x: Any, y: Any) -> None:
         """Raises UnsupportedRunError unless these are the examples, in their order."""
+        if isinstance(x, tf.data.Dataset) and x is self._source and y is None:
+            return  # of which this is a copy
         own, other = ((part.x, part.y) for part in (self, HeldExamples(x, y)))
         try:
             tf.nest.assert_same_structure(own, other)
@@ -85,22 +108,23 @@ class HeldExamples:
         dealer = _Dealer(plan, done, pad)
         x, y = self.x, self.y
 
-        def gathered(step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> Any:
-            def of(part: tf.Tensor) -> tf.Tensor:
-                return tf.gather(part, indices)
-
-            return (step, rows), tf.nest.map_structure(of, x), tf.nest.map_structure(of, y)
-
-        def drawn(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        def of_step(index: tf.Tensor) -> Any:
             kinds = (tf.int64, tf.int64, tf.int64)
             step, rows, indices = tf.numpy_function(dealer.deal, [index], kinds, stateful=True)
             step, rows = tf.ensure_shape(step, []), tf.ensure_shape(rows, [])
-            return step, rows, tf.ensure_shape(indices, [None])
+            indices = tf.ensure_shape(indices, [None])
+
+            def gathered(part: tf.Tensor) -> tf.Tensor:
+                return tf.gather(part, indices)
+
+            return (step, rows), *(tf.nest.map_structure(gathered, part) for part in (x, y))
 
         options = tf.data.Options()
         options.deterministic = True
-        dataset = tf.data.Dataset.range(period).map(drawn).map(gathered).prefetch(2)
-        return dataset.with_options(options)
+        # One batch after the other: nothing is to be tuned, and threads cost more than they bring.
+        options.autotune.enabled = False
+        options.threading.private_threadpool_size = 1
+        return tf.data.Dataset.range(period).map(of_step).prefetch(2).with_options(options)
 
 
 class _Dealer:
