@@ -7,8 +7,8 @@ factors X_i are the user's own, Y belongs to everyone. A record is a user with a
   is added to the sum, and Y is published. Given the published past one user moves a sum by at most
   2 C, whatever the factors are, so that the epochs compose.
 * X_i stays with its user: it has no noise, and costs nothing. Were every X_i published as well,
-  with noise of its own, the costs would be max_i(X_i) + Y: what is about user i enters the factors of
-  others through Y alone. That is two blocks per user, composed.
+  with noise of its own, the costs would be max_i(X_i) + Y: what is about user i enters the factors
+  of others through Y alone. That is two blocks per user, composed.
 * The paper adds up hidden-state losses of X and Y instead. That is false in general, because the
   blocks move each other (docs/theory/block_coordinate.md).
 
