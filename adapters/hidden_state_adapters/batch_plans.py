@@ -16,6 +16,7 @@ import numpy as np
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 
 _KEY_RANGE = 2**64
+_AT_ONCE = 2**22  # records: a data set may have far more than there is memory for
 
 
 @attrs.frozen
@@ -58,7 +59,17 @@ class RandomKeys:
         if threshold == 0:
             return np.arange(0), np.arange(0, dtype=np.uint64)
         largest = threshold - 1
-        return self._from_first_bytes(number, count, lambda _: largest >> 56, largest)
+        at_once = count if self.seed is not None else _AT_ONCE
+        found = []
+        for start in range(0, count, max(1, at_once)):
+            size = min(at_once, count - start)
+            positions, keys = self._from_first_bytes(
+                number, size, lambda _: largest >> 56, largest, start
+            )
+            found.append((start + positions, keys))
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate([p for p, _ in found]), np.concatenate([k for _, k in found])
 
     def smallest(self, number: int, count: int, wanted: int) -> np.ndarray:
         """The positions, in their order, of the `wanted` smallest keys of draw `number`."""
@@ -70,9 +81,14 @@ class RandomKeys:
         return np.sort(positions[np.argpartition(keys, wanted - 1)[:wanted]])
 
     def _from_first_bytes(
-        self, number: int, count: int, largest: Callable[[np.ndarray], int], threshold: int
+        self,
+        number: int,
+        count: int,
+        largest: Callable[[np.ndarray], int],
+        threshold: int,
+        start: int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys of which the first byte is at most `largest` of all first bytes.
+        """Keys, from `start` on, of which the first byte is at most `largest` of all first bytes.
 
         The operating system's source takes most of the time: the other bytes of a key are drawn
         only where they matter.
@@ -80,9 +96,10 @@ class RandomKeys:
         if self.seed is not None:
             positions, keys = np.arange(count), self.draw(number, count)
         else:
-            first = np.frombuffer(self._bytes(number, count, b"first"), dtype=np.uint8)
+            first = np.frombuffer(self._bytes(number, count, b"first %d" % start), dtype=np.uint8)
             positions = np.flatnonzero(first <= largest(first))
-            others = self.draw(number, len(positions)) >> np.uint64(8)
+            rest = self._bytes(number, 8 * len(positions), b"others %d" % start)
+            others = np.frombuffer(rest, dtype=np.uint64) >> np.uint64(8)
             keys = first[positions].astype(np.uint64) << np.uint64(56) | others
         chosen = keys <= np.uint64(threshold)
         return positions[chosen], keys[chosen]
@@ -240,7 +257,9 @@ class FixedPlan(BatchPlan):
     ):
         super().__init__(records, batch_size, order, keys)
         self._sequence = (
-            records if keys is None else np.asarray(records)[keys.permutation(0, len(records))]
+            records
+            if keys is None
+            else _taken(_indexed(records), keys.permutation(0, len(records)))
         )
 
     @property
@@ -258,7 +277,7 @@ class FixedPlan(BatchPlan):
         """A hash of a public order of the records; empty for a secret one."""
         if self.is_secret:
             return ""
-        return hashlib.sha256(np.asarray(self._sequence, dtype=np.int64).tobytes()).hexdigest()
+        return hash_of(self._sequence)
 
     def why_not_resumable(self, step: int) -> str:
         """Why a run after `step` steps needs the private state to go on, or ""."""
@@ -281,8 +300,8 @@ class ReshuffledPlan(BatchPlan):
 
     def __init__(self, records: Sequence[int], batch_size: int, keys: RandomKeys):
         super().__init__(records, batch_size, BatchOrder.RESHUFFLED, keys)
-        self._random, self._records = keys, np.asarray(records)
-        self._epoch, self._sequence = -1, self._records
+        self._random, self._records = keys, _indexed(records)
+        self._epoch, self._sequence = -1, np.arange(0)
 
     @property
     def description(self) -> str:
@@ -297,8 +316,8 @@ class ReshuffledPlan(BatchPlan):
         epoch, index = divmod(step, self.num_batches)
         if epoch != self._epoch:
             assert epoch > self._epoch, "the order of an earlier epoch is gone"
-            permutation = self._random.permutation(epoch, len(self._records))
-            self._epoch, self._sequence = epoch, self._records[permutation]
+            permutation = self._random.permutation(epoch, len(self.records))
+            self._epoch, self._sequence = epoch, _taken(self._records, permutation)
         start = index * self.batch_size
         return [int(i) for i in self._sequence[start : start + self.batch_size]]
 
@@ -352,7 +371,7 @@ class SampledPlan(BatchPlan):
         num_batches: int | None = None,
     ):
         super().__init__(records, batch_size, order, keys)
-        self._random, self._records, self.max_batch_size = keys, np.asarray(records), max_batch_size
+        self._random, self._records, self.max_batch_size = keys, _indexed(records), max_batch_size
         self._num_batches = num_batches or super().num_batches
         self._batches: dict[int, list[int]] = {}
 
@@ -365,7 +384,7 @@ class SampledPlan(BatchPlan):
     def sampling_rate(self) -> float | None:
         """The probability with which a record joins a POISSON batch, if it is not b/n; or None."""
         rate = 1 / self._num_batches
-        is_exact = rate == self.batch_size / len(self._records)
+        is_exact = rate == self.batch_size / len(self.records)
         return None if is_exact or self.order is not BatchOrder.POISSON else rate
 
     @property
@@ -383,11 +402,11 @@ class SampledPlan(BatchPlan):
     def batch(self, step: int) -> list[int]:
         """The indices of the records of step `step` >= 0."""
         if step not in self._batches:
-            self._batches[step] = self._records[self._draw(step)].tolist()
+            self._batches[step] = _taken(self._records, self._draw(step)).tolist()
         return self._batches[step]
 
     def _draw(self, step: int) -> np.ndarray:
-        n = len(self._records)
+        n = len(self.records)
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
             return self._random.smallest(step, n, self.batch_size)
         chosen, keys = self._random.below(step, n, int(_KEY_RANGE / self._num_batches))
@@ -437,6 +456,30 @@ def poisson_plan(
     """
     divisor = max(1, int(len(records) * (1 / num_batches)))  # as in Opacus, to the last bit
     return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, num_batches)
+
+
+def _indexed(records: Sequence[int]) -> range | np.ndarray:
+    """What `_taken` takes from; of a range no array of all is made."""
+    return records if isinstance(records, range) else np.asarray(records)
+
+
+def _taken(records: range | np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The records at these places."""
+    if isinstance(records, range):
+        return records.start + records.step * places
+    taken: np.ndarray = records[places]
+    return taken
+
+
+def hash_of(records: Sequence[int] | np.ndarray) -> str:
+    """A hash of indices in their order, some at a time."""
+    found = hashlib.sha256()
+    for start in range(0, len(records), _AT_ONCE):
+        part = records[start : start + _AT_ONCE]
+        if isinstance(part, range):
+            part = np.arange(part.start, part.stop, part.step, dtype=np.int64)  # type: ignore[assignment]
+        found.update(np.asarray(part, dtype=np.int64).tobytes())
+    return found.hexdigest()
 
 
 def _restored(order: Any, records: Sequence[int]) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 import collections
 import copy
+import hashlib
 import itertools
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,11 +13,14 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
+from hidden_state_adapters import batch_plans
 from hidden_state_adapters.batch_plans import (
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,
     SampledPlan,
+    Share,
+    poisson_plan,
 )
 
 RECORDS = (7, 3, 11, 2, 5, 0)  # indices into a larger data set
@@ -256,3 +261,62 @@ def test_keys_are_those_of_the_operating_system(monkeypatch):
     monkeypatch.setattr("os.urandom", lambda size: asked.append(size) or bytes(range(size)))
     assert shuffled(records=range(4)).batch(0) == [0, 1]
     assert asked == [32]
+
+
+@pytest.mark.parametrize("secret", [None, b"32 bytes that nobody ever knows."])
+def test_many_records_are_asked_some_at_a_time(secret, monkeypatch):
+    """The law of a batch does not depend on how many are asked at once, nor on the process."""
+    monkeypatch.setattr(batch_plans, "_AT_ONCE", 7)
+    plan = poisson_plan(range(5, 205, 2), 4, RandomKeys(secret=secret), None)
+    batches = [plan.batch(step) for step in range(400)]
+    assert all(batch == sorted(set(batch)) for batch in batches)
+    counts = np.bincount(np.concatenate(batches), minlength=205)
+    assert not counts[::2].any()
+    assert not counts[:5].any()
+    assert abs(counts[5::2].mean() - 100) < 5 * np.sqrt(75 / 100)
+    assert counts[5::2].std() == pytest.approx(np.sqrt(75), rel=0.35)
+    neighbours = np.corrcoef(np.array([[r in batch for r in (5, 7, 19)] for batch in batches]).T)
+    assert np.abs(neighbours[np.triu_indices(3, 1)]).max() < 0.2  # 0.05 by chance
+    again = poisson_plan(range(5, 205, 2), 4, RandomKeys(secret=secret), None)
+    assert ([again.batch(step) for step in range(400)] == batches) == (secret is not None)
+
+
+def test_draws_from_a_secret_are_independent():
+    keys, others = RandomKeys(secret=b"1" * 32), RandomKeys(secret=b"2" * 32)
+    draws = [keys.draw(0, 50), keys.draw(1, 50), others.draw(0, 50)]
+    assert len(set(np.concatenate(draws).tolist())) == 150
+    assert np.array_equal(keys.draw(0, 50), draws[0])
+    assert "1111" not in repr(keys)
+
+
+@pytest.mark.parametrize("order", [BatchOrder.CYCLIC, BatchOrder.POISSON])
+def test_memory_does_not_grow_with_the_records(order):
+    records = range(30_000_000)
+    tracemalloc.start()
+    try:
+        if order is BatchOrder.CYCLIC:
+            plan = FixedPlan(records, 1000, order)
+        else:
+            plan = poisson_plan(records, 30_000, RandomKeys(), None)
+        assert len(plan.batch(0)) < 2000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 60e6  # an array of all of them has 240e6
+
+
+def test_the_hash_of_an_order_is_that_of_its_numbers():
+    for records in (range(3, 50, 2), (4, 1, 9)):
+        expected = hashlib.sha256(np.asarray(records, dtype=np.int64).tobytes()).hexdigest()
+        assert batch_plans.hash_of(records) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 10])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_shares_are_disjoint_and_together_the_batch(size, count):
+    batch = list(range(size))
+    shares = [Share(rank, count) for rank in range(count)]
+    assert sorted(i for share in shares for i in share.of(batch)) == batch
+    for share in shares:
+        assert share.rows(size) == len(share.of(batch))
+        assert share.rows(size) - size // count in (0, 1)

@@ -49,6 +49,14 @@ def test_trajectories_are_those_of_one_process(size, of_one, request):
     assert all(isinstance(weights, list) for weights in moved)
 
 
+def test_a_group_of_one(of_one):
+    group = Group(1)
+    try:
+        assert group.call("trajectory", "cyclic")[0] == pytest.approx(of_one["cyclic"], abs=1e-6)
+    finally:
+        group.close()
+
+
 @pytest.mark.cuda
 def test_a_trajectory_on_a_gpu(two, of_one):
     for found in two.call("trajectory_on", "cuda:0"):
@@ -170,6 +178,7 @@ def test_a_process_with_another_program_is_refused(two, options, others, name):
         ({"wrapper": None}, "Expected a model in Opacus' DPDDP"),
         ({"distributed": False}, "Expected a model in Opacus' DPDDP"),
         ({"distributed": "yes"}, "Expected distributed to be True, False or None"),
+        ({"ghost": True}, 'Expected grad_sample_mode = "hooks" with DistributedDataParallel'),
         ({"sampler": True}, "DistributedSampler: it repeats records"),
         ({"loader": {"batch_size": 1}}, "Expected a batch_size >= 2"),
     ],

@@ -195,7 +195,8 @@ CASES = {
         "criterion": nn.CrossEntropyLoss(),
     },
     "hooks": {"grad_sample_mode": "hooks"},
-    "torch": {"wrapper": DistributedDataParallel, "grad_sample_mode": "hooks"},
+    "torch": {"wrapper": DistributedDataParallel},
+    "empty parts": {**SEEDED["poisson"], "batch_order": "poisson", "loader": {"batch_size": 2}},
     "plain": {"wrapper": None, "distributed": True},
     "pieces": {"physical": 2},
     "pieces of dice": {**DICE, "physical": 2},
@@ -407,6 +408,8 @@ def starts_with(options, others):
     made = {**options, **(others if rank() == 1 else {})}
     if "records" in made:
         made["data"] = records(seed=made.pop("records"))
+    if made.pop("ghost", None):
+        made |= {"wrapper": DistributedDataParallel, "grad_sample_mode": "ghost"}
     if made.pop("sampler", None):
         data = records()
         made |= {"data": data, "loader": {"sampler": DistributedSampler(data)}}

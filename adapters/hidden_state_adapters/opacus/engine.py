@@ -16,6 +16,7 @@ from dp_accounting import NeighboringRelation
 from opacus import PrivacyEngine
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack  # a dependency of torch
@@ -349,7 +350,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """The processes that train the run together; None for one."""
         if not is_shared(arguments):
             return None
-        group = self._group = self._group or ProcessGroup()
+        if self._group is None or not self._group.is_current:
+            self._group = ProcessGroup()
+        group = self._group
         group.heard = self._hear
         group.start_run()
         return group
@@ -504,6 +507,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         is_open = not is_asked and given.get("wrap_model", True)
         if isinstance(module, AbstractGradSampleModule):
             return bool(is_open and type(module) is GhostGradSampleModule)
+        if isinstance(module, DistributedDataParallel):  # waits for .grad, which ghosts leave out
+            return False
         return bool(is_open and find_linear_head(module) is not None)
 
     def _prepare_criterion(self, *, criterion: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from dp_accounting import NeighboringRelation
 
+from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.checkpoints import fields_of
 from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.guards.parameters import fingerprint
@@ -46,7 +47,7 @@ def fields_in_common(
         "batch_size": plan.batch_size,
         "number of batches": plan.num_batches,
         "max_batch_size": arguments.max_batch_size,
-        "records of the loader": Digest.of(np.asarray(plan.records, dtype=np.int64).tobytes()),
+        "records of the loader": Digest(hash_of(plan.records)),
         "data set": _shown(arguments.data_loader.dataset, plan.records),
     }
 

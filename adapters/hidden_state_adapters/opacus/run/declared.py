@@ -11,6 +11,7 @@ import attrs
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
@@ -18,6 +19,7 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.guards.curvature import uses_curvature
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
@@ -159,7 +161,17 @@ def is_shared(arguments: RunArguments) -> bool:
     Raises:
         TypeError, UnsupportedRunError: As `group.trains_together`.
     """
-    return trains_together(_without_gradients(arguments.module), arguments.distributed)
+    module = _without_gradients(arguments.module)
+    if isinstance(module, DistributedDataParallel) and (
+        arguments.opacus.get("grad_sample_mode") == "ghost"
+        or type(arguments.module) is GhostGradSampleModule
+    ):
+        raise UnsupportedRunError(
+            'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got ghost clipping: '
+            "it leaves .grad of linear layers out, and DistributedDataParallel waits for it. Use "
+            "Opacus' DPDDP."
+        )
+    return trains_together(module, arguments.distributed)
 
 
 def _without_gradients(module: nn.Module) -> Any:

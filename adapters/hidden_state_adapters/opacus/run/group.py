@@ -69,11 +69,17 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._whole = distributed.group.WORLD
         patience = _patience()
         self._talk = distributed.new_group(backend="gloo", timeout=patience)
         self._sums = distributed.new_group(timeout=patience)
         self.heard: Callable[[News], None] = lambda news: None
         self._news: list[News] = []
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it belongs to the default process group that there is now."""
+        return _is_initialized() and distributed.group.WORLD is self._whole
 
     @property
     def share(self) -> Share:
