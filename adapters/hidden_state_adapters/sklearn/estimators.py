@@ -240,7 +240,7 @@ class PrivateLinearModel(BaseEstimator):
     def _assumptions_of_options(self) -> list[Assumption]:
         found = []
         if self._spent is not None:
-            noise = text_up(self._spent.noise_multiplier)
+            noise = f"{self._spent.noise_multiplier:.6g}"
             found.append(
                 Assumption.checked(
                     f"statistics of the columns (preprocessing={self.preprocessing!r}) were "
