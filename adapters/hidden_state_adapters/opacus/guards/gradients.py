@@ -35,7 +35,8 @@ def gradient_rows(params: Sequence[nn.Parameter]) -> int:
             if len(sample) != 1:
                 raise UnsupportedRunError(
                     f"got the gradients of {len(sample)} batches, expected 1: gradient "
-                    "accumulation (several backward() before one step()) is not accounted. Call "
+                    "accumulation (several backward() before one step()) is not accounted: a "
+                    "record may be in several of the batches, and counts once for each. Call "
                     "optimizer.zero_grad() after every step and backward() once per batch. For "
                     "batches that do not fit into memory raise the batch_size of the DataLoader "
                     "and let opacus.utils.batch_memory_manager.BatchMemoryManager split them."

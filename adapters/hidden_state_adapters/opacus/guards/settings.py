@@ -192,6 +192,14 @@ def check_options(loss_reduction: Any, secure_mode: Any, expected_batch_size: An
         raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
 
 
+WHY_NOT_ADAPTIVE = (
+    "it also publishes how many gradients were not clipped, and noise_multiplier does not pay for "
+    "that: the count moves by 1 with a record, where the formula for the noise takes 1/2, and it "
+    "is divided by the exact size of the batch"
+)
+"""About Opacus' adaptive clipping, whose clip norm follows that count."""
+
+
 def refuse_per_layer(**norms: Any) -> None:
     """Raises UnsupportedRunError for lists of clip norms."""
     for name, value in norms.items():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.opacus.data.order import default_order
-from hidden_state_adapters.opacus.guards.settings import refuse_per_layer
+from hidden_state_adapters.opacus.guards.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
 
 _OPACUS_ARGUMENTS = {
     "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
@@ -110,6 +110,7 @@ class RunArguments:
 
         Raises:
             TypeError: One is missing or unknown.
+            UnsupportedRunError: The clip follows the records.
         """
         known = {field.name for field in attrs.fields(cls)} - {"opacus"}
         own = {name: value for name, value in arguments.items() if name in known}
@@ -117,6 +118,11 @@ class RunArguments:
             sampling = own.get("poisson_sampling")
             own["batch_order"] = default_order(own.get("data_loader"), sampling)
         opacus = {name: value for name, value in arguments.items() if name not in known}
+        if opacus.get("clipping") == "adaptive":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
+                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
+            )
         unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
         if unknown:
             raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
@@ -278,7 +284,9 @@ class RunArguments:
         if arguments.get("rand_on_empty"):
             raise UnsupportedRunError(
                 "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
-                "batch, which the theorems do not know. Leave it out: empty batches work."
+                "batch. With one record less a batch is empty, and the sum has the gradient that "
+                "is made up instead of the record's: it moves by two clip norms, and the noise is "
+                "for one. Leave it out: empty batches work."
             )
         mode = arguments.get("grad_sample_mode", "hooks")
         if mode not in ("hooks", "functorch", "ew", "ghost"):

@@ -15,7 +15,11 @@ from hidden_state_adapters.opacus.gradients.figures import read
 from hidden_state_adapters.opacus.guards.base import at_step
 from hidden_state_adapters.opacus.guards.gradients import gradient_rows
 from hidden_state_adapters.opacus.guards.precision import check_arithmetic
-from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.guards.settings import (
+    WHY_NOT_ADAPTIVE,
+    UnsupportedUpdateError,
+    sgd_options,
+)
 
 USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals the batches."
 
@@ -35,8 +39,7 @@ def refuse_adaptive_clipping(optimizer: DPOptimizer, step: int) -> None:
     """Raises UnsupportedRunError for a clip that depends on the gradients."""
     if isinstance(optimizer, AdaClipDPOptimizer):
         raise UnsupportedRunError(
-            f"step {step} uses adaptive clipping, which also publishes how many gradients were "
-            "clipped: noise_multiplier does not cover that under every neighboring relation. "
+            f"step {step} uses adaptive clipping: {WHY_NOT_ADAPTIVE}. "
             'Use clipping="flat" or "per_layer".'
         )
 
