@@ -27,7 +27,7 @@ _MOVES = (1.4, 1.2, 1.1, 1.05, 1.02)  # factors of one coordinate
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
-_FEW_LEVELS = 32  # of a rough one
+_ROUGH_PRECISION, _FEW_LEVELS = 24, 32  # of a rough one
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 
@@ -209,9 +209,13 @@ class Windows:
             start = self.total if start >= self._memory else start
         if start not in self._rough_laws:
             weights, largest, certain = self._coins(start)
-            self._rough_laws[start] = quick_law(
-                weights, self._steps.rate, largest, _FEW_LEVELS, certain
-            )
+            rate = self._steps.rate
+            if self._steps.is_constant:  # rounded up: plans of longer runs, and epsilons, fall less
+                law = law_of_sum(weights, rate, largest, _ROUGH_PRECISION, certain)
+                law = fewer_levels(law, _FEW_LEVELS)
+            else:
+                law = quick_law(weights, rate, largest, _FEW_LEVELS, certain)
+            self._rough_laws[start] = law
         return self._window(plan, self._rough_laws[start])
 
     def window(self, plan: Plan, precision: int, levels: int) -> Window:
