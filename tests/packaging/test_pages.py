@@ -5,6 +5,7 @@ by opacus_engine/test_extending.py, the README by core/test_readme.py.
 """
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ ELSEWHERE = {"keras.md", "extending.md"}
 
 def blocks(page):
     found = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text("utf-8"), re.DOTALL | re.M)
-    return [block for block in found if ">>> " not in block]
+    return [textwrap.dedent(block) for block in found if ">>> " not in block]
 
 
 PAGES = [p for p in sorted(DOCS.rglob("*.md")) if blocks(p) and p.name not in ELSEWHERE]
