@@ -154,6 +154,16 @@ def test_linear_layers_give_the_gradients_of_rows(stack):
         np.testing.assert_allclose(own, other, atol=1e-5)
 
 
+def test_lengths_whose_squares_underflow():
+    """The one factor of a gradient's length is tiny, the other one large."""
+    model = make([head(use_bias=False)])
+    model.build((None, FEATURES))
+    row_losses = RowLosses(lambda targets, outputs: 1e-25 * tf.reduce_sum(outputs, 1))
+    fast = ThroughLinearLayers(model, row_losses, model.layers)
+    norms = fast.gradients(tf.constant(1e18 * X), tf.constant(Y)).norms
+    assert (norms.numpy() >= 1e-7 * math.sqrt(CLASSES)).all()
+
+
 @pytest.mark.parametrize(
     "stack",
     [

@@ -155,6 +155,13 @@ def test_models_and_optimizers(arguments, text):
         fit(make(**arguments))
 
 
+def test_a_strategy():
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = make()
+    with pytest.raises(hsa.UnsupportedRunError, match="no distribution strategy"):
+        fit(model)
+
+
 def test_steps_of_something_else():
     model = make()
     for ask in (

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hidden_state_accountants import BatchOrder, validate
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.model import build
+from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, plan_of
@@ -52,6 +53,8 @@ class OwnedRun:
         batch_size: int | None,
         steps_per_epoch: int | None,
     ):
+        with model.distribute_strategy.scope():
+            refuse_surroundings()
         self._losses = RowLosses(model.loss)
         self._examples = HeldExamples(x, y)
         if batch_size is None:

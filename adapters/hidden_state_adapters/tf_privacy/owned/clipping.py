@@ -139,7 +139,7 @@ class ThroughLinearLayers:
         slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
         squares = tf.add_n(
             [
-                _squares(slope) * (_squares(feature) + (1.0 if layer.use_bias else 0.0))
+                _at_least(slope) * (_at_least(feature) + (1.0 if layer.use_bias else 0.0))
                 for layer, feature, slope in zip(self._layers, features, slopes, strict=True)
             ]
         )
@@ -232,6 +232,15 @@ def _squares(rows: tf.Tensor) -> tf.Tensor:
     """The squared L2 norm of every row, in float64 across all axes but the last."""
     squares = tf.cast(tf.reduce_sum(tf.square(rows), -1), tf.float64)
     return tf.reduce_sum(squares, list(range(1, squares.shape.rank)))
+
+
+def _at_least(rows: tf.Tensor) -> tf.Tensor:
+    """The same of rows that are factors of a norm, with what squares of small numbers lose.
+
+    The other factor may be large, so that a length that is too small would not be clipped.
+    """
+    tiny = float(np.finfo(rows.dtype.as_numpy_dtype).tiny)
+    return _squares(rows) + tiny * tf.cast(tf.shape(rows)[-1], tf.float64)
 
 
 def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:

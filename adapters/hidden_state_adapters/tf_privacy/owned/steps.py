@@ -238,6 +238,7 @@ class OwnedSteps(Mechanism):
             step: Which one the batch was dealt for, from 0 on.
             rows: The first ones, which are examples.
         """
+        refuse_surroundings()  # fit enters the strategy of the model
         settings, variables = self._settings, self._variables
         clip = tf.constant(settings.l2_norm_clip, tf.float64)
         is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
