@@ -1,0 +1,121 @@
+"""How long a step of `HiddenStateSequential` takes beside TensorFlow Privacy's `DPSequential`.
+
+    python benchmarks/keras_step.py [CASE ...]
+
+Both train by `Model.fit` in one process, in turn, on the same arrays: DPSequential with the batches
+of fit, ours with Poisson batches of that size on average. A figure is the CPU time of a step, the
+median over the rounds, of all threads (so that the drawing of batches counts, and other programs on
+the machine do not), and the ratio of both. The first steps of a fit, which trace, are left out.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+import tensorflow as tf
+from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPSequential
+
+from hidden_state_adapters.tf_privacy import HiddenStateSequential
+
+layers = tf.keras.layers
+ROUNDS, SKIPPED, STEPS = 4, 5, 30
+CLIP_AND_NOISE = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0}
+
+
+def probe(features, classes):
+    def make():
+        return (features,), classes, [layers.Dense(classes)]
+
+    return make
+
+
+def network():
+    stack = [layers.Dense(256, activation="relu"), layers.Dense(256, activation="relu")]
+    return (784,), 10, [*stack, layers.Dense(10)]
+
+
+def cnn():
+    """The network of TensorFlow Privacy's MNIST tutorial."""
+    stack = [
+        layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
+        layers.MaxPool2D(2, 1),
+        layers.Conv2D(32, 4, strides=2, activation="relu"),
+        layers.MaxPool2D(2, 1),
+        layers.Flatten(),
+        layers.Dense(32, activation="relu"),
+        layers.Dense(10),
+    ]
+    return (28, 28, 1), 10, stack
+
+
+CASES = {  # name: what is trained, batch size
+    "probe 512 x 10": (probe(512, 10), 256),
+    "probe 2048 x 100": (probe(2048, 100), 256),
+    "network 784-256-256-10": (network, 256),
+    "CNN of the MNIST tutorial": (cnn, 64),
+}
+MODES = {"graph": {}, "XLA": {"jit_compile": True}}
+
+
+class Clock(tf.keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == SKIPPED:
+            self.start = time.process_time()
+        self.steps, self.end = batch - SKIPPED, time.process_time()
+
+    @property
+    def per_step(self):
+        return (self.end - self.start) / self.steps
+
+
+def contestants(make, compile):
+    """By name, compiled models."""
+    use_xla = bool(compile)
+    models = {
+        "DPSequential": DPSequential(use_xla=use_xla, layers=make()[2], **CLIP_AND_NOISE),
+        "ours": HiddenStateSequential(make()[2], **CLIP_AND_NOISE),
+    }
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for name, model in models.items():
+        model.compile(
+            tf.keras.optimizers.legacy.SGD(0.1), loss, **(compile if name == "ours" else {})
+        )
+    return models
+
+
+def measure(make, batch_size, compile):
+    """CPU seconds of a step, by contestant."""
+    shape, classes, _ = make()
+    random = np.random.default_rng(0)
+    rows = batch_size * (SKIPPED + STEPS)
+    x = random.normal(size=(rows, *shape)).astype("float32")
+    y = random.integers(0, classes, rows)
+    models = contestants(make, compile)
+    times = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            clock = Clock()
+            model.fit(x, y, batch_size=batch_size, callbacks=[clock], verbose=0)
+            times[name].append(clock.per_step)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    print("| model, batch | mode | DPSequential | ours | ratio |\n|---|---|---|---|---|")
+    for case in parser.parse_args().cases:
+        make, batch_size = CASES[case]
+        for mode, compile in MODES.items():
+            found = measure(make, batch_size, compile)
+            theirs, ours = found["DPSequential"], found["ours"]
+            print(
+                f"| {case}, {batch_size} | {mode} | {1e3 * theirs:.2f} ms | {1e3 * ours:.2f} ms | "
+                f"{ours / theirs:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
