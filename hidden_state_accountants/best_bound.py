@@ -14,7 +14,7 @@ from hidden_state_accountants.bounds import BOUNDS, Bound
 from hidden_state_accountants.curves.base import BestOfCurves, is_hopeless
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants.guarantee import Guarantee, Topic
 from hidden_state_accountants.process.conditions import UnmetCondition
 
 RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
@@ -69,7 +69,7 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     others += [
         (bound.name, "not smaller for this run") for bound, _ in found if bound is not best[0]
     ]
-    curves = [g.curve for _, g in found if g is best[1] or g.mu is None or best[1].mu is None]
+    curves = [g.curve for _, g in found if g is best[1] or _may_be_joined(g, best[1])]
     curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
     best_of_all = attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
     if not best_of_all.only_for:
@@ -77,6 +77,21 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     everywhere = attrs.evolve(event, record_position=None)
     of_all_records = functools.partial(best_guarantee, everywhere, relation)
     return attrs.evolve(best_of_all, of_all_records=of_all_records)
+
+
+def _may_be_joined(guarantee: Guarantee, best: Guarantee) -> bool:
+    """Whether another curve may be smaller at some delta without assuming more than the best.
+
+    Of two Gaussian curves one is smaller everywhere. What holds for all iterates says so, and may
+    therefore not rest on hidden ones anywhere.
+    """
+    if guarantee.mu is not None and best.mu is not None:
+        return False
+    return _needs_hidden_iterates(best) or not _needs_hidden_iterates(guarantee)
+
+
+def _needs_hidden_iterates(guarantee: Guarantee) -> bool:
+    return any(assumption.topic is Topic.RELEASES for assumption in guarantee.assumptions)
 
 
 def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:

@@ -120,3 +120,24 @@ class TestCite:
         )  # fmt: skip
         running = hsa.RunningGuarantee(recorder, NeighboringRelation.REPLACE_SPECIAL)
         assert "2403.00278" in running.guarantee().cite()
+
+
+def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():
+    """Composition is the smaller one at delta 1e-6, where the name is chosen, but not at 1e-4."""
+    run = probe_run(
+        batch_order="without_replacement",
+        batch_size=10,
+        dataset_size=500,
+        num_steps=100,
+        learning_rate=1.0,
+        weight_decay=0.01,
+        clip_norm=1.4143,
+        noise_multiplier=2.0,
+        domain_diameter=0.1,
+    )
+    guarantee = hsa.LastIterateAccountant("replace_special").compose(run).guarantee
+    (bound,) = (bound for bound in hsa.BOUNDS if bound.name == "composition")
+    composition = bound.guarantee(run, NeighboringRelation.REPLACE_SPECIAL)
+    assert guarantee.theorem == composition.theorem
+    for delta in (1e-2, 1e-4, 1e-6, 1e-8):
+        assert guarantee.epsilon(delta) >= composition.epsilon(delta) * (1 - 1e-9)

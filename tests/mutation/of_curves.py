@@ -114,6 +114,13 @@ MUTATIONS = (
         _LAWS,
     ),
     Mutation(
+        "composition_is_joined_with_hidden_iterates",
+        "best_bound.py",
+        "return _needs_hidden_iterates(best) or not _needs_hidden_iterates(guarantee)",
+        "return True",
+        "core/test_guarantee.py",
+    ),
+    Mutation(
         "count_of_standard_events_is_ignored",
         CURVES_TOGETHER,
         "attrs.evolve(part, count=count * part.count)",
