@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
+from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
@@ -304,3 +305,19 @@ def test_segments_between_releases():
     whole = run.stretching.log_product(np.array(150), stops)
     np.testing.assert_allclose(tail.stretching.log_product(np.array(0), stops - 150), whole)
     assert not np.allclose(run.stretching.log_product(np.array(0), stops - 150), whole)
+
+
+def test_losses_that_are_all_beyond_the_first_reach():
+    """One record in every batch, at little noise: the search starts far below the epsilon."""
+    event = cyclic_run(
+        batch_order="without_replacement",
+        batch_size=1,
+        dataset_size=1,
+        num_steps=10,
+        noise_multiplier=0.01,
+        learning_rate=1.0,
+        weight_decay=0.0,
+    )
+    epsilon = hsa.LastIterateAccountant("replace_special").compose(event).get_epsilon(1e-5)
+    mu = 100 * math.sqrt(10)  # of ten Gaussian mechanisms
+    assert 0 < epsilon <= mu**2 / 2 + 4.3 * mu

@@ -67,7 +67,10 @@ class QuickLosses:
         total = np.zeros(len(self._frequencies), dtype=complex)
         for mu, count in window.sampled_mus:
             total += count * self._step(mu)
-        kept = 1 + int(np.flatnonzero(total.real > _VANISHED)[-1])
+        alive = np.flatnonzero(total.real > _VANISHED)
+        if not len(alive):
+            return np.ones(len(self._losses))  # nothing is left of the losses within the reach
+        kept = 1 + int(alive[-1])
         spectrum = np.zeros(len(total), dtype=complex)
         spectrum[:kept] = np.exp(total[:kept])
         spectrum[:kept] *= self._mixture(window.shift_mus, window.shift_weights, kept)
