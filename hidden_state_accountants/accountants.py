@@ -2,14 +2,14 @@
 
 >>> import hidden_state_accountants as hsa
 >>> event = hsa.LastIterateDpEvent(
-...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.4143, batch_size=500,
 ...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
 ...     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0), weight_decay=0.1)
 >>> accountant = hsa.LastIterateAccountant().compose(event)
 >>> round(accountant.get_epsilon(target_delta=1e-5), 4)
-1.9949
+1.993
 >>> round(accountant.guarantee.mu, 5)
-0.50041
+0.49997
 """
 
 from __future__ import annotations

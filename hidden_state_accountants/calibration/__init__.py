@@ -2,11 +2,11 @@
 
 >>> import hidden_state_accountants as hsa
 >>> run = hsa.LastIterateDpEvent(
-...     noise_multiplier=1.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+...     noise_multiplier=1.0, learning_rate=0.5, clip_norm=1.4143, batch_size=500,
 ...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
-...     loss=hsa.LossGeometry.convex(smoothness=0.5), weight_decay=0.1)
+...     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0), weight_decay=0.1)
 >>> print(f"{hsa.calibrate_noise(1.0, 1e-5, run):.4f}")
-3.7337
+3.7304
 """
 
 from hidden_state_accountants.calibration.decay import calibrate_weight_decay

@@ -2,9 +2,9 @@
 
 >>> import hidden_state_accountants as hsa
 >>> event = hsa.LastIterateDpEvent(
-...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500,
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.4143, batch_size=500,
 ...     dataset_size=50_000, num_steps=20_000, batch_order=hsa.BatchOrder.CYCLIC,
-...     loss=hsa.LossGeometry.convex(smoothness=0.5), weight_decay=0.1)
+...     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0), weight_decay=0.1)
 >>> event.batches_per_epoch
 100
 """
