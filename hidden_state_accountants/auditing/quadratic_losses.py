@@ -103,10 +103,16 @@ class QuadraticLosses:
         return Evidence(
             attack=self.name,
             strength="certified",
-            witness=f"a linear record among quadratics, {run.text}: mu = {run.mu:.6g} except with "
-            f"probability {max(run.leaves, run.neighbour_leaves):.1e}",
+            witness=f"a linear record among quadratics, {run.text}: mu = {run.mu:.6g}"
+            f"{_except(run)}",
             delta=run.delta,
         )
+
+
+def _except(run: QuadraticRun) -> str:
+    """How rarely an iterate leaves what the run is known in, if ever."""
+    leaves = max(run.leaves, run.neighbour_leaves)
+    return f" except with probability {leaves:.1e}" if leaves > 0 else ""
 
 
 def _positions(event: LastIterateDpEvent) -> set[int]:
