@@ -36,15 +36,15 @@ class AgreedError(UnsupportedRunError):
 
 @attrs.frozen
 class Totals:
-    """What the parts of a batch are together.
+    """What the parts of a batch are together: data of the records, which no text shows.
 
     Attributes:
         rows: Records of the logical batch.
         largest_norm: Of their gradients.
     """
 
-    rows: int
-    largest_norm: float
+    rows: int = attrs.field(repr=False)
+    largest_norm: float = attrs.field(repr=False)
 
 
 class ProcessGroup:
