@@ -36,13 +36,15 @@ def _run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     if printed.getvalue():
         text = printed.getvalue().splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": text})
-    for number in pyplot.get_fignums():
+    figures = pyplot.get_fignums()
+    for number in figures:
         image = io.BytesIO()
         pyplot.figure(number).savefig(image, format="png", dpi=80, bbox_inches="tight")
         data = {"image/png": base64.b64encode(image.getvalue()).decode()}
         outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
         pyplot.close(number)
-    if value is not None and not outputs_pictures(outputs):
+    # The value of a last line that draws is the library's, and of no interest.
+    if value is not None and not figures:
         data = {"text/plain": repr(value).splitlines(keepends=True)}
         if hasattr(value, "_repr_html_"):
             data["text/html"] = value._repr_html_().splitlines(keepends=True)
@@ -50,11 +52,6 @@ def _run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
             {"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": None}
         )
     return outputs
-
-
-def outputs_pictures(outputs: list[dict[str, Any]]) -> bool:
-    """Whether a cell drew: the value of its last line is then the library's, and of no interest."""
-    return any(output["output_type"] == "display_data" for output in outputs)
 
 
 def run(notebook: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleModule
-from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
 from opacus.utils.module_utils import trainable_parameters
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.ghost import LayerGradients, LayerUse, gradients_of
+from hidden_state_adapters.opacus.gradients.hooks_module import sampler_of
 from hidden_state_adapters.opacus.gradients.linear_pass import LinearPass
 
 
@@ -127,9 +127,8 @@ class GhostGradSampleModule(GradSampleModule):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
         )
-        known = not self.force_functorch and type(module) in self.GRAD_SAMPLERS
-        sampler = self.GRAD_SAMPLERS[type(module)] if known else ft_compute_per_sample_gradient
-        gradients = gradients_of(LayerUse(module, activations, backprops, sampler))
+        use = LayerUse(module, activations, backprops, sampler_of(self, module))
+        gradients = gradients_of(use)
         for _, p in trainable_parameters(module):
             p._current_grad_sample = [*getattr(p, "_current_grad_sample", ()), gradients]
             p._forward_counter -= 1

@@ -12,6 +12,15 @@ from opacus.grad_sample.grad_sample_module import (
 from opacus.utils.module_utils import trainable_parameters
 from torch import nn
 
+from hidden_state_adapters.opacus.gradients.ghost import Sampler
+
+
+def sampler_of(model: GradSampleModule, layer: nn.Module) -> Sampler:
+    """Opacus' rule for the per-example gradients of a layer of `model`."""
+    if model.force_functorch:
+        return ft_compute_per_sample_gradient
+    return model.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)
+
 
 class HooksGradSampleModule(GradSampleModule):
     """Opacus' GradSampleModule, which keeps the gradients that a layer gives where they are.
@@ -38,10 +47,8 @@ class HooksGradSampleModule(GradSampleModule):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
         )
-        known = not self.force_functorch and type(module) in self.GRAD_SAMPLERS
-        sampler = self.GRAD_SAMPLERS[type(module)] if known else ft_compute_per_sample_gradient
         rows = module.max_batch_len
-        for p, gradients in sampler(module, activations, backprops).items():
+        for p, gradients in sampler_of(self, module)(module, activations, backprops).items():
             is_first = not hasattr(p, "_current_grad_sample")
             if p.requires_grad and is_first and p._forward_counter == 1 and len(gradients) == rows:
                 p._current_grad_sample = gradients
