@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,71 +72,67 @@ def read(
         OSError: The file cannot be read.
         TypeError, ValueError: No run can have these values.
     """
+    asked = [*flags.values(), *loss_flags.values(), delta, relation, group_size]
+    with _named(path, has_flags=any(value is not None for value in asked)):
+        values = {} if path is None else _toml(path)
+        accounting = _table(values, "accounting")
+        validate.unknown_keys(
+            "[accounting]", accounting, ("delta", "neighboring_relation", "group_size")
+        )
+        kinds = {kind.__name__: kind for kind in RUN_EVENTS}
+        name = values.setdefault("type", "LastIterateDpEvent")
+        if name not in kinds:
+            raise ValueError(
+                f"Expected type to be one of {', '.join(kinds)}, got {name!r}."
+                f"{validate.did_you_mean(name, kinds)}"
+            )
+        fields = {field.name: field for field in attrs.fields(kinds[name])}
+        validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
+        values.setdefault("schema", SCHEMA)
+        for key in _WHOLE & set(values):
+            if isinstance(values[key], float) and values[key].is_integer():
+                values[key] = int(values[key])  # TOML has no 1e7 among its integers
+        given = {key: value for key, value in flags.items() if value is not None}
+        if "epochs" in given or "num_steps" in given:
+            values.pop("epochs", None)
+            values.pop("num_steps", None)
+        values.update(given)
+        _merge_loss(values, {k: v for k, v in loss_flags.items() if v is not None})
+        for key, value in defaults.items():
+            lengths = ("epochs", "num_steps", "num_epochs")
+            if key == "epochs" and not any(name in values for name in lengths):
+                values[key] = value
+            if key in fields:
+                values.setdefault(key, value)
+        _epochs_to_steps(values)
+        missing = [
+            key
+            for key, field in fields.items()
+            if field.default is attrs.NOTHING and key not in values
+        ]
+        if missing:
+            raise ValueError(_missing(missing, path, is_typed=name != "LastIterateDpEvent"))
+        if delta is None:
+            delta = accounting.get("delta", 1e-5)
+        if relation is None:
+            relation = accounting.get("neighboring_relation", "replace_special")
+        event = kinds[name].from_dict(values)
+        relation = validate.neighboring_relation(relation)
+        if group_size is None:
+            group_size = accounting.get("group_size", 1)
+        group_size = validate.integer("group_size", group_size, minimum=1)
+        return RunDescription(event, validate.target_delta(delta), relation, group_size)
+
+
+@contextlib.contextmanager
+def _named(path: Path | None, *, has_flags: bool) -> Iterator[None]:
+    """Errors about the run say which file it came from."""
     try:
-        return _described(path, flags, loss_flags, delta, relation, group_size, defaults)
+        yield
     except (TypeError, ValueError) as error:
         if path is None:
             raise
-        changed = [*flags.values(), *loss_flags.values(), delta, relation, group_size]
-        flagged = any(value is not None for value in changed)
-        raise ValueError(f"{path}{' with these flags' if flagged else ''}: {error}") from error
-
-
-def _described(
-    path: Path | None,
-    flags: Mapping[str, Any],
-    loss_flags: Mapping[str, Any],
-    delta: float | None,
-    relation: str | None,
-    group_size: int | None,
-    defaults: Mapping[str, Any],
-) -> RunDescription:
-    values = {} if path is None else _toml(path)
-    accounting = _table(values, "accounting")
-    validate.unknown_keys(
-        "[accounting]", accounting, ("delta", "neighboring_relation", "group_size")
-    )
-    kinds = {kind.__name__: kind for kind in RUN_EVENTS}
-    name = values.setdefault("type", "LastIterateDpEvent")
-    if name not in kinds:
-        raise ValueError(
-            f"Expected type to be one of {', '.join(kinds)}, got {name!r}."
-            f"{validate.did_you_mean(name, kinds)}"
-        )
-    fields = {field.name: field for field in attrs.fields(kinds[name])}
-    validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
-    values.setdefault("schema", SCHEMA)
-    for key in _WHOLE & set(values):
-        if isinstance(values[key], float) and values[key].is_integer():
-            values[key] = int(values[key])  # TOML has no 1e7 among its integers
-    given = {key: value for key, value in flags.items() if value is not None}
-    if "epochs" in given or "num_steps" in given:
-        values.pop("epochs", None)
-        values.pop("num_steps", None)
-    values.update(given)
-    _merge_loss(values, {k: v for k, v in loss_flags.items() if v is not None})
-    for key, value in defaults.items():
-        lengths = ("epochs", "num_steps", "num_epochs")
-        if key == "epochs" and not any(name in values for name in lengths):
-            values[key] = value
-        if key in fields:
-            values.setdefault(key, value)
-    _epochs_to_steps(values)
-    missing = [
-        key for key, field in fields.items() if field.default is attrs.NOTHING and key not in values
-    ]
-    if missing:
-        raise ValueError(_missing(missing, path, is_typed=name != "LastIterateDpEvent"))
-    if delta is None:
-        delta = accounting.get("delta", 1e-5)
-    if relation is None:
-        relation = accounting.get("neighboring_relation", "replace_special")
-    event = kinds[name].from_dict(values)
-    relation = validate.neighboring_relation(relation)
-    if group_size is None:
-        group_size = accounting.get("group_size", 1)
-    group_size = validate.integer("group_size", group_size, minimum=1)
-    return RunDescription(event, validate.target_delta(delta), relation, group_size)
+        raise ValueError(f"{path}{' with these flags' if has_flags else ''}: {error}") from error
 
 
 def _toml(path: Path) -> dict[str, Any]:
