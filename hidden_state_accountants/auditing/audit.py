@@ -99,7 +99,10 @@ def audit(
         neighboring_relation=read.relation.name,
         target_delta=delta,
         claimed=claimed,
-        rows=tuple(_row(attack, event, read, delta, epsilons, deltas, tell) for attack in chosen),
+        rows=tuple(
+            _row(attack, event, read, delta, epsilons, deltas, tell, f"{index} of {len(chosen)}")
+            for index, attack in enumerate(chosen, start=1)
+        ),
         epsilons=epsilons,
         claimed_deltas=deltas,
     )
@@ -119,11 +122,12 @@ def _row(
     epsilons: Sequence[float],
     claimed: Sequence[float],
     tell: Progress,
+    number: str,
 ) -> AttackRow:
     unmet = attack.check(event, claim.relation)
     if unmet:
         return AttackRow(attack.name, False, "", "; ".join(map(str, unmet)))
-    tell(f"{attack.name}: runs")
+    tell(f"attack {number}: {attack.name}")
     try:
         evidence = attack.evidence(event, claim.relation, tell)
     except UnsupportedRunError as error:

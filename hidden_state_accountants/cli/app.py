@@ -452,15 +452,21 @@ def init(
         "run.toml"
     ),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file.")] = False,
+    json: Json = False,
 ) -> None:
     """Writes a commented description of a run, to edit.
 
     Example: `hsa init run.toml && hsa epsilon run.toml`
     """
     if str(file) == "-":
+        if json:
+            raise ValueError("--json is about the file that was written; - writes none.")
         typer.echo(TEMPLATE, nl=False)
         return
     if file.exists() and not force:
         raise ValueError(f"{file} exists. Choose another name, or --force.")
     file.write_text(TEMPLATE, encoding="utf-8")
-    typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")
+    if json:
+        output.json({"wrote": str(file)})
+    else:
+        typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")

@@ -5,12 +5,22 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress import Progress as BarOfRich
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +36,7 @@ if TYPE_CHECKING:  # the help needs nothing of this
     from hidden_state_accountants.guarantee import Guarantee
 
 _WIDTH_OF_A_PIPE = 110
+_COUNTED = re.compile(r"\b(\d+) of (\d+)\b")
 
 
 def note(text: str) -> None:
@@ -35,14 +46,35 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
-    """A function that shows one line at a time: a spinner, or plain lines if nobody looks."""
+    """A function that shows one line at a time with a bar, or plain lines if nobody looks."""
     if quiet:
         yield lambda line: None
     elif sys.stderr.isatty():
-        with Console(stderr=True).status("...") as status:
-            yield status.update
+        with bar(Console(stderr=True)) as tell:
+            yield tell
     else:
         yield note
+
+
+@contextlib.contextmanager
+def bar(console: Console) -> Iterator[Progress]:
+    """Lines that say "3 of 12" move the bar; others leave it where it is."""
+    columns = (
+        SpinnerColumn(),
+        BarColumn(20),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with BarOfRich(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("", total=None)
+
+        def tell(line: str) -> None:
+            shown.update(task, description=escape(line))
+            if counted := _COUNTED.search(line):
+                shown.update(task, completed=int(counted[1]) - 1, total=int(counted[2]))
+
+        yield tell
 
 
 def json(value: Any) -> None:

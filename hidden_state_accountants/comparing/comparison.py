@@ -227,7 +227,8 @@ def compare(
         group_size: How many records one person has at most (docs/theory/groups.md). Stock
             accountants are then left out: they are about one record.
         jobs: Worker processes for several runs, with joblib.
-        progress: Receives a line of text at each stage.
+        progress: Receives a line of text for every run, and for every accountant unless other
+            processes do the work.
 
     Returns:
         A `Comparison`: `.rows`, `.best()`, `.to_markdown()`, `.to_dict()`, `.plot(path)`.
@@ -246,7 +247,9 @@ def compare(
         raise ValueError("Expected at least one delta, got none.")
     relation = validate.neighboring_relation(neighboring_relation)
     size = validate.integer("group_size", group_size, minimum=1)
-    work = [(label, run, deltas, relation, size) for label, run in runs]
+    work: list[tuple[Any, ...]] = [(label, run, deltas, relation, size) for label, run in runs]
+    if progress is not None and (jobs == 1 or len(work) == 1):
+        work = [(*item, progress) for item in work]  # other processes cannot tell
     rows = [row for part in _evaluate(work, jobs, progress, "compare: run") for row in part]
     return Comparison(runs, deltas, relation, tuple(rows), size)
 
@@ -270,11 +273,12 @@ def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
 
 
 def _evaluate(
-    work: Sequence[tuple[str, dp_accounting.DpEvent, tuple[float, ...], NeighboringRelation, int]],
+    work: Sequence[tuple[Any, ...]],
     jobs: int,
     progress: Progress | None,
     what: str,
 ) -> list[list[Row]]:
+    """`rows_of` for the arguments of each piece of work, in order."""
     jobs = validate.integer("jobs", jobs, minimum=1)
     results: Any
     if jobs == 1 or len(work) == 1:

@@ -195,10 +195,13 @@ def rows_of(
     deltas: Sequence[float],
     relation: NeighboringRelation,
     group_size: int,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
-    """A row for each accountant and delta."""
+    """A row for each accountant and delta; `tell` hears of each accountant before it is asked."""
     rows = []
-    for name, evaluate in _methods(event, group_size):
+    methods = list(_methods(event, group_size))
+    for index, (name, evaluate) in enumerate(methods, start=1):
+        tell(f"compare: {label}, accountant {index} of {len(methods)}: {name}")
         start = time.perf_counter()
         result: _Result | None = None
         reason = ""

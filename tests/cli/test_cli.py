@@ -16,7 +16,7 @@ import hidden_state_accountants as hsa
 pytest.importorskip("typer")
 
 from hidden_state_accountants import recommendation
-from hidden_state_accountants.cli import app, names
+from hidden_state_accountants.cli import app, names, output
 from hidden_state_accountants.cli.app import run
 from hidden_state_accountants.cli.template import TEMPLATE
 
@@ -290,6 +290,19 @@ def test_compare_several_files_as_text_and_as_a_picture(folder, capsys):
     assert captured.err == ""
 
 
+def test_long_work_moves_a_bar():
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    with output.bar(console) as tell:
+        tell("audit of LastIterateAccountant")
+        tell("attack 2 of 3: [exact]")
+    shown = screen.getvalue().split("audit of")[-1]
+    assert "33%" in shown
+    assert "attack 2 of 3: [exact]" in shown
+
+
 def test_explain(folder, capsys, hsa_json):
     assert run(["explain", "run.toml", "-q"]) == 0
     text = capsys.readouterr().out
@@ -318,8 +331,12 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
     assert capsys.readouterr().out.startswith("epsilon = 1.993, delta = 1e-05 (REPLACE_SPECIAL)")
     assert run(["init", "new.toml"]) == 2
     assert run(["init", "new.toml", "--force"]) == 0
+    capsys.readouterr()
     assert run(["init", "-"]) == 0
-    assert capsys.readouterr().out.endswith(TEMPLATE)
+    assert capsys.readouterr().out == TEMPLATE
+    assert run(["init", "other.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"wrote": "other.toml"}
+    assert run(["init", "-", "--json"]) == 2
 
 
 def test_init_names_every_field():

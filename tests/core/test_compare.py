@@ -215,7 +215,11 @@ def test_several_runs_have_labels_progress_and_tables():
         "more | noise": full_run(noise_multiplier=40.0),
     }
     comparison = hsa.compare(runs, progress=lines.append)
-    assert len(lines) == 2
+    assert [line for line in lines if "run" in line] == [
+        "compare: run 1 of 2",
+        "compare: run 2 of 2",
+    ]
+    assert "compare: more | noise, accountant 1 of " in "".join(lines)
     assert comparison.best("less noise").epsilon > comparison.best("more | noise").epsilon
     text = str(comparison)
     assert text.count("| accountant |") == 2
