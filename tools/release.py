@@ -22,6 +22,27 @@ ROOT = Path(__file__).parents[1]
 RELATIVE_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
 
 
+# Where a release says which one it is.
+VERSIONS = {
+    "pyproject.toml": r'^version = "(.+)"$',
+    "CITATION.cff": r"^version: (.+)$",
+    "hidden_state_accountants/__init__.py": r'^__version__ = "(.+)"$',
+    "CHANGELOG.md": r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$",
+}
+
+
+def version(root: Path) -> str:
+    """The version that all files name; the changelog's is its first with a date."""
+    found = {}
+    for file, pattern in VERSIONS.items():
+        named = re.search(pattern, (root / file).read_text("utf-8"), re.MULTILINE)
+        found[file] = named[1] if named else "none"
+    if len(set(found.values())) > 1:
+        named = ", ".join(f"{name} in {file}" for file, name in found.items())
+        raise SystemExit(f"Expected one version, got {named}.")
+    return found["pyproject.toml"]
+
+
 def output(*command: str, **environment: str) -> str:
     """What a command prints; its errors go to the terminal."""
     done = subprocess.run(
@@ -83,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     if output("git", "status", "--porcelain"):
         sys.exit("There are changes that are not committed. A release is built from a commit.")
-    revision = output("git", "rev-parse", "HEAD").strip()
+    number, revision = version(ROOT), output("git", "rev-parse", "HEAD").strip()
     shutil.rmtree(options.out, ignore_errors=True)
     hashes = build(options.out, options.url.rstrip("/"), revision)
     with tempfile.TemporaryDirectory() as name:
@@ -92,6 +113,7 @@ def main() -> None:
     files = [str(options.out / name) for name in hashes]
     if subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files]).returncode:
         sys.exit("twine does not take them.")
+    print(f"version {number}, commit {revision}")
     for name, digest in hashes.items():
         print(f"{digest}  {name}")
 

@@ -194,6 +194,18 @@ except ImportError as error:
     assert re.search(remedy, text)
 
 
+def test_all_files_name_one_version(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    release = importlib.import_module("release")
+    assert release.version(ROOT) == hsa.__version__
+    for file in release.VERSIONS:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text("utf-8"), "utf-8")
+    (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n", "utf-8")
+    with pytest.raises(SystemExit, match=re.escape("none in CHANGELOG.md")):
+        release.version(tmp_path)
+
+
 def test_the_description_of_a_release_has_no_relative_links(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     release = importlib.import_module("release")
