@@ -25,10 +25,10 @@ def _page(path: Path) -> str:
 def _text(path: Path) -> str:
     text = path.read_text("utf-8")
     if path.suffix != ".py":
-        # Their links start at the root of the repository.
+        # Their links start at the root of the repository, two folders above this page.
         return re.sub(
-            r"(?<=\]\()(?!https?:|#)[^)\s]+",
-            lambda match: f"../{match[0].removeprefix('docs/')}",
+            r"(?<=\]\()(?!https?:|#)(docs/)?([^)\s]+)",
+            lambda match: f"../{match[2]}" if match[1] else f"../../{match[2]}",
             text,
         )
     tree = ast.parse(text)
