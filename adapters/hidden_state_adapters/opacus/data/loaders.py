@@ -13,6 +13,7 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
 from hidden_state_adapters.opacus.data.subsets import FixedSubsets
+from hidden_state_adapters.opacus.data.whole_batches import reads_at_once
 
 
 class OrderedBatchSampler(BatchSampler):
@@ -66,7 +67,8 @@ class OrderedBatchSampler(BatchSampler):
 class OrderedDataLoader(DataLoader):
     """A DataLoader that tells the cursor which batch it hands over, when it hands it over.
 
-    Workers fetch batches in advance; the cursor moves in the main process, on yield.
+    Workers fetch batches in advance; the cursor moves in the main process, on yield. Where it makes
+    no other difference, a batch is read at once, not record by record; see `reads_at_once`.
     """
 
     batch_sampler: OrderedBatchSampler
@@ -76,7 +78,8 @@ class OrderedDataLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         first = self.batch_sampler.cursor.first_index
-        iterator = super().__iter__()
+        at_once = reads_at_once(self)
+        iterator = super().__iter__() if at_once is None else iter(at_once)
         return self._deliver(iterator, self.batch_sampler.cursor.pass_id, first)
 
     def _deliver(self, iterator: Iterator[Any], pass_id: int, first: int) -> Iterator[Any]:
