@@ -87,6 +87,14 @@ def make_run(compile_options):
     return make
 
 
+@pytest.fixture
+def without_graphs():
+    """For many short runs of models: tracing a step takes several times as long as the run."""
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
 @pytest.fixture(autouse=True)
 def _folder_of_its_own(tmp_path, monkeypatch):
     """Callbacks write files relative to the working directory."""

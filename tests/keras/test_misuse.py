@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import pickle
+from collections.abc import Callable
 
 import attrs
 import misuse
@@ -24,6 +25,7 @@ from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     DiceKerasAdamOptimizer,
     DiceKerasSGDOptimizer,
+    DiceUpdate,
     HiddenStateCallback,
     HiddenStateRecorder,
     HiddenStateSequential,
@@ -466,14 +468,21 @@ class ModelTrial(Trial):
     Attributes:
         layer: Before the head, of `LAYERS`, or the head itself, of `HEADS`.
         start, records: See `Trial`.
+        rule: What the model is compiled with, of an optimizer and whether the gradients are bounded
+            by the loss.
+        said: What the model is told of the loss.
     """
 
     layer: str
     start: dict
     records: frozenset = frozenset()
+    rule: Callable = lambda optimizer, by_loss: optimizer
+    said: dict = attrs.Factory(lambda: {"loss_geometry": LOGISTIC})
     has_bound = True
 
     def __attrs_post_init__(self):
+        if self.layer == "half_squared_error" and self.rule is dice_update:
+            raise NotImplementedError("the curvature of the loss does not matter")
         self.factor = tf.Variable(1.0, trainable=False)
         self.x, self.y = arrays()
         self.interrupts = False
@@ -488,8 +497,7 @@ class ModelTrial(Trial):
             FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
         )
         self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
-        head, loss, said = [linear(use_bias=False), self.bias], self.losses, {}
-        said["loss_geometry"] = LOGISTIC
+        head, loss, said = [linear(use_bias=False), self.bias], self.losses, self.said
         if self.layer in HEADS:
             head, loss, said = HEADS[self.layer]()
         before = LAYERS.get(self.layer, LAYERS[""])()
@@ -506,7 +514,8 @@ class ModelTrial(Trial):
 
     def compile(self):
         self.optimizer = tf.keras.optimizers.SGD(self.start["learning_rate"], weight_decay=0.1)
-        self.model.compile(self.optimizer, self.loss, run_eagerly=True)
+        rule = self.rule(self.optimizer, self.layer in HEADS)
+        self.model.compile(rule, self.loss, run_eagerly=True)
 
     def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
         if before is not None or after is not None:
@@ -597,6 +606,11 @@ class ModelTrial(Trial):
         self.model.release()
 
 
+def dice_update(optimizer, by_loss):
+    bound = {} if by_loss else {"gradient_bound": DICE["declared"]["gradient_bound"]}
+    return DiceUpdate(optimizer, **DICE["options"], **bound)
+
+
 DICE = {
     "start": {"learning_rate": 0.5, "noise_multiplier": 40.0, "clip_norm": 0.25},
     "options": {"error_l2_norm_clip": 0.125},
@@ -625,17 +639,28 @@ OPTIMIZERS = {
         "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
         "records": {"learning_rate"},
     },
+    "model_dice": {
+        "start": DICE["start"],
+        "records": {"learning_rate"},
+        "rule": dice_update,
+        "said": {},
+    },
 }
-IN_KERAS = [name for name in OPTIMIZERS if name != "model"]
+IN_KERAS = [name for name in OPTIMIZERS if not name.startswith("model")]
 # What a step refuses it refuses everywhere: the callback needs one optimizer to show that it asks.
 TRIALS = [(KerasTrial, optimizer) for optimizer in IN_KERAS]
-TRIALS += [(FitTrial, "cyclic"), (ModelTrial, "model")]
+TRIALS += [
+    (FitTrial, "cyclic"),
+    *((ModelTrial, name) for name in OPTIMIZERS if name not in IN_KERAS),
+]
 
 
 @pytest.mark.parametrize(
     ("trial", "optimizer"), TRIALS, ids=[f"{trial.__name__}-{name}" for trial, name in TRIALS]
 )
 @pytest.mark.parametrize("case", misuse.cases("keras"))
-def test_misuse(case, trial, optimizer):
+def test_misuse(case, trial, optimizer, request):
+    if trial is ModelTrial:
+        request.getfixturevalue("without_graphs")
     make_trial = functools.partial(trial, **OPTIMIZERS[optimizer])
     misuse.check("keras", case, make_trial, honest_epochs=0)

@@ -145,9 +145,10 @@ def test_linear_layers_give_the_gradients_of_rows(stack):
         crossentropy() if stack != "softmax" else losses.SparseCategoricalCrossentropy()
     )
     x, y = tf.constant(X), tf.constant(Y)
-    fast = ThroughLinearLayers.of(model, row_losses, x, y)
+    trained = model.trainable_variables
+    fast = ThroughLinearLayers.of(model, row_losses, trained, x, y)
     factors = tf.constant(np.linspace(0, 1, RECORDS))
-    found, rows = fast.gradients(x, y), RowByRow(model, row_losses).gradients(x, y)
+    found, rows = fast.gradients(x, y), RowByRow(model, row_losses, trained).gradients(x, y)
     for name in ("norms", "losses", "outputs"):
         np.testing.assert_allclose(getattr(found, name), getattr(rows, name), rtol=1e-4)
     for own, other in zip(found.weighted_sum(factors), rows.weighted_sum(factors), strict=True):
@@ -159,7 +160,7 @@ def test_lengths_whose_squares_underflow():
     model = make([head(use_bias=False)])
     model.build((None, FEATURES))
     row_losses = RowLosses(lambda targets, outputs: 1e-25 * tf.reduce_sum(outputs, 1))
-    fast = ThroughLinearLayers(model, row_losses, model.layers)
+    fast = ThroughLinearLayers(model, row_losses, model.layers, model.trainable_variables)
     norms = fast.gradients(tf.constant(1e18 * X), tf.constant(Y)).norms
     assert (norms.numpy() >= 1e-7 * math.sqrt(CLASSES)).all()
 
@@ -177,7 +178,7 @@ def test_other_layers_go_row_by_row(stack):
     model = make(stack())
     x, y, row_losses = tf.constant(abs(X)), tf.constant(Y), RowLosses(crossentropy())
     model(x)
-    assert ThroughLinearLayers.of(model, row_losses, x, y) is None
+    assert ThroughLinearLayers.of(model, row_losses, model.trainable_variables, x, y) is None
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.optimizer import (
         BlockCoordinateKerasOptimizer,
     )
+    from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.model_steps import DiceUpdate
     from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.variants import (
         DiceKerasAdamOptimizer,
         DiceKerasSGDOptimizer,
@@ -49,6 +50,7 @@ _MODULES = {
     "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
     "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
     "DiceKerasSGDOptimizer": "mechanisms.dice_sgd.variants",
+    "DiceUpdate": "mechanisms.dice_sgd.model_steps",
     "EnvelopeBinaryCrossentropy": "losses",
     "EnvelopeCategoricalCrossentropy": "losses",
     "EnvelopeHinge": "losses",
@@ -62,7 +64,7 @@ _MODULES = {
     "cyclic_dataset": "data",
     "make_private": "model",
 }
-_WITHOUT_PRIVACY = ("HiddenStateModel", "HiddenStateSequential", "make_private")
+_WITHOUT_PRIVACY = ("DiceUpdate", "HiddenStateModel", "HiddenStateSequential", "make_private")
 _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "CyclicDPKerasSGDOptimizer",
     "DiceKerasAdamOptimizer",
     "DiceKerasSGDOptimizer",
+    "DiceUpdate",
     "EnvelopeBinaryCrossentropy",
     "EnvelopeCategoricalCrossentropy",
     "EnvelopeHinge",

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.lineage import read_plain
+from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned_run import OwnedRun, Recording
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -64,7 +65,7 @@ class PrivateTraining(tf.keras.Model, Figures):
 
         Args:
             optimizer: Plain `SGD` (with weight_decay) where a `loss_geometry` hides the iterates;
-                any optimizer of Keras otherwise.
+                any optimizer of Keras otherwise; a `DiceUpdate` for DiceSGD.
             loss: A name, a function or an object of Keras with one loss for each example. Its
                 reduction over the batch does not matter: every example is clipped alone.
             metrics: As in Keras. What they show of the training data has no guarantee.
@@ -89,8 +90,9 @@ class PrivateTraining(tf.keras.Model, Figures):
             )
         if self._is_fitting:
             raise refusal("Expected compile outside of fit, got a call by a callback.")
+        rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
         super().compile(
-            optimizer=optimizer,
+            optimizer=rule.optimizer,
             loss=loss,
             metrics=metrics,
             run_eagerly=run_eagerly,
@@ -99,7 +101,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         )
         if self._run is not None:
             self._run.steps.training.note()
-        self._uses_xla = bool(jit_compile)
+        self._rule, self._uses_xla = rule, bool(jit_compile)
         self._run = self._record = None
         self._calls, self._foreign = 0, frozenset()
 
@@ -198,6 +200,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         return OwnedRun(
             self,
             self._settings,
+            self._rule,
             uses_xla=self._uses_xla,
             x=x,
             y=y,

@@ -15,8 +15,8 @@ from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, plan_of
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.units import Units
@@ -31,6 +31,7 @@ class OwnedRun:
     Args:
         model: It is compiled.
         settings: Of the model.
+        rule: That it is compiled with.
         uses_xla: Whether XLA compiles the step.
         x: The examples.
         y: Targets.
@@ -46,6 +47,7 @@ class OwnedRun:
         self,
         model: Any,
         settings: Settings,
+        rule: UpdateRule,
         *,
         uses_xla: bool,
         x: Any,
@@ -78,9 +80,10 @@ class OwnedRun:
             )
         build(model, self._examples.x)
         variables = model.trainable_variables
-        steps = OwnedSteps(settings, Update(model.optimizer, variables), self.plan, variables)
+        declared = rule.declared(settings)
+        steps = rule.steps(settings, model.optimizer, self.plan, variables)
         # Of the order of the batches; what is known of the loss only adds theorems.
-        steps.new_run(Units(size, size, 1, 1), settings.declared).check_relation(
+        steps.new_run(Units(size, size, 1, 1), declared).check_relation(
             settings.neighboring_relation
         )
         self.record = RecordedRun(
@@ -89,14 +92,14 @@ class OwnedRun:
             batch_size=self.plan.batch_size,
             examples=len(self.plan.records),
             relation=settings.neighboring_relation,
-            declared=settings.declared,
+            declared=declared,
             trained=self._trained(model),
             dealt=Dealt(self.plan.description, self._period, self.plan.num_rows),
         )
         self._examples.warn_of_equal()
         first = next(self._batches())
-        linear = ThroughLinearLayers.of(model, self._losses, *first)
-        self.clipping = linear or RowByRow(model, self._losses)
+        linear = ThroughLinearLayers.of(model, self._losses, variables, *first)
+        self.clipping = linear or RowByRow(model, self._losses, variables)
         self.steps = steps
         steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.

@@ -49,16 +49,17 @@ class RowByRow:
     Args:
         model: It is built.
         losses: Of the model.
+        variables: That the gradients are of.
     """
 
     name = "row by row"
 
-    def __init__(self, model: Any, losses: RowLosses):
-        self._model, self._losses = model, losses
+    def __init__(self, model: Any, losses: RowLosses, variables: Sequence[Any]):
+        self._model, self._losses, self._variables = model, losses, list(variables)
 
     def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
         """Of a batch of at least one row."""
-        variables = self._model.trainable_variables
+        variables = self._variables
 
         def of_row(row: Any) -> Any:
             example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
@@ -85,16 +86,25 @@ class ThroughLinearLayers:
         model: It is built.
         losses: Of the model.
         layers: The layers, each called once with features of shape (rows, entries).
+        variables: Theirs, that the gradients are of.
     """
 
     name = "from the linear layers"
 
-    def __init__(self, model: Any, losses: RowLosses, layers: Sequence[Any]):
+    def __init__(
+        self, model: Any, losses: RowLosses, layers: Sequence[Any], variables: Sequence[Any]
+    ):
         self._model, self._losses, self._layers = model, losses, layers
+        self._variables = list(variables)
 
     @classmethod
     def of(
-        cls, model: Any, losses: RowLosses, examples: Any, targets: Any
+        cls,
+        model: Any,
+        losses: RowLosses,
+        variables: Sequence[Any],
+        examples: Any,
+        targets: Any,
     ) -> ThroughLinearLayers | None:
         """It, if it gives the gradients of this batch; else None.
 
@@ -108,11 +118,11 @@ class ThroughLinearLayers:
         ]
         if not all(map(_is_linear, layers)) or not (len(layers) == 1 or _is_known(model)):
             return None
-        if {v.ref() for layer in layers for v in layer.trainable_weights} != {
-            v.ref() for v in model.trainable_variables
-        }:
+        wanted = {v.ref() for v in variables}
+        layers = [layer for layer in layers if any(v.ref() in wanted for v in layer.weights)]
+        if {v.ref() for layer in layers for v in layer.trainable_weights} != wanted:
             return None
-        found = cls(model, losses, layers)
+        found = cls(model, losses, layers, variables)
         return found if found._agrees(examples, targets) else None
 
     def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
@@ -148,16 +158,15 @@ class ThroughLinearLayers:
             sums = {}
             for layer, feature, slope in zip(self._layers, features, slopes, strict=True):
                 kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
-                weighted = tf.where(kept > 0, kept * slope, tf.zeros_like(slope))
-                feature = tf.where(kept > 0, feature, tf.zeros_like(feature))
+                weighted = tf.where(tf.not_equal(kept, 0), kept * slope, tf.zeros_like(slope))
+                feature = tf.where(tf.not_equal(kept, 0), feature, tf.zeros_like(feature))
                 sums[layer.kernel.ref()] = tf.matmul(feature, weighted, transpose_a=True)
                 if layer.use_bias:
                     sums[layer.bias.ref()] = tf.reduce_sum(weighted, 0)
-            return [sums[variable.ref()] for variable in self._model.trainable_variables]
+            return [sums[variable.ref()] for variable in self._variables]
 
         found = ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
-        variables = self._model.trainable_variables if of_variables else []
-        return found, tape.gradient(losses, variables) if of_variables else []
+        return found, tape.gradient(losses, self._variables) if of_variables else []
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
@@ -247,5 +256,5 @@ def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
     """The sum of rows, each times its factor; those with factor 0 are left out."""
     kept = tf.cast(factors, rows.dtype)
     shaped = tf.reshape(kept, [-1, *[1] * (rows.shape.rank - 1)])
-    rows = tf.where(shaped > 0, rows, tf.zeros_like(rows))
+    rows = tf.where(tf.not_equal(shaped, 0), rows, tf.zeros_like(rows))
     return tf.tensordot(kept, rows, 1)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import LossGeometry, RunRecorder
-from hidden_state_accountants.runs.base import SLACK, Step
+from hidden_state_accountants.runs.base import SLACK, Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.declared import Declared
@@ -63,8 +63,9 @@ class Update:
         if isinstance(optimizer, Mechanism) or hasattr(optimizer, "_dp_sum_query"):
             raise refusal(
                 f"Expected an optimizer without noise in compile, got {type(optimizer).__name__}: "
-                "the model clips and adds the noise itself. Pass tf.keras.optimizers.SGD(...), and "
-                "l2_norm_clip and noise_multiplier to the model."
+                "the model clips and adds the noise itself. Pass tf.keras.optimizers.SGD(...), "
+                "within DiceUpdate(...) for DiceSGD, and l2_norm_clip and noise_multiplier to the "
+                "model."
             )
         if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
             raise refusal(
@@ -206,13 +207,7 @@ class OwnedSteps(Mechanism):
     ):
         refuse_surroundings()
         check_variables(variables)
-        if settings.needs_plain_sgd and not update.is_plain_sgd:
-            raise refusal(
-                f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
-                "theorem here covers hidden iterates of another update. Compile with "
-                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
-                "out: every step is then accounted by composition."
-            )
+        self._check_settings(settings, update)
         single = variables[0].dtype.base_dtype == tf.float32
         if single and settings.l2_norm_clip < _SMALLEST_CLIP:
             raise refusal(
@@ -225,8 +220,18 @@ class OwnedSteps(Mechanism):
         self._log, self._noise = StepLog(), FreshNoise()
         self._log.start_at(self._tracked)
         self._loss: LossGeometry | None = None
+        self._longest = math.inf
         self.training = Training(self)
         self.update_rule = update.name
+
+    def _check_settings(self, settings: Settings, update: Update) -> None:
+        if settings.needs_plain_sgd and not update.is_plain_sgd:
+            raise refusal(
+                f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
+                "theorem here covers hidden iterates of another update. Compile with "
+                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
+                "out: every step is then accounted by composition."
+            )
 
     # The step
 
@@ -239,22 +244,16 @@ class OwnedSteps(Mechanism):
             rows: The first ones, which are examples.
         """
         refuse_surroundings()  # fit enters the strategy of the model
-        settings, variables = self._settings, self._variables
-        clip = tf.constant(settings.l2_norm_clip, tf.float64)
+        settings = self._settings
         is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
         norms = tf.where(is_example, found.norms, tf.zeros_like(found.norms))
         infinite = tf.constant(math.inf, tf.float64)
         largest = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
-        factors = tf.where(is_example, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
-        sums = found.weighted_sum(factors)
-        noisy = self._noise.added_to(sums, settings.l2_norm_clip * settings.noise_multiplier)
-        divisor = self._plan.batch_size
-        gradients = [part / tf.constant(divisor, part.dtype) for part in noisy]
+        gradients = self._noisy_mean(found, norms, is_example)
         problem = self._problem(step, rows, largest)
         fine, rate = tf.equal(problem, 0), self._update.rate()
-        self._update.apply(gradients, variables, fine)
-        if settings.projection_radius is not None:
-            project(variables, settings.projection_radius, fine)
+        self._update.apply(gradients, self._variables, fine)
+        self._after_update(fine, rows, largest)
         self._log.write(
             rows=rows,
             problem=problem,
@@ -267,6 +266,31 @@ class OwnedSteps(Mechanism):
                 largest,
             ],
         )
+
+    def _noisy_mean(
+        self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """What the optimizer is given.
+
+        Args:
+            found: Of a batch, padding included.
+            norms: Of the gradients; 0 of padding.
+            is_example: Whether a row is no padding.
+        """
+        clip = tf.constant(self.l2_norm_clip, tf.float64)
+        factors = tf.where(is_example, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
+        return self._with_noise(found.weighted_sum(factors))
+
+    def _with_noise(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Noisy sums over the divisor."""
+        noisy = self._noise.added_to(sums, self.l2_norm_clip * self.noise_multiplier)
+        divisor = self._plan.batch_size
+        return [part / tf.constant(divisor, part.dtype) for part in noisy]
+
+    def _after_update(self, fine: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> None:
+        """What follows the update, before the step is noted."""
+        if self._settings.projection_radius is not None:
+            project(self._variables, self._settings.projection_radius, fine)
 
     def _problem(self, step: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
         problem = self._log.problem(
@@ -281,9 +305,7 @@ class OwnedSteps(Mechanism):
         return problem + as_bits({Problem.BATCH: tf.equal(step, self._log.steps)})
 
     def _norm_bound(self) -> float:
-        if self._loss is None or self._loss.lipschitz is None:
-            return math.inf
-        return self._loss.lipschitz * (1 + SLACK)
+        return self._longest * (1 + SLACK)
 
     @property
     def _tracked(self) -> list[Any]:
@@ -313,7 +335,7 @@ class OwnedSteps(Mechanism):
 
     def begin(self, declared: Declared) -> None:
         """Takes over the geometry of the loss."""
-        self._loss = declared.geometry
+        self._loss, self._longest = declared.geometry, declared.longest_gradient
 
     def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
         """As every mechanism's, and the variables start within the ball."""
@@ -328,7 +350,7 @@ class OwnedSteps(Mechanism):
         """Of the run."""
         return self._loss
 
-    def new_run(self, units: Units, declared: Declared) -> RunRecorder:
+    def new_run(self, units: Units, declared: Declared) -> Run:
         """Of which the last iterate is released."""
         plan, radius = self._plan, self._settings.projection_radius
         return RunRecorder(
@@ -397,11 +419,13 @@ class OwnedSteps(Mechanism):
 
     def declared(self, event: Any) -> list[str]:
         """Where the learning rates come from; of foreign optimizers, what they see."""
-        words = declared_rates(self.given_rate, event.learning_rate)
+        return declared_rates(self.given_rate, event.learning_rate) + self._declared_of_optimizer()
+
+    def _declared_of_optimizer(self) -> list[str]:
         kind = type(self._update.optimizer)
-        if not kind.__module__.startswith(("keras.src.", "tf_keras.src.")):
-            words.append(f"of the examples {kind.__name__} sees only the noisy gradients")
-        return words
+        if kind.__module__.startswith(("keras.src.", "tf_keras.src.")):
+            return []
+        return [f"of the examples {kind.__name__} sees only the noisy gradients"]
 
     @property
     def given_rate(self) -> Any:

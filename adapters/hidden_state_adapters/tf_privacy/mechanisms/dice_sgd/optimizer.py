@@ -17,31 +17,23 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
-from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
-from hidden_state_accountants.runs.statement import Statement, statement_of
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
+from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.account import CHECKED, DiceAccount
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.sums import DiceSumQuery
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, Gradients
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.units import Units
 
-_CHECKED = (
-    "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
-    "finite gradients, one row each, in float32 or float64; the same variables, changed by this "
-    "optimizer only; every noisy update applied once; a noise generator that was left alone"
-)
 
-
-class DiceOptimizer(CheckedOptimizer):
+class DiceOptimizer(DiceAccount, CheckedOptimizer):
     """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
 
     _neutral_options: ClassVar = settings.NEUTRAL_AFTER_RELEASE
-    _declarable = "gradient_bound"
 
     def __init__(
         self,
@@ -222,46 +214,6 @@ class DiceOptimizer(CheckedOptimizer):
                 f"not. Start again with another optimizer. {entry.problem}".rstrip()
             )
 
-    def checked(self, units: Units) -> list[str]:
-        """What every step checks."""
-        return [_CHECKED, "the error of the feedback is in no file that was not asked to hold it"]
-
-    hidden_state = "the error of DiceSGD"
-
-    def private_state(self) -> dict[str, Any]:
-        """The error."""
-        return self._error.private_state()
-
-    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """As every mechanism's, with the error of the private state."""
-        self._error.resume(
-            variables,
-            state.private or {"error": []},
-            steps=state.num_batches,
-            rows=state.units.batch_size,
-            first_iteration=state.iterations - state.num_batches,
-            largest_norm=state.declared.longest_gradient,  # each was compared with it
-        )
-        super().resume(state, variables)
-
-    def derived(self, declared: Declared) -> list[Assumption]:
-        """Of the loss only the bound on its gradients counts."""
-        bound = declared.longest_gradient
-        if not declared.source or math.isinf(bound):
-            return []
-        text = f"per-example gradient norms at most {bound:g}: {declared.source}"
-        return [Assumption.checked(text, Topic.GRADIENT_NORM), EVERY_FEATURE]
-
-    def told(self, statement: Statement) -> str:
-        """The lines to paste, with what the paper would have claimed."""
-        before = self._error.read_run().first_iteration
-        if not before or len(statement.events) > 1:
-            return statement.lines()
-        return (
-            f"{statement.lines()}\nNOT in these figures: {before} steps before this optimizer was "
-            "loaded. They are another run; compose both events in one accountant."
-        )
-
     # What is said about a run that nobody recorded
 
     def privacy_event(
@@ -351,7 +303,7 @@ class DiceOptimizer(CheckedOptimizer):
                 "the divisor, or use REPLACE_SPECIAL."
             )
         guarantee = DiceSgdAccountant(relation).compose(event).guarantee
-        assumptions = (Assumption.checked(_CHECKED), *guarantee.assumptions)
+        assumptions = (Assumption.checked(CHECKED), *guarantee.assumptions)
         return self.told(
             statement_of([event], guarantee, assumptions, delta, update_rule=self.update_rule)
         )

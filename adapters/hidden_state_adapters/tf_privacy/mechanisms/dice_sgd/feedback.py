@@ -1,0 +1,77 @@
+"""The clip of DiceSGD and the feedback of its error, whatever makes the sums of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# An automatic clip takes a vector for 0 below this part of its length, so that the factor stays
+# within float32.
+_SHORTEST = 1e-30
+
+
+def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
+    """The L2 norm of all parts as one vector, in float64, without overflow or underflow (0-dim)."""
+    doubles = [tf.cast(part, tf.float64) for part in parts]
+    unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
+    if any(part.dtype.base_dtype == tf.float64 for part in parts):
+        sizes = [tf.reduce_max(tf.abs(part)) for part in doubles]
+        largest = tf.maximum(tf.reduce_max(tf.stack(sizes)), tf.zeros([], tf.float64))
+        unit = tf.where(largest > 0, largest, unit)
+        doubles = [part / unit for part in doubles]
+    return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part)) for part in doubles]))
+
+
+def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -> tf.Tensor:
+    r"""What a vector of length `norm` is multiplied with, in float64.
+
+    .. math:: \min(1, C/|v|), \qquad \text{automatic: } C/|v|, \text{ and 0 at 0}
+
+    Args:
+        norm: float64.
+        bound: C.
+        dtype: Of the vector. An automatic clip takes a vector for 0 whose coordinates may have lost
+            their precision. The result is never longer than C.
+        automatic: Whether to normalise.
+    """
+    # ZBWH24, Section 2.1 and Appendix C.4, arXiv 2311.14632
+    length = tf.constant(bound, tf.float64)
+    if not automatic:
+        return length / tf.maximum(norm, length)
+    tiny = float(np.finfo(dtype.as_numpy_dtype).tiny)
+    shortest = max(1e8 * math.sqrt(tiny), bound * _SHORTEST)
+    return tf.where(norm >= shortest, length / norm, tf.zeros_like(norm))
+
+
+def fed_back(
+    errors: Sequence[Any],
+    rests: Sequence[Any],
+    bound: float,
+    *,
+    divisor: tf.Tensor,
+    automatic: bool,
+) -> tuple[tf.Tensor, list[Any], list[Any]]:
+    """The norm of the error e, clip(e), and the next error.
+
+    Args:
+        errors: e.
+        rests: The sums over the batch of what the clip cut off of each gradient.
+        bound: C_2.
+        divisor: B, float64.
+        automatic: Whether to normalise.
+    """
+    norm = joint_norm(errors)
+    factor = clip_factor(norm, bound, errors[0].dtype, automatic=automatic)
+    # ZBWH24, Algorithm 2, line 7, arXiv 2311.14632:
+    # e <- [e - clip(e, C2)] + (1/B) sum_i [g_i - clip(g_i, C1)]
+    kept, added = scaled(errors, 1 - factor), scaled(rests, 1 / divisor)
+    return norm, scaled(errors, factor), [k + a for k, a in zip(kept, added, strict=True)]
+
+
+def scaled(parts: Sequence[Any], factor: tf.Tensor) -> list[Any]:
+    """All parts times a float64 factor, each in its precision."""
+    return [tf.cast(factor, part.dtype) * part for part in parts]

@@ -1,0 +1,238 @@
+"""DiceSGD of a model that owns its run: its steps, its error, and what is said of it."""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import shared_runs
+from cyclic_sgd import logistic_gradient
+from dice import normalise, update
+from shared_runs import BATCH, BETAS, CLIP, ERROR_CLIP, FEATURES, RATE, RECORDS, START
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential
+from hidden_state_adapters.tf_privacy.owned import data as owned_data
+from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow
+
+optimizers = tf.keras.optimizers
+ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
+X, LABELS = shared_runs.records()
+Y = LABELS[:, np.newaxis]
+
+
+def sgd():
+    return optimizers.SGD(RATE)
+
+
+def adam():
+    return optimizers.Adam(RATE, beta_1=BETAS[0], beta_2=BETAS[1], epsilon=shared_runs.ADAM_EPSILON)
+
+
+RULES = {
+    "sgd": functools.partial(DiceUpdate, error_l2_norm_clip=ERROR_CLIP),
+    "adam": functools.partial(DiceUpdate, error_l2_norm_clip=ERROR_CLIP),
+    "automatic": functools.partial(DiceUpdate, automatic=True),
+}
+
+
+def make(rule=None, *, compile=None, **kwargs):
+    settings = {"l2_norm_clip": CLIP, "noise_multiplier": 0.0, "batch_order": "cyclic", **kwargs}
+    model = HiddenStateSequential([tf.keras.layers.Dense(1)], **settings)
+    model.build((None, FEATURES))
+    model.set_weights([START[:-1, np.newaxis], START[-1:]])
+    loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(rule or RULES["sgd"](sgd()), loss, **(compile or {}))
+    return model
+
+
+def fit(model, **kwargs):
+    return model.fit(X, Y, **{"batch_size": BATCH, "verbose": 0, **kwargs})
+
+
+def weights(model):
+    return np.concatenate([np.ravel(w) for w in model.get_weights()])
+
+
+def held_error(model):
+    return np.concatenate([np.ravel(part) for part in model._run.steps._error.read()])
+
+
+@pytest.fixture
+def in_float64(restored_precision):
+    tf.keras.backend.set_floatx("float64")
+    tf.keras.mixed_precision.set_global_policy("float64")
+
+
+@pytest.fixture
+def dealt(monkeypatch):
+    """The examples of every step, by step."""
+    batches, deal = {}, owned_data._Dealer.deal
+
+    def noted(dealer, index):
+        step, rows, indices = deal(dealer, index)
+        batches[int(step)] = indices[:rows]
+        return step, rows, indices
+
+    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
+    return batches
+
+
+@pytest.mark.parametrize("variant", shared_runs.DICE)
+def test_the_steps_are_those_of_the_paper_and_of_opacus(variant, in_float64):
+    """The run that the optimizers of both frameworks are compared with, too."""
+    model = make(RULES[variant](adam() if variant == "adam" else sgd()))
+    fit(model, epochs=2)
+    expected = shared_runs.dice_iterates(variant)[-1]
+    np.testing.assert_allclose(weights(model), expected, rtol=1e-7)
+
+
+def dice_steps(batches, divisor, *, automatic=False):
+    x, error = START, np.zeros_like(START)
+    options = {"clipper": normalise} if automatic else {}
+    for batch in batches:
+        gradients = [logistic_gradient(x, (X[i], LABELS[i])) for i in batch]
+        error_clip = CLIP if automatic else ERROR_CLIP
+        v, error = update(error, gradients, divisor, CLIP, error_clip, **options)
+        x = x - RATE * v
+    return x, error
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order(order, dealt, in_float64):
+    model = make(batch_order=order)
+    fit(model, epochs=2)
+    divisor = RECORDS if order == "full" else BATCH
+    x, error = dice_steps([dealt[step] for step in range(2 * RECORDS // divisor)], divisor)
+    np.testing.assert_allclose(weights(model), x, rtol=1e-7)
+    np.testing.assert_allclose(held_error(model), error, rtol=1e-6, atol=1e-9)
+    assert model.privacy_event == hsa.DiceSgdDpEvent(
+        noise_std=0.0,
+        clip_norm=CLIP,
+        error_clip_norm=ERROR_CLIP,
+        batch_size=divisor,
+        dataset_size=RECORDS,
+        num_steps=2 * RECORDS // divisor,
+        batch_order=order,
+    )
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("compile", [{"jit_compile": True}, {"run_eagerly": True}])
+def test_compiled_and_eager_steps(compile, automatic, dealt, monkeypatch):
+    """Poisson batches, one of them empty, and filled up under XLA."""
+    fixed = [[1, 2, 3], [], [4], [5, 6, 7, 8], [0, 9], [11]]
+    monkeypatch.setattr(
+        owned_data.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
+    )
+    rule = RULES["automatic" if automatic else "sgd"](sgd())
+    model = make(rule, compile=compile, batch_order="poisson")
+    fit(model)
+    x, _ = dice_steps(fixed, BATCH, automatic=automatic)
+    np.testing.assert_allclose(weights(model), x, atol=1e-5)
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_rows_that_are_differentiated_one_by_one(automatic, monkeypatch):
+    """What is cut off of a normalised gradient that is shorter than C points the other way."""
+    rule = RULES["automatic" if automatic else "sgd"]
+    fast, slow = make(rule(sgd())), make(rule(sgd()))
+    fit(fast)
+    monkeypatch.setattr(
+        "hidden_state_adapters.tf_privacy.owned.clipping.ThroughLinearLayers.of",
+        lambda *args: None,
+    )
+    fit(slow)
+    assert isinstance(slow._run.clipping, RowByRow)
+    np.testing.assert_allclose(weights(fast), weights(slow), atol=1e-5)
+
+
+def test_the_account_is_that_of_the_event():
+    model = make(
+        RULES["sgd"](optimizers.AdamW(RATE)),
+        noise_multiplier=40.0,
+        batch_order="poisson",
+        compile={"run_eagerly": True},
+        loss_geometry="auto",
+        feature_norm=1.0,
+    )
+    fit(model, epochs=2)
+    event = model.privacy_event
+    assert event == hsa.DiceSgdDpEvent(
+        noise_std=40.0 * CLIP / BATCH,
+        clip_norm=CLIP,
+        error_clip_norm=ERROR_CLIP,
+        batch_size=BATCH,
+        dataset_size=RECORDS,
+        num_steps=2 * RECORDS // BATCH,
+        gradient_bound=hsa.LossGeometry.logistic(1.0, bias=True).lipschitz,
+    )
+    expected = hsa.DiceSgdAccountant().compose(event).get_epsilon(1e-5)
+    assert model.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
+    report = model.report(1e-5)
+    assert "update rule AdamW" in report
+    assert "per-example gradient norms" in report
+    model.release()  # every iterate is released anyway
+    assert model.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_noise_is_on_the_mean():
+    model = HiddenStateSequential(
+        [tf.keras.layers.Dense(4000)], l2_norm_clip=0.5, noise_multiplier=3.0, batch_order="cyclic"
+    )
+    model.compile(DiceUpdate(optimizers.SGD(1.0)), lambda y, p: 0.0 * p[:, 0])
+    model.build((None, FEATURES))
+    start = weights(model)
+    fit(model)
+    expected = np.sqrt(RECORDS / BATCH) * 3.0 * 0.5 / BATCH
+    assert np.std(weights(model) - start) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"projection_radius": 5.0}, "projection_radius = None with DiceUpdate"),
+        ({"batch_order": "poisson", "max_batch_size": 9}, "max_batch_size = None with DiceUpdate"),
+        ({"loss_geometry": hsa.LossGeometry.logistic(1.0), "gradient_bound": 1.0}, "got both"),
+        ({"gradient_bound": 0.125}, "longer than loss_geometry.lipschitz"),
+    ],
+)
+def test_refusals(arguments, text):
+    bound = arguments.pop("gradient_bound", np.inf)
+    rule = DiceUpdate(sgd(), gradient_bound=bound)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        fit(make(rule, compile={"run_eagerly": True}, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"error_l2_norm_clip": 0.0}, ValueError, "error_l2_norm_clip"),
+        ({"error_l2_norm_clip": 1e35}, ValueError, "error_l2_norm_clip"),
+        ({"automatic": 1}, TypeError, "automatic"),
+        ({"gradient_bound": -1.0}, ValueError, "gradient_bound"),
+    ],
+)
+def test_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        DiceUpdate("sgd", **arguments)
+
+
+def test_the_error_is_in_no_file(tmp_path):
+    model = make(compile={"run_eagerly": True})
+    fit(model)
+    model.save_weights(tmp_path / "all")
+    stored = [
+        tf.train.load_variable(str(tmp_path), name)
+        for name, _ in tf.train.list_variables(str(tmp_path))
+    ]
+    numbers = np.concatenate([np.ravel(v) for v in stored if isinstance(v, np.ndarray)])
+    error = held_error(model)
+    assert weights(model)[0] in numbers
+    assert np.count_nonzero(error) == len(error)
+    assert not np.isin(error, numbers).any()
+    with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied"):
+        copy.deepcopy(model._run.steps._error)
