@@ -94,11 +94,12 @@ def test_the_report_has_the_proven_epsilon_and_the_papers():
     assert "theorem is false" in report
     assert "bound before clipping: none declared" in report
     cyclic = optimizer.report(
-        1e-5, dataset_size=40, batch_order="cyclic", gradient_bound=1e3,
+        # The noise moves the weights so far that gradients have lengths of hundreds.
+        1e-5, dataset_size=40, batch_order="cyclic", gradient_bound=1e5,
         neighboring_relation=NeighboringRelation.REPLACE_ONE,
     )  # fmt: skip
     assert "does not apply" in cyclic
-    assert "bound before clipping: 1000" in cyclic
+    assert "bound before clipping: 100000" in cyclic
     with pytest.raises(hsa.UnsupportedRunError):
         optimizer.report(
             1e-5, dataset_size=40, batch_order="cyclic",
