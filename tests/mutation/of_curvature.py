@@ -86,4 +86,18 @@ MUTATIONS = (
         "        if False:\n",
         "opacus_engine/test_curvature_guard.py",
     ),
+    Mutation(
+        "keras_batches_are_taken_in_the_order_of_the_data",
+        "../adapters/hidden_state_adapters/tf_privacy/owned_run.py",
+        "index = self.plan.batch(step)",
+        "size = self.plan.batch_size; index = list(range(step * size, (step + 1) * size))",
+        "keras/test_batch_curvature.py",
+    ),
+    Mutation(
+        "keras_looks_at_parts_of_a_step",
+        "../adapters/hidden_state_adapters/tf_privacy/recorded_run.py",
+        "if len(parts) == self.units.accumulated:",
+        "if parts:",
+        "keras/test_batch_curvature.py",
+    ),
 )

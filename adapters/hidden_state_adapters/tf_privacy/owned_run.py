@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hidden_state_accountants import BatchOrder, validate
+from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.model import build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
@@ -94,7 +95,9 @@ class OwnedRun:
             relation=settings.neighboring_relation,
             declared=declared,
             trained=self._trained(model),
-            dealt=Dealt(self.plan.description, self._period, self.plan.num_rows),
+            dealt=Dealt(
+                self.plan.description, self._period, self.plan.num_rows, self._examples_of_steps()
+            ),
         )
         self._examples.warn_of_equal()
         first = next(self._batches())
@@ -108,6 +111,20 @@ class OwnedRun:
 
     def _batches(self) -> Any:
         return self._examples.batches(min(self.plan.batch_size, self._examples.number))
+
+    def _examples_of_steps(self) -> Any:
+        """As `Dealt` wants them."""
+        if self.plan.order is BatchOrder.POISSON:  # of which no theorem uses the curvature
+            return lambda: ()
+        if not isinstance(self.plan, FixedPlan):
+            return None
+
+        def examples() -> Any:
+            for step in range(self.plan.num_batches):
+                index = self.plan.batch(step)
+                yield [tf.nest.map_structure(lambda x, i=index: tf.gather(x, i), self._examples.x)]
+
+        return examples
 
     def _trained(self, model: Any) -> TrainedLoss:
         return TrainedLoss(

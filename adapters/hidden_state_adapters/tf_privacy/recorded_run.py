@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import attrs
@@ -30,6 +30,7 @@ from hidden_state_adapters.tf_privacy.derived import (
     features_of_first_batch,
     resolved,
 )
+from hidden_state_adapters.tf_privacy.guards.curvature import check_batches
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
 from hidden_state_adapters.tf_privacy.guards.rows import are_same
@@ -77,11 +78,13 @@ class Dealt:
         text: What is checked of them, in words.
         period: Batches of an epoch.
         rows: What the batch of a step, from 0 on, must have.
+        examples: Gives those of every step of an epoch, in parts; None if every epoch has others.
     """
 
     text: str
     period: int
     rows: Callable[[int], int]
+    examples: Callable[[], Iterable[Iterable[Any]]] | None
 
 
 class RecordedRun:
@@ -141,12 +144,14 @@ class RecordedRun:
         trained.look()
         self._fixed.check(model)
         self._trained = trained
+        self._dealt = dealt or Dealt(
+            _FIXED, self.units.batches, lambda _: batch_size, self._examples_of_steps
+        )
         self._declared = self._known(declared)
         self._features = features_of_first_batch(self._declared, trained)
         self._looked_at = 0  # the steps by then
         self.num_batches = 0  # of which the optimizer made steps, or parts of them
         self._relation = relation
-        self._dealt = dealt or Dealt(_FIXED, self.units.batches, lambda _: batch_size)
         self._grouping = optimizer.grouping
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated
@@ -174,7 +179,21 @@ class RecordedRun:
         geometry = self.optimizer.known_loss(known)
         if geometry is not None and not known.source:
             check_curvature(geometry, self._trained)
+        self._curvature = []
+        if geometry is not None:
+            norm, examples = known.feature_norm, self._dealt.examples
+            steps = None if examples is None else examples()
+            self._curvature = check_batches(geometry, norm, self.model, steps)
         return known
+
+    def _examples_of_steps(self) -> Iterator[list[Any]]:
+        """Those of the batches in the fixed order of the data set, as many as make one step."""
+        parts: list[Any] = []
+        for examples, _ in self._trained.batches():
+            parts.append(examples)
+            if len(parts) == self.units.accumulated:
+                yield parts
+                parts = []
 
     def _begin(self) -> None:
         self._check_accumulation()
@@ -579,7 +598,7 @@ class RecordedRun:
         own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
         own += [Assumption.checked(text) for text in self._trained.checked(self._texts)]
-        own += self._declared.measured
+        own += [*self._declared.measured, *self._curvature]
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
         of_run = [*self._trained.left_open, *self.optimizer.declared(self.event()), *self._texts]

@@ -51,6 +51,11 @@ class LinearHead:
             )
         self._model, self._layer = model, heads[0]
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is trained as well."""
+        return bool(self._layer.use_bias)
+
     def prediction(self, feature_norm: float) -> LinearPrediction:
         """What the layer makes of features of bounded norm.
 
@@ -66,7 +71,7 @@ class LinearHead:
             )
         return LinearPrediction(
             feature_norm=feature_norm,
-            bias=bool(self._layer.use_bias),
+            bias=self.has_bias,
             outputs=int(self._layer.units),
             activation=activation,
         )
