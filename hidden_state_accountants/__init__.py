@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hidden_state_accountants.process.batch_curvature import CurvatureRelease, release_curvature
     from hidden_state_accountants.process.geometry import clipped_update_lipschitz
     from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
+    from hidden_state_accountants.regulariser import Regulariser
     from hidden_state_accountants.runs.last_iterate import RunRecorder
     from hidden_state_accountants.runs.running import RunningGuarantee
 
@@ -72,6 +73,7 @@ __all__ = [
     "LossGeometry",
     "LossKind",
     "Recommendation",
+    "Regulariser",
     "RunRecorder",
     "RunningGuarantee",
     "Schedule",
@@ -115,6 +117,7 @@ _MODULES = {
     "LossGeometry": "events.loss_geometry",
     "LossKind": "events.loss_geometry",
     "Recommendation": "recommendation",
+    "Regulariser": "regulariser",
     "RunRecorder": "runs.last_iterate",
     "RunningGuarantee": "runs.running",
     "Schedule": "events.schedule",

@@ -28,6 +28,7 @@ _DECLARED = (
     "batch_size",
     "dataset_size",
     "loss",
+    "prox_strong_convexity",
     "domain_diameter",
     "sampling_rate",
     "max_batch_size",
@@ -46,6 +47,7 @@ class LastIterateRun(Run):
         batch_size: b, the divisor and, unless POISSON, the number of rows of every batch.
         dataset_size: n.
         loss: See `LastIterateDpEvent`, as are the others.
+        prox_strong_convexity: Of the regulariser whose proximal map acts after every step.
         domain_diameter: inf if the iterates are not projected.
         sampling_rate: POISSON only.
         max_batch_size: POISSON only.
@@ -63,6 +65,7 @@ class LastIterateRun(Run):
         batch_size: int,
         dataset_size: int,
         loss: LossGeometry | None = None,
+        prox_strong_convexity: float = 0.0,
         domain_diameter: float = math.inf,
         sampling_rate: float | None = None,
         max_batch_size: int | None = None,
@@ -77,6 +80,7 @@ class LastIterateRun(Run):
             num_steps=1,
             batch_order=batch_order,  # type: ignore[arg-type]
             loss=loss,
+            prox_strong_convexity=prox_strong_convexity,
             domain_diameter=domain_diameter,
             sampling_rate=sampling_rate,
             max_batch_size=max_batch_size,

@@ -42,8 +42,8 @@ class Recorded(Protocol):
 class RunningGuarantee:
     """`best_guarantee` of what a recorder holds; a call costs the steps since the last call.
 
-    Where the domain or the bounded drift helps (windows), or Theorem A does not apply, the
-    recorded event is evaluated as a whole.
+    Where the domain or the bounded drift helps (windows), Theorem A does not apply, or a prox acts
+    at rates that change, the recorded event is evaluated as a whole.
 
     Args:
         recorder: A `RunRecorder` that the training loop records into.
@@ -89,6 +89,8 @@ class RunningGuarantee:
         piece = self._recorder.event(since=self._consumed)
         if unmet_conditions(piece, self._relation):
             return False
+        if piece.prox_strong_convexity and not self._recorder.is_constant:
+            return False  # the prox of a step is counted with the next one, at its own rate
         process = noisy_process(piece, self._relation)
         offset = self._consumed
         if self._taut is None:

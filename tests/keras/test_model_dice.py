@@ -194,6 +194,7 @@ def test_the_noise_is_on_the_mean():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"prox": hsa.Regulariser(l1=0.1)}, "prox = None with DiceUpdate"),
         ({"projection_radius": 5.0}, "projection_radius = None with DiceUpdate"),
         ({"batch_order": "poisson", "max_batch_size": 9}, "max_batch_size = None with DiceUpdate"),
         ({"loss_geometry": hsa.LossGeometry.logistic(1.0), "gradient_bound": 1.0}, "got both"),

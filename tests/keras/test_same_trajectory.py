@@ -70,3 +70,10 @@ def test_dice(variant):
     np.testing.assert_allclose(
         iterates(optimizer), shared.dice_iterates(variant), rtol=0, atol=tolerance
     )
+
+
+@pytest.mark.parametrize("prox", shared.PROXES, ids=str)
+def test_prox(prox):
+    optimizer = CyclicDPKerasSGDOptimizer(shared.CLIP, 0.0, learning_rate=shared.RATE, prox=prox)
+    expected = shared.prox_iterates(prox, lambda x: [x[:-1, None], x[-1:]])
+    np.testing.assert_allclose(iterates(optimizer), expected, rtol=0, atol=1e-13)

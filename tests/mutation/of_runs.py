@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 _RUN_TESTS = "core/test_runs.py"
+_REGULARISER_TESTS = "core/test_regulariser.py"
 
 MUTATIONS = (
     Mutation(
@@ -48,5 +49,27 @@ MUTATIONS = (
         "if self._num_steps % batches:",
         "if self._num_steps < batches:",
         _RUN_TESTS,
+    ),
+    # A proximal map in the record.
+    Mutation(
+        "running_prox_at_the_new_rate",
+        "runs/running.py",
+        "piece.prox_strong_convexity and not self._recorder.is_constant",
+        "False",
+        _REGULARISER_TESTS,
+    ),
+    Mutation(
+        "group_lasso_turns_short_groups_around",
+        "regulariser.py",
+        "values = values * (1 - threshold / longest)",
+        "values = values * (1 - threshold / norms)",
+        _REGULARISER_TESTS,
+    ),
+    Mutation(
+        "regulariser_says_twice_its_convexity",
+        "regulariser.py",
+        "return self.l2",
+        "return 2 * self.l2",
+        _REGULARISER_TESTS,
     ),
 )

@@ -78,3 +78,15 @@ def test_dice(variant):
     )  # fmt: skip
     found = iterates(model, optimizer, data())
     np.testing.assert_allclose(found, shared.dice_iterates(variant), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("prox", shared.PROXES, ids=str)
+def test_prox(prox):
+    model = layer()
+    model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=shared.RATE),
+        data_loader=data(), noise_multiplier=0.0, max_grad_norm=shared.CLIP, batch_order="cyclic",
+        prox=prox,
+    )  # fmt: skip
+    expected = shared.prox_iterates(prox, lambda x: [x[None, :-1], x[-1:]])
+    np.testing.assert_allclose(iterates(model, optimizer, loader), expected, rtol=0, atol=1e-5)

@@ -8,6 +8,8 @@ import numpy as np
 from cyclic_sgd import cyclic_sgd, logistic_gradient
 from dice import adam_step, automatic_step, sgd_step
 
+from hidden_state_accountants import Regulariser
+
 RECORDS, FEATURES, BATCH, STEPS = 24, 4, 4, 12
 RATE, CLIP, ERROR_CLIP, BETAS, ADAM_EPSILON = 0.5, 0.25, 0.125, (0.875, 0.96875), 1e-9
 DECAY, RADIUS = 0.125, 0.35546875
@@ -30,6 +32,34 @@ def cyclic_iterates():
         num_steps=STEPS, learning_rate=lambda t: RATE, clip=CLIP, noise=np.zeros((STEPS, 5)),
         weight_decay=DECAY, radius=RADIUS,
     )  # fmt: skip
+
+
+PROXES = [
+    Regulariser(l1=0.0625, l2=0.25),
+    Regulariser(group_lasso=0.0625, group_axis=0),
+    Regulariser(l1=0.03125, low=0.0),
+    Regulariser(low=-0.125, high=0.0625),
+]
+
+
+def prox_iterates(regulariser, as_parameters):
+    """Clipped, and then the proximal map of every parameter.
+
+    Args:
+        regulariser: One of PROXES.
+        as_parameters: Makes the list of arrays, in their shapes, of a vector.
+    """
+    x, iterates = START, []
+    features, labels = records()
+    for t in range(STEPS):
+        rows = np.arange(BATCH) + t * BATCH % RECORDS
+        gradients = np.array([logistic_gradient(x, (features[i], labels[i])) for i in rows])
+        norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+        x = x - RATE / BATCH * (gradients * np.minimum(1, CLIP / norms)).sum(axis=0)
+        parts = [regulariser.prox(p, RATE).ravel() for p in as_parameters(x)]
+        x = np.concatenate(parts)
+        iterates.append(x)
+    return np.array(iterates)
 
 
 def dice_iterates(variant):

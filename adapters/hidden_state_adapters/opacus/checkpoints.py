@@ -37,6 +37,7 @@ def fields_of(
         "options": arguments.given_options(),
         "update_rule": type(declared.optimizer).__name__,
         "feature_norm": None if arguments.feature_norm is None else float(arguments.feature_norm),
+        "prox": None if declared.prox is None else repr(declared.prox),
         "projection": None if declared.projection is None else repr(declared.projection),
         "criterion": None if known is None else _criterion_fields(known),
         **declared.schedule.fields(),
@@ -139,9 +140,9 @@ def check_state(
             f"The checkpoint is damaged: num_steps = {state['num_steps']}, but "
             f"{declared.num_steps} steps are recorded."
         )
-    # Checkpoints of version 0.1 hold no options and no projection; what matters to epsilon is in
+    # Checkpoints of version 0.1 hold no options, prox and projection; what matters to epsilon is in
     # the record as well.
-    stored = {name: fields[name] for name in ("options", "projection")} | state["fields"]
+    stored = {name: fields[name] for name in ("options", "prox", "projection")} | state["fields"]
     for name, expected in fields.items():
         if stored.get(name) != expected:
             raise ValueError(

@@ -161,10 +161,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 normalisation uses the statistics that it has. Elsewhere batch normalisation is
                 refused.
             optimizer: Any optimizer over all trainable parameters, with any groups and schedules;
-                epsilon is then that of composition. For a hidden state (loss_geometry, projection)
-                a plain torch.optim.SGD. Its weight_decay acts outside the clip, so it is decoupled
-                decay. Learning rate and decay may change between steps, equally in all groups, on a
-                schedule that is fixed in advance. (Of a DiceSGD run: any SGD, or for
+                epsilon is then that of composition. For a hidden state (loss_geometry, prox,
+                projection) a plain torch.optim.SGD. Its weight_decay acts outside the clip, so it
+                is decoupled decay. Learning rate and decay may change between steps, equally in all
+                groups, on a schedule that is fixed in advance. (Of a DiceSGD run: any SGD, or for
                 DiceAdamOptimizer Adam or AdamW, without a state. Of DP-MBCD: without weight_decay,
                 and with a constant learning rate.)
             data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
@@ -192,6 +192,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 of a block; of use for one block.)
             feature_norm: Bound on the norm of every record at the linear layer; checked at every
                 step.
+            prox: A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box, non-negative
+                parameters), whose proximal map with the step's learning rate follows every step; l2
+                contracts, which the event says. Or a function(list of tensors, step size) that
+                changes the tensors in place: that it does not expand is your word, and tried.
             projection_radius: Projects all parameters together on the ball of this radius around 0
                 after every step (the event's domain_diameter is twice that).
             projection: Another projection after every step: BoxProjection(low, high),

@@ -318,7 +318,7 @@ class HiddenStateModel(PrivateTraining):
 
     with C = `l2_norm_clip`, z = `noise_multiplier`, and hands it to the compiled optimizer. Plain
     SGD with rate :math:`\eta` and decay w moves to
-    :math:`\Pi_R((1 - \eta w) x_t - \eta \tilde g_t)`.
+    :math:`\Pi_R\,\mathrm{prox}_{\eta h}((1 - \eta w) x_t - \eta \tilde g_t)` with h = `prox`.
 
     It is used in the manner of TensorFlow Privacy's DPModel, without its need of a callback or a
     statement: `report`, `get_epsilon`, `privacy_event` and `guarantee` are those of the run.
@@ -347,6 +347,8 @@ class HiddenStateModel(PrivateTraining):
             accounted.
         drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
             have one size.
+        prox: A Regulariser, whose proximal map with the step's learning rate follows every step of
+            plain SGD, or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection: all trainable variables together are
             projected on the ball around 0.
         loss_geometry: What is known about the loss of one example, before clipping. ``"auto"``

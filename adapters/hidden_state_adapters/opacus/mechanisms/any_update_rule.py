@@ -48,6 +48,8 @@ class AnyUpdateRule(ClippedSum):
     refused = {  # noqa: RUF012
         "loss_geometry": f"{_NOT_NEEDED}. Leave out optimizer_class for plain SGD",
         "feature_norm": _NOT_NEEDED,
+        "prox": "what a proximal step is depends on the update rule. Leave out optimizer_class for "
+        "plain SGD",
         "projection": _NOT_NEEDED,
         "projection_radius": _NOT_NEEDED,
         "projection_diameter": _NOT_NEEDED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from hidden_state_accountants import (
     BatchOrder,
     BlockCoordinateDpEvent,
     LossGeometry,
+    Regulariser,
     UnsupportedRunError,
     validate,
 )
@@ -37,6 +39,7 @@ from hidden_state_adapters.opacus.guards.precision import check_convolutions
 from hidden_state_adapters.opacus.guards.settings import check_options, sgd_options
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.proximal import RegulariserProx
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
@@ -55,6 +58,7 @@ class BlockCoordinate(Mechanism):
     base_types = (SGD,)
     options = frozenset({"l1", "l2", "nonnegative"})
     refused = {  # noqa: RUF012
+        "prox": "DP-MBCD has l1, l2 and nonnegative for it",
         "projection": "the event of DP-MBCD has no projection; use nonnegative or l2",
         "projection_radius": "the event of DP-MBCD has no projection; use nonnegative or l2",
         "learning_rate_schedule": "the bound on DP-MBCD is about a constant step size",
@@ -215,7 +219,9 @@ class BlockCoordinate(Mechanism):
     def after_move(self, piece: Piece) -> None:
         """Applies the prox; the next block needs gradients at the new values."""
         optimizer = self.optimizer
-        apply_prox(piece.params, self.step_size, optimizer.l1, optimizer.l2, optimizer.nonnegative)
+        low = 0.0 if optimizer.nonnegative else -math.inf
+        prox = RegulariserProx(Regulariser(l1=optimizer.l1, l2=optimizer.l2, low=low))
+        prox.apply(piece.params, self.step_size)
         for p in self.params:
             p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]
 
@@ -294,25 +300,6 @@ def _learning_rate(optimizer: Optimizer) -> float:
             "no decay before the noise. Use l2, whose prox divides by 1 + step size * l2."
         )
     return float(options["lr"])
-
-
-@torch.no_grad()
-def apply_prox(
-    block: Sequence[nn.Parameter], step_size: float, l1: float, l2: float, nonnegative: bool
-) -> None:
-    r"""The proximal map of :math:`l_1|x|_1 + l_2|x|^2/2`, for x >= 0 if `nonnegative`, in place.
-
-    .. math:: \mathrm{sign}(x) \max(|x| - \eta\,l_1, 0) / (1 + \eta\,l_2)
-
-    and then max(., 0).
-    """
-    for p in block:
-        if l1:
-            p.copy_(torch.nn.functional.softshrink(p, step_size * l1))
-        if l2:
-            p.div_(1 + step_size * l2)
-        if nonnegative:
-            p.clamp_(min=0)
 
 
 def _why_coarse(params: Sequence[nn.Parameter]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
@@ -10,23 +11,26 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, RunRecorder, UnsupportedRunError
 from hidden_state_accountants.runs.base import Step
-from hidden_state_adapters.opacus.guards.base import Piece
+from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
+from hidden_state_adapters.opacus.guards.proximal import ProxGuard
 from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.projections import Projection
+from hidden_state_adapters.opacus.proximal import Prox
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
 
 class NoisySgd(ClippedSum):
-    """Clips as Opacus does, moves along the noisy mean, and projects on a convex set.
+    """Clips as Opacus does, moves along the noisy mean, and applies a prox and a projection.
 
     Args:
         optimizer: The private optimizer.
         lipschitz: The declared bound on the gradients, or None.
-        projection: On the set, or None.
+        prox: Follows the noisy step, or None.
+        projection: On a convex set, or None.
     """
 
     base_types = (SGD,)
@@ -36,10 +40,11 @@ class NoisySgd(ClippedSum):
         self,
         optimizer: DPOptimizer,
         lipschitz: float | None = None,
+        prox: Prox | None = None,
         projection: Projection | None = None,
     ):
         super().__init__(optimizer)
-        self._lipschitz, self._projection = lipschitz, projection
+        self._lipschitz, self._prox, self._projection = lipschitz, prox, projection
 
     @classmethod
     def check_arguments(
@@ -80,12 +85,23 @@ class NoisySgd(ClippedSum):
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The declared bound and the projection."""
-        return {"lipschitz": declared.lipschitz, "projection": declared.projection}
+        """The declared bound, the prox and the projection."""
+        return {
+            "lipschitz": declared.lipschitz,
+            "prox": declared.prox,
+            "projection": declared.projection,
+        }
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
         sgd_options(optimizer)
+
+    def guards(self) -> Sequence[Guard]:
+        """With a prox, that it does not expand."""
+        own = super().guards()
+        if self._prox is None:
+            return own
+        return (*own, ProxGuard(self.params, self._prox, lambda: self._step_size))
 
     def accumulate(self, piece: Piece) -> None:
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
@@ -93,29 +109,39 @@ class NoisySgd(ClippedSum):
         super().accumulate(piece)
 
     def after_move(self, piece: Piece) -> None:
-        """Projects all parameters."""
+        """Applies the prox with the rate of the step, and projects all parameters."""
+        if self._prox is not None:
+            self._prox.apply(piece.params, self._step_size)
         if self._projection is not None:
             self._projection.project(piece.params)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
-        options = sgd_options(self.base)
-        # The event divides by b; a "sum" optimizer does not.
-        is_mean = self.optimizer.loss_reduction == "mean"
-        scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
         return self._step(
             batch,
             rows,
             largest_norm,
-            learning_rate=options["lr"] * scale,
-            weight_decay=options["weight_decay"] / scale,
+            learning_rate=self._step_size,
+            weight_decay=sgd_options(self.base)["weight_decay"] / self._scale,
         )
+
+    @property
+    def _scale(self) -> int:
+        """The event divides by b; a "sum" optimizer does not."""
+        is_mean = self.optimizer.loss_reduction == "mean"
+        return 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
+
+    @property
+    def _step_size(self) -> float:
+        """The step size of the mean gradient, which the prox uses as well."""
+        return float(sgd_options(self.base)["lr"] * self._scale)
 
 
 def _constants(declared: DeclaredRun) -> dict[str, Any]:
     return {
         **declared.batches,
         "loss": declared.loss,
+        "prox_strong_convexity": 0.0 if declared.prox is None else declared.prox.strong_convexity,
         "domain_diameter": declared.diameter,
         "max_batch_size": declared.arguments.max_batch_size,
     }
@@ -126,12 +152,13 @@ class HiddenStateOptimizer(PrivateOptimizer):
 
     One logical step of x is
 
-        x <- P((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise))
+        x <- P(prox((1 - lr*weight_decay) x - lr/b * (sum of clipped gradients + noise)))
 
     with noise of standard deviation noise_multiplier * max_grad_norm. torch.optim.SGD applies its
     `weight_decay` to the parameters, outside the clip: that is decoupled decay. (A penalty in the
-    loss is inside the clip and does not count.) P is the projection of `make_private`: on the ball
-    of `projection_radius` for all parameters together, or another one.
+    loss is inside the clip and does not count.) prox is the proximal map of lr times the
+    Regulariser of `make_private`, P its projection: on the ball of `projection_radius` for all
+    parameters together, or another one.
 
     `HiddenStatePrivacyEngine.make_private` makes it.
 

@@ -25,8 +25,8 @@ _OPACUS_ARGUMENTS = {
 
 
 _OF_HIDDEN_ITERATES = (
-    "loss_geometry", "feature_norm", "projection", "projection_radius", "projection_diameter",
-    "learning_rate_schedule",
+    "loss_geometry", "feature_norm", "prox", "projection", "projection_radius",
+    "projection_diameter", "learning_rate_schedule",
 )  # fmt: skip
 _RARE = 1e-12
 
@@ -38,6 +38,7 @@ class RunOptions(TypedDict, total=False):
     criterion: Any
     loss_geometry: LossGeometry | str | None
     feature_norm: float | None
+    prox: Any
     projection: Any
     projection_diameter: float | None
     projection_radius: float | None
@@ -85,6 +86,7 @@ class RunArguments:
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
+    prox: Any = None
     projection: Any = None
     projection_diameter: float | None = None
     projection_radius: float | None = None

@@ -24,6 +24,7 @@ from hidden_state_adapters.opacus.guards.curvature import uses_curvature
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.projections import Projection, projection_of
+from hidden_state_adapters.opacus.proximal import Prox, prox_of
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
 
@@ -40,7 +41,8 @@ class DeclaredRun:
         loss: The geometry of the loss, or None.
         head: The linear layer whose inputs are measured, or None.
         frozen: What is kept in eval() mode.
-        projection: What follows every step, or None.
+        prox: The proximal map that follows every step, or None.
+        projection: What follows it, or None.
         diameter: Of the set that it maps to, or inf.
         schedule: What was declared about learning rates and the number of steps.
         group: The processes that train it together; None for one.
@@ -53,6 +55,7 @@ class DeclaredRun:
     loss: LossGeometry | None
     head: nn.Linear | None
     frozen: FrozenPart
+    prox: Prox | None
     projection: Projection | None
     diameter: float
     schedule: DeclaredSchedule
@@ -112,6 +115,7 @@ class DeclaredRun:
             arguments.projection, arguments.projection_radius, arguments.projection_diameter
         )
         params = [p for p in inner.parameters() if p.requires_grad]
+        prox = prox_of(arguments.prox)
         diameter = math.inf if projection is None else projection.diameter(params)
         _check_start(projection, params)
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
@@ -124,6 +128,9 @@ class DeclaredRun:
             order_is_secret=arguments.order_is_secret,
             secret=None if group is None else group.secret,
         )
+        if prox is not None:
+            scale = 1 if arguments.loss_reduction == "mean" else plan.batch_size
+            prox.start(params, float(optimizer.param_groups[0]["lr"]) * scale)
         if group is not None:
             if uses_curvature(loss, plan.order):
                 raise UnsupportedRunError(
@@ -140,6 +147,7 @@ class DeclaredRun:
             loss=loss,
             head=head,
             frozen=frozen,
+            prox=prox,
             projection=projection,
             diameter=diameter,
             schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),

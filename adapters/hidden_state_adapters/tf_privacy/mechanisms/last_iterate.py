@@ -1,4 +1,4 @@
-"""TF Privacy's Keras SGD for cyclic batches: decoupled decay, projection, checks in every step."""
+"""TF Privacy's Keras SGD for cyclic batches: decoupled decay, prox, projection, checks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from dp_accounting import NeighboringRelation
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
 from hidden_state_accountants import (
+    Assumption,
     BatchOrder,
     LastIterateDpEvent,
     LossGeometry,
+    Regulariser,
     RunRecorder,
     validate,
 )
 from hidden_state_accountants.runs.base import SLACK, Step
+from hidden_state_adapters.tf_privacy import proximal
 from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import (
@@ -36,14 +39,15 @@ from hidden_state_adapters.tf_privacy.units import Units
 
 
 class _DecayedSGD(CheckedSGD):
-    """SGD with decoupled decay, x <- (1 - lr * weight_decay) x - lr * gradient."""
+    """SGD with decoupled decay, x <- prox((1 - lr * weight_decay) x - lr * gradient)."""
 
     _weight_decay = 0.0
+    _prox: Regulariser | None = None
 
     def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
         decay = tf.constant(self._weight_decay, old.dtype)  # tf.cast goes through float32
         kept = old * (1 - rate * decay) if self._weight_decay else old
-        return kept - rate * grad
+        return proximal.after_prox(self._prox, kept - rate * grad, rate)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -53,11 +57,13 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
     One step with the b examples of a batch is
 
     .. math::
-        x \leftarrow \Pi_R\Big( (1 - \eta w)\, x - \frac{\eta}{b} \Big(\sum_i
+        x \leftarrow \Pi_R\,\mathrm{prox}_{\eta h}\Big( (1 - \eta w)\, x
+        - \frac{\eta}{b} \Big(\sum_i
         \mathrm{clip}_C(\nabla f_i(x)) + \mathcal{N}(0, (z C)^2 I)\Big)\Big)
 
-    with C = `l2_norm_clip`, z = `noise_multiplier`, w = `weight_decay` and :math:`\Pi_R` the
-    projection of all trainable variables together on the ball of `projection_radius` around 0.
+    with C = `l2_norm_clip`, z = `noise_multiplier`, w = `weight_decay`, h = `prox` and
+    :math:`\Pi_R` the projection of all trainable variables together on the ball of
+    `projection_radius` around 0.
 
     It is used like DPKerasSGDOptimizer: the loss must be a vector with one entry per example
     (``reduction="none"``), in `Model.fit` (graph, eager or XLA) and in own loops that call
@@ -87,6 +93,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         learning_rate: A number or a LearningRateSchedule, fixed before the run.
         weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
             and does not contract.)
+        prox: A Regulariser h, whose proximal map with the step's learning rate follows every step,
+            or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection. As the event's domain_diameter it is 2R.
         loss_geometry: What you declare about the per-example loss; its `lipschitz` is checked.
             Better leave it out, and let callback or recorder derive it (``"auto"``).
@@ -112,6 +120,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         learning_rate: Any = 0.01,
         *,
         weight_decay: float = 0.0,
+        prox: Regulariser | None = None,
         projection_radius: float | None = None,
         loss_geometry: LossGeometry | None = None,
         name: str = "CyclicDPKerasSGDOptimizer",
@@ -121,6 +130,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         clip, noise = settings.clip_and_noise(l2_norm_clip, noise_multiplier)
         settings.check_learning_rate(learning_rate)
         decay = validate.real("weight_decay", weight_decay, minimum=0)
+        prox = proximal.prox_of(prox)
         if projection_radius is not None:
             projection_radius = validate.real("projection_radius", projection_radius, above=0)
         if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
@@ -136,7 +146,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             learning_rate=learning_rate,
             name=name,
         )
-        self._weight_decay = decay
+        self._weight_decay, self._prox = decay, prox
         self._projection_radius = projection_radius
         self._loss_geometry = loss_geometry
         self._loss_of_run: LossGeometry | None = None
@@ -145,6 +155,11 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
     def weight_decay(self) -> float:
         """Decoupled."""
         return self._weight_decay
+
+    @property
+    def prox(self) -> Regulariser | None:
+        """The regulariser whose proximal map follows every step."""
+        return self._prox
 
     @property
     def projection_radius(self) -> float | None:
@@ -210,6 +225,11 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         if self.loss_geometry is not None:
             refuse_tensor_float_32()
         check_within(variables, self._projection_radius)
+        proximal.check_axes(self._prox, variables)
+
+    def derived(self, declared: Declared) -> list[Assumption]:
+        """The loss, and the proximal map."""
+        return [*super().derived(declared), *proximal.derived(self._prox)]
 
     def known_loss(self, declared: Declared) -> LossGeometry | None:
         """Of optimizer or run."""
@@ -223,6 +243,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             batch_size=units.records_per_step,
             dataset_size=units.records,
             loss=units.geometry(self.loss_geometry),
+            prox_strong_convexity=proximal.strong_convexity(self._prox),
             domain_diameter=math.inf if radius is None else 2 * radius,
         )
 
@@ -296,6 +317,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "learning_rate": base["learning_rate"],
             "weight_decay": self._weight_decay,
+            "prox": proximal.plain_prox(self._prox),
             "projection_radius": self._projection_radius,
             "loss_geometry": None if geometry is None else plain_geometry(geometry),
         }

@@ -8,10 +8,17 @@ from typing import Any
 import attrs
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
+from hidden_state_accountants import (
+    BatchOrder,
+    LossGeometry,
+    Regulariser,
+    UnsupportedRunError,
+    validate,
+)
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
 from hidden_state_adapters.tf_privacy.guards.settings import clip_and_noise
+from hidden_state_adapters.tf_privacy.proximal import plain_prox, prox_of
 
 
 def _optional(value: Any, check: Any) -> Any:
@@ -32,6 +39,7 @@ class Settings:
     batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
     max_batch_size: int | None = None
     drop_remainder: bool = False
+    prox: Regulariser | None = attrs.field(default=None, converter=prox_of)
     projection_radius: float | None = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
@@ -93,6 +101,7 @@ class Settings:
         """The arguments that say something about the update of plain SGD, or ""."""
         given = {
             "loss_geometry": self.loss_geometry,
+            "prox": self.prox,
             "projection_radius": self.projection_radius,
         }
         return " and ".join(name for name, value in given.items() if value is not None)
@@ -103,6 +112,7 @@ class Settings:
         geometry = self.loss_geometry
         return {
             **plain,
+            "prox": plain_prox(self.prox),
             "batch_order": self.batch_order.value,
             "neighboring_relation": self.neighboring_relation.name,
             "loss_geometry": plain_geometry(geometry)

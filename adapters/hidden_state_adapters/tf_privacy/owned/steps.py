@@ -10,10 +10,11 @@ import attrs
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import LossGeometry, RunRecorder
+from hidden_state_accountants import Assumption, LossGeometry, Regulariser, RunRecorder
 from hidden_state_accountants.runs.base import SLACK, Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy import proximal
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
@@ -153,10 +154,16 @@ class Update:
                     f"{value!r}: the event has one update rule. Compile again for another run."
                 )
 
-    def apply(self, gradients: Sequence[Any], variables: Sequence[Any], fine: tf.Tensor) -> None:
-        """Moves the variables if the step is taken."""
+    def apply(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        fine: tf.Tensor,
+        prox: Regulariser | None,
+    ) -> None:
+        """Moves the variables if the step is taken; the prox needs plain SGD."""
         if self.is_plain_sgd:
-            self._apply_sgd(gradients, variables, fine)
+            self._apply_sgd(gradients, variables, fine, prox)
             return
 
         def update() -> tf.Tensor:
@@ -165,14 +172,17 @@ class Update:
 
         tf.cond(fine, update, lambda: tf.constant(False))
 
-    def _apply_sgd(self, gradients: Any, variables: Any, fine: tf.Tensor) -> None:
+    def _apply_sgd(
+        self, gradients: Any, variables: Any, fine: tf.Tensor, prox: Regulariser | None
+    ) -> None:
         rate, decay = self.rate(), self.weight_decay
         for gradient, variable in zip(gradients, variables, strict=True):
             old, step = variable.read_value(), tf.cast(rate, gradient.dtype)
             # tf.cast of the decay would go through float32.
             kept = old * (1 - step * tf.constant(decay, old.dtype)) if decay else old
             # tf.where and not a factor 0: a refused gradient may hold NaN.
-            variable.assign(tf.where(fine, kept - step * gradient, old))
+            new = proximal.after_prox(prox, kept - step * gradient, step)
+            variable.assign(tf.where(fine, new, old))
         self.iterations.assign_add(tf.cast(fine, self.iterations.dtype))
         if not self._is_legacy:
             self.optimizer._compute_current_learning_rate()  # for whoever reads a schedule
@@ -252,7 +262,7 @@ class OwnedSteps(Mechanism):
         gradients = self._noisy_mean(found, norms, is_example)
         problem = self._problem(step, rows, largest)
         fine, rate = tf.equal(problem, 0), self._update.rate()
-        self._update.apply(gradients, self._variables, fine)
+        self._update.apply(gradients, self._variables, fine, settings.prox)
         self._after_update(fine, rows, largest)
         self._log.write(
             rows=rows,
@@ -345,6 +355,11 @@ class OwnedSteps(Mechanism):
             refuse_tensor_float_32()
         if self._settings.projection_radius is not None:
             check_within(variables, self._settings.projection_radius)
+        proximal.check_axes(self._settings.prox, variables)
+
+    def derived(self, declared: Declared) -> list[Assumption]:
+        """The loss, and the proximal map."""
+        return [*super().derived(declared), *proximal.derived(self._settings.prox)]
 
     def known_loss(self, declared: Declared) -> LossGeometry | None:
         """Of the run."""
@@ -358,6 +373,7 @@ class OwnedSteps(Mechanism):
             batch_size=plan.batch_size,
             dataset_size=len(plan.records),
             loss=self._loss,
+            prox_strong_convexity=proximal.strong_convexity(self._settings.prox),
             domain_diameter=math.inf if radius is None else 2 * radius,
             sampling_rate=plan.sampling_rate,
             max_batch_size=self._settings.max_batch_size,

@@ -54,6 +54,7 @@ class DiceSgd(Mechanism):
     refused = {  # noqa: RUF012
         "loss_geometry": "the bound on DiceSGD knows nothing of the loss but gradient_bound",
         "feature_norm": "the bound on DiceSGD knows no features; pass gradient_bound",
+        "prox": "a proximal map is not in the algorithm",
         "projection": "a projection is not in the algorithm, and would not lower epsilon",
         "projection_radius": "the projection is not in the algorithm, and would not lower epsilon",
         "max_batch_size": "a capped batch is not a Poisson batch, and the bound on DiceSGD has no "

@@ -11,7 +11,7 @@ import attrs
 import tensorflow as tf
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import GenericDPSGDOptimizer
 
-from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants import LossGeometry, Regulariser, validate
 from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateAccount,
@@ -23,6 +23,7 @@ from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
 from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.log import BlockLog
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
+from hidden_state_adapters.tf_privacy.proximal import after_prox
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
@@ -36,15 +37,9 @@ class _ProxSGD(CheckedSGD):
     _nonnegative = False
 
     def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        new = super()._new_value(old, rate, grad)
-        l1, l2 = (tf.constant(weight, old.dtype) for weight in (self._l1, self._l2))
-        if self._l1:
-            new = tf.sign(new) * tf.nn.relu(tf.abs(new) - rate * l1)
-        if self._l2:
-            new /= 1 + rate * l2
-        if self._nonnegative:
-            new = tf.nn.relu(new)
-        return new
+        low = 0.0 if self._nonnegative else -math.inf
+        prox = Regulariser(l1=self._l1, l2=self._l2, low=low)
+        return after_prox(prox, super()._new_value(old, rate, grad), rate)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")

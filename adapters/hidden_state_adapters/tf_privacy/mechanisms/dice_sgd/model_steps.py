@@ -137,6 +137,7 @@ class DiceSteps(DiceAccount, OwnedSteps):
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
         unknown = {
+            "prox": "a proximal map is not in the algorithm",
             "projection_radius": "a projection is not in the algorithm, and would not lower "
             "epsilon",
             "max_batch_size": "a capped batch is not a Poisson batch, and the bound on DiceSGD has "

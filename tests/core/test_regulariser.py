@@ -1,0 +1,147 @@
+"""Proximal maps of regularisers: minimisers, moduli, exact zeros, refusals."""
+
+import math
+
+import attrs
+import numpy as np
+import pytest
+from scipy import optimize
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import Regulariser
+
+ALL = [
+    Regulariser(),
+    Regulariser(l1=0.3),
+    Regulariser(l2=0.7),
+    Regulariser(l1=0.2, l2=0.5, low=0.0),
+    Regulariser(low=-0.3, high=0.4),
+    Regulariser(l1=0.2, l2=0.3, low=0.1, high=0.6),
+    Regulariser(group_lasso=0.6),
+    Regulariser(group_lasso=0.6, group_axis=0),
+    Regulariser(group_lasso=0.6, group_axis=-1, l1=0.1, l2=0.4),
+    Regulariser(group_lasso=0.5, group_axis=1, l1=0.1, low=0.0),
+]
+
+
+def groups(shape, axis):
+    """Index arrays of the groups."""
+    index = np.arange(math.prod(shape)).reshape(shape)
+    if axis is None or len(shape) < 2:
+        return [index.ravel()]
+    return [part.ravel() for part in np.moveaxis(index, axis, 0)]
+
+
+def value(h, x, shape):
+    """h(x) for x in the box, by its definition."""
+    norms = sum(np.linalg.norm(x[g]) for g in groups(shape, h.group_axis))
+    return h.l1 * np.abs(x).sum() + h.group_lasso * norms + h.l2 / 2 * (x @ x)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4,)])
+@pytest.mark.parametrize("h", ALL, ids=str)
+def test_it_is_the_minimiser(h, shape):
+    """No small move from it, and no random point of the box, has a smaller objective."""
+    rng = np.random.default_rng(0)
+    for scale in (0.2, 2.0):
+        x, eta = scale * rng.normal(size=math.prod(shape)), float(rng.uniform(0.2, 1.5))
+        found = h.prox(x.reshape(shape), eta).ravel()
+        assert (found >= h.low).all()
+        assert (found <= h.high).all()
+
+        def objective(u, x=x, eta=eta):
+            return value(h, u, shape) + (u - x) @ (u - x) / (2 * eta)
+
+        least = objective(found)
+        for size in (1e-4, 1e-2, 1.0):
+            for _ in range(40):
+                other = np.clip(found + size * rng.normal(size=x.shape), h.low, h.high)
+                assert objective(other) >= least - 1e-12
+        bounds = [(h.low, h.high)] * len(x)
+        other = optimize.minimize(objective, found, bounds=bounds, method="L-BFGS-B").x
+        assert objective(other) >= least - 1e-9
+
+
+@pytest.mark.parametrize("h", ALL, ids=str)
+def test_its_modulus_is_what_the_event_says(h):
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        eta = float(rng.uniform(0.0, 2.0))
+        one, two = rng.normal(size=(2, 3, 2)) * rng.uniform(0.01, 3)
+        before = np.linalg.norm(one - two)
+        after = np.linalg.norm(h.prox(one, eta) - h.prox(two, eta))
+        assert after <= before / (1 + eta * h.strong_convexity) * (1 + 1e-12)
+    if h == Regulariser(l2=h.l2):
+        assert after == pytest.approx(before / (1 + eta * h.l2), rel=1e-12)
+
+
+def test_small_numbers_and_small_groups_become_exactly_zero():
+    x = np.array([[0.05, -0.05], [0.4, 3.0]])
+    small = Regulariser(l1=0.1).prox(x, 0.5)
+    assert (small[0] == 0).all()
+    np.testing.assert_allclose(small[1], [0.35, 2.95])
+    rows = Regulariser(group_lasso=0.2, group_axis=0).prox(x, 0.5)
+    assert (rows[0] == 0).all()
+    assert (rows[1] > 0).all()
+    assert (Regulariser(group_lasso=0.2).prox(np.zeros((2, 2)), 0.0) == 0).all()
+
+
+def test_the_threshold_follows_the_rate():
+    h = Regulariser(l1=1.0)
+    np.testing.assert_allclose(h.prox(np.array([1.0]), 0.25), 0.75)
+    np.testing.assert_allclose(h.prox(np.array([1.0]), 0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"l1": -0.1}, ValueError, "l1"),
+        ({"l2": math.inf}, ValueError, "l2"),
+        ({"group_lasso": "1"}, TypeError, "group_lasso"),
+        ({"low": 1.0, "high": 1.0}, ValueError, "low < high"),
+        ({"low": math.nan}, ValueError, "got nan"),
+        ({"group_axis": 0.5}, TypeError, "group_axis"),
+        ({"group_lasso": 1.0, "high": 1.0}, ValueError, "no closed form"),
+    ],
+)
+def test_impossible_values(arguments, error, text):
+    with pytest.raises(error, match=text):
+        Regulariser(**arguments)
+
+
+def test_an_axis_that_a_parameter_has_not():
+    with pytest.raises(ValueError, match="an axis of every parameter, got 2"):
+        Regulariser(group_lasso=1.0, group_axis=2).prox(np.ones((2, 2)), 0.1)
+
+
+def test_a_recorded_run_has_the_figure_of_its_event_at_every_step():
+    """The prox of a step is counted with the next one: also where the rate rises in between."""
+    rates = [0.1, 0.1, 2.0, 2.0, 2.0, 0.3]
+    recorder = hsa.RunRecorder(
+        batch_order="cyclic",
+        batch_size=10,
+        dataset_size=30,
+        loss=hsa.LossGeometry.convex(0.9, 1.0),
+        prox_strong_convexity=0.5,
+    )
+    running = hsa.RunningGuarantee(recorder, "replace_one")
+    for step, rate in enumerate(rates):
+        recorder.step(
+            noise_multiplier=2.0,
+            learning_rate=rate,
+            clip_norm=1.0,
+            batch_index=step % 3,
+            batch_rows=10,
+        )
+        event = recorder.event()
+        assert event.prox_strong_convexity == 0.5
+        whole = hsa.LastIterateAccountant("replace_one").compose(event).guarantee
+        assert running.guarantee().mu == pytest.approx(whole.mu, rel=1e-12)
+    state = recorder.state_dict()
+    again = hsa.RunRecorder(
+        batch_order="cyclic", batch_size=10, dataset_size=30,
+        loss=hsa.LossGeometry.convex(0.9, 1.0), prox_strong_convexity=0.25,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="prox_strong_convexity"):
+        again.load_state_dict(state)
+    assert attrs.evolve(recorder.event(), prox_strong_convexity=0.0) != recorder.event()

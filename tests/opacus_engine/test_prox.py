@@ -1,0 +1,226 @@
+"""A proximal map after every noisy step: what the event says, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import Regulariser
+from hidden_state_adapters.opacus import (
+    BlockCoordinateOptimizer,
+    ComposedOptimizer,
+    DiceSGDOptimizer,
+)
+from hidden_state_adapters.opacus.proximal import TORCH_PROX
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+DELTA = 1e-5
+PLAIN = {"lr": 0.5, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "h",
+    [
+        Regulariser(l1=0.3, l2=0.2),
+        Regulariser(group_lasso=0.3, group_axis=1),
+        Regulariser(group_lasso=0.3, l1=0.1, low=0.0),
+        Regulariser(low=-0.2, high=0.5),
+    ],
+    ids=str,
+)
+def test_tensors_as_numpy(h, dtype):
+    x = torch.randn(4, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    found = h.prox(x, 0.7, TORCH_PROX)
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    np.testing.assert_allclose(found, h.prox(x.double().numpy(), 0.7), rtol=8 * eps, atol=8 * eps)
+
+
+def test_row178_the_event_reads_the_modulus_and_the_map_has_it(make_run):
+    """The figure is that of the event, and smaller than without the map."""
+    figures = []
+    for l2 in (0.0, 0.5):
+        run = make_run(prox=Regulariser(l1=0.01, l2=l2), sgd=PLAIN)
+        for _ in range(3):
+            run.epoch()
+        event = run.engine.privacy_event
+        assert event.prox_strong_convexity == l2
+        expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+        figures.append(run.engine.get_epsilon(DELTA))
+        assert figures[-1] == pytest.approx(expected, rel=1e-12)
+        listed = [str(a) for a in run.engine.assumptions]
+        assert sum("proximal map" in a for a in listed) == 1
+        assert any(a.startswith("checked: after the noise of every step") for a in listed)
+    assert figures[1] < 0.95 * figures[0]
+    plain = make_run(sgd=PLAIN)
+    for _ in range(3):
+        plain.epoch()
+    assert figures[0] == plain.engine.get_epsilon(DELTA)
+
+
+def test_row178_the_map_follows_every_step_at_its_rate(make_run):
+    """A step that shrinks the rate has the smaller threshold; a sum has the step size of a mean."""
+    for reduction in ("mean", "sum"):
+        scale = 1 if reduction == "mean" else 10
+        run = make_run(
+            criterion=nn.CrossEntropyLoss(reduction=reduction), loss_reduction=reduction,
+            prox=Regulariser(l1=100.0), sgd={"lr": 0.5 / scale, "weight_decay": 0.0},
+        )  # fmt: skip
+        batches = iter(run.loader)
+        run.step(next(batches))
+        assert all(float(p.detach().abs().max()) == 0 for p in run.plain_model.parameters())
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-7 / scale
+        with torch.no_grad():
+            before = [p.clone() for p in run.plain_model.parameters()]
+        run.step(next(batches))
+        after = list(run.plain_model.parameters())
+        assert all(torch.allclose(p, q, atol=1e-4) for p, q in zip(before, after, strict=True))
+        assert run.engine.privacy_event.per_step("learning_rate") == pytest.approx([0.5, 1e-7])
+
+
+def test_with_projection_and_calibration(make_run, make_loader):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    for p in model.parameters():
+        p.data.mul_(0.1)
+    run = make_run(model=model, prox=Regulariser(l2=0.5), projection_radius=0.5, sgd=PLAIN)
+    run.epoch()
+    event = run.engine.privacy_event
+    assert (event.prox_strong_convexity, event.domain_diameter) == (0.5, 1.0)
+    with torch.no_grad():
+        norm = math.sqrt(sum(float(p.square().sum()) for p in model.parameters()))
+    assert norm <= 0.5
+
+
+def threshold(params, step_size):
+    for p in params:
+        p.copy_(nn.functional.softshrink(p, 0.01 * step_size))
+
+
+def test_row179_a_function(make_run, tmp_path):
+    run = make_run(prox=threshold, sgd=PLAIN)
+    run.epoch()
+    known = make_run(prox=Regulariser(l1=0.01), sgd=PLAIN)
+    known.epoch()
+    assert run.engine.privacy_event == known.engine.privacy_event
+    listed = [str(a) for a in run.engine.assumptions]
+    assert any(
+        a.startswith("declared: after the noise of every step acts prox=thr") for a in listed
+    )
+    run.engine.save_checkpoint(path=tmp_path / "c.pt")
+    again = make_run(prox=threshold, sgd=PLAIN)
+    again.engine.load_checkpoint(path=tmp_path / "c.pt")
+    again.epoch()
+    assert again.steps == 12
+    other = make_run(prox=Regulariser(l1=0.01), sgd=PLAIN)
+    with pytest.raises(ValueError, match=r"expected prox = 'Regulariser\(l1=0.01\)'"):
+        other.engine.load_checkpoint(path=tmp_path / "c.pt")
+
+
+def hard_threshold(params, step_size):
+    """Jumps at the threshold."""
+    for p in params:
+        p.mul_((p.abs() > 0.1).to(p.dtype))
+
+
+def normalise(params, step_size):
+    for p in params:
+        p.div_(p.norm())
+
+
+def expands_at_small_rates(params, step_size):
+    for p in params:
+        p.mul_(2.0 if step_size < 0.4 else 1.0)
+
+
+def only_later():
+    """Another map once the run has started."""
+    count = []
+
+    def prox(params, step_size):
+        count.append(None)
+        if len(count) > 150:
+            for p in params:
+                p.mul_(1.5)
+
+    return prox
+
+
+def train(run, epochs):
+    for _ in range(epochs):
+        run.epoch()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (hard_threshold, "Expected a nonexpansive prox=hard_threshold, got a map that takes"),
+        (normalise, "Expected a nonexpansive prox=normalise"),
+        (lambda params, step_size: [p.mul_(1.001) for p in params] and None, "nonexpansive prox"),
+    ],
+)
+def test_row179_a_function_that_expands(make_run, function, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        make_run(prox=function, sgd=PLAIN)
+
+
+def test_row180_a_function_that_expands_later(make_run):
+    run = make_run(prox=expands_at_small_rates, sgd=PLAIN)
+    batches = iter(run.loader)
+    run.step(next(batches))
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.1
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 2 would use prox=exp.* as far apart"):
+        run.step(next(batches))
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.engine.get_epsilon(DELTA)
+    run = make_run(prox=only_later(), sgd=PLAIN)
+    with pytest.raises(hsa.UnsupportedRunError, match="would use prox=prox"):
+        train(run, epochs=20)
+
+
+def test_row181_a_map_by_hand_between_the_steps(make_run):
+    run = make_run(sgd=PLAIN)
+    batches = iter(run.loader)
+    run.step(next(batches))
+    with torch.no_grad():
+        threshold(list(run.plain_model.parameters()), 0.5)
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
+        run.step(next(batches))
+
+
+class Own(Regulariser):
+    def prox(self, values, step_size, operations):
+        return 2 * values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"prox": 0.1}, TypeError, "Expected prox to be a hidden_state_accountants.Regulariser"),
+        ({"prox": Regulariser}, TypeError, "Expected prox to be"),
+        ({"prox": Own(l1=0.1)}, TypeError, "Expected prox to be"),
+        ({"prox": lambda params, eta: [p.clamp(0) for p in params]}, TypeError, "got list"),
+        ({"prox": Regulariser(group_lasso=0.1, group_axis=2)}, ValueError, "axis of every param"),
+        ({"prox": Regulariser(l1=0.1), "optimizer_class": DiceSGDOptimizer, "loss_geometry": None},
+         hsa.UnsupportedRunError, "not in the algorithm"),
+        ({"prox": Regulariser(l1=0.1), "optimizer_class": BlockCoordinateOptimizer},
+         hsa.UnsupportedRunError, "has l1, l2 and nonnegative"),
+        ({"prox": Regulariser(l1=0.1), "optimizer_class": ComposedOptimizer,
+          "loss_geometry": None}, hsa.UnsupportedRunError, "depends on the update rule"),
+    ],
+)  # fmt: skip
+def test_arguments(make_run, arguments, error, text):
+    with pytest.raises(error, match=text):
+        make_run(sgd=PLAIN, **arguments)
+
+
+def test_momentum_is_refused(make_run):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"leave out .*prox"):
+        make_run(prox=Regulariser(l1=0.1), sgd={"momentum": 0.9})
