@@ -6,7 +6,7 @@ whatever the size of the masses is: a small delta drowns in it. With an exponent
 
 .. math::
     \delta(\varepsilon) \le p(\infty) + M e^{-\theta\varepsilon} \Big\{ \sum_{x > \varepsilon}
-    q(x)\, w(x - \varepsilon) + \|w\|_2\, E + 10^{-25} \Big\}, \qquad
+    q(x)\, w(x - \varepsilon) + \|w\|_2\, E + 10^{-19} \Big\}, \qquad
     w(s) = e^{-\theta s} (1 - e^{-s}),
 
 q the convolution of the tilted masses :math:`p_j(x) e^{\theta x} / M_j` by Fourier transforms, E a
@@ -24,7 +24,7 @@ from scipy import fft, signal
 from hidden_state_accountants.curves.losses import GRID, UNIT, LossMasses, PrivacyLoss
 from hidden_state_accountants.curves.tilts import Parts, Tilt
 
-_LOST = 1e-25  # more than what leaves the window (2 exp(-60)) and than everything that underflows
+_LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, or underflows
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
@@ -60,7 +60,7 @@ class _Direction:
 
     def __init__(self, parts: Sequence[tuple[LossMasses, int]]):
         self._parts = Parts(parts)
-        self._next = self._parts.tilt(0.0)  # the deltas so far end at its mean
+        self._next = self._parts.rough_tilt(0.0)  # the deltas so far end at its mean
         self._deltas = np.empty(0)  # at the losses 0, GRID, 2 GRID, ...
         self._is_complete = self._parts.count > _MOST_COUNT  # no further ones can be found
 
@@ -127,7 +127,7 @@ class _Direction:
 
     def _finite_part(self, tilt: Tilt, start: int, stop: int, first: int, last: int) -> np.ndarray:
         """What finite losses add to delta at the cells first to last, at most."""
-        law, error = self._convolved(tilt.theta, start, stop)
+        law, error = self._convolved(tilt, start, stop)
         decay = math.exp(-tilt.theta * GRID)
         # The sum with the weights w, cell by cell from the right, and without any difference.
         law = law[::-1]
@@ -140,22 +140,22 @@ class _Direction:
         inside = inside + _norm_of_weights(tilt.theta, len(law)) * error + _LOST
         return np.exp(np.minimum(log_scale, 600.0)) * inside
 
-    def _convolved(self, theta: float, start: int, stop: int) -> tuple[np.ndarray, float]:
+    def _convolved(self, tilt: Tilt, start: int, stop: int) -> tuple[np.ndarray, float]:
         """The tilted law of the total loss on a window, and a bound on the 2-norm of its error."""
-        parts = self._parts.all
-        longest = max(part.highest - part.lowest for part in parts)
+        longest = max(len(part.masses) for part, _ in tilt.parts)
         # A power of two; wrapping a part adds no more than 64 masses up.
         size = 2 ** max(stop - start, longest // 64, 1).bit_length()
         spectrum: np.ndarray | None = None
-        largest = 0.0
-        for part in parts:
-            masses = _wrapped(part.tilted(theta)[0], size)
+        largest, lowest = 0.0, 0
+        for part, count in tilt.parts:
+            masses = _wrapped(part.masses, size)
             factor = fft.rfft(masses)
             factor /= np.maximum(1.0, np.abs(factor))  # where the exact one is: no error grows
-            power = _power(factor, part.count)
+            power = _power(factor, count)
             spectrum = power if spectrum is None else spectrum * power
             largest = max(largest, float(np.linalg.norm(masses)))
-        law = np.roll(fft.irfft(spectrum, size), (self._parts.lowest - start) % size)
+            lowest += count * part.lowest
+        law = np.roll(fft.irfft(spectrum, size), (lowest - start) % size)
         error = largest * (self._parts.count + 1) * 8 * UNIT * (math.log2(size) + 1)
         return np.maximum(law, 0.0), error
 

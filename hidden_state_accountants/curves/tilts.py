@@ -2,6 +2,9 @@ r"""Exponentially tilted privacy losses: the law of a total loss, seen where it 
 
 Under a tilt :math:`\theta \ge 0` the masses p(x) become :math:`p(x) e^{\theta x} / M` with
 :math:`M = \sum_x p(x) e^{\theta x}`. Independent losses stay independent, their log M add up.
+
+A tilt is chosen, and tails are bounded, by the coarse laws of the parts (`LossMasses.coarse`),
+whose M is no smaller; the masses of the one tilt that is used are exact.
 """
 
 from __future__ import annotations
@@ -15,12 +18,48 @@ import numpy as np
 from hidden_state_accountants.curves.losses import GRID, UNIT, LossMasses
 from hidden_state_accountants.curves.profiles import RELATIVE_ERROR
 
-_TAIL = 60.0  # the logarithm of the tilted probability of what a window leaves out, without sign
-_STEP = 6.0  # relative entropy between a tilt and the next, in nats
+_TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves out, without sign
+_FIRST, _STEP = 12.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
+_DROPPED = 1e-22  # tilted probability of the losses that are left out of a composition
+_UNDERFLOW = 1e-200  # of a sum whose largest term may have underflowed
 _SUMS = 256 * UNIT  # more than the relative error of the sum of all masses, wrapped to a window
 
 
 @attrs.frozen
+class RoughTilt:
+    """A total loss under a tilt, by the coarse laws of its parts.
+
+    Attributes:
+        theta: The tilt.
+        log_mass: log M, at least.
+        mean: About that of the tilted law.
+        variance: About that of the tilted law.
+    """
+
+    theta: float
+    log_mass: float
+    mean: float
+    variance: float
+
+
+@attrs.frozen(eq=False)
+class TiltedPart:
+    """One loss under a tilt.
+
+    Attributes:
+        lowest: The first cell.
+        masses: Of the tilted law, from the first cell on; their sum is at most 1.
+        log_mass: log M.
+        rounding: A bound on the error of the logarithms of the masses times M.
+    """
+
+    lowest: int
+    masses: np.ndarray
+    log_mass: float
+    rounding: float
+
+
+@attrs.frozen(eq=False)
 class Tilt:
     """A total loss under a tilt.
 
@@ -28,15 +67,13 @@ class Tilt:
         theta: The tilt.
         log_mass: log M.
         rounding: A bound on the error of the logarithms of the masses times M.
-        mean: Of the tilted law.
-        variance: Of the tilted law.
+        parts: The losses, and how often each runs.
     """
 
     theta: float
     log_mass: float
     rounding: float
-    mean: float
-    variance: float
+    parts: tuple[tuple[TiltedPart, int], ...]
 
 
 class Part:
@@ -53,27 +90,51 @@ class Part:
     def __init__(self, masses: LossMasses, count: int):
         self.count = count
         self.lowest = masses.lower
-        self.highest = masses.lower + len(masses.masses) - 1
+        self.highest = masses.highest
         self.infinite = masses.infinite
         self.log_total = math.log(max(1.0, float(masses.masses.sum()) + masses.infinite))
-        self._losses = np.arange(self.lowest, self.highest + 1) * GRID
-        with np.errstate(divide="ignore"):
-            self._log_masses = np.log(masses.masses)
-        self._largest_log = float(np.abs(self._log_masses[masses.masses > 0]).max())
+        self._masses = masses
 
-    def tilted(self, theta: float) -> tuple[np.ndarray, Tilt]:
-        """The masses of the tilted law, whose sum is at most 1, and its moments."""
-        exponents = self._log_masses + theta * self._losses
-        top = float(exponents.max())
-        masses = np.exp(exponents - top)
+    def rough(self, theta: float) -> tuple[float, float, float]:
+        """log M, mean and variance of the coarse law under a tilt."""
+        tilted, log_mass = self._coarse(theta)
+        losses = self._masses.coarse[0]
+        mean = float(tilted @ losses)
+        return log_mass, mean, float(tilted @ (losses - mean) ** 2)
+
+    def _coarse(self, theta: float) -> tuple[np.ndarray, float]:
+        """The tilted coarse law, and its log M."""
+        losses, masses = self._masses.coarse
+        exponents = theta * losses
+        top = max(float(exponents[0]), float(exponents[-1]))
+        tilted = masses * np.exp(exponents - top)
+        total = float(tilted.sum())
+        if total < _UNDERFLOW:
+            with np.errstate(divide="ignore"):
+                exponents += np.log(masses)
+            top = float(exponents.max())
+            tilted = np.exp(exponents - top)
+            total = float(tilted.sum())
+        return tilted / total, top + math.log(total)
+
+    def tilted(self, theta: float, negligible: float) -> TiltedPart:
+        """The tilted law without the cells at either end that have a negligible probability."""
+        rough, log_mass = self._coarse(theta)
+        # What lies beyond a node has a coarse law on that node and those beyond it.
+        nodes = np.rint(self._masses.coarse[0] / GRID).astype(int)
+        first = max(0, int(np.searchsorted(np.cumsum(rough), negligible)) - 1)
+        last = len(nodes) - int(np.searchsorted(np.cumsum(rough[::-1]), negligible))
+        cells = np.arange(nodes[first], nodes[min(last, len(nodes) - 1)] + 1)
+        start = int(cells[0])
+        law = self._masses.masses[start - self.lowest : start - self.lowest + len(cells)]
+        masses = law * np.exp((theta * GRID) * cells - log_mass)
         total = float(masses.sum())
         masses /= total * (1 + _SUMS)
-        log_mass = top + math.log(total) + _SUMS
-        largest = self._largest_log + theta * max(-self.lowest, self.highest) * GRID
-        rounding = (8 * (largest + abs(top) + abs(log_mass)) + 1000) * UNIT + RELATIVE_ERROR
-        mean = float(masses @ self._losses)
-        variance = float(masses @ (self._losses - mean) ** 2)
-        return masses, Tilt(theta, log_mass, rounding, mean, variance)
+        found = log_mass + math.log(total) + _SUMS
+        largest = abs(math.log(float(law[law > 0].min())))
+        largest += theta * max(-self.lowest, self.highest) * GRID
+        rounding = (8 * (largest + abs(log_mass) + abs(found)) + 1000) * UNIT + RELATIVE_ERROR
+        return TiltedPart(start, masses, found, rounding)
 
 
 class Parts:
@@ -101,39 +162,57 @@ class Parts:
 
     def tilt(self, theta: float) -> Tilt:
         """The total loss under a tilt."""
-        tilts = [(part.count, part.tilted(theta)[1]) for part in self.all]
+        parts = tuple((part.tilted(theta, _DROPPED / self.count), part.count) for part in self.all)
         return Tilt(
             theta,
-            math.fsum(count * tilt.log_mass for count, tilt in tilts),
-            math.fsum(count * tilt.rounding for count, tilt in tilts),
-            math.fsum(count * tilt.mean for count, tilt in tilts),
-            math.fsum(count * tilt.variance for count, tilt in tilts),
+            math.fsum(count * part.log_mass for part, count in parts),
+            math.fsum(count * part.rounding for part, count in parts),
+            parts,
         )
 
-    def next_tilt(self, tilt: Tilt) -> Tilt:
-        """A larger tilt whose law is about 6 nats away; the same if nothing is left to tilt."""
+    def rough_tilt(self, theta: float) -> RoughTilt:
+        """The total loss under a tilt, by the coarse laws of the parts."""
+        found = np.array([part.rough(theta) for part in self.all])
+        log_mass, mean, variance = (np.array([part.count for part in self.all]) @ found).tolist()
+        return RoughTilt(theta, log_mass, mean, variance)
+
+    def next_tilt(self, tilt: RoughTilt) -> RoughTilt:
+        """A larger tilt whose law is a few nats away; the same if nothing is left to tilt.
+
+        That is, both relative entropies: a law with a far second peak is near to none without it
+        only in one direction, and the losses between the peaks would be a long way.
+        """
         if tilt.variance <= 0:
             return tilt
-        found = self.tilt(tilt.theta + math.sqrt(2 * _STEP / tilt.variance))
-        for _ in range(20):
-            away = found.log_mass - tilt.log_mass - (found.theta - tilt.theta) * tilt.mean
-            if _STEP / 2 <= away <= 2 * _STEP or found.mean <= tilt.mean:
+        near, far = tilt.theta, math.inf
+        step = _STEP if tilt.theta else _FIRST
+        theta = tilt.theta + math.sqrt(2 * step / tilt.variance)
+        for _ in range(60):
+            found = self.rough_tilt(theta)
+            gap = found.log_mass - tilt.log_mass
+            moved = theta - tilt.theta
+            away = max(gap - moved * tilt.mean, moved * found.mean - gap)
+            if away > 1.3 * step:
+                far = theta
+            elif away < 0.7 * step and found.mean > tilt.mean:
+                near = theta
+            else:
                 break
-            theta = found.theta + (_STEP - away) / (found.mean - tilt.mean)  # Newton's
-            found = self.tilt(max(theta, (found.theta + tilt.theta) / 2))
+            theta = (near + far) / 2 if far < math.inf else 2 * theta - tilt.theta
         return found
 
     def window(self, tilt: Tilt, first: int, last: int) -> tuple[int, int]:
-        """Cells between which a loss lies with a tilted probability of 1 - 2 exp(-60).
+        """Cells between which a loss lies with a tilted probability of 1 - 2 exp(-45).
 
         Args:
             tilt: The tilt.
             first: A cell that the window has to hold.
             last: Another, at least as large.
         """
-        low = high = tilt.mean
-        if tilt.variance > 0:
-            move = math.sqrt(2 * _TAIL / tilt.variance)  # the best one of a Gaussian
+        rough = self.rough_tilt(tilt.theta)
+        low = high = rough.mean
+        if rough.variance > 0:
+            move = math.sqrt(2 * _TAIL / rough.variance)  # the best one of a Gaussian
             high = self._smallest_chernoff(tilt, move)
             low = -self._smallest_chernoff(tilt, -move)
         return (
@@ -157,6 +236,6 @@ class Parts:
         return best
 
     def _chernoff(self, tilt: Tilt, move: float) -> float:
-        """What the tilted law exceeds (undercuts, if the move is negative) with exp(-60) only."""
-        moved = self.tilt(tilt.theta + move)
+        """What the tilted law exceeds (undercuts, if the move is negative) with exp(-45) only."""
+        moved = self.rough_tilt(tilt.theta + move)
         return (moved.log_mass - tilt.log_mass + _TAIL) / move

@@ -13,6 +13,7 @@ from hidden_state_accountants.curves import composed_loss, event_losses, profile
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import GRID, UNIT, PrivacyLoss
+from hidden_state_accountants.curves.tilts import Parts
 
 CHOSEN, MU, TIMES = 0.01, 0.5, 2000
 """A Gaussian mechanism that runs with probability CHOSEN, and says whether it did."""
@@ -121,6 +122,48 @@ class TestOneMechanism:
         above = back.masses[-back.lower + 1 :]
         losses = np.arange(1, len(above) + 1) * GRID
         np.testing.assert_allclose(below, np.exp(-losses) * above, rtol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_coarse_law_bounds_every_exponential_and_every_tail(name, direction):
+    """Tails are bounded by it: were it smaller anywhere, losses would leave a window unpaid."""
+    masses = getattr(PrivacyLoss.of(PROFILES[name]), direction)
+    losses = np.arange(masses.lower, masses.highest + 1) * GRID
+    nodes, coarse = masses.coarse
+    assert len(nodes) < 0.2 * len(losses)
+    assert nodes @ coarse == pytest.approx(losses @ masses.masses, rel=1e-10)
+    for theta in (-20.0, -1.0, 0.0, 0.5, 3.0, 20.0, 100.0):
+        top = (theta * nodes).max()
+        exact = masses.masses @ np.exp(theta * losses - top)
+        bound = coarse @ np.exp(theta * nodes - top)
+        assert exact * (1 - 1e-12) <= bound
+        assert bound <= exact * (1.01 if abs(theta) <= 3 else math.e)
+
+
+@pytest.mark.parametrize("theta", [0.0, 2.0, 25.0])
+def test_what_is_left_out_of_a_tilted_law_is_negligible(theta):
+    masses = PrivacyLoss.of(PROFILES["without replacement"]).forward
+    losses = np.arange(masses.lower, masses.highest + 1) * GRID
+    whole = masses.masses * np.exp(theta * (losses - losses[-1]))
+    part = Parts([(masses, 1000)]).tilt(theta).parts[0][0]
+    start = part.lowest - masses.lower
+    kept = whole[start : start + len(part.masses)]
+    assert len(kept) < len(whole)
+    assert whole[:start].sum() + whole[start + len(kept) :].sum() <= 2e-25 * whole.sum()
+    assert part.log_mass == pytest.approx(math.log(kept.sum()) + theta * losses[-1], abs=1e-11)
+    np.testing.assert_allclose(part.masses, kept / kept.sum(), rtol=1e-11)
+    assert part.masses.sum() <= 1
+
+
+def test_a_far_second_peak_leaves_no_gap():
+    """A rare and costly step: between its two peaks delta is that of the peak on the right."""
+    rate, mu = 1e-6, 3.0
+    profile = profiles.gaussian_mixture(np.array([1 - rate, rate]), np.array([0.01, mu]))
+    composed = ComposedLoss([(PrivacyLoss.of(profile), 1)])
+    for epsilon in (0.02, 0.05, 0.5, 2.0, 5.0, 12.0):
+        exact = float(profile.forward(np.array(epsilon)))
+        assert exact <= composed.delta(epsilon) <= exact * (1 + 1e-5)
 
 
 def test_the_larger_direction_counts():

@@ -191,6 +191,20 @@ MUTATIONS = (
         _LOSS_TESTS,
     ),
     Mutation(
+        "coarse_law_is_smaller_in_convex_order",
+        "curves/losses.py",
+        "coarse[1:] += to_the_right",
+        "coarse[:-1] += to_the_right",
+        _LOSS_TESTS,
+    ),
+    Mutation(
+        "more_of_a_tilted_law_is_left_out",
+        "curves/tilts.py",
+        "np.searchsorted(np.cumsum(rough), negligible)) - 1",
+        "np.searchsorted(np.cumsum(rough), negligible)) + 1",
+        _LOSS_TESTS,
+    ),
+    Mutation(
         "mass_at_infinity_counts_once",
         "curves/tilts.py",
         "part.count * math.log1p(-part.infinite) if",
