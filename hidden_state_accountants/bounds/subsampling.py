@@ -19,6 +19,7 @@ import functools
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable, Hashable
 
 import attrs
 import numpy as np
@@ -71,6 +72,7 @@ _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal one
 _FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
 _NEARLY_FORGOTTEN = 1e-2
 _PER_DOUBLING = 4  # lengths of runs of equal steps that are searched
+_MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
 
@@ -143,34 +145,47 @@ def _equal_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> _S
     return _SampledRun.of(event, relation)
 
 
-@functools.lru_cache(maxsize=32)
-def _searched(
-    event: LastIterateDpEvent, relation: NeighboringRelation, start: int, stop: int
-) -> Plan | None:
-    steps = _run_of(event, relation).segment(start, stop)
-    return best_plan(steps, step_profile(event, relation), _DELTA)
-
-
 @functools.lru_cache(maxsize=16)
 def _settled_window(run: _SampledRun, num_steps: int) -> Curve | None:
-    plan = run.plan(0, num_steps)
-    if plan is None:
-        return None
-    return run.curve_of(window_of(run.segment(0, num_steps), plan))
+    steps = run.segment(0, num_steps)
+    plan = run.plan(0, num_steps, steps)
+    return None if plan is None else run.curve_of(window_of(steps, plan))
 
 
-def _with_round_noise(event: LastIterateDpEvent) -> LastIterateDpEvent:
-    """The run with its noise scaled to one of a few levels: a plan for it is nearly as good."""
+class _Plans:
+    """The latest plans that were searched for. Their arguments hold no array of a schedule."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Plan | None] = {}
+
+    def of(self, key: Hashable, search: Callable[[], Plan | None]) -> Plan | None:
+        """What was found for the key, or is found now."""
+        found = self._found.pop(key) if key in self._found else search()
+        self._found[key] = found  # the latest is the last one
+        while len(self._found) > _MOST_PLANS:
+            del self._found[next(iter(self._found))]
+        return found
+
+
+_PLANS = _Plans()
+
+
+def _rounding_of_noise(event: LastIterateDpEvent) -> float:
+    """What scales the noise to one of a few levels: a plan for it is nearly as good."""
     noise = event.noise_multiplier
     first = noise.values[0] if isinstance(noise, Schedule) else noise
     if not first:
-        return event
-    factor = 2 ** (round(_NOISES_PER_DOUBLING * math.log2(first)) / _NOISES_PER_DOUBLING) / first
+        return 1.0
+    return 2 ** (round(_NOISES_PER_DOUBLING * math.log2(first)) / _NOISES_PER_DOUBLING) / first
+
+
+def _with_noise(event: LastIterateDpEvent, factor: float) -> LastIterateDpEvent:
+    noise = event.noise_multiplier
     if isinstance(noise, Schedule):
-        rounded: float | Schedule = Schedule([z * factor for z in noise.values], noise.lengths)
+        scaled: float | Schedule = Schedule([z * factor for z in noise.values], noise.lengths)
     else:
-        rounded = first * factor
-    return attrs.evolve(event, noise_multiplier=rounded)
+        scaled = noise * factor
+    return attrs.evolve(event, noise_multiplier=scaled)
 
 
 @attrs.frozen(eq=False)
@@ -245,15 +260,31 @@ class _SampledRun:
             return [] if window is None else [window]
         steps = self.segment(start, stop)
         if self.process.is_constant:
-            plans = [self.plan(0, length) for length in self._lengths_to_search(num_steps)]
+            lengths = self._lengths_to_search(num_steps)
+            plans = [self.plan(0, length) for length in lengths]
         else:
-            plans = [self.plan(start, stop)]
+            plans = [self.plan(start, stop, steps)]
         found = [plan for plan in dict.fromkeys(plans) if plan and plan.length < num_steps]
         return [self.curve_of(window_of(steps, plan)) for plan in found]
 
-    def plan(self, start: int, stop: int) -> Plan | None:
-        """A window that is about the best in a segment; None if the whole segment is better."""
-        return _searched(_with_round_noise(self.event), self.relation, start, stop)
+    def plan(self, start: int, stop: int, known: SampledSteps | None = None) -> Plan | None:
+        """A window that is about the best in a segment; None if the whole segment is better.
+
+        Args:
+            start: The step before the segment.
+            stop: Its last step.
+            known: `segment` of it, if the caller has it already.
+        """
+        factor = _rounding_of_noise(self.event)
+        event = _with_noise(self.event, factor)
+
+        def search() -> Plan | None:
+            steps = self.segment(start, stop) if known is None else known
+            noise_std, step_mu = steps.noise_std * factor, steps.step_mu / factor
+            scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
+            return best_plan(scaled, step_profile(event, self.relation), _DELTA)
+
+        return _PLANS.of((event, self.relation, start, stop), search)
 
     def _lengths_to_search(self, num_steps: int) -> list[int]:
         """Equal steps have the plans of the next shorter run of a few lengths, and the next longer.

@@ -14,7 +14,7 @@ from dp_accounting import dp_event
 from hidden_state_accountants import validate
 
 
-@attrs.frozen(repr=False, init=False)
+@attrs.frozen(repr=False, init=False, slots=False)
 class Schedule:
     """One non-negative value per step, stored as runs of equal values.
 
@@ -61,7 +61,11 @@ class Schedule:
 
     def to_array(self) -> np.ndarray:
         """Returns the float64 array of shape (num_steps,)."""
-        return np.repeat(np.asarray(self.values), np.asarray(self.lengths))
+        return np.repeat(*self._arrays)
+
+    @functools.cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(self.values), np.asarray(self.lengths)
 
     @property
     def num_steps(self) -> int:
@@ -115,6 +119,7 @@ def same_in_all_steps(
 
 def values_and_counts(per_step_values: npt.NDArray[Any]) -> tuple[np.ndarray, np.ndarray]:
     """The different entries of an array of shape (T,), ascending, and how many steps have each."""
-    if per_step_values.strides == (0,):  # a broadcast
+    is_broadcast = per_step_values.strides == (0,)
+    if is_broadcast or (per_step_values == per_step_values[0]).all():
         return per_step_values[:1], np.array([len(per_step_values)])
     return np.unique(per_step_values, return_counts=True)

@@ -109,9 +109,12 @@ def modulus_lines(
     steps = np.stack(
         [event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)]
     )
-    rows, index = np.unique(steps, axis=1, return_inverse=True)
     number = np.arange(sizes.smallest, sizes.largest + 1)
-    if rows.shape[1] * len(number) > _MOST_MODULI:
+    most = _MOST_MODULI // len(number)
+    if max(len(np.unique(row)) for row in steps) > most:  # rows are slow to sort
+        return None
+    rows, index = np.unique(steps, axis=1, return_inverse=True)
+    if rows.shape[1] > most:
         return None
     eta, decay, clipped = (row[:, None] for row in rows)
     share = np.maximum(number, 1) / event.batch_size

@@ -12,6 +12,7 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Subsampling
+from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
 from hidden_state_accountants.bounds.solvers.distance_law import (
     DistanceLaw,
     fewer_levels,
@@ -293,6 +294,25 @@ def test_longer_runs_of_equal_steps_level_off():
     assert long < 1.02 * short
 
 
+@pytest.mark.parametrize("diameter", [math.inf, 0.06])
+def test_distances_of_many_steps_at_once_are_those_of_a_recursion(diameter):
+    """Never below it: they cap what the coins may add up to."""
+    rates = 0.3 * (1 + np.cos(np.arange(1500) / 100)) + 0.01
+    loss = hsa.LossGeometry.convex(0.5, lipschitz=0.9)
+    event = clipped(learning_rate=rates, domain_diameter=diameter, num_steps=1500, loss=loss)
+    process = _SampledRun.of(event, SPECIAL).process
+    steps = slice(100, 1500)
+    found, is_cut = tracked_distances(process, steps, process.sensitivity[steps], 0.05)
+    expected = [0.05]
+    for t in range(100, 1500):
+        stretched = process.contraction[t] * expected[-1] + process.sensitivity[t]
+        drifted = process.drift_contraction[t] * expected[-1] + process.drift[t]
+        expected.append(min(stretched, drifted, diameter))
+    assert is_cut.any() == (diameter < math.inf)
+    assert (found >= np.array(expected) * (1 - 1e-15)).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-11)
+
+
 def test_segments_between_releases():
     """Schedules cut at a release: the steps, and the products of their moduli."""
     event = clipped(learning_rate=[0.5] * 150 + [0.25] * 250, release_steps=(150,))
@@ -300,7 +320,7 @@ def test_segments_between_releases():
     tail, process = run.segment(150, 400), run.process
     np.testing.assert_array_equal(tail.sensitivity, process.sensitivity[150:])
     np.testing.assert_array_equal(tail.noise_std, process.noise_std[150:])
-    assert tail.distance[:2].tolist() == [0.0, process.sensitivity[150]]
+    assert tail.distance[:2] == pytest.approx([0.0, process.sensitivity[150]], rel=1e-11, abs=0)
     stops = np.arange(151, 401)
     whole = run.stretching.log_product(np.array(150), stops)
     np.testing.assert_allclose(tail.stretching.log_product(np.array(0), stops - 150), whole)
