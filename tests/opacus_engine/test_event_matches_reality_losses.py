@@ -130,6 +130,11 @@ def features_too_long(run):
         run.step((1.001 * features, labels))
 
 
+def features_that_a_hook_lengthens(run):
+    run.plain_model.register_forward_pre_hook(lambda head, args: (1.2 * args[0],))
+    run.epoch()
+
+
 def not_a_number(run):
     for features, labels in run.loader:
         run.step((features * float("nan"), labels))
@@ -161,12 +166,14 @@ RAISES = [
     (4, targets_from_the_output, "step 1 has gradients of another loss", 0),
     (5, features_too_long, "step 1 used features of norm 1.001", 0),
     (5, not_a_number, "step 1 used features of norm nan", 0),
+    (150, features_that_a_hook_lengthens, "step 1 used features of norm 1.2", 0),
 ]
 
 
 @each_row(("loop", "text", "steps"), RAISES)
-def test_a_different_loop_raises(make_run, loop, text, steps):
-    run = make_run()
+@pytest.mark.parametrize("mode", ["ghost", "hooks"])
+def test_a_different_loop_raises(make_run, loop, text, steps, mode):
+    run = make_run(**{} if mode == "ghost" else {"grad_sample_mode": mode})
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         loop(run)
     if steps is not None:

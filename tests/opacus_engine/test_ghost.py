@@ -326,3 +326,46 @@ def test_opacus_own_optimizers_do_not_take_it():
     model(torch.ones(4, 5)).sum().backward()
     with pytest.raises(ValueError, match="GhostSample"):
         optimizer.step()
+
+
+def test_inputs_that_are_written_before_the_backward_pass():
+    layer = nn.Linear(3, 2)
+    module, inputs = GhostGradSampleModule(layer), torch.ones(4, 3)
+    outputs = module(inputs)
+    inputs.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()
+
+
+def test_a_second_backward_pass_is_refused():
+    module = GhostGradSampleModule(nn.Linear(3, 2))
+    loss = module(torch.ones(4, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"one backward pass.*got a second"):
+        loss.backward()
+
+
+def test_a_hook_on_a_parameter_gets_the_gradient_of_the_sum():
+    plain, layer, found = nn.Linear(3, 2), nn.Linear(3, 2), []
+    layer.load_state_dict(plain.state_dict())
+    for param in layer.parameters():
+        param.register_hook(found.append)
+    inputs = torch.randn(4, 5, 3)
+    plain(inputs).square().sum().backward()
+    GhostGradSampleModule(layer)(inputs).square().sum().backward()
+    torch.testing.assert_close(
+        sorted(found, key=torch.Tensor.dim), [plain.bias.grad, plain.weight.grad]
+    )
+    assert len(layer.weight.grad_sample) == 4
+
+
+def test_linear_layers_have_no_hooks_of_opacus():
+    """They cost more than a small layer does; `remove_hooks` leaves the layer as it was."""
+    layer, other = nn.Linear(3, 2), nn.Conv1d(1, 1, 2)
+    model = nn.Sequential(layer, other)
+    module = GhostGradSampleModule(model)
+    assert not layer._forward_hooks and not layer._backward_hooks  # noqa: PT018
+    assert other._forward_hooks and other._backward_hooks  # noqa: PT018
+    module.remove_hooks()
+    assert "forward" not in vars(layer)
+    assert not other._backward_hooks

@@ -47,8 +47,15 @@ def all_of(flags: Iterable[Figure]) -> Figure:
 
 def read(figures: Mapping[str, Figure]) -> dict[str, float]:
     """The values of all `figures`; one transfer from each device that has some."""
-    values = {k: v for k, v in figures.items() if not isinstance(v, torch.Tensor)}
-    tensors = {k: v for k, v in figures.items() if isinstance(v, torch.Tensor)}
+    values: dict[str, float] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, figure in figures.items():
+        if not isinstance(figure, torch.Tensor):
+            values[name] = figure
+        elif is_on_host(figure):
+            values[name] = figure.item()
+        else:
+            tensors[name] = figure
     for device in {v.device for v in tensors.values()}:
         names = [k for k, v in tensors.items() if v.device == device]
         together = torch.stack([tensors[k].to(torch.float64) for k in names])

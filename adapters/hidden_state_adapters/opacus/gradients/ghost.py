@@ -84,6 +84,11 @@ class LayerGradients:
         self.are_moderate = False
 
     @property
+    def input_norms(self) -> torch.Tensor:
+        """The norms of the rows that went in, in all uses; for inputs of two dimensions."""
+        return torch.cat([_row_norms(use.activations[0]) for use in self.uses])
+
+    @property
     def rows(self) -> int:
         """The number of records."""
         rows = {len(use.backprops) for use in self.uses}
@@ -191,6 +196,11 @@ class LinearGradients(LayerGradients):
         (use,) = uses
         self._inputs, self._backprops = use.activations[0].to(use.backprops.dtype), use.backprops
         self._lengths = _row_norms(self._inputs)
+
+    @property
+    def input_norms(self) -> torch.Tensor:
+        """The norms of the rows that went in."""
+        return self._lengths
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""

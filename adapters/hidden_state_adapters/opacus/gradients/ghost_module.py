@@ -90,15 +90,22 @@ class GhostGradSampleModule(GradSampleModule):
     """
 
     def add_hooks(self, **arguments: Any) -> None:
-        """Adds Opacus' hooks; linear layers leave the sum of the gradients to the step."""
+        """Adds Opacus' hooks; linear layers keep what is needed themselves, see `LinearPass`."""
         super().add_hooks(**arguments)
+        self._is_mean = arguments.get("loss_reduction", "mean") == "mean"
+        self._records_dim = 0 if arguments.get("batch_first", True) else 1
         self._linear = [
             layer
             for layer in self.iterate_submodules(self._module)
             if type(layer) is nn.Linear and "forward" not in vars(layer)
         ]
         for layer in self._linear:
-            layer.forward = LinearPass(layer, self._keeps_gradients)  # type: ignore[method-assign]
+            own = LinearPass(layer, self._keeps_gradients, self._keep_linear)
+            layer.forward = own  # type: ignore[method-assign]
+        replaced = [hooks for x in self._linear for hooks in (x._forward_hooks, x._backward_hooks)]
+        for handle in self.autograd_grad_sample_hooks:
+            if any(handle.hooks_dict_ref() is hooks for hooks in replaced):
+                handle.remove()
 
     def remove_hooks(self) -> None:
         """Leaves the layers as they were."""
@@ -127,13 +134,45 @@ class GhostGradSampleModule(GradSampleModule):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
         )
-        use = LayerUse(module, activations, backprops, sampler_of(self, module))
-        gradients = gradients_of(use)
+        self._keep(module, activations, backprops)
+        if not module.activations and hasattr(module, "max_batch_len"):
+            del module.max_batch_len
+
+    def _keep_linear(self, layer: nn.Linear, inputs: torch.Tensor, backprops: torch.Tensor) -> None:
+        """As `capture_backprops_hook`, of what a `LinearPass` saw."""
+        dim = self._records_dim
+        if self._is_mean:
+            backprops = backprops * inputs.shape[dim]
+        if dim:
+            inputs, backprops = inputs.movedim(dim, 0), backprops.movedim(dim, 0)
+        self._keep(layer, [inputs], backprops)
+
+    def _keep(
+        self, module: nn.Module, activations: list[torch.Tensor], backprops: torch.Tensor
+    ) -> None:
+        gradients = gradients_of(LayerUse(module, activations, backprops, sampler_of(self, module)))
         for _, p in trainable_parameters(module):
             p._current_grad_sample = [*getattr(p, "_current_grad_sample", ()), gradients]
             p._forward_counter -= 1
             if p._forward_counter == 0:
                 p._current_grad_sample = GhostSample(p._current_grad_sample)
                 promote_current_grad_sample(p)
-        if not module.activations and hasattr(module, "max_batch_len"):
-            del module.max_batch_len
+
+
+def pass_that_keeps(layer: nn.Module) -> LinearPass | None:
+    """What keeps the input of a training pass through `layer` for ghost clipping, if it does."""
+    own = vars(layer).get("forward")
+    return own if isinstance(own, LinearPass) and own.is_private() else None
+
+
+def captured_input_norms(layer: nn.Module) -> torch.Tensor | None:
+    """The norms of the rows that went into a linear layer, shape (uses * rows,).
+
+    None unless ghost clipping kept them since the last step.
+    """
+    for param in layer.parameters(recurse=False):
+        sample = getattr(param, "grad_sample", None)
+        sample = sample[0] if isinstance(sample, list) and len(sample) == 1 else sample
+        if isinstance(sample, GhostSample) and not sample.is_released:
+            return sample.gradients.input_norms
+    return None

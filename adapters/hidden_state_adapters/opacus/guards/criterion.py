@@ -45,8 +45,6 @@ class LossGradient:
     def follow_output(self, output: torch.Tensor) -> None:
         """`output` is what the head returned in a training pass."""
         self.output = output, output._version
-        if output.requires_grad:
-            output.register_hook(self._note_total)
 
     def follow_input(self, passed: torch.Tensor) -> torch.Tensor:
         """What the criterion is to be called with instead of `passed`, the head's output."""
@@ -57,6 +55,14 @@ class LossGradient:
     def follow_value(self, value: torch.Tensor) -> None:
         """`value` is what the criterion returned."""
         value.register_hook(self._note_value)
+
+    def follow_gradient(self, gradient: torch.Tensor) -> None:
+        """`gradient` is what the backward pass sent to the output."""
+        self._seen["total"] += 1
+        self._total = gradient
+
+    def __reduce__(self) -> Any:
+        return LossGradient, ()  # a copy of the model follows nothing
 
     @property
     def is_complete(self) -> bool:
@@ -104,10 +110,6 @@ class LossGradient:
         # The reference keeps autograd from adding other gradients in place.
         self._own, self._version = gradient, gradient._version
 
-    def _note_total(self, gradient: torch.Tensor) -> None:
-        self._seen["total"] += 1
-        self._total = gradient
-
 
 class CriterionGuard(Guard):
     """Checks that the loop computes its loss with the criterion whose constants are accounted.
@@ -144,6 +146,7 @@ class CriterionGuard(Guard):
         ]
         self.gradient = LossGradient()
         head.follow_output = self.gradient.follow_output
+        head.follow_gradient = self.gradient.follow_gradient
         self._was_called = self._was_computed = False  # in some step of the run
         self._reset()
 

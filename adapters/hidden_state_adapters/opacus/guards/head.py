@@ -11,6 +11,10 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
+from hidden_state_adapters.opacus.gradients.ghost_module import (
+    captured_input_norms,
+    pass_that_keeps,
+)
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, row_norms
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
@@ -24,21 +28,21 @@ class HeadWatch:
             a training pass, and its output is followed to the loss.
 
     Attributes:
-        largest_feature_norm: Since the last reset; None for no records.
         features: Since the last reset.
         follow_output: Told the output in a training pass, if it is followed.
+        follow_gradient: Told the gradient that the backward pass sends there, likewise.
     """
 
     def __init__(self, head: nn.Linear, is_followed: bool):
-        self.largest_feature_norm: torch.Tensor | None = None
+        self._largest: torch.Tensor | None = None
+        self._is_deferred = False
+        self._head = head
         self.features: list[torch.Tensor] = []
         self.follow_output: Callable[[torch.Tensor], None] | None = None
+        self.follow_gradient: Callable[[torch.Tensor], None] | None = None
         self._is_followed, self._is_open, self._is_idle = is_followed, False, False
         self._calls = 0
-        self._handles = [
-            head.register_forward_pre_hook(self._measure, with_kwargs=True),
-            head.register_forward_hook(self._keep),
-        ]
+        self._handle = head.register_forward_hook(self._note, with_kwargs=True)
 
     def start_pass(self) -> None:
         """A training pass through the module begins."""
@@ -59,17 +63,24 @@ class HeadWatch:
                 "LossGeometry."
             )
 
-    def _keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def _note(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+    ) -> None:
+        # After the pass: these are the features that pre-hooks, if there are any, left.
+        if not self._is_idle and torch.is_grad_enabled() and module.training:
+            self._measure(module, args[0] if args else kwargs["input"])
+        self._keep(output)
+
+    def _keep(self, output: torch.Tensor) -> None:
         if not self._is_open:
             return
         self._calls += 1
         if self.follow_output is not None:
             self.follow_output(output)
+            if not self._is_deferred and self.follow_gradient and output.requires_grad:
+                output.register_hook(self.follow_gradient)
 
-    def _measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_idle or not (torch.is_grad_enabled() and module.training):
-            return
-        features = args[0] if args else kwargs["input"]
+    def _measure(self, module: nn.Module, features: torch.Tensor) -> None:
         if features.dim() != 2:
             raise UnsupportedRunError(
                 f"Expected features of shape (records, {module.in_features}) at the linear layer, "
@@ -77,19 +88,36 @@ class HeadWatch:
                 "prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
         self.features.append(features.detach())
+        own = pass_that_keeps(module)
+        if own is not None:
+            self._is_deferred = True
+            own.listener = self.follow_gradient
+            return
         largest = row_norms(features.detach()).max() if len(features) else None
-        if largest is not None and self.largest_feature_norm is not None:
-            largest = torch.maximum(largest, self.largest_feature_norm)
-        self.largest_feature_norm = largest
+        if largest is not None and self._largest is not None:
+            largest = torch.maximum(largest, self._largest)
+        self._largest = largest
+
+    @property
+    def largest_feature_norm(self) -> torch.Tensor | None:
+        """Of the records since the last reset; None for no records.
+
+        Ghost clipping computes the norms of what goes into the head, and would refuse a batch that
+        was written since: they are not computed a second time.
+        """
+        norms = captured_input_norms(self._head) if self._is_deferred else None
+        largest = None if norms is None or not len(norms) else norms.max()
+        if largest is None or self._largest is None:
+            return self._largest if largest is None else largest
+        return torch.maximum(largest, self._largest.to(largest))
 
     def reset(self) -> None:
         """Starts measuring the next batch."""
-        self.largest_feature_norm, self.features = None, []
+        self._largest, self._is_deferred, self.features = None, False, []
 
     def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        """Removes the hook."""
+        self._handle.remove()
 
     def __reduce__(self) -> Any:
         return _idle_watch, ()  # a copy of the module trains nothing here

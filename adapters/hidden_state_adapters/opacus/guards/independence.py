@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
+from hidden_state_adapters.opacus.gradients.linear_pass import LinearPass
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.exchange import Call, Half, halves
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
@@ -261,7 +262,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def _without_our_hooks(module: nn.Module) -> Iterator[None]:
     """Hooks of Opacus and of the guards rest, so that nothing is recorded; those of users act."""
     resting = [(part, name, getattr(part, name)) for part in module.modules() for name in _HOOKS]
+    own = ((part, vars(part).get("forward")) for part in module.modules())
+    passes = [(part, one) for part, one in own if isinstance(one, LinearPass)]
     try:
+        for part, _ in passes:
+            del part.forward
         for part, name, hooks in resting:
             users = {k: hook for k, hook in hooks.items() if not _is_ours(hook)}
             setattr(part, name, collections.OrderedDict(users))
@@ -269,6 +274,8 @@ def _without_our_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for part, name, hooks in resting:
             setattr(part, name, hooks)
+        for part, one in passes:
+            part.forward = one  # type: ignore[method-assign]
 
 
 def _is_ours(hook: Any) -> bool:
