@@ -596,6 +596,19 @@ class ModelTrial(Trial):
         self.build()
         self.model.set_weights(weights)
 
+    def save(self):
+        state = self.model.state(stays_private=True)
+        return json.loads(json.dumps(state)), self.model.get_weights()
+
+    def stay_here(self):
+        return copy.copy(self)
+
+    def go_on_from(self, saved):
+        state, weights = saved
+        self.build()
+        self.model.set_weights(weights)
+        self.model.resume(state)
+
     def get_epsilon(self):
         return self.model.get_epsilon(1e-5)
 

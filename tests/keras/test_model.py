@@ -11,6 +11,7 @@ from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
+    DiceUpdate,
     HiddenStateModel,
     HiddenStateSequential,
     make_private,
@@ -282,6 +283,7 @@ def test_a_model_that_is_compiled_again_goes_on_with_its_weights():
     model = make(**AUTO)
     fit(model)
     first = model.privacy_event
+    assert f"{model.get_epsilon(1e-5):.4f}" in str(model.compare())
     model.compile(tf.keras.optimizers.SGD(0.5), crossentropy())
     with pytest.raises(ValueError, match="Call fit"):
         model.get_epsilon(1e-5)
@@ -363,3 +365,75 @@ def test_a_dataset_is_read_once(batched, dealt):
     rows = {tuple(row): target for row, target in zip(X, Y, strict=True)}
     assert all(rows[tuple(x)] == y for x, y in zip(held.x.numpy(), held.y.numpy(), strict=True))
     assert sorted(dealt) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_order": "poisson", **AUTO},
+        {"batch_order": "cyclic", **AUTO},
+        {"batch_order": "poisson", "optimizer": "adam", "max_batch_size": 24},
+        {"batch_order": "cyclic", "optimizer": "dice", **AUTO},
+    ],
+    ids=["poisson", "cyclic", "adam", "dice"],
+)
+def test_noise_is_found(settings, without_graphs):
+    """Learning rates are read off the schedule, the number of steps off fit."""
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.9)
+    optimizer = {"optimizer": tf.keras.optimizers.SGD(schedule, weight_decay=0.2), **settings}
+    if settings.get("optimizer") == "dice":
+        optimizer["optimizer"] = DiceUpdate("adam", error_l2_norm_clip=0.1)
+    model = make(noise_multiplier=None, target_delta=1e-5, **optimizer)
+    assert model.noise_multiplier is None
+    fit(model, epochs=2, target_epsilon=3.0)
+    assert 3.0 * (1 - 1e-3) <= model.get_epsilon(1e-5) <= 3.0
+    if hasattr(model.privacy_event, "noise_multiplier"):
+        assert model.privacy_event.noise_multiplier == model.noise_multiplier
+    assert model.get_config()["hidden_state"]["noise_multiplier"] == model.noise_multiplier
+    fit(model)  # goes on with it
+    assert model.get_epsilon(1e-5) > 3.0
+    with pytest.raises(hsa.UnsupportedRunError, match="in the first call of fit"):
+        fit(model, target_epsilon=9.0)
+
+
+def test_noise_is_found_for_releases_and_runs_before(tmp_path, without_graphs):
+    """Files of every epoch count, and so does what the weights show already."""
+    checkpoint = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.weights.h5"))
+    checkpoint.save_weights_only = True
+    model = make(noise_multiplier=None, batch_order="cyclic", **AUTO)
+    found = []
+    for epsilon, callbacks in ((5.0, []), (9.0, [checkpoint])):
+        model.compile(tf.keras.optimizers.SGD(0.5, weight_decay=0.2), crossentropy())
+        fit(model, epochs=2, target_epsilon=epsilon, target_delta=1e-5, callbacks=callbacks)
+        assert epsilon * (1 - 1e-3) <= model.get_epsilon(1e-5) <= epsilon
+        found.append(model.noise_multiplier)
+    assert model.privacy_event.release_steps == (4,)  # and the last one
+    model.compile(tf.keras.optimizers.SGD(0.5), crossentropy())
+    with pytest.raises(ValueError, match="what the runs before spent"):
+        fit(model, target_epsilon=8.0, target_delta=1e-5)
+    assert not math.isclose(*found)
+
+
+def statuses(model, text):
+    return [a.status.value for a in model.assumptions if text in a.text]
+
+
+def test_what_was_fixed_in_advance(without_graphs):
+    """The only call of fit says the number of steps, and Keras' schedule the learning rates."""
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.9)
+    model = make(optimizer=tf.keras.optimizers.SGD(schedule), **AUTO)
+    fit(model, epochs=2)
+    assert statuses(model, "only call of fit was asked for") == ["checked"]
+    assert statuses(model, "the compiled ExponentialDecay") == ["checked"]
+    assert statuses(model, "constant noise, clip norm, decay") == ["checked"]
+    fit(model)
+    assert statuses(model, "number of steps fixed in advance") == ["declared"]
+    model = make(num_steps=8, **AUTO)
+    fit(model)
+    assert statuses(model, "training ends after step 4 of the 8") == ["declared"]
+    fit(model)
+    assert statuses(model, "all of the 8 steps declared in advance") == ["checked"]
+    before = model.get_epsilon(1e-5)
+    with pytest.raises(hsa.UnsupportedRunError, match="8 so far and 4 more"):
+        fit(model)
+    assert model.get_epsilon(1e-5) == before

@@ -15,6 +15,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateSequential,
 )
 
+pytestmark = pytest.mark.usefixtures("without_graphs")
 layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
 RECORDS, FEATURES, BATCH = 12, 3, 4
 X = np.eye(RECORDS, FEATURES, dtype="float32") + 0.1
@@ -35,6 +36,7 @@ def fit(model, **kwargs):
     return model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
 
 
+TARGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
 SETTINGS = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic"}
 GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)}
 
@@ -85,13 +87,24 @@ def test_compile(arguments, text):
         ({"x": tf.data.Dataset.from_tensor_slices(X), "y": None}, "without targets"),
         ({"y": None}, "y as an array"),
         ({"callbacks": [callbacks.EarlyStopping()]}, "EarlyStopping"),
+        ({"noise": None}, "Expected noise_multiplier, or fit"),
+        ({"target_epsilon": 1.0}, "target_epsilon = None"),
+        ({"target_delta": 1e-5}, "target_epsilon with target_delta"),
+        ({"noise": None, "target_epsilon": 1.0}, "target_delta with target_epsilon"),
+        ({"noise": None, **TARGET, "callbacks": [callbacks.LearningRateScheduler(abs)]},
+         "no LearningRateScheduler"),
+        ({"noise": None, **TARGET, "rate": lambda: 0.5}, "or a schedule of Keras"),
         ({"callbacks": [callbacks.CSVLogger("log.csv")]}, "CSVLogger"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_fit(arguments, text):
-    model = make()
-    with pytest.raises(hsa.UnsupportedRunError, match=text):
+    arguments = dict(arguments)
+    settings = {"noise_multiplier": arguments.pop("noise", 2.0)}
+    if "rate" in arguments:
+        settings |= {"optimizer": optimizers.legacy.SGD(arguments.pop("rate")), **GEOMETRY}
+    model = make(**settings)
+    with pytest.raises((hsa.UnsupportedRunError, ValueError, TypeError), match=text):
         fit(model, **arguments)
     with pytest.raises(ValueError, match="Call fit"):
         model.get_epsilon(1e-5)
@@ -167,7 +180,6 @@ def test_steps_of_something_else():
     for ask in (
         lambda: model.train_on_batch(X, Y),
         lambda: model.train_step((X, Y)),
-        lambda: model.state(),
     ):
         with pytest.raises(hsa.UnsupportedRunError):
             ask()

@@ -27,7 +27,7 @@ class RunState:
 
     Attributes:
         run_id: Names the run, wherever it goes on.
-        optimizer: Name of the class of its optimizer.
+        optimizer: The `Mechanism.kind` of what makes its steps.
         relation: Name of the relation.
         units: The batches.
         declared: By the user, about the examples.
@@ -74,7 +74,7 @@ class RunState:
             UnsupportedRunError: The text says what is another one.
         """
         pairs = {
-            "optimizer": (self.optimizer, type(optimizer).__name__),
+            "optimizer": (self.optimizer, optimizer.kind),
             "batches (batch_size, examples, microbatch, accumulated)": (
                 attrs.astuple(self.units),
                 attrs.astuple(units),

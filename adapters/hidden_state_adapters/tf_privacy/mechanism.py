@@ -27,7 +27,7 @@ class Mechanism:
     Attributes:
         training: What its steps train.
         update_rule: That the noisy mean goes through.
-        hidden_state: What its run cannot go on without, and is data of the examples.
+        hidden_state: What its run cannot go on without, and nobody may know.
         iterations: Keras' count of the updates, a variable.
     """
 
@@ -39,6 +39,11 @@ class Mechanism:
     _declarable = ""  # what a user may declare of its runs: a name of `Declared`
 
     # Its settings
+
+    @property
+    def kind(self) -> str:
+        """What has to be the same where its run goes on."""
+        return type(self).__name__
 
     @property
     def l2_norm_clip(self) -> float:
@@ -130,6 +135,10 @@ class Mechanism:
             return []
         text = f"per-example loss: {declared.geometry!r}, {declared.source}"
         return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE]
+
+    def in_advance(self, run: Run) -> list[Assumption]:
+        """What is known to have been fixed before the first step, likewise."""
+        return []
 
     def told(self, statement: Statement) -> str:
         """The statement of a recorded run, in the shape of TensorFlow Privacy's."""

@@ -9,12 +9,14 @@ from typing import Any
 import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Comparison, UnsupportedRunError, compare, validate
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import read_plain
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned_run import OwnedRun, Recording
+from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
@@ -35,6 +37,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _is_fitting = _uses_xla = False
     _calls = 0  # of fit
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
+    _continued: Continued | None = None  # what the next fit goes on with
 
     def __init__(self, *args: Any, **kwargs: Any):
         settings = Settings(**{name: kwargs.pop(name) for name in _NAMES if name in kwargs})
@@ -123,6 +126,9 @@ class PrivateTraining(tf.keras.Model, Figures):
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
+        *,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Trains on batches that the model deals itself, by its `batch_order`; else as Keras' fit.
@@ -150,7 +156,12 @@ class PrivateTraining(tf.keras.Model, Figures):
             validation_steps: As in Keras.
             validation_batch_size: Likewise.
             validation_freq: Likewise.
-            **kwargs: Likewise.
+            target_epsilon: Finds the smallest noise that meets it after the epochs of this call,
+                the first one of a run, with releases of ModelCheckpoint and runs before it; the
+                model was made without noise_multiplier, and `noise_multiplier` says what was found.
+                Learning rates are those of the optimizer: a number, or a schedule of Keras.
+            target_delta: In (0, 1); None for the model's.
+            **kwargs: As in Keras.
 
         Returns:
             Keras' History. Its losses and metrics of the training data have no guarantee.
@@ -163,11 +174,15 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._assert_compile_was_called()
         self._check_own_step()
         _check_fit(validation_split, shuffle, class_weight, sample_weight, self._settings)
+        target = self._target(target_epsilon, target_delta)
         run = self._run_on(x, y, batch_size, steps_per_epoch)
         others = _as_list(callbacks)
         recording = Recording(run, self._settings, others)
+        if target is not None:
+            refuse_moved_rates(others)
+        run.prepare(epochs - initial_epoch, recording.releases, target)
         steps = run.steps.last_step.steps
-        self._run, self._record = run, run.record
+        self._run, self._record, self._continued = run, run.record, None
         self._foreign |= recording.foreign
         self._calls += 1
         self._is_fitting = True
@@ -192,6 +207,44 @@ class PrivateTraining(tf.keras.Model, Figures):
             self._is_fitting = False
             self.reset_metrics()
 
+    def _target(self, epsilon: float | None, delta: float | None) -> Target | None:
+        """What the noise is to be found for; None if it is known."""
+        is_given = self._settings.noise_multiplier is not None
+        is_found = self.noise_multiplier is not None and not is_given
+        if epsilon is None:
+            if delta is not None:
+                raise TypeError("Expected target_epsilon with target_delta, got None.")
+            if not is_given and not is_found:
+                raise ValueError(
+                    "Expected noise_multiplier, or fit(target_epsilon=...), got neither. Give the "
+                    "model one, or the target to the first call of fit."
+                )
+            return None
+        if is_given:
+            raise TypeError(
+                f"Expected target_epsilon = None, got {epsilon!r} with noise_multiplier = "
+                f"{self._settings.noise_multiplier:g}. Make the model without noise_multiplier, "
+                "and fit finds it."
+            )
+        if is_found or self._continued is not None:
+            raise refusal(
+                "Expected target_epsilon in the first call of fit of a run, got it in a later one: "
+                "steps with another noise were taken. Leave it out, or compile again."
+            )
+        delta = self._target_delta if delta is None else delta
+        if delta is None:
+            raise ValueError("Expected target_delta with target_epsilon, got None.")
+        return Target(
+            validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
+        )
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """The one that was given, or that fit found; None before."""
+        if self._run is None or not self._run.record.has_begun:
+            return self._settings.noise_multiplier
+        return self._run.steps.noise_multiplier
+
     def _run_on(self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any) -> OwnedRun:
         if self._run is not None and self._run.record.has_begun:
             self._run.go_on(self, x, y, batch_size, steps_per_epoch)
@@ -206,6 +259,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             y=y,
             batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
+            continued=self._continued,
         )
 
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -262,26 +316,104 @@ class PrivateTraining(tf.keras.Model, Figures):
             names = ", ".join(sorted(self._foreign))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
 
-    def state(self, **kwargs: Any) -> dict[str, Any]:
-        """Not supported yet.
+    def compare(self, delta: float = 1e-5) -> Comparison:
+        """What every bound, and dp-accounting's own accountants, say about what happened.
+
+        Args:
+            delta: In [0, 1].
+
+        Returns:
+            A table with the rows of each run; `print` it.
 
         Raises:
-            UnsupportedRunError: Always: `HiddenStateCallback` has states.
+            ValueError, UnsupportedRunError: As `get_epsilon`.
         """
-        raise refusal(
-            "Expected a run that ends where it began, got state(): a model's run does not go on in "
-            "another process yet. Save the model: whoever trains it further composes both runs. Or "
-            "use HiddenStateCallback, whose runs go on."
+        self.get_epsilon(delta)  # checks the iterate
+        return compare(list(self.privacy_events), delta, self._settings.neighboring_relation)
+
+    # How it goes on elsewhere
+
+    def state(
+        self, *, stays_private: bool = False, include_private_state: bool = False
+    ) -> dict[str, Any]:
+        """What the run needs to go on in another process, as plain types for JSON.
+
+        Save the model at the same moment. There, load it, and call `resume` before `fit`.
+
+        It holds nothing that was measured on the examples, unless `include_private_state`.
+
+        Args:
+            stays_private: False counts the current weights as released. True says that nobody else
+                ever sees this state and the weights saved with it, which is then an assumption.
+            include_private_state: Also the secret order of a "shuffled_once" run, which cannot go
+                on without it. Needs stays_private=True. Other orders are drawn anew.
+
+        Raises:
+            ValueError: No step was taken; or the private state would be released.
+            UnsupportedRunError: The model is not the iterate that was accounted, the run cannot go
+                on without the private state, or it is within an epoch that fit could not go on in.
+        """
+        if self._run is not None:
+            self._run.check_can_go_on()
+        return super().state(
+            stays_private=stays_private, include_private_state=include_private_state
         )
 
+    def resume(self, state: Mapping[str, Any], *, discard_later_steps: bool = False) -> None:
+        """Lets the next `fit` go on with the run of another process (or of this one), as one run.
+
+            model = tf.keras.models.load_model(path)  # saved together with the state
+            model.resume(json.loads(text))
+            model.fit(x, y, batch_size=batch_size, epochs=the_rest)
+
+        Formal guarantees: those of one run with all its steps; its noise, and the batches that are
+        drawn, are new. Checked by fit: batches, geometry, update rule and relation are those of
+        before, the weights those that the last step left, and in this process nobody else goes on
+        with the run. Your word, and listed: that the examples are those of before, in their order,
+        and that no other process goes on with it.
+
+        Args:
+            state: What `state()` returned.
+            discard_later_steps: Declares that nothing that was computed after the state, in this
+                process, was ever seen by anybody, nor made you go back.
+
+        Raises:
+            TypeError, ValueError: The state is damaged. From fit, UnsupportedRunError: it is of
+                another run, or not its newest one.
+            UnsupportedRunError: The model has a run already.
+        """
+        read = RunState.of_plain(state)
+        if self._run is not None and self._run.record.has_begun:
+            raise refusal(
+                "Expected a model without steps of its own, got one with a run. Load the model "
+                "that was saved together with the state, or compile again."
+            )
+        if read.named_relation is not self._settings.neighboring_relation:
+            raise refusal(
+                f"The state is of another run: expected neighboring_relation = {read.relation}, "
+                f"got {self._settings.neighboring_relation.name}. Use the settings of before."
+            )
+        self._continued = Continued(read, discard_later_steps)
+
     # Files
+
+    def get_compile_config(self) -> Any:
+        """As in Keras."""
+        config = super().get_compile_config()
+        return config and {**config, "jit_compile": self._uses_xla}
+
+    def compile_from_config(self, config: Mapping[str, Any]) -> None:
+        """As in Keras, which would leave out a model whose `compile` is not its own."""
+        self.compile(**tf.keras.saving.deserialize_keras_object(dict(config)))
+        if self.built and hasattr(self.optimizer, "build"):
+            self.optimizer.build(self.trainable_variables)
 
     def get_config(self) -> dict[str, Any]:
         """As in Keras, with the private settings and the runs behind the weights."""
         runs = self._loaded_runs if self._run is None else self._run.steps.training.note()
         return {
             **super().get_config(),
-            _CONFIG: self._settings.to_plain(),
+            _CONFIG: {**self._settings.to_plain(), "noise_multiplier": self.noise_multiplier},
             **({_RUNS: dict(runs)} if runs else {}),
         }
 
@@ -340,7 +472,11 @@ class HiddenStateModel(PrivateTraining):
         *args: Of tf.keras.Model: inputs and outputs, or none in a subclass that overrides `call`.
         l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
             together.
-        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
+        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C;
+            None if `fit` is to find it, for a target_epsilon.
+        num_steps: Of the whole run, declared before the first one: fit takes no more, and that
+            their number was fixed in advance is checked. Without it that is checked for a run of
+            one call of fit, whose epochs say it.
         batch_order: A `BatchOrder` or its value: "poisson" (the default), "cyclic", "reshuffled",
             "shuffled_once", "without_replacement" or "full".
         max_batch_size: Of Poisson batches: beyond it examples are left out, uniformly, which is

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import tensorflow as tf
 
 from hidden_state_accountants import BatchOrder, validate
 from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.model import build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
 from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, plan_of
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
@@ -20,10 +23,37 @@ from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import Problem
 from hidden_state_adapters.tf_privacy.units import Units
 
 _EPSILON = "epsilon_if_released_now"
 _BATCH_SIZE = 32  # of Keras, where nothing is said
+
+
+@attrs.frozen
+class Target:
+    """What the noise of a run is found for.
+
+    Attributes:
+        epsilon: Met from below.
+        delta: In (0, 1).
+    """
+
+    epsilon: float
+    delta: float
+
+
+@attrs.frozen
+class Continued:
+    """A run that goes on.
+
+    Attributes:
+        state: Where it stood.
+        discard_later_steps: Says that nothing of the steps after the state was ever seen.
+    """
+
+    state: RunState
+    discard_later_steps: bool
 
 
 class OwnedRun:
@@ -38,6 +68,7 @@ class OwnedRun:
         y: Targets.
         batch_size: As for fit.
         steps_per_epoch: Likewise.
+        continued: The run that goes on; None for a new one.
 
     Raises:
         UnsupportedRunError: No such run can be accounted.
@@ -55,10 +86,11 @@ class OwnedRun:
         y: Any,
         batch_size: int | None,
         steps_per_epoch: int | None,
+        continued: Continued | None = None,
     ):
         with model.distribute_strategy.scope():
             refuse_surroundings()
-        self._losses = RowLosses(model.loss)
+        self._model, self._settings, self._losses = model, settings, RowLosses(model.loss)
         self._examples = HeldExamples(x, y)
         if batch_size is None:
             batch_size = self._examples.batch_size
@@ -79,6 +111,9 @@ class OwnedRun:
                 f"Expected {self.plan.num_batches} steps in an epoch, got steps_per_epoch = "
                 f"{number}: every batch is used once per epoch. Leave it out."
             )
+        if continued is not None:
+            self._check_end_of_epoch(continued.state.num_batches)
+            self._restore_order(continued.state)
         build(model, self._examples.x)
         variables = model.trainable_variables
         declared = rule.declared(settings)
@@ -98,6 +133,8 @@ class OwnedRun:
             dealt=Dealt(
                 self.plan.description, self._period, self.plan.num_rows, self._examples_of_steps()
             ),
+            state=None if continued is None else continued.state,
+            discard_later_steps=continued is not None and continued.discard_later_steps,
         )
         self._examples.warn_of_equal()
         first = next(self._batches())
@@ -109,8 +146,36 @@ class OwnedRun:
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
         self._uses_xla = uses_xla
 
+    def check_can_go_on(self) -> None:
+        """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
+        self._check_end_of_epoch(self.record.num_batches)
+
+    def _check_end_of_epoch(self, steps: int) -> None:
+        batch = steps % self._period
+        if batch and not self.plan.draws_every_step:
+            raise refusal(
+                f"Expected a state of the end of an epoch, got one before batch {batch} of "
+                f"{self._period}: fit begins with batch 0. Take the state after fit, or in "
+                "on_epoch_end of a callback."
+            )
+
     def _batches(self) -> Any:
         return self._examples.batches(min(self.plan.batch_size, self._examples.number))
+
+    def _restore_order(self, state: RunState) -> None:
+        """That of a run that has one, before anything is asked about its batches.
+
+        Raises:
+            ValueError: The state is damaged.
+        """
+        if not self.plan.why_not_resumable(self.plan.num_batches) or state.private is None:
+            return  # a state that lacks it is refused by the record
+        try:
+            self.plan.load_private_state(state.private["order"])
+        except KeyError as error:
+            raise ValueError(
+                f"The state is damaged, or of another batch_order: it lacks {error}."
+            ) from error
 
     def _examples_of_steps(self) -> Any:
         """As `Dealt` wants them."""
@@ -153,6 +218,35 @@ class OwnedRun:
         self._examples.check_same(x, y)
         self.record.go_on(model, self.steps, self._trained(model))
 
+    def prepare(self, epochs: int, releases: tuple[bool, bool], target: Target | None) -> None:
+        """Gets ready for the steps of a call of fit.
+
+        Args:
+            epochs: That it trains.
+            releases: Whether a file is seen after every epoch, and after every step.
+            target: What the noise is to be found for; None if it is known.
+
+        Raises:
+            UnsupportedRunError: There are more steps than were declared.
+            ValueError: No noise meets the target.
+        """
+        before = self.record.num_batches
+        total = before + max(0, epochs) * self._period
+        declared = self._settings.num_steps
+        if declared is not None and total > declared:
+            raise refusal(
+                f"Expected at most num_steps = {declared} steps, as declared to the model, got "
+                f"{before} so far and {total - before} more. Train fewer epochs; or compile again "
+                "for another run, which is composed with this one."
+            )
+        if target is not None:
+            ahead = StepsAhead(total, self._period, *releases)
+            event = self.steps.event_ahead(self.record.units, self.record.declared, ahead)
+            spent, relation = self.record.earlier_events, self._settings.neighboring_relation
+            noise = noise_for(target.epsilon, target.delta, event, spent, relation)
+            self.steps.set_noise(noise)
+        self.steps.asked_for = None if before else total
+
     def epoch(self) -> tf.data.Dataset:
         """The batches of one epoch, drawn when it begins."""
         done = self.record
@@ -172,6 +266,8 @@ class OwnedRun:
         return losses[:rows], y[:rows], outputs[:rows]
 
     def _take(self, step: Any, rows: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        if not self.steps.trains(self._model.trainable_variables):
+            raise refusal(str(Problem.WEIGHTS))
         found = self.clipping.gradients(x, y)
         self.steps.take(found, step, rows)
         return found.losses, found.outputs
@@ -197,6 +293,9 @@ def _batches(batch_size: Any, steps_per_epoch: Any) -> tuple[int, int | None]:
 class Recording(tf.keras.callbacks.Callback):
     """Records the steps of a fit; the first one of its callbacks.
 
+    Attributes:
+        releases: Whether a file is seen after every epoch, and after every step.
+
     Args:
         run: Of the model.
         settings: Likewise.
@@ -209,7 +308,7 @@ class Recording(tf.keras.callbacks.Callback):
     def __init__(self, run: OwnedRun, settings: Settings, others: Sequence[Any]):
         super().__init__()
         self._record, self._target_delta = run.record, settings.target_delta
-        self._releases_epochs, self._releases_steps = check_callbacks(
+        self.releases = check_callbacks(
             [self, *others],
             self,
             checkpoints_stay_private=settings.checkpoints_stay_private,
@@ -220,14 +319,14 @@ class Recording(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Records the step."""
         self._record.add(self._record.next_batch)
-        if self._releases_steps:
+        if self.releases[1]:
             self._record.release()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the epsilon to the logs, and notes a checkpoint as released."""
         self.model.reset_metrics()  # Model.save would store them
         self._record.after_epoch()
-        if self._releases_epochs:
+        if self.releases[0]:
             self._record.release()
         if self._target_delta is not None and logs is not None:
             logs[_EPSILON] = self._record.guarantee().epsilon(self._target_delta)

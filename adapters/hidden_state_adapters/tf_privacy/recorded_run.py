@@ -254,9 +254,8 @@ class RecordedRun:
         optimizer, variables = self.optimizer, list(self.model.trainable_variables)
         if optimizer.hidden_state and not include_private_state:
             raise refusal(
-                f"Expected include_private_state=True, got False: a run of "
-                f"{type(optimizer).__name__} cannot go on without {optimizer.hidden_state}, which "
-                "is data of the examples without noise. Say include_private_state=True and "
+                f"Expected include_private_state=True, got False: a run of {optimizer.kind} cannot "
+                f"go on without {optimizer.hidden_state}. Say include_private_state=True and "
                 "stays_private=True, and keep the state where nobody else reads it."
             )
         if stays_private:
@@ -266,7 +265,7 @@ class RecordedRun:
         places = {id(variable): index for index, variable in enumerate(variables)}
         return RunState(
             run_id=self._live.run_id,
-            optimizer=type(optimizer).__name__,
+            optimizer=optimizer.kind,
             relation=self._relation.name,
             units=self.units,
             declared=self._declared,
@@ -577,7 +576,17 @@ class RecordedRun:
 
     def events(self) -> tuple[DpEvent, ...]:
         """Those of the runs that the initial weights come from, and this one; as `event`."""
-        return (*(run.event() for run in self._earlier), self.event())
+        return (*self.earlier_events, self.event())
+
+    @property
+    def declared(self) -> Declared:
+        """What the run is accounted with."""
+        return self._declared
+
+    @property
+    def earlier_events(self) -> tuple[DpEvent, ...]:
+        """Those of the runs that the initial weights come from."""
+        return tuple(run.event() for run in self._earlier)
 
     def guarantee(self) -> Guarantee:
         """Of what is released, with the current model as the last iterate; errors as `check`.
@@ -608,7 +617,8 @@ class RecordedRun:
         # What was read off this run's loss says nothing about the runs before it.
         assert self._run is not None
         proven = self._run.guarantee(self._relation).assumptions
-        proven = replace_assumptions(proven, *self.optimizer.derived(self._declared))
+        derived = self.optimizer.derived(self._declared)
+        proven = replace_assumptions(proven, *derived, *self.optimizer.in_advance(self._run))
         before = [guarantee.assumptions for guarantee in self._spent]
         return merge_assumptions([tuple(own), proven, *before])
 

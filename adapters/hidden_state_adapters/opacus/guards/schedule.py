@@ -15,18 +15,11 @@ from torch.optim import Optimizer
 from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 # Schedulers multiply step by step, some in float32.
 _ROUNDING = 1e-6
-_SCHEDULED = {  # fields of the events of all kinds
-    "learning_rate": "learning rate",
-    "step_size": "step size",
-    "noise_multiplier": "noise",
-    "noise_variance": "noise",
-    "clip_norm": "clip norm",
-    "weight_decay": "decay",
-}
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:
@@ -97,35 +90,9 @@ class DeclaredSchedule:
         return replace_assumptions(proven, *self._own_assumptions(run))
 
     def _own_assumptions(self, run: Run) -> Iterator[Assumption]:
-        def declared(text: str) -> Assumption:
-            return Assumption.declared(text, Topic.FIXED_IN_ADVANCE)
-
-        def checked(text: str) -> Assumption:
-            return Assumption.checked(text, Topic.FIXED_IN_ADVANCE)
-
-        event, steps, total = run.event(), run.num_steps, self.num_steps
-        if total is None:
-            yield declared("number of steps fixed in advance")
-        elif steps == total:
-            yield checked(f"all of the {total} steps declared in advance")
-        else:
-            yield declared(
-                f"training ends after step {steps} of the {total} that were declared, for a "
-                "reason that does not depend on the records"
-            )
-        # An event that has no such field is about constant values, which SettingsGuard compares.
-        values = {n: getattr(event, f) for f, n in _SCHEDULED.items() if hasattr(event, f)}
-        if self.learning_rates is not None:
-            del values["learning rate"]
-            yield checked("learning rate of every step as declared in advance")
-        constant = [n for n, v in values.items() if v is not None and not isinstance(v, Schedule)]
-        varying = [name for name, value in values.items() if isinstance(value, Schedule)]
-        if constant:
-            yield checked(f"constant {', '.join(constant)}")
-        if varying:
-            yield declared(f"schedule of {', '.join(varying)} fixed in advance")
-        if run.release_steps:
-            yield declared("released steps fixed in advance")
+        rates = "learning rate of every step as declared in advance"
+        known = "" if self.learning_rates is None else rates
+        return fixed_in_advance(run, steps_in_advance(run.num_steps, self.num_steps), known)
 
     def fields(self) -> dict[str, Any]:
         """Plain types that are equal for equal declarations, and short."""

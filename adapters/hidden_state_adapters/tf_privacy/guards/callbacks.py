@@ -68,6 +68,17 @@ def check_callbacks(
     return after_epochs, after_steps
 
 
+def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
+    """Raises UnsupportedRunError if a callback sets the rates that noise is to be found for."""
+    for callback in callbacks:
+        if isinstance(callback, _callbacks.LearningRateScheduler):
+            raise refusal(
+                "Expected no LearningRateScheduler with target_epsilon, got one: noise that is "
+                "found for the rate of the moment would miss the target when it moves. Give the "
+                "optimizer a schedule, tf.keras.optimizers.schedules."
+            )
+
+
 def is_of_keras(thing: Any) -> bool:
     """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
     is_lambda = isinstance(thing, _callbacks.LambdaCallback)

@@ -35,7 +35,8 @@ class Settings:
     """
 
     l2_norm_clip: float
-    noise_multiplier: float
+    noise_multiplier: float | None = None
+    num_steps: int | None = None
     batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
     max_batch_size: int | None = None
     drop_remainder: bool = False
@@ -54,9 +55,16 @@ class Settings:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        clip, noise = clip_and_noise(self.l2_norm_clip, self.noise_multiplier)
+        is_known = self.noise_multiplier is not None  # else fit finds it
+        clip, noise = clip_and_noise(self.l2_norm_clip, self.noise_multiplier if is_known else 1.0)
         put("l2_norm_clip", clip)
-        put("noise_multiplier", noise)
+        put("noise_multiplier", noise if is_known else None)
+        put(
+            "num_steps",
+            _optional(
+                self.num_steps, lambda steps: validate.integer("num_steps", steps, minimum=1)
+            ),
+        )
         put(
             "max_batch_size",
             _optional(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ from hidden_state_accountants import Assumption, LossGeometry, Regulariser, RunR
 from hidden_state_accountants.runs.base import SLACK, Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 from hidden_state_adapters.tf_privacy import proximal
+from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.noise import FreshNoise
+from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, rates_ahead
 from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.projection import check_within, project
@@ -202,6 +206,9 @@ class Update:
 class OwnedSteps(Mechanism):
     """Makes the steps of a model on the batches of a plan.
 
+    Attributes:
+        asked_for: The steps that the only call of fit so far was asked for; None if there are more.
+
     Args:
         settings: Of the model.
         update: Of the compiled optimizer.
@@ -232,6 +239,7 @@ class OwnedSteps(Mechanism):
         self._loss: LossGeometry | None = None
         self._longest = math.inf
         self.training = Training(self)
+        self.asked_for: int | None = None  # steps, by the only call of fit so far
         self.update_rule = update.name
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
@@ -255,6 +263,7 @@ class OwnedSteps(Mechanism):
         """
         refuse_surroundings()  # fit enters the strategy of the model
         settings = self._settings
+        assert settings.noise_multiplier is not None
         is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
         norms = tf.where(is_example, found.norms, tf.zeros_like(found.norms))
         infinite = tf.constant(math.inf, tf.float64)
@@ -271,7 +280,7 @@ class OwnedSteps(Mechanism):
             values=[
                 rate,
                 settings.l2_norm_clip,
-                settings.noise_multiplier,
+                self.noise_multiplier,
                 self._update.weight_decay,
                 largest,
             ],
@@ -325,6 +334,25 @@ class OwnedSteps(Mechanism):
     # As every mechanism's
 
     @property
+    def kind(self) -> str:
+        """The model's steps, with their update rule."""
+        return f"HiddenStateModel with {self._update.name}"
+
+    @property
+    def hidden_state(self) -> str:  # type: ignore[override]
+        """The order of the examples, where one is drawn for the whole run."""
+        return self._plan.why_not_resumable(self._plan.num_batches)
+
+    def private_state(self) -> dict[str, Any]:
+        """That order."""
+        return {"order": self._plan.private_state(self.last_step.steps)}
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """As every mechanism's; moments are what Keras restored."""
+        super().resume(state, variables)
+        self._log.resume(state.num_batches, state.units.batch_size, self._tracked)
+
+    @property
     def l2_norm_clip(self) -> float:
         """C."""
         return self._settings.l2_norm_clip
@@ -332,12 +360,18 @@ class OwnedSteps(Mechanism):
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise on the sum of gradients over C."""
-        return self._settings.noise_multiplier
+        noise = self._settings.noise_multiplier
+        return 1.0 if noise is None else noise  # which fit is to find before the first step
 
     @property
     def iterations(self) -> Any:  # type: ignore[override]
         """Keras' count of the updates."""
         return self._update.iterations
+
+    def trains(self, variables: Sequence[Any]) -> bool:
+        """Whether these are the variables of the run."""
+        own = self._variables
+        return len(own) == len(variables) and all(map(operator.is_, own, variables))
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
@@ -379,6 +413,43 @@ class OwnedSteps(Mechanism):
             max_batch_size=self._settings.max_batch_size,
         )
 
+    def set_noise(self, noise_multiplier: float) -> None:
+        """Of all steps; before the first one."""
+        assert not self.has_stepped
+        self._settings = attrs.evolve(self._settings, noise_multiplier=noise_multiplier)
+
+    def event_ahead(self, units: Units, declared: Declared, ahead: StepsAhead) -> Any:
+        """The event of a run that is still to be made, with a noise multiplier of 1.
+
+        Raises:
+            UnsupportedRunError: Its learning rates are not known.
+        """
+        self.set_noise(1.0)
+        rates = rates_ahead(self.given_rate, int(self.iterations), ahead.steps)
+        if rates is None:
+            if self.known_loss(Declared()) is not None:
+                raise refusal(
+                    "Expected a number or a schedule of Keras as learning rate with "
+                    "target_epsilon, got a function: epsilon depends on the rates of all steps. "
+                    "Use tf.keras.optimizers.schedules."
+                )
+            rates = [float(self._update.rate())] * ahead.steps
+        log = self.last_step
+
+        def step(number: int) -> Step:
+            entry = attrs.evolve(
+                log,
+                rows=min(units.batch_size, self._settings.max_batch_size or units.batch_size),
+                learning_rate=rates[number],
+                l2_norm_clip=self.l2_norm_clip,
+                noise_multiplier=1.0,
+                weight_decay=self._update.weight_decay,
+                largest_norm=0.0,
+            )
+            return attrs.evolve(self.step_of(entry), batch=number % units.batches)
+
+        return ahead.run(self.new_run(units, declared), step).event()
+
     def step_of(self, entry: StepEntry) -> Step:
         """As every mechanism's; a rule that is not plain SGD's is recorded as a step that moves."""
         self._update.check_options()
@@ -392,10 +463,10 @@ class OwnedSteps(Mechanism):
         """Whether the update contracts, assuming the hyper-parameters of the next step."""
         if self._loss is None:  # composition is what was asked for
             return ""
-        run = self.new_run(units, Declared())
+        run, noise = self.new_run(units, Declared()), self._settings.noise_multiplier
         run.add(
             Step(
-                noise_multiplier=self.noise_multiplier,
+                noise_multiplier=1.0 if noise is None else noise,
                 clip_norm=self.l2_norm_clip,
                 learning_rate=as_meant(float(self._update.rate())),
                 weight_decay=self._update.weight_decay,
@@ -421,6 +492,20 @@ class OwnedSteps(Mechanism):
                 f"all variables together within {self._settings.projection_radius:g} of 0"
             )
         return checked
+
+    def in_advance(self, run: Run) -> list[Assumption]:
+        """The number of steps that was asked for, and rates that Keras or nobody changes."""
+        steps, given = steps_in_advance(run.num_steps, self._settings.num_steps), self.given_rate
+        if self._settings.num_steps is None and self.asked_for == run.num_steps:
+            steps = Assumption.checked(
+                f"all of the {run.num_steps} steps that the only call of fit was asked for"
+            )
+        rates = ""
+        if not self._update.is_plain_sgd:
+            rates = f"rates of {self._update.name}, which change no figure"
+        elif callable(given) and not declared_rates(given, 0.0):
+            rates = f"learning rate of every step that of the compiled {type(given).__name__}"
+        return list(fixed_in_advance(run, steps, rates))
 
     def told(self, statement: Statement) -> str:
         """The statement; of another rule than plain SGD it says which."""

@@ -25,7 +25,7 @@ CHECKED = (
 class DiceAccount(Mechanism):
     """A base beside what makes the steps, whose error is kept in `_error`."""
 
-    hidden_state = "the error of DiceSGD"
+    hidden_state = "the error of DiceSGD, which is data of the examples without noise"
     _declarable = "gradient_bound"
     _error: HiddenError
 
@@ -34,8 +34,8 @@ class DiceAccount(Mechanism):
         return [CHECKED, "the error of the feedback is in no file that was not asked to hold it"]
 
     def private_state(self) -> dict[str, Any]:
-        """The error."""
-        return self._error.private_state()
+        """The error, beside what else the steps keep."""
+        return {**super().private_state(), **self._error.private_state()}
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """As every mechanism's, with the error of the private state."""

@@ -186,6 +186,11 @@ class DiceSteps(DiceAccount, OwnedSteps):
 
     # As every mechanism's
 
+    @property
+    def kind(self) -> str:
+        """The model's steps, with their update rule."""
+        return f"{super().kind}, within DiceUpdate"
+
     def known_loss(self, declared: Declared) -> LossGeometry | None:
         """Of the loss only the bound on its gradients counts."""
         return None

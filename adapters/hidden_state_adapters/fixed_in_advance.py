@@ -1,0 +1,68 @@
+"""What is known to have been fixed before the first step of a run, and what is the user's word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hidden_state_accountants import Assumption, Schedule
+from hidden_state_accountants.guarantee import Topic
+from hidden_state_accountants.runs.base import Run
+
+_SCHEDULED = {  # fields of the events of all kinds
+    "learning_rate": "learning rate",
+    "step_size": "step size",
+    "noise_multiplier": "noise",
+    "noise_variance": "noise",
+    "clip_norm": "clip norm",
+    "weight_decay": "decay",
+}
+
+
+def fixed_in_advance(run: Run, steps: Assumption, rates: str) -> Iterator[Assumption]:
+    """The assumptions about the number of steps and the hyper-parameters of a run.
+
+    Args:
+        run: Its steps so far.
+        steps: What is said of their number.
+        rates: What is known of the learning rates, which was compared; "" if nothing is.
+    """
+    event = run.event()
+    yield Assumption(steps.text, steps.status, Topic.FIXED_IN_ADVANCE)
+    # An event that has no such field is about constant values, which are compared elsewhere.
+    values = {n: getattr(event, f) for f, n in _SCHEDULED.items() if hasattr(event, f)}
+    if rates:
+        values.pop("learning rate", None)
+        yield _checked(rates)
+    constant = [n for n, v in values.items() if v is not None and not isinstance(v, Schedule)]
+    varying = [name for name, value in values.items() if isinstance(value, Schedule)]
+    if constant:
+        yield _checked(f"constant {', '.join(constant)}")
+    if varying:
+        yield _declared(f"schedule of {', '.join(varying)} fixed in advance")
+    if run.release_steps:
+        yield _declared("released steps fixed in advance")
+
+
+def steps_in_advance(taken: int, total: int | None) -> Assumption:
+    """What is said of the number of steps of a run.
+
+    Args:
+        taken: So far.
+        total: What was declared before the first step; None if nothing was.
+    """
+    if total is None:
+        return _declared("number of steps fixed in advance")
+    if taken == total:
+        return _checked(f"all of the {total} steps declared in advance")
+    return _declared(
+        f"training ends after step {taken} of the {total} that were declared, for a reason that "
+        "does not depend on the records"
+    )
+
+
+def _declared(text: str) -> Assumption:
+    return Assumption.declared(text, Topic.FIXED_IN_ADVANCE)
+
+
+def _checked(text: str) -> Assumption:
+    return Assumption.checked(text, Topic.FIXED_IN_ADVANCE)

@@ -1,0 +1,119 @@
+"""What is known of a run before its first step: number of steps, learning rates, releases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import tensorflow as tf
+from dp_accounting import DpEvent, NeighboringRelation
+
+from hidden_state_accountants import LastIterateAccountant, calibrate_noise
+from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.runs.base import Run, Step
+
+_TOLERANCE = 1e-4
+
+
+@attrs.frozen
+class StepsAhead:
+    """The steps that a call of fit is going to take.
+
+    Attributes:
+        steps: Their number, those of earlier calls included.
+        period: Batches of an epoch.
+        releases_epochs: Whether a file is seen after every epoch.
+        releases_steps: Whether after every step.
+    """
+
+    steps: int
+    period: int
+    releases_epochs: bool
+    releases_steps: bool
+
+    def run(self, empty: Run, step: Callable[[int], Step]) -> Run:
+        """The run with all of them.
+
+        Args:
+            empty: Without steps.
+            step: That of every number from 0 on.
+        """
+        for number in range(self.steps):
+            empty.add(step(number))
+            if self.releases_steps or (self.releases_epochs and (number + 1) % self.period == 0):
+                empty.release()
+        return empty
+
+
+def noise_for(
+    target_epsilon: float,
+    target_delta: float,
+    event: DpEvent,
+    before: tuple[DpEvent, ...],
+    relation: NeighboringRelation,
+) -> float:
+    """The smallest noise multiplier of a run that meets a target together with runs before it.
+
+    Args:
+        target_epsilon: Met from below.
+        target_delta: In (0, 1).
+        event: The run, with a noise multiplier of 1.
+        before: What was spent.
+        relation: Of the guarantee.
+
+    Raises:
+        ValueError: No noise meets it.
+    """
+
+    def accountant() -> LastIterateAccountant:
+        accountant = LastIterateAccountant(relation)
+        for spent in before:
+            accountant.compose(spent)
+        return accountant
+
+    spent = accountant().get_epsilon(target_delta) if before else 0.0
+    if spent > target_epsilon:
+        raise ValueError(
+            f"Expected target_epsilon >= {text_up(spent, 6)} at delta = {target_delta:g}, got "
+            f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
+            "Raise the target, or start from weights that no private run left."
+        )
+    return calibrate_noise(
+        target_epsilon,
+        target_delta,
+        lambda noise: _with_noise(event, noise),
+        neighboring_relation=relation,
+        make_accountant=accountant,
+        tolerance=_TOLERANCE,
+    )
+
+
+def _with_noise(event: Any, noise: float) -> DpEvent:
+    name = "noise_multiplier" if hasattr(event, "noise_multiplier") else "noise_std"
+    changed: DpEvent = attrs.evolve(event, **{name: noise * getattr(event, name)})
+    return changed
+
+
+def rates_ahead(given: Any, first: int, count: int) -> list[float] | None:
+    """The learning rates of the next steps, where they are known: numbers and Keras' schedules.
+
+    Args:
+        given: To the optimizer.
+        first: Keras' count at the first step.
+        count: Of the steps.
+
+    Returns:
+        One for each step, as the step reads it; None if a function of the user's makes them.
+    """
+    if isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule):
+        numbers = tf.range(first, first + count, dtype=tf.int64)
+
+        def rate(number: tf.Tensor) -> tf.Tensor:
+            return tf.cast(given(number), tf.float32)
+
+        found = tf.function(lambda: tf.map_fn(rate, numbers, fn_output_signature=tf.float32))()
+        return [float(value) for value in found.numpy()]
+    if callable(given):
+        return None
+    return [float(tf.convert_to_tensor(given))] * count
