@@ -76,8 +76,6 @@ def test_compile(arguments, text):
     ("arguments", "text"),
     [
         ({"validation_split": 0.5}, "validation_split = 0"),
-        ({"class_weight": {0: 2.0}}, "class_weight = None"),
-        ({"sample_weight": np.ones(RECORDS)}, "sample_weight = None"),
         ({"shuffle": False}, 'batch_order = "cyclic"'),
         ({"steps_per_epoch": 2}, "3 steps in an epoch"),
         ({"batch_size": 5}, "drop_remainder"),

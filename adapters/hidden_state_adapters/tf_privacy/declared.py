@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from hidden_state_accountants import Assumption, LossGeometry, validate
+from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 # By name: whose runs it is about.
@@ -47,6 +48,8 @@ class Declared:
         feature_norm: Bound on the L2 norm of every example at the one linear layer that is
             trained; needed for "auto", checked otherwise if it is given.
         source: What `loss_geometry` was read off; "" if it is the user's word.
+        largest_weight: Bound on the weight that the loss of an example may have; what is said of
+            the loss is said of it without its weight.
     """
 
     gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
@@ -54,6 +57,7 @@ class Declared:
     loss_geometry: LossGeometry | str | None = attrs.field(default=None, validator=_check_geometry)
     feature_norm: float | None = None
     source: str = ""
+    largest_weight: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         if self.feature_norm is not None:
@@ -83,7 +87,14 @@ class Declared:
 
     @property
     def geometry(self) -> LossGeometry | None:
-        """Of the loss, once it is known."""
+        """Of the loss with its weight, once it is known."""
+        if not isinstance(self.loss_geometry, LossGeometry) or self.largest_weight == 1:
+            return self.of_loss
+        return _weighted(self.loss_geometry, self.largest_weight)
+
+    @property
+    def of_loss(self) -> LossGeometry | None:
+        """Of the loss without its weight."""
         return self.loss_geometry if isinstance(self.loss_geometry, LossGeometry) else None
 
     @property
@@ -99,13 +110,14 @@ class Declared:
         """Bound on the norm of every per-example gradient; inf if unknown."""
         loss = self.geometry
         if loss is None or loss.lipschitz is None:
-            return self.gradient_bound
+            return self.gradient_bound * self.largest_weight
         return loss.lipschitz
 
     def to_plain(self) -> dict[str, Any]:
         """Plain types; None for what is not known. "auto" has to be read off by then."""
+        bound = self.gradient_bound * self.largest_weight
         return {
-            "gradient_bound": None if self.gradient_bound == math.inf else self.gradient_bound,
+            "gradient_bound": None if bound == math.inf else bound,
             "block_loss": None if self.block_loss is None else plain_geometry(self.block_loss),
             "loss_geometry": None if self.geometry is None else plain_geometry(self.geometry),
             "feature_norm": None if self.feature_norm is None else float(self.feature_norm),
@@ -142,6 +154,31 @@ class Declared:
 
 
 _NOTHING = Declared()
+
+
+def _weighted(loss: LossGeometry, largest: float) -> LossGeometry:
+    """That of a loss times any number from 0 to `largest`.
+
+    Values, gradients and second derivatives are those times the number. A weight may be 0, so that
+    no strong convexity is left.
+
+    Raises:
+        UnsupportedRunError: It knows how curved batches are, which have other weights.
+    """
+    if loss.curvature is not None:
+        raise refusal(
+            f"Expected a loss_geometry without curvature beside weights, got {loss!r}: how curved "
+            "a batch is depends on the weights of its examples. Leave the curvature out."
+        )
+    is_strong = loss.kind is LossKind.STRONGLY_CONVEX
+    return attrs.evolve(
+        loss,
+        kind=LossKind.CONVEX if is_strong else loss.kind,
+        smoothness=largest * loss.smoothness,
+        strong_convexity=0.0,
+        weak_convexity=largest * loss.weak_convexity,
+        lipschitz=None if loss.lipschitz is None else largest * loss.lipschitz,
+    )
 
 
 def plain_geometry(geometry: LossGeometry) -> dict[str, Any]:

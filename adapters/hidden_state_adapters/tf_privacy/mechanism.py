@@ -134,6 +134,8 @@ class Mechanism:
         if not declared.source:
             return []
         text = f"per-example loss: {declared.geometry!r}, {declared.source}"
+        if declared.largest_weight != 1:
+            text += f", times a weight of at most {declared.largest_weight:g}"
         return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE]
 
     def in_advance(self, run: Run) -> list[Assumption]:

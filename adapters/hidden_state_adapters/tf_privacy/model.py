@@ -16,6 +16,7 @@ from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import read_plain
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
@@ -149,8 +150,10 @@ class PrivateTraining(tf.keras.Model, Figures):
             validation_split: 0.
             validation_data: As in Keras.
             shuffle: True; `batch_order` says in which order batches are dealt.
-            class_weight: None.
-            sample_weight: None.
+            class_weight: Factors of the losses, by class: numbers that are public, and do not come
+                from how often a class occurs. As in Keras, batches are divided by their size.
+            sample_weight: Factors of the losses, shape (examples,). That each depends on its
+                example only is your word. With a `loss_geometry` the model needs a `weight_bound`.
             initial_epoch: As in Keras.
             steps_per_epoch: Of Poisson batches and of those without replacement, any number.
             validation_steps: As in Keras.
@@ -173,9 +176,10 @@ class PrivateTraining(tf.keras.Model, Figures):
         """
         self._assert_compile_was_called()
         self._check_own_step()
-        _check_fit(validation_split, shuffle, class_weight, sample_weight, self._settings)
+        _check_fit(validation_split, shuffle, self._settings)
+        weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
         target = self._target(target_epsilon, target_delta)
-        run = self._run_on(x, y, batch_size, steps_per_epoch)
+        run = self._run_on(x, y, batch_size, steps_per_epoch, weights)
         others = _as_list(callbacks)
         recording = Recording(run, self._settings, others)
         if target is not None:
@@ -245,9 +249,11 @@ class PrivateTraining(tf.keras.Model, Figures):
             return self._settings.noise_multiplier
         return self._run.steps.noise_multiplier
 
-    def _run_on(self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any) -> OwnedRun:
+    def _run_on(
+        self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any, weights: GivenWeights
+    ) -> OwnedRun:
         if self._run is not None and self._run.record.has_begun:
-            self._run.go_on(self, x, y, batch_size, steps_per_epoch)
+            self._run.go_on(self, x, y, batch_size, steps_per_epoch, weights)
             return self._run
         self.train_function = None  # that was traced for a run without a step
         return OwnedRun(
@@ -259,6 +265,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             y=y,
             batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
+            weights=weights,
             continued=self._continued,
         )
 
@@ -310,6 +317,11 @@ class PrivateTraining(tf.keras.Model, Figures):
     def _declared_texts(self) -> Iterable[str]:
         if self._calls > 1:
             yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
+        if self._run is not None and self._run.has_weights:
+            yield (
+                "weights of classes are public numbers, weights of examples depend on nothing but "
+                "their example"
+            )
         if self._settings.checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
         if self._foreign:
@@ -492,6 +504,9 @@ class HiddenStateModel(PrivateTraining):
             LossGeometry is your word. None is composition.
         feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
             needed for "auto". All examples are measured before the first step.
+        weight_bound: The largest `sample_weight` that an example could have, a public number; for
+            runs whose loss is known. Constants of the loss are multiplied by it, and by the largest
+            class_weight.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
             REPLACE_ONE, or for composition of Poisson batches ADD_OR_REMOVE_ONE.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
@@ -588,20 +603,12 @@ def make_private(model: Any, **settings: Any) -> PrivateTraining:
     )
 
 
-def _check_fit(
-    validation_split: float, shuffle: Any, class_weight: Any, sample_weight: Any, settings: Settings
-) -> None:
+def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> None:
     if validation_split:
         raise refusal(
             f"Expected validation_split = 0, got {validation_split!r}. Split the data before, and "
             "pass validation_data."
         )
-    for name, value in (("class_weight", class_weight), ("sample_weight", sample_weight)):
-        if value is not None:
-            raise refusal(
-                f"Expected {name} = None, got weights: the loss that is accounted has none. Drop "
-                "them."
-            )
     if shuffle is not True:
         raise refusal(
             f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by batch_order "

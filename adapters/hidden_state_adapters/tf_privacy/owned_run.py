@@ -11,6 +11,7 @@ import tensorflow as tf
 from hidden_state_accountants import BatchOrder, validate
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy.continuation import RunState
+from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.model import build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
@@ -21,6 +22,7 @@ from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, p
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import Problem
@@ -68,6 +70,7 @@ class OwnedRun:
         y: Targets.
         batch_size: As for fit.
         steps_per_epoch: Likewise.
+        weights: Likewise.
         continued: The run that goes on; None for a new one.
 
     Raises:
@@ -86,12 +89,13 @@ class OwnedRun:
         y: Any,
         batch_size: int | None,
         steps_per_epoch: int | None,
+        weights: GivenWeights,
         continued: Continued | None = None,
     ):
         with model.distribute_strategy.scope():
             refuse_surroundings()
         self._model, self._settings, self._losses = model, settings, RowLosses(model.loss)
-        self._examples = HeldExamples(x, y)
+        self._examples = HeldExamples(x, y, weights)
         if batch_size is None:
             batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
@@ -116,7 +120,7 @@ class OwnedRun:
             self._restore_order(continued.state)
         build(model, self._examples.x)
         variables = model.trainable_variables
-        declared = rule.declared(settings)
+        declared = self._weighted(rule.declared(settings), weights)
         steps = rule.steps(settings, model.optimizer, self.plan, variables)
         # Of the order of the batches; what is known of the loss only adds theorems.
         steps.new_run(Units(size, size, 1, 1), declared).check_relation(
@@ -162,6 +166,25 @@ class OwnedRun:
     def _batches(self) -> Any:
         return self._examples.batches(min(self.plan.batch_size, self._examples.number))
 
+    def _weighted(self, declared: Declared, weights: GivenWeights) -> Declared:
+        """What is said of the loss, with the weights that an example may have."""
+        if self._examples.weights is None or declared == Declared():
+            return declared
+        largest = weights.largest
+        if largest is None:
+            raise refusal(
+                "Expected weight_bound= of the model with sample_weight and what is known of the "
+                "loss, got none: gradients and curvature grow with the weight. It is a bound on "
+                "the weights that an example could have, not the largest one of these examples; or "
+                "leave loss_geometry and gradient_bound out."
+            )
+        return attrs.evolve(declared, largest_weight=largest)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether classes or examples have weights."""
+        return self._examples.weights is not None
+
     def _restore_order(self, state: RunState) -> None:
         """That of a run that has one, before anything is asked about its batches.
 
@@ -201,7 +224,15 @@ class OwnedRun:
             is_the_step=True,
         )
 
-    def go_on(self, model: Any, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any) -> None:
+    def go_on(
+        self,
+        model: Any,
+        x: Any,
+        y: Any,
+        batch_size: Any,
+        steps_per_epoch: Any,
+        weights: GivenWeights,
+    ) -> None:
         """Checks that another call of fit goes on with the run.
 
         Raises:
@@ -215,7 +246,7 @@ class OwnedRun:
                 f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
                 f"got {asked}. Compile again for another run."
             )
-        self._examples.check_same(x, y)
+        self._examples.check_same(x, y, weights)
         self.record.go_on(model, self.steps, self._trained(model))
 
     def prepare(self, epochs: int, releases: tuple[bool, bool], target: Target | None) -> None:
@@ -258,17 +289,19 @@ class OwnedRun:
         Returns:
             The losses, the targets and the outputs of its examples.
         """
-        (step, rows), x, y = data
+        (step, rows), x, y, *weights = data
         take = self._take if not self._uses_xla and not tf.executing_eagerly() else self._compiled
-        losses, outputs = take(step, rows, x, y)
+        losses, outputs = take(step, rows, x, y, *weights)
         if not self.is_padded:
             return losses, y, outputs
         return losses[:rows], y[:rows], outputs[:rows]
 
-    def _take(self, step: Any, rows: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
         if not self.steps.trains(self._model.trainable_variables):
             raise refusal(str(Problem.WEIGHTS))
         found = self.clipping.gradients(x, y)
+        if weights:
+            found = times(found, *weights)
         self.steps.take(found, step, rows)
         return found.losses, found.outputs
 

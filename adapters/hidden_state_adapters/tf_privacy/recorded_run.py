@@ -178,7 +178,8 @@ class RecordedRun:
         self.optimizer.check_start(self.units, self.model.trainable_variables, known)
         geometry = self.optimizer.known_loss(known)
         if geometry is not None and not known.source:
-            check_curvature(geometry, self._trained)
+            of_loss = geometry if known.largest_weight == 1 else known.of_loss
+            check_curvature(of_loss or geometry, self._trained)
         self._curvature = []
         if geometry is not None:
             norm, examples = known.feature_norm, self._dealt.examples

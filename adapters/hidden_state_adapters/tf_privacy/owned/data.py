@@ -22,8 +22,11 @@ from hidden_state_adapters.batch_plans import (
 from hidden_state_adapters.tf_privacy.data import in_memory
 from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.guards.batches import batches_of
+from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.pipeline import taken_apart
 from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_NO_WEIGHTS = GivenWeights()
 
 
 class HeldExamples:
@@ -35,16 +38,22 @@ class HeldExamples:
         x: An array, or a structure of arrays, whose first axis is that of the examples; or a
             Dataset of pairs, single or in batches, which is read once.
         y: Targets, likewise; None if x is a Dataset.
+        weights: Of classes and examples.
 
     Raises:
         UnsupportedRunError: They are not arrays, or the Dataset repeats examples.
         ValueError: They have not the same number of examples, or none.
     """
 
-    def __init__(self, x: Any, y: Any):
+    def __init__(self, x: Any, y: Any, weights: GivenWeights = _NO_WEIGHTS):
         self._source = x
         self.batch_size: int | None = None  # that the pipeline says
         if isinstance(x, tf.data.Dataset):
+            if weights.of_examples is not None:
+                raise refusal(
+                    "Expected sample_weight = None when x is a Dataset, got weights: whose they "
+                    "are depends on its order. Pass arrays."
+                )
             x, y = self._read(x, y)
         self.x, self.y = _copied("x", x), _copied("y", y)
         sizes = {int(part.shape[0]) for part in tf.nest.flatten((self.x, self.y))}
@@ -54,6 +63,7 @@ class HeldExamples:
                 f"{sorted(sizes)}."
             )
         self.number = sizes.pop()
+        self.weights = weights.of(self.y, self.number)
 
     def _read(self, dataset: tf.data.Dataset, y: Any) -> tuple[Any, Any]:
         if y is not None:
@@ -73,11 +83,14 @@ class HeldExamples:
         """Logs a warning if examples are equal."""
         warn_of_equal_examples([self.x, self.y])
 
-    def check_same(self, x: Any, y: Any) -> None:
+    def check_same(self, x: Any, y: Any, weights: GivenWeights) -> None:
         """Raises UnsupportedRunError unless these are the examples, in their order."""
         if isinstance(x, tf.data.Dataset) and x is self._source and y is None:
-            return  # of which this is a copy
-        own, other = ((part.x, part.y) for part in (self, HeldExamples(x, y)))
+            x, y = self.x, self.y  # of which this is a copy
+        found = HeldExamples(x, y, weights)
+        own, other = (
+            (part.x, part.y, () if part.weights is None else part.weights) for part in (self, found)
+        )
         try:
             tf.nest.assert_same_structure(own, other)
             same = all(map(_are_equal, tf.nest.flatten(own), tf.nest.flatten(other)))
@@ -97,7 +110,8 @@ class HeldExamples:
     def dealt(
         self, plan: BatchPlan, period: int, done: Callable[[], int], pad: Callable[[int], int]
     ) -> tf.data.Dataset:
-        """One epoch of batches of a plan, as ((step, rows), x, y); rows beyond `rows` are padding.
+        """One epoch of batches of a plan, as ((step, rows), x, y), weights last if there are
+        any; rows beyond `rows` are padding.
 
         Args:
             plan: Which examples each step uses.
@@ -106,7 +120,7 @@ class HeldExamples:
             pad: How many rows a batch of so many rows is filled up to; at least one.
         """
         dealer = _Dealer(plan, done, pad)
-        x, y = self.x, self.y
+        parts = (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
 
         def of_step(index: tf.Tensor) -> Any:
             kinds = (tf.int64, tf.int64, tf.int64)
@@ -117,7 +131,7 @@ class HeldExamples:
             def gathered(part: tf.Tensor) -> tf.Tensor:
                 return tf.gather(part, indices)
 
-            return (step, rows), *(tf.nest.map_structure(gathered, part) for part in (x, y))
+            return (step, rows), *(tf.nest.map_structure(gathered, part) for part in parts)
 
         options = tf.data.Options()
         options.deterministic = True

@@ -44,6 +44,7 @@ class Settings:
     projection_radius: float | None = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
+    weight_bound: float | None = None
     neighboring_relation: NeighboringRelation = attrs.field(
         default=NeighboringRelation.REPLACE_SPECIAL, converter=validate.neighboring_relation
     )
@@ -77,6 +78,12 @@ class Settings:
             _optional(
                 self.projection_radius,
                 lambda radius: validate.real("projection_radius", radius, above=0),
+            ),
+        )
+        put(
+            "weight_bound",
+            _optional(
+                self.weight_bound, lambda bound: validate.real("weight_bound", bound, above=0)
             ),
         )
         put("target_delta", _optional(self.target_delta, validate.target_delta))
