@@ -4,13 +4,15 @@ The recipe is fixed in advance and looks at no record, so that it costs no priva
 of norm 1, :math:`\mu` the Gaussian parameter of the target, n records, clip norm C and T steps, the
 learning rate is the least of
 
-.. math:: \frac{1.4\, n \mu}{C T}, \qquad \frac{k}{2 M}, \qquad \frac{\max(10^4, 1.5\, n)}{2 M T}
+.. math:: \frac{\kappa\, n \mu}{C T}, \qquad \frac{k}{2 M}, \qquad \frac{\max(10^4, 3\, n)}{2 M T}
 
 for the Lipschitz constant M of the gradient, with k = 64; where the steps must not stretch
 distances, and for the squared error with k = 4, it is divided by the square root of the number of
 batches per epoch. The weights start at zero, the rate stays constant and nothing decays. With the
-first term the noise in every weight has the standard deviation 1.4 F, whatever the data are: F is
-the noise factor, the noise in the sum of all gradients over that of full batches.
+first term the noise in every weight has the standard deviation :math:`\kappa` F, whatever the data
+are: F is the noise factor, the noise in the sum of all gradients over that of full batches.
+:math:`\kappa` is 1.4, and up to four times as much where the noise is small beside the longest
+gradient that there can be: by :math:`n \mu / (35 \sqrt d)` for d weights.
 
 >>> import hidden_state_accountants as hsa
 >>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
@@ -57,9 +59,12 @@ _LEAST_BATCH = 50
 _EVALUATIONS = 8_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
 _KAPPA = 1.4
+# The longest gradient over the noise in one of all records. Above it what is not fitted yet costs
+# more than noise does, and the noise in a weight may be up to so many times _KAPPA.
+_CLEAR, _MOST_KAPPA = 35.0, 4.0
 # Total learning rate at which a linear model without noise begins to learn single records: like a
 # weight decay of its inverse, which need not be less than about 1/n.
-_LONGEST, _LONGEST_PER_RECORD = 1e4, 1.5
+_LONGEST, _LONGEST_PER_RECORD = 1e4, 3.0
 _TOLERANCE = 1e-3
 _DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
 _OF_EACH_ORDER = 2  # runs with exact figures
@@ -301,6 +306,7 @@ def recommend(
     delta: float,
     *,
     classes: int = 2,
+    features: int | None = None,
     feature_norm: float = 1.0,
     bias: bool = False,
     loss: str | None = None,
@@ -327,6 +333,8 @@ def recommend(
         epsilon: > 0, of the target.
         delta: In (0, 1), of the target.
         classes: 2 trains one logit, more a softmax; of no meaning for "squared_error".
+        features: Their number; public. Few of them and many records allow for longer training.
+            None for too many to count on that.
         feature_norm: A bound on the L2 norm of every record's features. Normalise every record to
             exactly this norm.
         bias: Whether a bias is trained as well.
@@ -346,11 +354,16 @@ def recommend(
     """
     n = validate.integer("n", n, minimum=2)
     validate.target_pair(epsilon, delta, ("epsilon", "delta"))
+    if features is not None:
+        features = validate.integer("features", features, minimum=1)
+    classes = validate.integer("classes", classes, minimum=2)
+    found_loss = _loss(loss, classes, clip_norm)
     task = _Task(
         n=n,
         epsilon=validate.real("epsilon", epsilon, above=0),
         delta=validate.real("delta", delta, above=0),
-        loss=_loss(loss, validate.integer("classes", classes, minimum=2), clip_norm),
+        loss=found_loss,
+        weights=None if features is None else _weights(features, bias, classes, found_loss),
         decay=validate.magnitude("weight_decay", weight_decay),
         square=square_norm(feature_norm, bias),
         feature_norm=float(feature_norm),
@@ -377,6 +390,11 @@ def _loss(name: str | None, classes: int, clip_norm: float | None) -> LinearLoss
     if clip_norm is None:
         return LOSSES[name]
     return attrs.evolve(LOSSES[name], clip_norm=check_clip_norm(clip_norm, least=LEAST_CLIP_NORM))
+
+
+def _weights(features: int, bias: bool, classes: int, loss: LinearLoss) -> int:
+    outputs = classes if loss.name == "softmax_cross_entropy" else 1
+    return (features + bias) * outputs
 
 
 def _orders(
@@ -415,6 +433,7 @@ class _Task:
     epsilon: float
     delta: float
     loss: LinearLoss
+    weights: int | None
     decay: float
     square: float
     feature_norm: float
@@ -427,6 +446,14 @@ class _Task:
         """Of the Gaussian curve through the target, for records that count once in a sum."""
         mu = math.exp(gaussian_log_mu(self.epsilon, self.delta))
         return mu / sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
+
+    @property
+    def kappa(self) -> float:
+        """The standard deviation that the noise in a weight may have, for features of norm 1."""
+        if self.weights is None:
+            return _KAPPA
+        clear = self.n * self.mu / math.sqrt(self.weights)
+        return _KAPPA * min(max(clear / _CLEAR, 1.0), _MOST_KAPPA)
 
 
 @attrs.frozen
@@ -448,7 +475,7 @@ class _Plan:
         task = self.task
         flatness = 0.5 / task.loss.curvature
         longest = max(_LONGEST, _LONGEST_PER_RECORD * task.n) * flatness
-        total = min(_KAPPA * task.n * task.mu / task.loss.clip_norm, longest)
+        total = min(task.kappa * task.n * task.mu / task.loss.clip_norm, longest)
         return total / self.steps
 
     @property

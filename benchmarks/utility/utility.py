@@ -23,7 +23,7 @@ import utility_methods as methods
 from utility_page import write_page
 
 ROOT = pathlib.Path(__file__).parents[2]
-OURS = ("recommend", "recommend, fixed batches", "recommend, centred")
+OURS = ("recommend", "recommend, fixed batches", "recommend, as it is")
 EPOCHS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -76,7 +76,7 @@ def methods_of(data, epsilon, size):
     rates = sorted({rate * factor for rate in size.rates for factor in (1.0, 2**0.5)})
     yield "recommend", methods.estimator(data, epsilon, "auto")
     yield "recommend, fixed batches", methods.estimator(data, epsilon, "shuffled_once")
-    yield "recommend, centred", methods.estimator(data, epsilon, "auto", preprocessing="center")
+    yield "recommend, as it is", methods.estimator(data, epsilon, "auto", preprocessing=None)
     yield "hidden, tuned", methods.hidden(data, epsilon, *descent)
     yield "Poisson + PLD", methods.composition(data, epsilon, "poisson", *descent)
     yield "full batch", methods.composition(data, epsilon, "full", size.lengths, rates)

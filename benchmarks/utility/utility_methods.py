@@ -277,7 +277,7 @@ def objective_noise(data: Split, decay: float, epsilon: float) -> float | None:
 # Ours without tuning, and no privacy
 
 
-def estimator(data: Split, epsilon: float, order: str, epochs=None, preprocessing=None):
+def estimator(data: Split, epsilon: float, order: str, epochs=None, preprocessing="auto"):
     def run():
         model = PrivateClassifier(
             epsilon,
@@ -286,8 +286,6 @@ def estimator(data: Split, epsilon: float, order: str, epochs=None, preprocessin
             batch_order=order,
             epochs=epochs,
             preprocessing=preprocessing,
-            # Centred features have no constant direction of their own.
-            fit_intercept=preprocessing is not None,
         ).fit(*data.train)
         return tuple(float(model.score(*part)) for part in (data.validation, data.test))
 

@@ -191,11 +191,34 @@ def test_more_spent_than_the_target_is_refused():
 
 
 def test_many_records_are_trained_on_for_longer():
-    """The total rate is that of the noise up to what learns single records, 1.5 n."""
-    for n, longest in ((2000, 1e4), (100_000, 1.5e5)):
+    """The total rate is that of the noise up to what learns single records, 3 n."""
+    for n, longest in ((2000, 1e4), (50_000, 1.5e5)):
         (full,) = recommend(n=n, epsilon=50.0, orders=["full"], epochs=4000)
         total = full.event.learning_rate * full.event.num_steps
         assert total == pytest.approx(longest, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("features", "bias", "classes", "times"),
+    [
+        (None, False, 10, 1),
+        (100, False, 10, 1),
+        (9, False, 10, 1 / math.sqrt(90)),
+        (9, True, 10, 1 / math.sqrt(100)),
+        (29, True, 2, 1 / math.sqrt(30)),  # one logit
+        (1, False, 2, 4),
+    ],
+)
+def test_few_weights_and_many_records_are_trained_for_longer(features, bias, classes, times):
+    """By n mu over 35 times the square root of the number of weights, at most four times."""
+    options = {"orders": ["full"], "epochs": 2000, "classes": classes, "bias": bias}
+    (full,) = recommend(n=4000, epsilon=0.6, features=features, **options)
+    total = 4000 * math.exp(gaussian_log_mu(0.6, 1e-5))
+    kappa = full.event.learning_rate * (1 + bias) * full.event.num_steps * 0.3 / total
+    if times < 1:
+        times *= total / 35
+        assert 1.1 < times < 3.9
+    assert kappa == pytest.approx(1.4 * times, rel=0.01)
 
 
 @pytest.mark.parametrize("loss", ["softmax_cross_entropy", "squared_error"])

@@ -36,6 +36,7 @@ from hidden_state_adapters.sklearn.steps import Slopes, train
 
 _FLOATS = (np.float64, np.float32)
 _FROM_LABELS = "from_labels"
+_AUTO = "auto"
 _NUMBERS = "biuf"  # kinds of dtypes
 _SECONDS = 2.0  # between two lines of progress
 _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
@@ -76,11 +77,11 @@ class PrivateLinearModel(BaseEstimator):
                 f"Expected normalization to be one of {', '.join(NORMALIZATIONS)}, got "
                 f"{self.normalization!r}."
             )
-        if self.preprocessing is None:
+        if self.preprocessing in (None, _AUTO):
             return
         if self.preprocessing not in tuple(STEPS):
             raise ValueError(
-                f"Expected preprocessing to be None or one of {', '.join(STEPS)}, got "
+                f"Expected preprocessing to be None or one of {_AUTO}, {', '.join(STEPS)}, got "
                 f"{self.preprocessing!r}."
             )
         if sparse.issparse(X) and STEPS[self.preprocessing][0]:
@@ -94,14 +95,26 @@ class PrivateLinearModel(BaseEstimator):
             X = statistics.apply(X, self._feature_norm(), self.normalization)
         return Records.of(X, self._feature_norm(), self.normalization, self._constant())
 
-    def _statistics_event(self, relation: NeighboringRelation) -> GaussianDpEvent | None:
-        """What the statistics of the columns cost: a fixed share of the target."""
-        if self.preprocessing is None:
+    def _chosen_step(self, X: Any) -> str | None:
+        """The step of `preprocessing`. "auto" looks at the shape of X alone, which is public.
+
+        It centres unless the noise in the means would be longer than any record.
+        """
+        if self.preprocessing != _AUTO:
+            return self.preprocessing
+        if sparse.issparse(X):
             return None
+        records, columns = X.shape
+        noise = self._statistics_event().noise_multiplier * math.sqrt(columns) / records
+        return "center" if noise <= 1 else None
+
+    def _statistics_event(self) -> GaussianDpEvent:
+        """What the statistics of the columns cost: a fixed share of the target."""
         validate.target_pair(self.epsilon, self.delta, ("epsilon", "delta"))
         validate.real("epsilon", self.epsilon, above=0)
         validate.real("delta", self.delta, above=0)
         mu = math.sqrt(_STATISTICS) * math.exp(gaussian_log_mu(self.epsilon, self.delta))
+        relation = validate.neighboring_relation(self.neighboring_relation)
         norms = 2.0 if relation is NeighboringRelation.REPLACE_ONE else 1.0
         return GaussianDpEvent(norms / mu)
 
@@ -116,7 +129,7 @@ class PrivateLinearModel(BaseEstimator):
             )
         return self._intercept_share * self._feature_norm() if self.fit_intercept else 0.0
 
-    def _recommended(self, n: int, **options: Any) -> Candidate:
+    def _recommended(self, X: Any, step: str | None, **options: Any) -> Candidate:
         relation = validate.neighboring_relation(self.neighboring_relation)
         if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise ValueError(
@@ -124,22 +137,24 @@ class PrivateLinearModel(BaseEstimator):
                 "ADD_OR_REMOVE_ONE: the number of records sets the batches and the learning rate "
                 "here, so it is public. REPLACE_SPECIAL is add-or-remove with that number fixed."
             )
-        orders = None if self.batch_order == "auto" else [self.batch_order]
+        orders = None if self.batch_order == _AUTO else [self.batch_order]
         return hsa.recommend(
-            n,
+            X.shape[0],
             self.epsilon,
             self.delta,
+            features=X.shape[1] + self.fit_intercept,
             feature_norm=math.hypot(self._feature_norm(), self._constant()),
             orders=orders,
             epochs=self.epochs,
             neighboring_relation=relation,
-            spent=self._statistics_event(relation),
+            spent=None if step is None else self._statistics_event(),
             **options,
         ).best
 
     def _train(
         self,
         candidate: Candidate,
+        step: str | None,
         X: Any,
         y: np.ndarray,
         targets: Any,
@@ -154,7 +169,7 @@ class PrivateLinearModel(BaseEstimator):
         if spent is not None:
             statistics = release_statistics(
                 X,
-                self.preprocessing,
+                step,
                 self._feature_norm(),
                 self.normalization,
                 spent.noise_multiplier,
@@ -170,7 +185,7 @@ class PrivateLinearModel(BaseEstimator):
             progress,
             weights_of_records,
         )
-        self._statistics = statistics
+        self._statistics, self._step = statistics, step
         self._run: LastIterateDpEvent = candidate.event
         self._spent = spent
         self.privacy_event_ = self._run if spent is None else ComposedDpEvent((spent, self._run))
@@ -243,7 +258,7 @@ class PrivateLinearModel(BaseEstimator):
             noise = f"{self._spent.noise_multiplier:.6g}"
             found.append(
                 Assumption.checked(
-                    f"statistics of the columns (preprocessing={self.preprocessing!r}) were "
+                    f"statistics of the columns (preprocessing={self._step!r}) were "
                     f"released once, with Gaussian noise of multiplier {noise}; epsilon is that of "
                     "both together"
                 )
@@ -310,8 +325,9 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             ones only.
         preprocessing: "center", "scale" or "standardize" centres and scales the columns by
             statistics of the records that are released with noise and accounted: a tenth of the
-            squared mu of the target. None for no such step. The records are normalised before and
-            after it. It makes a copy of X.
+            squared mu of the target. None for no such step. "auto" centres dense records, unless
+            they are so few that the noise in the means would be longer than a record. The
+            records are normalised before and after a step, which makes a copy of X.
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
@@ -341,7 +357,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         classes: Any = None,
         feature_norm: float = 1.0,
         normalization: str = "scale",
-        preprocessing: str | None = None,
+        preprocessing: str | None = "auto",
         class_weight: Any = None,
         fit_intercept: bool = True,
         batch_order: str = "auto",
@@ -385,10 +401,11 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         of_classes = class_weights(self.class_weight, classes)
         if of_classes is not None:
             weights = of_classes[codes] if weights is None else weights * of_classes[codes]
-        candidate = self._recommended(X.shape[0], classes=len(classes))
+        step = self._chosen_step(X)
+        candidate = self._recommended(X, step, classes=len(classes))
         outputs = 1 if len(classes) == 2 else len(classes)
         one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
-        self._train(candidate, X, y, lambda index: one_hot[codes[index]], outputs, weights)
+        self._train(candidate, step, X, y, lambda index: one_hot[codes[index]], outputs, weights)
         self._has_sample_weights = sample_weight is not None
         self.classes_ = classes
         self.coef_ = self._weights[:-1].T.copy()
@@ -553,13 +570,15 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         low, high = self._bounds()
         middle, half = (high + low) / 2, (high - low) / 2
         targets = np.clip((np.asarray(y, dtype=np.float64) - middle) / half, -1.0, 1.0)[:, None]
+        step = self._chosen_step(X)
         candidate = self._recommended(
-            X.shape[0],
+            X,
+            step,
             loss="squared_error",
             clip_norm=self.threshold,
             weight_decay=self.alpha,
         )
-        self._train(candidate, X, y, lambda index: targets[index], 1, weights)
+        self._train(candidate, step, X, y, lambda index: targets[index], 1, weights)
         self._has_sample_weights = sample_weight is not None
         self._middle, self._half = middle, half
         self.coef_ = half * self._weights[:-1, 0]
