@@ -100,7 +100,7 @@ def cells(size):
         yield (name, "no privacy", 0.0, 0), methods.not_private(data, decays), 1
         for epochs in size.cost:
             for order in ("poisson", "shuffled_once", "cyclic", "full"):
-                settings = methods.estimator(data, 1.0, order, epochs)
+                settings = methods.estimator(data, 1.0, order, epochs, preprocessing=None)
                 yield (name, f"cost, {order}", 1.0, epochs), settings, 1
         for epsilon in size.epsilons:
             for method, settings in methods_of(data, epsilon, size):

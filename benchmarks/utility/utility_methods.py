@@ -286,6 +286,8 @@ def estimator(data: Split, epsilon: float, order: str, epochs=None, preprocessin
             batch_order=order,
             epochs=epochs,
             preprocessing=preprocessing,
+            # Features as they are have a constant direction of their own.
+            fit_intercept=preprocessing is not None,
         ).fit(*data.train)
         return tuple(float(model.score(*part)) for part in (data.validation, data.test))
 

@@ -402,6 +402,9 @@ def recommend(
     epsilon: Annotated[float, typer.Option("--epsilon", "-e", help="To meet.")],
     delta: Annotated[float, typer.Option("--delta", "-d", help="To meet.")] = 1e-5,
     classes: Annotated[int, typer.Option(help="2 trains one logit, more a softmax.")] = 2,
+    features: Annotated[
+        int | None, typer.Option(help="Their number; few allow for longer training.")
+    ] = None,
     feature_norm: Annotated[
         float, typer.Option(help="Bound on the L2 norm of every record's features.")
     ] = 1.0,
@@ -431,6 +434,7 @@ def recommend(
         epsilon,
         delta,
         classes=classes,
+        features=features,
         feature_norm=feature_norm,
         bias=bias,
         loss=loss,

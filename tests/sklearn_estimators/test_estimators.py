@@ -33,6 +33,7 @@ NAMES = np.array(["a", "b", "c"])[LABELS]
 
 def classifier(**changes):
     settings = dict(epsilon=3.0, classes=["c", "a", "b"], batch_order="full", epochs=16)
+    settings["preprocessing"] = None  # so that the run is all there is
     return PrivateClassifier(**{**settings, **changes})
 
 
@@ -172,6 +173,7 @@ def test_nothing_of_the_training_stays():
         "_run",
         "_spent",
         "_statistics",
+        "_step",
         "n_features_in_",
         "n_iter_",
         "privacy_event_",

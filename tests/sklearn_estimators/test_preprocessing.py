@@ -11,6 +11,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent
 from scipy import sparse
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.calibration.target import gaussian_log_mu
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
@@ -183,8 +184,55 @@ def test_centring_helps_where_all_records_point_the_same_way():
     assert model.fit(X, y).score(X, y) > 0.7
 
 
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
+def test_dense_records_are_centred_where_their_number_allows_it(relation):
+    """By the shape alone: the noise in the means is no longer than a record may be."""
+
+    def has_step(rows, columns, **changes):
+        # Of the largest number of columns that is still centred, and of one more.
+        X = np.random.default_rng(0).random(size=(rows, columns))
+        model = classifier(neighboring_relation=relation, epochs=1, **changes)
+        return model._chosen_step(X)
+
+    rows = 300
+    most = int((rows / release_noise(1.0, relation)) ** 2)
+    assert 3 < most < 1000
+    assert has_step(rows, most) == "center"
+    assert has_step(rows, most + 1) is None
+    assert has_step(rows, most, preprocessing=None) is None
+    assert has_step(rows, most + 1, preprocessing="scale") == "scale"
+
+
+def release_noise(epsilon, relation):
+    """Of the mechanism that spends a tenth of the squared mu of the target."""
+    mu = math.sqrt(0.1) * math.exp(gaussian_log_mu(epsilon, 1e-5))
+    return (1 + (relation == "REPLACE_ONE")) / mu
+
+
+def test_the_default_centres_and_says_so():
+    model = classifier().fit(X, LABELS)
+    assert model.preprocessing == "auto"
+    assert "preprocessing='center'" in model.report_
+    assert isinstance(model.privacy_event_, ComposedDpEvent)
+    few = classifier(epsilon=0.003).fit(X, LABELS)
+    assert isinstance(few.privacy_event_, hsa.LastIterateDpEvent)
+    assert "preprocessing" not in few.report_
+    thin = classifier().fit(sparse.csr_matrix(X), LABELS)
+    assert isinstance(thin.privacy_event_, hsa.LastIterateDpEvent)
+
+
+def test_few_features_of_many_records_are_trained_on_for_longer():
+    long, short = (
+        classifier(epsilon=0.3, preprocessing=None)
+        .fit(np.tile(X, (1, times)), LABELS)
+        ._run.learning_rate
+        for times in (1, 100)
+    )
+    assert long > 1.5 * short
+
+
 def test_refusals():
-    with pytest.raises(ValueError, match="None or one of center, scale, standardize"):
+    with pytest.raises(ValueError, match="None or one of auto, center, scale, standardize"):
         classifier(preprocessing="l2").fit(X, LABELS)
     with pytest.raises(ValueError, match="nothing would stay sparse"):
         classifier(preprocessing="center").fit(sparse.csr_matrix(X), LABELS)

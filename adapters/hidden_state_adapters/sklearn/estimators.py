@@ -142,7 +142,7 @@ class PrivateLinearModel(BaseEstimator):
             X.shape[0],
             self.epsilon,
             self.delta,
-            features=X.shape[1] + self.fit_intercept,
+            features=X.shape[1] + bool(self.fit_intercept),
             feature_norm=math.hypot(self._feature_norm(), self._constant()),
             orders=orders,
             epochs=self.epochs,
@@ -166,7 +166,7 @@ class PrivateLinearModel(BaseEstimator):
         slopes = Slopes(candidate.loss, candidate.clip_norm, candidate.smoothing)
         progress = _Progress(type(self).__name__, candidate) if self.verbose else _silent
         generator, spent, statistics = OwnGenerator(), candidate.spent, None
-        if spent is not None:
+        if spent is not None and step is not None:
             statistics = release_statistics(
                 X,
                 step,
@@ -340,7 +340,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
 
     Attributes:
         classes_: The labels, sorted.
-        coef_: Shape (1 or classes, features), for records as they are normalised.
+        coef_: Shape (1 or classes, features), for records as they are normalised (and centred).
         intercept_: Shape (1 or classes,).
         n_features_in_, n_iter_: Of the training.
         privacy_event_: What was trained, for an accountant that composes several fits.
