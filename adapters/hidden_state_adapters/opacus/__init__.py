@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.explain import EngineExplanation, explain_engine
@@ -49,6 +50,7 @@ from hidden_state_adapters.opacus.recommended import recommended_criterion
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
+    "AuxiliaryNetwork",
     "BallProjection",
     "BlockCoordinateOptimizer",
     "BoxProjection",

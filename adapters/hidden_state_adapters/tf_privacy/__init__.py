@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hidden_state_adapters.tf_privacy import requirements
 
 if TYPE_CHECKING:
+    from hidden_state_adapters.tf_privacy.auxiliary import AuxiliaryNetwork
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
     from hidden_state_adapters.tf_privacy.losses import (
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
+    "AuxiliaryNetwork": "auxiliary",
     "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate.optimizer",
     "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
     "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
@@ -64,10 +66,17 @@ _MODULES = {
     "cyclic_dataset": "data",
     "make_private": "model",
 }
-_WITHOUT_PRIVACY = ("DiceUpdate", "HiddenStateModel", "HiddenStateSequential", "make_private")
+_WITHOUT_PRIVACY = (
+    "AuxiliaryNetwork",
+    "DiceUpdate",
+    "HiddenStateModel",
+    "HiddenStateSequential",
+    "make_private",
+)
 _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
 __all__ = [
+    "AuxiliaryNetwork",
     "BlockCoordinateKerasOptimizer",
     "CyclicDPKerasSGDOptimizer",
     "DiceKerasAdamOptimizer",
