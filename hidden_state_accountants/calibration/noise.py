@@ -19,6 +19,7 @@ from hidden_state_accountants.calibration.target import (
     close_in,
     event_maker,
     gaussian_log_mu,
+    log_crossing,
     make_target,
     unreachable,
 )
@@ -29,6 +30,7 @@ _NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
 _SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
 _MUCH_NOISE = 4.0
 _SO_LITTLE_NOISE = 1e-12
+_BELOW = 0.01  # how far below the noise that seems to meet it a target is likely to be missed
 
 
 def calibrate_noise(
@@ -89,6 +91,8 @@ def calibrate_noise(
         lower = meets * math.exp(target.log_mu(meets)) * (1 - tolerance / 3)
         if not target.is_gaussian:
             lower = max(lower, meets / 8 if meets > 4 else meets / 2)
+            below = math.exp(log_crossing(target, sorted(target.seen)[:2])) * (1 - _BELOW)
+            lower = below if lower < below < meets else lower
         if target.epsilon_of(meets) == 0:  # says nothing about how far away the target is
             lower = meets / 8
         if lower < start * _SO_LITTLE_NOISE:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import optimize
 
@@ -23,6 +24,7 @@ MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
 
 _MOST_EVALUATIONS = 200
+_NEAR = 0.5  # log of mu over that of the target, at points through which a parabola is drawn
 _ROUNDING = 1e-4  # an increase of epsilon that may be discretisation, not a trend
 
 
@@ -127,21 +129,37 @@ def close_in(target: Target, meets: float, misses: float, tolerance: float) -> f
 def beyond_the_crossing(target: Target, meets: float, misses: float, tolerance: float) -> float:
     """Where the target seems to be met exactly, and a little towards the farther end.
 
-    A line in logarithms through the two best points, or the ends of the bracket. What it hits is
-    close to the crossing, so that the next bracket is narrow if it lies on the other side of it.
+    In logarithms, a parabola through the three best points if they are near, a line through the two
+    best ones, or through the ends of the bracket. What it hits is close to the crossing, so that
+    the next bracket is narrow if it lies on the other side of it.
     """
-    best = sorted(target.seen, key=lambda value: abs(target.log_mu(value)))[:2]
-    for first, second in (best, (meets, misses)):
-        height, rise = target.log_mu(first), target.log_mu(second) - target.log_mu(first)
-        if first <= 0 or second <= 0 or not math.isfinite(rise) or rise == 0:
-            continue
-        crossing = math.log(first) - math.log(second / first) * height / rise
-        ends = math.log(meets), math.log(misses)
+    best = sorted(target.seen, key=lambda value: abs(target.log_mu(value)))
+    ends = math.log(meets), math.log(misses)
+    near = [value for value in best[:3] if abs(target.log_mu(value)) < _NEAR]
+    for values, doubt in ((near[:3], 0.005), (best[:2], 0.01), ((meets, misses), 0.01)):
+        crossing = log_crossing(target, values)
         if min(ends) < crossing < max(ends):
             nearer, farther = sorted(ends, key=lambda end: abs(end - crossing))
-            margin = max(tolerance / 3, 0.01 * abs(crossing - nearer))
+            margin = max(tolerance / 3, doubt * abs(crossing - nearer))
             return math.exp(crossing + math.copysign(margin, farther - crossing))
     return math.nan
+
+
+def log_crossing(target: Target, values: Sequence[float]) -> float:
+    """The logarithm of the value at which the polynomial through the given ones meets the target.
+
+    A polynomial in the height over the target; nan if the heights do not fix one.
+    """
+    if len(values) < 2:
+        return math.nan
+    heights = [target.log_mu(value) for value in values]
+    if min(values) <= 0 or not np.isfinite(heights).all() or len(set(heights)) < len(heights):
+        return math.nan
+    crossing = 0.0
+    for i, value in enumerate(values):
+        others = [height for j, height in enumerate(heights) if j != i]
+        crossing += math.log(value) * math.prod(h / (h - heights[i]) for h in others)
+    return crossing
 
 
 def make_target(

@@ -59,19 +59,22 @@ def log_delta_at(a: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
     return result
 
 
-def deltas_from_mu(mu: np.ndarray | float, epsilon: np.ndarray | float) -> np.ndarray:
+def deltas_from_mu(
+    mu: np.ndarray | float, epsilon: np.ndarray | float, far: float = _FAR
+) -> np.ndarray:
     """The smallest deltas such that mu-GDP implies (epsilon, delta)-DP; the arrays broadcast.
 
     Args:
         mu: >= 0; inf stands for no privacy.
         epsilon: >= 0, possibly inf.
+        far: Deltas below Phi(-far) are 0.
     """
     mu, epsilon = np.broadcast_arrays(
         np.asarray(mu, dtype=np.float64), np.asarray(epsilon, dtype=np.float64)
     )
     result = np.where(mu == math.inf, 1.0, 0.0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        inside = (mu > 0) & (mu < math.inf) & (epsilon / mu <= mu / 2 + _FAR)
+        inside = (mu > 0) & (mu < math.inf) & (epsilon / mu <= mu / 2 + far)
     mu, epsilon = mu[inside], epsilon[inside]
     result[inside] = np.minimum(1.0, np.exp(log_delta_at(mu / 2 - epsilon / mu, mu)))
     return result

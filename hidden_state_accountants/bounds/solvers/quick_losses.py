@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import attrs
 import numpy as np
-from scipy import signal
+from scipy import fft, signal
 
 from hidden_state_accountants.curves.profiles import Deltas, Profile
 
@@ -74,7 +74,7 @@ class QuickLosses:
         spectrum = np.zeros(len(total), dtype=complex)
         spectrum[:kept] = np.exp(total[:kept])
         spectrum[:kept] *= self._mixture(window.shift_mus, window.shift_weights, kept)
-        law = np.fft.irfft(spectrum, _CELLS)[: _CELLS // 2]
+        law = fft.irfft(spectrum, _CELLS)[: _CELLS // 2]
         infinite = 1 - float(spectrum[0].real)
         above = np.cumsum(law[::-1])[::-1]
         # sum over x > epsilon of p(x) exp(epsilon - x), from the last loss on
@@ -107,7 +107,7 @@ class QuickLosses:
             np.add.at(law, -nodes, below * np.exp(-nodes * fine))
             infinite = float(profile.forward(np.array(nodes[-1] * fine)))
             law[0] += max(0.0, 1 - infinite - law.sum())
-            transform = np.fft.rfft(law)[: len(self._frequencies)]
+            transform = fft.rfft(law)[: len(self._frequencies)]
             self._steps[mu] = np.log(np.where(transform == 0, _SMALLEST, transform))
         return self._steps[mu]
 

@@ -132,10 +132,10 @@ class _Search:
             for share in _SHARES:
                 for beta in _SPLITS:
                     candidate = Plan(length, max(1, round(share * length)), beta)
-                    found = self.epsilon(candidate)
+                    found = self._quick.epsilon(self._windows.rough(candidate, is_grid=True))
                     if found < epsilon:
                         epsilon, plan = found, candidate
-        return epsilon, plan
+        return math.inf if plan is None else self.epsilon(plan), plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
         """Ever smaller moves of one coordinate at a time."""
@@ -192,7 +192,7 @@ class Windows:
             self._log_sensitivity = np.log(steps.sensitivity)
         self._log_weights: dict[int, float] = {}
         self._laws: dict[tuple[int, int], DistanceLaw] = {}
-        self._rough_laws: dict[int, DistanceLaw] = {}
+        self._rough_laws: dict[tuple[int, bool], DistanceLaw] = {}
 
     def whole(self) -> Window:
         """All steps, which start from a shared state: nothing but the record has to be hidden."""
@@ -201,22 +201,30 @@ class Windows:
             sampled = tuple((mu, count + self._steps.before) for mu, count in sampled)
         return Window(sampled, np.zeros(1), np.ones(1))
 
-    def rough(self, plan: Plan) -> Window:
-        """About what dominates the segment: good enough to choose."""
+    def rough(self, plan: Plan, *, is_grid: bool = False) -> Window:
+        """About what dominates the segment: good enough to choose.
+
+        Args:
+            plan: The parameters.
+            is_grid: Whether it is one of many, far from each other.
+        """
         start = self.total - plan.length
         if self._steps.is_constant:  # pasts of nearly the same length share a law
             start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
             start = self.total if start >= self._memory else start
-        if start not in self._rough_laws:
+        key = start, is_grid
+        if key not in self._rough_laws:
             weights, largest, certain = self._coins(start)
             rate = self._steps.rate
-            if self._steps.is_constant:  # rounded up: plans of longer runs, and epsilons, fall less
+            if (
+                self._steps.is_constant and not is_grid
+            ):  # rounded up: plans of longer runs, and epsilons, fall less
                 law = law_of_sum(weights, rate, largest, _ROUGH_PRECISION, certain)
                 law = fewer_levels(law, _FEW_LEVELS)
             else:
                 law = quick_law(weights, rate, largest, _FEW_LEVELS, certain)
-            self._rough_laws[start] = law
-        return self._window(plan, self._rough_laws[start])
+            self._rough_laws[key] = law
+        return self._window(plan, self._rough_laws[key])
 
     def window(self, plan: Plan, precision: int, levels: int) -> Window:
         """What dominates the segment.
