@@ -367,6 +367,42 @@ def test_a_dataset_is_read_once(batched, dealt):
     assert sorted(dealt) == list(range(8))
 
 
+class Batches(tf.keras.utils.Sequence):
+    """Batches that are other ones in every epoch."""
+
+    def __init__(self):
+        self.order = np.arange(RECORDS)
+
+    def __len__(self):
+        return RECORDS // BATCH
+
+    def __getitem__(self, index):
+        rows = self.order[index * BATCH : (index + 1) * BATCH]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.order = np.zeros(RECORDS, int)
+
+
+def generated():
+    source = Batches()
+    yield from (source[index] for index in range(len(source)))
+
+
+@pytest.mark.parametrize("make_source", [Batches, generated])
+def test_batches_are_read_once(make_source, dealt, without_graphs):
+    model, source = make(batch_order="reshuffled"), make_source()
+    for again in (source, source, make_source()):
+        model.fit(again, steps_per_epoch=RECORDS // BATCH, verbose=0)
+    event = model.privacy_event
+    assert (event.dataset_size, event.batch_size, event.num_steps) == (RECORDS, BATCH, 12)
+    np.testing.assert_array_equal(model._run._examples.x.numpy(), X)
+    np.testing.assert_array_equal(model._run._examples.y.numpy(), Y)
+    for epoch in range(3):
+        used = np.concatenate([dealt[4 * epoch + step] for step in range(4)])
+        assert sorted(used) == list(range(RECORDS))
+
+
 @pytest.mark.parametrize(
     "settings",
     [

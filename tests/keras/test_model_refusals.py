@@ -36,6 +36,12 @@ def fit(model, **kwargs):
     return model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
 
 
+def generated(batches=3, *more):
+    for k in range(batches):
+        part = slice(BATCH * (k % 3), BATCH * (k % 3 + 1))
+        yield (X[part], Y[part], *(one[part] for one in more))
+
+
 TARGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
 SETTINGS = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic"}
 GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)}
@@ -80,7 +86,12 @@ def test_compile(arguments, text):
         ({"steps_per_epoch": 2}, "3 steps in an epoch"),
         ({"batch_size": 5}, "drop_remainder"),
         ({"batch_size": 13}, "batch_size <= 12"),
-        ({"x": (row for row in X)}, "as an array"),
+        ({"x": (row for row in X)}, "y = None when x is a generator"),
+        ({"x": generated(), "y": None}, "steps_per_epoch, the batches of one pass"),
+        ({"x": generated(4), "y": None, "steps_per_epoch": 3}, "got more: it may go on"),
+        ({"x": generated(2), "y": None, "steps_per_epoch": 3}, "3 batches, got 2"),
+        ({"x": generated(3, X), "y": None, "steps_per_epoch": 3}, "are pairs"),
+        ({"x": iter([X])}, "as an array"),
         ({"x": tf.data.Dataset.from_tensor_slices((X, Y)).repeat(2), "y": None}, "repeat"),
         ({"x": tf.data.Dataset.from_tensor_slices(X), "y": None}, "without targets"),
         ({"y": None}, "y as an array"),

@@ -95,7 +95,7 @@ class OwnedRun:
         with model.distribute_strategy.scope():
             refuse_surroundings()
         self._model, self._settings, self._losses = model, settings, RowLosses(model.loss)
-        self._examples = HeldExamples(x, y, weights)
+        self._examples = HeldExamples(x, y, weights, steps_per_epoch)
         if batch_size is None:
             batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
@@ -246,7 +246,7 @@ class OwnedRun:
                 f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
                 f"got {asked}. Compile again for another run."
             )
-        self._examples.check_same(x, y, weights)
+        self._examples.check_same(x, y, weights, steps_per_epoch)
         self.record.go_on(model, self.steps, self._trained(model))
 
     def prepare(self, epochs: int, releases: tuple[bool, bool], target: Target | None) -> None:

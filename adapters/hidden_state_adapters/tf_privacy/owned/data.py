@@ -22,6 +22,7 @@ from hidden_state_adapters.batch_plans import (
 from hidden_state_adapters.tf_privacy.data import in_memory
 from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
 from hidden_state_adapters.tf_privacy.guards.batches import batches_of
+from hidden_state_adapters.tf_privacy.owned.sources import comes_in_batches, read_batches
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.pipeline import taken_apart
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -36,25 +37,33 @@ class HeldExamples:
 
     Args:
         x: An array, or a structure of arrays, whose first axis is that of the examples; or a
-            Dataset of pairs, single or in batches, which is read once.
+            Dataset of pairs, single or in batches, a Sequence of Keras or a generator of batches,
+            each of which is read once.
         y: Targets, likewise; None if x is a Dataset.
         weights: Of classes and examples.
+        steps: The batches of a generator.
 
     Raises:
         UnsupportedRunError: They are not arrays, or the Dataset repeats examples.
         ValueError: They have not the same number of examples, or none.
     """
 
-    def __init__(self, x: Any, y: Any, weights: GivenWeights = _NO_WEIGHTS):
+    def __init__(
+        self, x: Any, y: Any, weights: GivenWeights = _NO_WEIGHTS, steps: int | None = None
+    ):
         self._source = x
         self.batch_size: int | None = None  # that the pipeline says
-        if isinstance(x, tf.data.Dataset):
+        self._is_read = isinstance(x, tf.data.Dataset) or comes_in_batches(x)
+        if self._is_read:
             if weights.of_examples is not None:
                 raise refusal(
-                    "Expected sample_weight = None when x is a Dataset, got weights: whose they "
-                    "are depends on its order. Pass arrays."
+                    f"Expected sample_weight = None when x is a {type(x).__name__}, got weights: "
+                    "whose they are depends on its order. Pass arrays."
                 )
-            x, y = self._read(x, y)
+            if comes_in_batches(x):
+                x, y, self.batch_size = read_batches(x, y, steps)
+            else:
+                x, y = self._read(x, y)
         self.x, self.y = _copied("x", x), _copied("y", y)
         sizes = {int(part.shape[0]) for part in tf.nest.flatten((self.x, self.y))}
         if len(sizes) != 1 or 0 in sizes:
@@ -83,11 +92,11 @@ class HeldExamples:
         """Logs a warning if examples are equal."""
         warn_of_equal_examples([self.x, self.y])
 
-    def check_same(self, x: Any, y: Any, weights: GivenWeights) -> None:
+    def check_same(self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None) -> None:
         """Raises UnsupportedRunError unless these are the examples, in their order."""
-        if isinstance(x, tf.data.Dataset) and x is self._source and y is None:
+        if self._is_read and x is self._source and y is None:
             x, y = self.x, self.y  # of which this is a copy
-        found = HeldExamples(x, y, weights)
+        found = HeldExamples(x, y, weights, steps)
         own, other = (
             (part.x, part.y, () if part.weights is None else part.weights) for part in (self, found)
         )
