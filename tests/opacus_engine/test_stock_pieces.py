@@ -3,10 +3,12 @@
 Each loop runs on Poisson batches, so that nothing but the rows tells one batch from another.
 """
 
+import contextlib
 import itertools
 
 import pytest
 import torch
+from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_stock import DELTA, SOFTMAX, drawn
 from opacus_stock_loops import BATCH, RECORDS, records, stock_loop
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus.stock.pieces import PieceWatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -361,3 +364,43 @@ def test_what_undeclared_steps_rest_on_that_nobody_follows():
     loop.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     lines = [str(line) for line in loop.accountant.guarantee.assumptions]
     assert "declared: every record joins every batch independently (Poisson sampling)" in lines
+
+
+# --- row 152: the clip of the sum -----------------------------------------------------------------
+
+
+def clipped_sum(gradients, *, is_watched):
+    params = [nn.Parameter(torch.zeros(one.shape[1:])) for one in gradients]
+    optimizer = DPOptimizer(
+        torch.optim.SGD(params, lr=1.0),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+    )
+    for param, one in zip(params, gradients, strict=True):
+        param.grad_sample = one.clone()
+    if is_watched:
+        watch = PieceWatch(optimizer, contextlib.nullcontext, lambda *args: None)
+    optimizer.clip_and_accumulate()
+    if is_watched:
+        assert len(watch.take()[1]) == len(gradients[0])
+    return [param.summed_grad for param in params]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_the_sum_is_that_of_opacus(rows):
+    gradients = [torch.randn(rows, 3, 2), 0.1 * torch.randn(rows, 3)]
+    torch.testing.assert_close(
+        clipped_sum(gradients, is_watched=True), clipped_sum(gradients, is_watched=False)
+    )
+
+
+def test_a_long_gradient_is_no_longer_than_the_clip_norm():
+    """A float32 norm of millions of numbers is too short, and the clip as much too long."""
+    gradients = [torch.full((1, 2**23), 0.1)]
+    lengths = [
+        float(torch.linalg.vector_norm(total[0], dtype=torch.float64))
+        for total in (clipped_sum(gradients, is_watched=w) for w in (True, False))
+    ]
+    assert lengths[0] < 1 + 1e-6
+    assert lengths[1] > 1.001  # why Opacus' own norms are not used

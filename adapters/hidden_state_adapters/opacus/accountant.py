@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import torch
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
@@ -338,9 +339,9 @@ class HiddenStateAccountant(IAccountant):
             self.refuse(str(error))
 
     def _watch(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
-        def look(optimizer: DPOptimizer) -> None:
+        def look(optimizer: DPOptimizer, norms: torch.Tensor | None) -> None:
             if loop.run is not None:
-                loop.run.check_piece(optimizer)
+                loop.run.check_piece(optimizer, norms)
 
         def refusing() -> contextlib.AbstractContextManager[None]:
             return self._ended_by_refusals()
@@ -385,12 +386,12 @@ class HiddenStateAccountant(IAccountant):
         if loop.pieces is None:  # a hook that was attached by hand: from the second step on
             self._watch(loop, optimizer)
         assert loop.pieces is not None
-        rows = loop.pieces.take_rows()
+        rows, norms = loop.pieces.take()
         if loop.run is None:
             self._record_undeclared_step(loop, optimizer, step, rows)
             self._assume_undeclared(noise)
         else:
-            loop.run.observe(optimizer, rows)
+            loop.run.observe(optimizer, rows, norms)
             if not loop.has_begun:
                 self._assume(noise)
         loop.count.num_steps += 1

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from opacus.optimizers import DPOptimizer
 
+from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
+from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums, gradient_norms
 from hidden_state_adapters.opacus.guards.base import Piece
 from hidden_state_adapters.opacus.guards.gradients import SumsGuard
 from hidden_state_adapters.opacus.stock.checks import hides_rows
@@ -20,24 +23,32 @@ class PieceWatch:
     BatchMemoryManager made of a batch or, with ghost clipping, nothing. So the method of the
     optimizer that adds up a piece becomes one of ours, which counts and then calls it.
 
+    Where that method is DPOptimizer's own, the norms that it would compute for its clip are
+    computed here, kept for the check against a declared bound, and the clipped sum is made of them:
+    the same sum up to rounding, and norms of long gradients that float32 does not shorten.
+
     Args:
         optimizer: That Opacus made; before its first step, or between two.
         refusing: A context in which a step may be refused.
-        look: Is shown the optimizer at every piece that is not the last of its batch.
+        look: Is shown the optimizer and the norms of the gradients, if they are known, at every
+            piece that is not the last of its batch.
     """
 
     def __init__(
         self,
         optimizer: DPOptimizer,
         refusing: Callable[[], AbstractContextManager[None]],
-        look: Callable[[DPOptimizer], None],
+        look: Callable[[DPOptimizer, torch.Tensor | None], None],
     ):
         self._optimizer, self._refusing, self._look = optimizer, refusing, look
         self._sums = SumsGuard(optimizer.params)
         self._rows: int | None = None
+        self._norms: torch.Tensor | None = None
         self._steps, self._ends_batch = 0, True
         name = "accumulate" if hides_rows(optimizer) else "clip_and_accumulate"
         self._add_up = getattr(optimizer, name)
+        known = DPOptimizer.clip_and_accumulate
+        self._is_known = getattr(self._add_up, "__func__", None) is known
         setattr(optimizer, name, self)
 
     def __call__(self) -> None:
@@ -50,15 +61,30 @@ class PieceWatch:
             piece = Piece(step=self._steps, params=self._optimizer.params)
             self._sums.before(piece)
             self._rows = (self._rows or 0) + _rows(self._optimizer)
+            self._norms = self._norms_of(piece)
             if not self._ends_batch:
-                self._look(self._optimizer)
-        self._add_up()
+                self._look(self._optimizer, self._norms)
+        if self._norms is None:
+            self._add_up()
+        else:
+            clip_norm = float(self._optimizer.max_grad_norm)
+            add_weighted_sums(piece.params, opacus_clip_factors(self._norms, clip_norm))
         self._sums.used(piece)
 
-    def take_rows(self) -> int | None:
-        """The rows of the step at hand; None where no piece of it was seen."""
-        rows, self._rows = self._rows, None
-        return rows
+    def _norms_of(self, piece: Piece) -> torch.Tensor | None:
+        """The norms of the gradients of one batch; None where Opacus clips, or would raise."""
+        if not self._is_known or not all(map(_is_of_one_batch, piece.params)):
+            return None
+        are_alike = len({len(_sample(p)) for p in piece.params}) == 1
+        return gradient_norms(piece.params) if are_alike else None
+
+    def take(self) -> tuple[int | None, torch.Tensor | None]:
+        """The rows of the step at hand, and the norms of its last piece.
+
+        None where no piece was seen, or of the norms where Opacus clips.
+        """
+        found, self._rows, self._norms = (self._rows, self._norms), None, None
+        return found
 
 
 def _rows(optimizer: DPOptimizer) -> int:
@@ -66,6 +92,17 @@ def _rows(optimizer: DPOptimizer) -> int:
     name = "_norm_sample" if hides_rows(optimizer) else "grad_sample"
     found: list[Any] = [getattr(p, name, None) for p in optimizer.params]
     return max((_length(value) for value in found if value is not None), default=0)
+
+
+def _is_of_one_batch(param: Any) -> bool:
+    sample = _sample(param)
+    is_plain = isinstance(sample, torch.Tensor) and sample.dtype in (torch.float32, torch.float64)
+    return is_plain and not hasattr(sample, "_processed")
+
+
+def _sample(param: Any) -> Any:
+    sample = getattr(param, "grad_sample", None)
+    return sample[0] if isinstance(sample, list) and len(sample) == 1 else sample
 
 
 def _length(value: Any) -> int:

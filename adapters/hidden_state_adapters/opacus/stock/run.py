@@ -194,18 +194,21 @@ class StockRun:
 
     # The steps
 
-    def check_piece(self, optimizer: DPOptimizer) -> None:
+    def check_piece(self, optimizer: DPOptimizer, norms: torch.Tensor | None) -> None:
         """Raises UnsupportedRunError if a piece of a batch has longer gradients than declared."""
         loss = None if self._account is None else self._account.loss
         if loss is not None and not why_composition(optimizer):
-            self._check_norms(optimizer, self.recorder.num_steps + 1, loss.lipschitz)
+            self._check_norms(optimizer, self.recorder.num_steps + 1, loss.lipschitz, norms)
 
-    def observe(self, optimizer: DPOptimizer, added: int | None) -> None:
+    def observe(
+        self, optimizer: DPOptimizer, added: int | None, norms: torch.Tensor | None
+    ) -> None:
         """Records the step that `optimizer` is about to take.
 
         Args:
             optimizer: In its step hook.
             added: The rows that it added up for the step; None if nobody counted.
+            norms: Of the gradients that it added up last, shape (rows,); None if nobody knows.
 
         Raises:
             UnsupportedRunError: It is not one of the run.
@@ -224,7 +227,7 @@ class StockRun:
                 f"step {step} changed the optimizer: {reason}. Keep one update rule during a run."
             )
         else:
-            self._add_last_iterate(optimizer, step, rows)
+            self._add_last_iterate(optimizer, step, rows, norms)
         self.has_begun = True
 
     def _take_batch(self, optimizer: DPOptimizer, step: int, added: int | None) -> int | None:
@@ -253,14 +256,16 @@ class StockRun:
         )
         return True
 
-    def _add_last_iterate(self, optimizer: DPOptimizer, step: int, rows: int | None) -> None:
+    def _add_last_iterate(
+        self, optimizer: DPOptimizer, step: int, rows: int | None, norms: torch.Tensor | None
+    ) -> None:
         account, params = self._account, optimizer.params
         assert account is not None
         for param in params:
             check_precision("parameters", param)
         lipschitz = None if account.loss is None else account.loss.lipschitz
         check_clip_margin(float(optimizer.max_grad_norm), lipschitz)
-        self._check_gradients(optimizer, step, lipschitz)
+        self._check_gradients(optimizer, step, lipschitz, norms)
         if account.radius is not None:
             remedy = f" Project all parameters together after every step. {USE_ENGINE}"
             check_inside(step, float(joint_norm(params)), account.radius, remedy)
@@ -278,25 +283,35 @@ class StockRun:
             rows=rows,
         )
 
-    def _check_gradients(self, optimizer: DPOptimizer, step: int, lipschitz: float | None) -> None:
+    def _check_gradients(
+        self,
+        optimizer: DPOptimizer,
+        step: int,
+        lipschitz: float | None,
+        norms: torch.Tensor | None,
+    ) -> None:
         params = optimizer.params
         if self._watched_loss is not None and is_in_pieces(optimizer):
             raise UnsupportedRunError(
                 f"step {step} used a batch in several pieces, of which only the last can be held "
                 f"against the criterion. Declare a LossGeometry. {USE_ENGINE}"
             )
-        norms = self._check_norms(optimizer, step, lipschitz)
+        norms = self._check_norms(optimizer, step, lipschitz, norms)
         if self._watched_loss is not None:
             piece = Piece(step=step, params=params, rows=len(norms), norms=norms)
             self._watched_loss.check(piece, optimizer.loss_reduction)
 
     def _check_norms(
-        self, optimizer: DPOptimizer, step: int, lipschitz: float | None
+        self,
+        optimizer: DPOptimizer,
+        step: int,
+        lipschitz: float | None,
+        norms: torch.Tensor | None,
     ) -> torch.Tensor:
         """The norms of the gradients at hand, where they are needed; shape (rows,)."""
         if lipschitz is None and self._watched_loss is None:
             return torch.zeros(0)
-        norms = gradient_norms(optimizer.params)
+        norms = gradient_norms(optimizer.params) if norms is None else norms
         if len(norms):
             GradientGuard.of_lipschitz(lipschitz).check(step, float(norms.max()))
         return norms
