@@ -19,6 +19,11 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
         ("swap_accountant_opacus.py", ["--epochs", "2"], "the loader deals each of 1500"),
         ("block_coordinate_opacus.py", ["--epochs", "2"], "two blocks: epsilon"),
         ("factorisation_by_users.py", ["--users", "60", "--epochs", "2"], "user-level epsilon 2"),
+        (
+            "factorisation_by_users.py",
+            ["--setting", "vertical", "--users", "60", "--epochs", "2"],
+            "X at item-level epsilon 2",
+        ),
         ("dice_sgd_opacus.py", ["--epochs", "5", "--epsilon", "2"], "would claim epsilon"),
         ("resume_opacus.py", ["--epochs", "2", "--stop-after", "13"], "resumed: 20 steps"),
     ],
