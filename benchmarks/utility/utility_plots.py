@@ -9,7 +9,7 @@ from utility_page import ORDERS, Results, mean_and_error
 LINES = {  # method: colour and style
     "recommend": ("tab:blue", "-"),
     "recommend, fixed batches": ("tab:cyan", "-"),
-    "recommend, as it is": ("tab:purple", "-"),
+    "recommend, not centred": ("tab:purple", "-"),
     "Poisson + PLD": ("tab:orange", "--"),
     "full batch": ("tab:green", "--"),
     "banded factorisation": ("tab:red", "--"),

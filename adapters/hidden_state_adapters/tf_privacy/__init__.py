@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         HiddenStateSequential,
         make_private,
     )
+    from hidden_state_adapters.tf_privacy.recommended import RecommendedRun, recommended_run
     from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
@@ -62,16 +63,20 @@ _MODULES = {
     "HiddenStateModel": "model",
     "HiddenStateRecorder": "recorder",
     "HiddenStateSequential": "model",
+    "RecommendedRun": "recommended",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
     "make_private": "model",
+    "recommended_run": "recommended",
 }
 _WITHOUT_PRIVACY = (
     "AuxiliaryNetwork",
     "DiceUpdate",
     "HiddenStateModel",
     "HiddenStateSequential",
+    "RecommendedRun",
     "make_private",
+    "recommended_run",
 )
 _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
@@ -91,9 +96,11 @@ __all__ = [
     "HiddenStateModel",
     "HiddenStateRecorder",
     "HiddenStateSequential",
+    "RecommendedRun",
     "compute_last_iterate_privacy_statement",
     "cyclic_dataset",
     "make_private",
+    "recommended_run",
 ]
 
 
