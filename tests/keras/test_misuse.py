@@ -22,6 +22,7 @@ from trial import BATCH, RECORDS, Trial
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
+    BlockCoordinateUpdate,
     CyclicDPKerasSGDOptimizer,
     DiceKerasAdamOptimizer,
     DiceKerasSGDOptimizer,
@@ -468,17 +469,19 @@ class ModelTrial(Trial):
     Attributes:
         layer: Before the head, of `LAYERS`, or the head itself, of `HEADS`.
         start, records: See `Trial`.
-        rule: What the model is compiled with, of an optimizer and whether the gradients are bounded
-            by the loss.
+        rule: What the model is compiled with, of the trial and its optimizer.
         said: What the model is told of the loss.
+        decay: Of the weights.
+        has_bound: See `Trial`.
     """
 
     layer: str
     start: dict
     records: frozenset = frozenset()
-    rule: Callable = lambda optimizer, by_loss: optimizer
+    rule: Callable = lambda trial, optimizer: optimizer
     said: dict = attrs.Factory(lambda: {"loss_geometry": LOGISTIC})
-    has_bound = True
+    decay: float | None = 0.1
+    has_bound: bool = True
 
     def __attrs_post_init__(self):
         if self.layer == "half_squared_error" and self.rule is dice_update:
@@ -513,9 +516,10 @@ class ModelTrial(Trial):
         self.compile()
 
     def compile(self):
-        self.optimizer = tf.keras.optimizers.SGD(self.start["learning_rate"], weight_decay=0.1)
-        rule = self.rule(self.optimizer, self.layer in HEADS)
-        self.model.compile(rule, self.loss, run_eagerly=True)
+        self.optimizer = tf.keras.optimizers.SGD(
+            self.start["learning_rate"], weight_decay=self.decay
+        )
+        self.model.compile(self.rule(self, self.optimizer), self.loss, run_eagerly=True)
 
     def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
         if before is not None or after is not None:
@@ -597,7 +601,8 @@ class ModelTrial(Trial):
         self.model.set_weights(weights)
 
     def save(self):
-        state = self.model.state(stays_private=True)
+        is_secret = self.rule is dice_update
+        state = self.model.state(stays_private=True, include_private_state=is_secret)
         return json.loads(json.dumps(state)), self.model.get_weights()
 
     def stay_here(self):
@@ -619,8 +624,12 @@ class ModelTrial(Trial):
         self.model.release()
 
 
-def dice_update(optimizer, by_loss):
-    bound = {} if by_loss else {"gradient_bound": DICE["declared"]["gradient_bound"]}
+def block_update(trial, optimizer):
+    return BlockCoordinateUpdate(optimizer, lambda: [[v] for v in trial.model.trainable_variables])
+
+
+def dice_update(trial, optimizer):
+    bound = {} if trial.layer in HEADS else {"gradient_bound": DICE["declared"]["gradient_bound"]}
     return DiceUpdate(optimizer, **DICE["options"], **bound)
 
 
@@ -657,6 +666,13 @@ OPTIMIZERS = {
         "records": {"learning_rate"},
         "rule": dice_update,
         "said": {},
+    },
+    "model_blocks": {
+        "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
+        "rule": block_update,
+        "said": {},
+        "decay": None,
+        "has_bound": False,
     },
 }
 IN_KERAS = [name for name in OPTIMIZERS if not name.startswith("model")]

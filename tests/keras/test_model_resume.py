@@ -10,7 +10,12 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, lineage
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    HiddenStateSequential,
+    lineage,
+)
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
@@ -40,6 +45,10 @@ def rate():
 def make(*, optimizer=None, **kwargs):
     if optimizer == "dice":
         optimizer = DiceUpdate(optimizers.SGD(0.5), error_l2_norm_clip=0.1)
+    if optimizer == "blocks":
+        optimizer = BlockCoordinateUpdate(
+            optimizers.SGD(0.5), lambda: [[v] for v in model.trainable_variables]
+        )
     settings = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
     model = HiddenStateSequential([layers.Dense(2, kernel_initializer="ones")], **settings)
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -72,6 +81,7 @@ RUNS = {
     "shuffled_once": ({"batch_order": "shuffled_once", **GEOMETRY}, SECRET),
     "adam": ({"optimizer": "adam"}, {}),
     "dice": ({"optimizer": "dice", "batch_order": "reshuffled", **GEOMETRY}, SECRET),
+    "blocks": ({"optimizer": "blocks"}, {}),
 }
 
 

@@ -438,7 +438,7 @@ OTHER_VARIABLES = (
     "changed outside|not trained was changed|error belongs to them|blocks of the first step"
 )
 REPEATED = "generator of the noise was set|Earlier noisy gradients"
-CONSTANT = "as at construction|about constant values|Earlier noisy gradients"
+CONSTANT = "as at construction|constant values|Earlier noisy gradients"
 OWN_ROWS = "a loss of its own|outputs of its own"
 OTHER_LOSSES = "The losses are not those of the known loss"
 

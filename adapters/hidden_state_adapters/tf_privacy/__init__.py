@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         EnvelopeSparseCategoricalCrossentropy,
         EnvelopeSquaredError,
     )
+    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.model_steps import (
+        BlockCoordinateUpdate,
+    )
     from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.optimizer import (
         BlockCoordinateKerasOptimizer,
     )
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AuxiliaryNetwork": "auxiliary",
     "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate.optimizer",
+    "BlockCoordinateUpdate": "mechanisms.block_coordinate.model_steps",
     "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
     "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
     "DiceKerasSGDOptimizer": "mechanisms.dice_sgd.variants",
@@ -71,6 +75,7 @@ _MODULES = {
 }
 _WITHOUT_PRIVACY = (
     "AuxiliaryNetwork",
+    "BlockCoordinateUpdate",
     "DiceUpdate",
     "HiddenStateModel",
     "HiddenStateSequential",
@@ -83,6 +88,7 @@ _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 __all__ = [
     "AuxiliaryNetwork",
     "BlockCoordinateKerasOptimizer",
+    "BlockCoordinateUpdate",
     "CyclicDPKerasSGDOptimizer",
     "DiceKerasAdamOptimizer",
     "DiceKerasSGDOptimizer",

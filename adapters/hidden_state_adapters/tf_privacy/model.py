@@ -69,7 +69,8 @@ class PrivateTraining(tf.keras.Model, Figures):
 
         Args:
             optimizer: Plain `SGD` (with weight_decay) where a `loss_geometry` hides the iterates;
-                any optimizer of Keras otherwise; a `DiceUpdate` for DiceSGD.
+                any optimizer of Keras otherwise; a `DiceUpdate` for DiceSGD, a
+                `BlockCoordinateUpdate` for DP-MBCD.
             loss: A name, a function or an object of Keras with one loss for each example. Its
                 reduction over the batch does not matter: every example is clipped alone.
             metrics: As in Keras. What they show of the training data has no guarantee.

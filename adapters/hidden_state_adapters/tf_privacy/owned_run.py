@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,11 @@ from hidden_state_adapters.tf_privacy.guards.model import build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
-from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
+from hidden_state_adapters.tf_privacy.owned.clipping import (
+    ExampleGradients,
+    RowByRow,
+    ThroughLinearLayers,
+)
 from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, plan_of
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
@@ -142,8 +147,11 @@ class OwnedRun:
         )
         self._examples.warn_of_equal()
         first = next(self._batches())
-        linear = ThroughLinearLayers.of(model, self._losses, variables, *first)
-        self.clipping = linear or RowByRow(model, self._losses, variables)
+        self.clipping = [
+            ThroughLinearLayers.of(model, self._losses, part, *first)
+            or RowByRow(model, self._losses, part)
+            for part in steps.blocks or (variables,)
+        ]
         self.steps = steps
         steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
@@ -299,10 +307,13 @@ class OwnedRun:
     def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
         if not self.steps.trains(self._model.trainable_variables):
             raise refusal(str(Problem.WEIGHTS))
-        found = self.clipping.gradients(x, y)
-        if weights:
-            found = times(found, *weights)
-        self.steps.take(found, step, rows)
+
+        def gradients_by(clipping: Any) -> ExampleGradients:
+            found = clipping.gradients(x, y)
+            return times(found, *weights) if weights else found
+
+        passes = [functools.partial(gradients_by, one) for one in self.clipping]
+        found = self.steps.take(passes, step, rows)
         return found.losses, found.outputs
 
     def end_interrupted(self, steps_before: int) -> None:

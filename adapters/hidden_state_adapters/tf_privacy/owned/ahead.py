@@ -90,8 +90,9 @@ def noise_for(
 
 
 def _with_noise(event: Any, noise: float) -> DpEvent:
-    name = "noise_multiplier" if hasattr(event, "noise_multiplier") else "noise_std"
-    changed: DpEvent = attrs.evolve(event, **{name: noise * getattr(event, name)})
+    powers = {"noise_multiplier": 1, "noise_std": 1, "noise_variance": 2}
+    name = next(name for name in powers if hasattr(event, name))
+    changed: DpEvent = attrs.evolve(event, **{name: noise ** powers[name] * getattr(event, name)})
     return changed
 
 

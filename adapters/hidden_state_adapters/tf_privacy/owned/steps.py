@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -69,8 +69,8 @@ class Update:
             raise refusal(
                 f"Expected an optimizer without noise in compile, got {type(optimizer).__name__}: "
                 "the model clips and adds the noise itself. Pass tf.keras.optimizers.SGD(...), "
-                "within DiceUpdate(...) for DiceSGD, and l2_norm_clip and noise_multiplier to the "
-                "model."
+                "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip "
+                "and noise_multiplier to the model."
             )
         if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
             raise refusal(
@@ -187,6 +187,10 @@ class Update:
             # tf.where and not a factor 0: a refused gradient may hold NaN.
             new = proximal.after_prox(prox, kept - step * gradient, step)
             variable.assign(tf.where(fine, new, old))
+        self.count(fine)
+
+    def count(self, fine: tf.Tensor) -> None:
+        """Counts an update that was made by hand."""
         self.iterations.assign_add(tf.cast(fine, self.iterations.dtype))
         if not self._is_legacy:
             self.optimizer._compute_current_learning_rate()  # for whoever reads a schedule
@@ -253,26 +257,46 @@ class OwnedSteps(Mechanism):
 
     # The step
 
-    def take(self, found: ExampleGradients, step: tf.Tensor, rows: tf.Tensor) -> None:
+    def take(
+        self, passes: Sequence[Callable[[], ExampleGradients]], step: tf.Tensor, rows: tf.Tensor
+    ) -> ExampleGradients:
         """Clips, adds noise, moves the variables, and writes down what was done.
 
         Args:
-            found: Of a batch, padding included.
+            passes: Each gives the gradients of the batch, padding included, at the current values;
+                one for each of `blocks`, or one for all variables.
             step: Which one the batch was dealt for, from 0 on.
             rows: The first ones, which are examples.
+
+        Returns:
+            What the first pass gave.
         """
         refuse_surroundings()  # fit enters the strategy of the model
-        settings = self._settings
-        assert settings.noise_multiplier is not None
+        (gradients_of,) = passes
+        found = gradients_of()
+        norms, is_example, largest = self._seen(found, rows)
+        gradients = self._noisy_mean(found, norms, is_example)
+        problem = self._problem(step, rows, largest, self._tracked, self._noise.is_fresh)
+        fine, rate = tf.equal(problem, 0), self._update.rate()
+        self._update.apply(gradients, self._variables, fine, self._settings.prox)
+        self._after_update(fine, rows, largest)
+        self._write(rows, problem, rate, largest)
+        return found
+
+    def _seen(
+        self, found: ExampleGradients, rows: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The norms, 0 of padding; whether a row is no padding; and the largest norm."""
         is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
         norms = tf.where(is_example, found.norms, tf.zeros_like(found.norms))
         infinite = tf.constant(math.inf, tf.float64)
         largest = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
-        gradients = self._noisy_mean(found, norms, is_example)
-        problem = self._problem(step, rows, largest)
-        fine, rate = tf.equal(problem, 0), self._update.rate()
-        self._update.apply(gradients, self._variables, fine, settings.prox)
-        self._after_update(fine, rows, largest)
+        return norms, is_example, largest
+
+    def _write(
+        self, rows: tf.Tensor, problem: tf.Tensor, rate: tf.Tensor, largest: tf.Tensor
+    ) -> None:
+        settings = self._settings
         self._log.write(
             rows=rows,
             problem=problem,
@@ -302,6 +326,7 @@ class OwnedSteps(Mechanism):
 
     def _with_noise(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Noisy sums over the divisor."""
+        assert self._settings.noise_multiplier is not None  # fit has found it
         noisy = self._noise.added_to(sums, self.l2_norm_clip * self.noise_multiplier)
         divisor = self._plan.batch_size
         return [part / tf.constant(divisor, part.dtype) for part in noisy]
@@ -311,14 +336,30 @@ class OwnedSteps(Mechanism):
         if self._settings.projection_radius is not None:
             project(self._variables, self._settings.projection_radius, fine)
 
-    def _problem(self, step: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
+    def _problem(
+        self,
+        step: tf.Tensor,
+        rows: tf.Tensor,
+        largest: tf.Tensor,
+        tracked: Sequence[Any],
+        is_fresh: tf.Tensor,
+    ) -> tf.Tensor:
+        """An int64 `Problem`.
+
+        Args:
+            step: That the batch was dealt for.
+            rows: Examples of it.
+            largest: The longest gradient.
+            tracked: `_tracked`, before the step.
+            is_fresh: Whether the generator of the noise was left alone.
+        """
         problem = self._log.problem(
             rows,
             None,
-            self._tracked,
+            tracked,
             largest,
             self._norm_bound(),
-            self._noise.is_fresh,
+            is_fresh,
             rows_vary=True,  # every batch is compared with the plan
         )
         return problem + as_bits({Problem.BATCH: tf.equal(step, self._log.steps)})

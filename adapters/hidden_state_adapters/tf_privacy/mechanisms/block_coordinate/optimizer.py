@@ -20,7 +20,13 @@ from hidden_state_accountants.runs.block_coordinate import (
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards import settings
-from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
+from hidden_state_adapters.tf_privacy.guards.step import refuse_tensor_float_32
+from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.blocks import (
+    Blocks,
+    blocks_of,
+    check_blocks,
+    check_together,
+)
 from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.log import BlockLog
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.proximal import after_prox
@@ -173,7 +179,7 @@ class BlockCoordinateKerasOptimizer(
         Raises:
             UnsupportedRunError: The run is not covered; the text says why.
         """
-        blocks = _blocks(var_list() if callable(var_list) else var_list)
+        blocks = blocks_of(var_list)
         if len(blocks) > 1 and (not callable(loss) or tape is not None):
             raise refusal(
                 f"Expected a function as loss, got a tensor or a tape: the loss is evaluated anew "
@@ -191,15 +197,9 @@ class BlockCoordinateKerasOptimizer(
             self._turn = None
         return result
 
-    def _fix_blocks(self, blocks: tuple[tuple[Any, ...], ...]) -> None:
+    def _fix_blocks(self, blocks: Blocks) -> None:
         if not self._log.blocks:
-            seen = [variable.ref() for block in blocks for variable in block]
-            if not blocks or not all(blocks) or len(set(seen)) < len(seen):
-                raise refusal(
-                    "Expected blocks that have variables, each variable in one block, got "
-                    f"{[[variable.name for variable in block] for block in blocks]}."
-                )
-            check_variables([variable for block in blocks for variable in block])
+            check_blocks(blocks)
             self._log.blocks = blocks
         elif [[v.ref() for v in block] for block in self._log.blocks] != [
             [v.ref() for v in block] for block in blocks
@@ -214,7 +214,7 @@ class BlockCoordinateKerasOptimizer(
     ) -> list[tuple[Any, Any]]:
         """The noisy mean of the clipped gradients of one block."""
         if self._turn is None:
-            self._fix_blocks(_blocks(var_list() if callable(var_list) else var_list))
+            self._fix_blocks(blocks_of(var_list))
             if self.num_blocks > 1:
                 raise refusal(
                     f"Expected minimize(loss, blocks), got _compute_gradients for "
@@ -279,16 +279,8 @@ class BlockCoordinateKerasOptimizer(
         Raises:
             UnsupportedRunError: They are not those of the blocks.
         """
-        blocks = self._log.variables
-        given, own = ({variable.ref() for variable in part} for part in (variables, blocks))
-        if given != own:
-            outside = [variable.deref().name for variable in given ^ own]
-            raise refusal(
-                "Expected blocks that are together the trainable variables of the model, got "
-                f"{sorted(outside)} in one and not in the other. Set layer.trainable = False for "
-                "what is not trained."
-            )
-        return super().is_iterate(blocks)
+        check_together(self._log.blocks, variables)
+        return super().is_iterate(self._log.variables)
 
     def new_run(self, units: Units, declared: Declared) -> BlockCoordinateRun:
         """Of which the last blocks are released."""
@@ -324,7 +316,7 @@ class BlockCoordinateKerasOptimizer(
             )
 
     @property
-    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+    def blocks(self) -> Blocks:
         """The lists of variables; empty before the first step."""
         return self._log.blocks
 
@@ -392,12 +384,3 @@ class BlockCoordinateKerasOptimizer(
             "nonnegative": self._nonnegative,
         }
         return self._with_runs(config)
-
-
-def _blocks(var_list: Any) -> tuple[tuple[Any, ...], ...]:
-    """The blocks of a list of lists, or of one list of variables."""
-    items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
-    nested = [isinstance(item, list | tuple) for item in items]
-    if any(nested) and not all(nested):
-        raise refusal("Expected a list of variables or a list of such lists, got both in one list.")
-    return tuple(tuple(block) for block in (items if any(nested) else [items]))

@@ -64,7 +64,7 @@ class DiceUpdate(UpdateRule):
         UnsupportedRunError: From fit: a projection or `max_batch_size`, which the bound does not
             know, or both `loss_geometry` and `gradient_bound`.
 
-    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632v2), Algorithms 2, 3 (Adam) and 4 (automatic).
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 (Adam) and 4 (automatic).
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class DiceSteps(DiceAccount, OwnedSteps):
         # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
         return [n + f for n, f in zip(self._with_noise(sums), fed, strict=True)]
 
-    def _problem(self, step: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
-        of_step = super()._problem(step, rows, largest)
+    def _problem(self, *args: Any) -> tf.Tensor:
+        of_step = super()._problem(*args)
         of_run = self._error.problem(self._log.steps, self.iterations, self._error_norm)
         self._error.begin(self.iterations)
         return of_step + of_run

@@ -1,0 +1,48 @@
+"""Blocks of variables, whatever makes the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hidden_state_adapters.tf_privacy.guards.step import check_variables
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+Blocks = tuple[tuple[Any, ...], ...]
+
+
+def blocks_of(given: Any) -> Blocks:
+    """The blocks of a list of lists, of one list of variables, or of a function that returns one.
+
+    Raises:
+        UnsupportedRunError: It is neither.
+    """
+    items = given() if callable(given) else given
+    items = list(items) if isinstance(items, list | tuple) else [items]
+    nested = [isinstance(item, list | tuple) for item in items]
+    if any(nested) and not all(nested):
+        raise refusal("Expected a list of variables or a list of such lists, got both in one list.")
+    return tuple(tuple(block) for block in (items if any(nested) else [items]))
+
+
+def check_blocks(blocks: Blocks) -> None:
+    """Raises UnsupportedRunError unless every block has variables, and every variable one block."""
+    seen = [variable.ref() for block in blocks for variable in block]
+    if not blocks or not all(blocks) or len(set(seen)) < len(seen):
+        raise refusal(
+            "Expected blocks that have variables, each variable in one block, got "
+            f"{[[variable.name for variable in block] for block in blocks]}."
+        )
+    check_variables([variable for block in blocks for variable in block])
+
+
+def check_together(blocks: Blocks, trained: Any) -> None:
+    """Raises UnsupportedRunError unless the blocks are together the variables that are trained."""
+    own = [variable for block in blocks for variable in block]
+    given, own_refs = ({variable.ref() for variable in part} for part in (trained, own))
+    if given != own_refs:
+        outside = [variable.deref().name for variable in given ^ own_refs]
+        raise refusal(
+            "Expected blocks that are together the trainable variables of the model, got "
+            f"{sorted(outside)} in one and not in the other. Set layer.trainable = False for "
+            "what is not trained."
+        )
