@@ -30,7 +30,10 @@ def test_a_script_writes_its_page_and_its_picture(name, tmp_path, monkeypatch):
     finally:
         for module in (name, "pages"):
             sys.modules.pop(module, None)
-    assert PAPERS[name] in (tmp_path / f"{name}.md").read_text("utf-8")
+    text = (tmp_path / f"{name}.md").read_text("utf-8")
+    assert PAPERS[name] in text
+    for picture in re.findall(r"\]\((\w+\.png)\)", text):
+        assert (tmp_path / picture).stat().st_size > 10_000
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
