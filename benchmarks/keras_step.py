@@ -3,9 +3,12 @@
     python benchmarks/keras_step.py [CASE ...]
 
 Both train by `Model.fit` in one process, in turn, on the same arrays: DPSequential with the batches
-of fit, ours with Poisson batches of that size on average. A figure is the CPU time of a step, the
-median over the rounds, of all threads (so that the drawing of batches counts, and other programs on
-the machine do not), and the ratio of both. The first steps of a fit, which trace, are left out.
+of fit, ours with Poisson batches of that size on average. A figure is the CPU time of an epoch over
+its steps, the median over the rounds, of all threads (so that the drawing of batches counts, and
+other programs on the machine do not), and the ratio of both. Epochs that trace, and those after
+which ours looks at model and loss again (1, 2, 4, 8, ...), are left out.
+
+"one step" has steps_per_execution=1 for both, "32 steps" 32; else both have what is given without.
 """
 
 import argparse
@@ -19,7 +22,9 @@ from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPSequential
 from hidden_state_adapters.tf_privacy import HiddenStateSequential
 
 layers = tf.keras.layers
-ROUNDS, SKIPPED, STEPS = 4, 5, 30
+STEPS = 64  # of an epoch
+ROUNDS = 7
+MEASURED = (2, 4, 5, 6)  # the first ones trace, and after 1, 2, 4, 8, ... epochs ours looks again
 CLIP_AND_NOISE = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0}
 
 
@@ -55,32 +60,35 @@ CASES = {  # name: what is trained, batch size
     "network 784-256-256-10": (network, 256),
     "CNN of the MNIST tutorial": (cnn, 64),
 }
-MODES = {"graph": {}, "XLA": {"jit_compile": True}}
+MODES = {
+    "graph": {},
+    "graph, one step": {"steps_per_execution": 1},
+    "graph, 32 steps": {"steps_per_execution": 32},
+    "XLA": {"jit_compile": True},
+}
 
 
 class Clock(tf.keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == SKIPPED:
-            self.start = time.process_time()
-        self.steps, self.end = batch - SKIPPED, time.process_time()
+    """CPU time of the last epoch of a fit; it waits for no batch."""
 
-    @property
-    def per_step(self):
-        return (self.end - self.start) / self.steps
+    def on_epoch_begin(self, epoch, logs=None):
+        self.start = time.process_time()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.per_step = (time.process_time() - self.start) / STEPS
 
 
 def contestants(make, compile):
     """By name, compiled models."""
-    use_xla = bool(compile)
+    use_xla, pace = "jit_compile" in compile, compile.get("steps_per_execution")
     models = {
         "DPSequential": DPSequential(use_xla=use_xla, layers=make()[2], **CLIP_AND_NOISE),
         "ours": HiddenStateSequential(make()[2], **CLIP_AND_NOISE),
     }
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     for name, model in models.items():
-        model.compile(
-            tf.keras.optimizers.legacy.SGD(0.1), loss, **(compile if name == "ours" else {})
-        )
+        own = compile if name == "ours" else {"steps_per_execution": pace}
+        model.compile(tf.keras.optimizers.legacy.SGD(0.1), loss, **own)
     return models
 
 
@@ -88,7 +96,7 @@ def measure(make, batch_size, compile):
     """CPU seconds of a step, by contestant."""
     shape, classes, _ = make()
     random = np.random.default_rng(0)
-    rows = batch_size * (SKIPPED + STEPS)
+    rows = batch_size * STEPS
     x = random.normal(size=(rows, *shape)).astype("float32")
     y = random.integers(0, classes, rows)
     models = contestants(make, compile)
@@ -98,7 +106,10 @@ def measure(make, batch_size, compile):
             clock = Clock()
             model.fit(x, y, batch_size=batch_size, callbacks=[clock], verbose=0)
             times[name].append(clock.per_step)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    return {
+        name: statistics.median(values[place] for place in MEASURED)
+        for name, values in times.items()
+    }
 
 
 def main():

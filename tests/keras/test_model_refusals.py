@@ -69,7 +69,6 @@ def test_arguments(arguments, error, text):
     ("arguments", "text"),
     [
         ({"loss_weights": [2.0]}, "loss_weights = None"),
-        ({"steps_per_execution": 2}, "steps_per_execution = 1"),
         ({"weighted_metrics": ["accuracy"]}, "weighted_metrics = None"),
     ],
 )

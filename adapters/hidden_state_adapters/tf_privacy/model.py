@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import read_plain
+from hidden_state_adapters.tf_privacy.owned.log import MOST_STEPS
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
@@ -36,6 +37,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _how_to_begin = "Call fit."
     _run: OwnedRun | None = None
     _is_fitting = _uses_xla = False
+    _given_pace: int | None = None  # steps_per_execution
     _calls = 0  # of fit
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
@@ -77,21 +79,23 @@ class PrivateTraining(tf.keras.Model, Figures):
             loss_weights: None.
             weighted_metrics: None.
             run_eagerly: As in Keras; the gradients of a batch are made in a graph all the same.
-            steps_per_execution: None or 1: every step is recorded.
+            steps_per_execution: How many steps are made between two looks of the callbacks, 256 at
+                most. None for as many as take a moment, where no callback waits for every batch;
+                every step is recorded all the same.
             jit_compile: Whether XLA compiles clip, noise and update. Poisson batches are filled up
                 to a few sizes then; what fills them up has no influence.
             **kwargs: As in Keras.
 
         Raises:
-            UnsupportedRunError: Losses are weighted, or several steps make one.
+            UnsupportedRunError: Losses are weighted.
+            TypeError, ValueError: steps_per_execution is not a number in 1 to 256.
         """
         for name, value in (("loss_weights", loss_weights), ("weighted_metrics", weighted_metrics)):
             if value is not None:
                 raise refusal(f"Expected {name} = None, got {value!r}: losses have no weights.")
-        if steps_per_execution not in (None, 1):
-            raise refusal(
-                f"Expected steps_per_execution = 1, got {steps_per_execution}: every step is "
-                "checked and recorded."
+        if steps_per_execution is not None:
+            steps_per_execution = validate.integer(
+                "steps_per_execution", steps_per_execution, minimum=1, maximum=MOST_STEPS
             )
         if self._is_fitting:
             raise refusal("Expected compile outside of fit, got a call by a callback.")
@@ -101,12 +105,14 @@ class PrivateTraining(tf.keras.Model, Figures):
             loss=loss,
             metrics=metrics,
             run_eagerly=run_eagerly,
+            steps_per_execution=steps_per_execution,
             jit_compile=False,  # of the rest of the step
             **kwargs,
         )
         if self._run is not None:
             self._run.steps.training.note()
         self._rule, self._uses_xla = rule, bool(jit_compile)
+        self._given_pace = steps_per_execution
         self._run = self._record = None
         self._calls, self._foreign = 0, frozenset()
 
@@ -184,7 +190,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         target = self._target(target_epsilon, target_delta)
         run = self._run_on(x, y, batch_size, steps_per_epoch, weights)
         others = _as_list(callbacks)
-        recording = Recording(run, self._settings, others)
+        recording = Recording(run, self._settings, others, self._pace(others))
         if target is not None:
             refuse_moved_rates(others)
         run.prepare(epochs - initial_epoch, recording.releases, target)
@@ -212,6 +218,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             raise
         finally:
             self._is_fitting = False
+            self._steps_per_execution.assign(self._given_pace or 1)
             self.reset_metrics()
 
     def _target(self, epsilon: float | None, delta: float | None) -> Target | None:
@@ -251,6 +258,45 @@ class PrivateTraining(tf.keras.Model, Figures):
         if self._run is None or not self._run.record.has_begun:
             return self._settings.noise_multiplier
         return self._run.steps.noise_multiplier
+
+    def _pace(self, callbacks: list[Any]) -> tf.Variable | None:
+        """Keras' number of steps between two looks, if it is for `Recording` to choose."""
+        waits = any(callback._implements_train_batch_hooks() for callback in callbacks)
+        is_free = self._given_pace is None and not self.run_eagerly and not waits
+        return self._steps_per_execution if is_free else None
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """As in Keras, for any number of steps between two looks."""
+        given = self._steps_per_execution.numpy()
+        self._steps_per_execution.assign(2)  # of 1 Keras makes a function for ever single steps
+        try:
+            return super().make_train_function(force)
+        finally:
+            self._steps_per_execution.assign(given)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras."""
+        with self._given_steps_per_execution():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras."""
+        with self._given_steps_per_execution():
+            return super().predict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _given_steps_per_execution(self) -> Iterator[None]:
+        """Within fit, what is not training has the number of steps that was compiled."""
+        pace = self._steps_per_execution
+        if not self._is_fitting or pace is None:
+            yield
+            return
+        of_training = pace.numpy()
+        pace.assign(self._given_pace or 1)
+        try:
+            yield
+        finally:
+            pace.assign(of_training)
 
     def _run_on(
         self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any, weights: GivenWeights

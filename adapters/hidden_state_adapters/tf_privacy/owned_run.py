@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from hidden_state_adapters.tf_privacy.owned.clipping import (
     RowByRow,
     ThroughLinearLayers,
 )
-from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, padding, plan_of
+from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, dealt, padding, plan_of
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
@@ -35,6 +36,8 @@ from hidden_state_adapters.tf_privacy.units import Units
 
 _EPSILON = "epsilon_if_released_now"
 _BATCH_SIZE = 32  # of Keras, where nothing is said
+_MOMENT = 0.05  # seconds between two looks, which nobody notices
+_LONGEST_PACE = 64  # steps between them
 
 
 @attrs.frozen
@@ -114,7 +117,8 @@ class OwnedRun:
         )
         self._period = number or self.plan.num_batches
         self.is_padded = settings.batch_order is BatchOrder.POISSON
-        self._pad = padding(is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size)
+        self._has_steady_sizes = uses_xla and self.is_padded
+        self._pad = padding(is_compiled=self._has_steady_sizes, expected=self.plan.batch_size)
         if self._period != self.plan.num_batches and not self.plan.draws_every_step:
             raise refusal(
                 f"Expected {self.plan.num_batches} steps in an epoch, got steps_per_epoch = "
@@ -289,7 +293,7 @@ class OwnedRun:
     def epoch(self) -> tf.data.Dataset:
         """The batches of one epoch, drawn when it begins."""
         done = self.record
-        return self._examples.dealt(self.plan, self._period, lambda: done.num_batches, self._pad)
+        return dealt(self.plan, self._period, lambda: done.num_batches, self._pad)
 
     def step(self, data: Any) -> tuple[Any, Any, Any]:
         """Takes the private step on a batch of `epoch`.
@@ -297,7 +301,10 @@ class OwnedRun:
         Returns:
             The losses, the targets and the outputs of its examples.
         """
-        (step, rows), x, y, *weights = data
+        step, rows, indices = data
+        if not self._has_steady_sizes:  # what stands there has the size of another batch
+            indices = indices[: tf.maximum(rows, 1)]
+        x, y, *weights = self._examples.taken(indices)
         take = self._take if not self._uses_xla and not tf.executing_eagerly() else self._compiled
         losses, outputs = take(step, rows, x, y, *weights)
         if not self.is_padded:
@@ -344,13 +351,21 @@ class Recording(tf.keras.callbacks.Callback):
         run: Of the model.
         settings: Likewise.
         others: The user's callbacks.
+        pace: How many steps are made between two looks, for this callback to choose; or None.
 
     Raises:
         UnsupportedRunError: One of them chooses by the data, restores weights or shows metrics.
     """
 
-    def __init__(self, run: OwnedRun, settings: Settings, others: Sequence[Any]):
+    def __init__(
+        self,
+        run: OwnedRun,
+        settings: Settings,
+        others: Sequence[Any],
+        pace: tf.Variable | None = None,
+    ):
         super().__init__()
+        self._steps, self._pace, self._began = run.steps, pace, 0.0
         self._record, self._target_delta = run.record, settings.target_delta
         self.releases = check_callbacks(
             [self, *others],
@@ -360,11 +375,18 @@ class Recording(tf.keras.callbacks.Callback):
         )
         self.foreign = {type(c).__name__ for c in others if not is_of_keras(c)}
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes the time."""
+        self._began = time.monotonic()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Records the step."""
-        self._record.add(self._record.next_batch)
+        """Records the steps since the last look, and chooses how many follow until the next."""
+        for entry in self._steps.steps_since(self._record.num_batches):
+            self._record.add(self._record.next_batch, entry)
         if self.releases[1]:
             self._record.release()
+        if self._pace is not None and time.monotonic() - self._began < _MOMENT:
+            self._pace.assign(min(2 * int(self._pace.numpy()), _LONGEST_PACE))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the epsilon to the logs, and notes a checkpoint as released."""

@@ -348,8 +348,12 @@ class RecordedRun:
         if self._expected is not None:
             self._expected.expect(self._trained.losses(examples, targets))
 
-    def add(self, batch: int) -> None:
+    def add(self, batch: int, entry: StepEntry | None = None) -> None:
         """Records the step that was taken on a batch, with the values that it used.
+
+        Args:
+            batch: Its index within the epoch.
+            entry: Of the log; None for the last one.
 
         Raises:
             UnsupportedRunError: It is not the step that has to follow; nothing can follow then.
@@ -357,7 +361,7 @@ class RecordedRun:
         if self._expected is not None:
             self._expected.forget()
         try:
-            self._add(self.optimizer.last_step, batch)
+            self._add(self.optimizer.last_step if entry is None else entry, batch)
         except (TypeError, ValueError) as error:
             self.invalidate(str(error))
 
@@ -415,6 +419,8 @@ class RecordedRun:
                 "microbatches or accumulation were changed during the run: expected "
                 f"(num_microbatches, gradient_accumulation_steps) = {self._grouping}, got {now}."
             )
+        if self.units.accumulated == 1:
+            return
         iterations = int(self.optimizer.iterations)
         if (iterations - self.num_batches) % self.units.accumulated:
             raise refusal(

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import tensorflow as tf
 
 # Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
@@ -167,7 +166,7 @@ class StepLog:
         holds = {
             Problem.EMPTY: (rows > 0) | rows_vary,
             Problem.ROWS: same_rows,
-            Problem.WEIGHTS: tf.equal(weights, fingerprint(variables))
+            Problem.WEIGHTS: self._is_marked(weights, variables)
             | (is_first & (not self._knows_start)),
             Problem.GRADIENT: (largest_norm <= norm_bound) | ~is_finite,
             Problem.NOT_FINITE: is_finite,
@@ -190,19 +189,19 @@ class StepLog:
     ) -> None:
         """Notes the step after it was taken, or that it was refused."""
         old = self._counts.read_value()
-        taken = tf.stack([old[0] + 1, rows, tf.zeros([], tf.int64), fingerprint(variables)])
+        taken = tf.stack([old[0] + 1, rows, tf.zeros([], tf.int64), self._mark(variables)])
         refused = tf.stack([old[0], old[1], problem, old[3]])
         self._counts.assign(tf.where(tf.equal(problem, 0), taken, refused))
         self._values.assign(tf.stack([as_double(value) for value in values]))
 
     def start_at(self, variables: Sequence[Any]) -> None:
         """Notes the variables that the first step has to find; without this it takes any."""
-        self._counts.assign([0, 0, int(Problem.NONE), int(fingerprint(variables))])
+        self._counts.assign([0, 0, int(Problem.NONE), int(self._mark(variables))])
         self._knows_start = True
 
     def resume(self, steps: int, rows: int, variables: Sequence[Any]) -> None:
         """Stands where a log stood that had noted these steps, the last one with these weights."""
-        weights = int(fingerprint(variables))
+        weights = int(self._mark(variables))
         self._counts.assign([steps, rows, int(Problem.NONE), weights])
         self._drawn.assign(steps)
 
@@ -222,7 +221,15 @@ class StepLog:
 
     def has_written(self, variables: Sequence[Any]) -> bool:
         """Whether the variables are as the last step left them, bit by bit."""
-        return bool(np.equal(self._counts.numpy()[3], fingerprint(variables).numpy()))
+        return bool(self._is_marked(self._counts.read_value()[3], variables))
+
+    def _mark(self, variables: Sequence[Any]) -> tf.Tensor:
+        """Notes the variables as they are now; an int64 number that goes with them."""
+        return fingerprint(variables)
+
+    def _is_marked(self, mark: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+        """Whether the variables are those of `_mark`, which gave this number."""
+        return tf.equal(mark, fingerprint(variables))
 
 
 class ExpectedLosses:
@@ -274,13 +281,9 @@ def _row_means(losses: tf.Tensor) -> tf.Tensor:
 
 def as_bits(holds: Mapping[Problem, Any]) -> tf.Tensor:
     """The problems whose condition does not hold, as an int64 number."""
-    none = tf.constant(0, tf.int64)
-    return tf.add_n(
-        [
-            tf.where(fine, none, tf.constant(int(problem), tf.int64))
-            for problem, fine in holds.items()
-        ]
-    )
+    bits = tf.constant([int(problem) for problem in holds], tf.int64)
+    fine = tf.stack([tf.convert_to_tensor(one, tf.bool) for one in holds.values()])
+    return tf.reduce_sum(tf.where(fine, tf.zeros_like(bits), bits))
 
 
 def fingerprint(tensors: Sequence[Any]) -> tf.Tensor:

@@ -28,6 +28,7 @@ from hidden_state_adapters.tf_privacy.pipeline import taken_apart
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _NO_WEIGHTS = GivenWeights()
+_DRAWN_AT_ONCE = 16  # batches
 
 
 class HeldExamples:
@@ -116,38 +117,50 @@ class HeldExamples:
         """All examples in their order, in pairs of examples and targets."""
         return batches_of(self.x, self.y, batch_size)
 
-    def dealt(
-        self, plan: BatchPlan, period: int, done: Callable[[], int], pad: Callable[[int], int]
-    ) -> tf.data.Dataset:
-        """One epoch of batches of a plan, as ((step, rows), x, y), weights last if there are
-        any; rows beyond `rows` are padding.
+    def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
+        """The examples with these indices, their targets, and weights if there are any."""
+        kept = (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
+        return tuple(
+            tf.nest.map_structure(lambda part: tf.gather(part, indices), structure)
+            for structure in kept
+        )
 
-        Args:
-            plan: Which examples each step uses.
-            period: Batches of the epoch.
-            done: The number of steps so far, asked when an epoch begins.
-            pad: How many rows a batch of so many rows is filled up to; at least one.
-        """
-        dealer = _Dealer(plan, done, pad)
-        parts = (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
 
-        def of_step(index: tf.Tensor) -> Any:
-            kinds = (tf.int64, tf.int64, tf.int64)
-            step, rows, indices = tf.numpy_function(dealer.deal, [index], kinds, stateful=True)
-            step, rows = tf.ensure_shape(step, []), tf.ensure_shape(rows, [])
-            indices = tf.ensure_shape(indices, [None])
+def dealt(
+    plan: BatchPlan, period: int, done: Callable[[], int], pad: Callable[[int], int]
+) -> tf.data.Dataset:
+    """One epoch of batches of a plan, as (step, rows, indices); indices beyond `rows` are padding.
 
-            def gathered(part: tf.Tensor) -> tf.Tensor:
-                return tf.gather(part, indices)
+    Several batches are drawn at once, which costs less than the pipeline does for each.
 
-            return (step, rows), *(tf.nest.map_structure(gathered, part) for part in parts)
+    Args:
+        plan: Which examples each step uses.
+        period: Batches of the epoch.
+        done: The number of steps so far, asked when an epoch begins.
+        pad: How many indices those of a batch are filled up to; at least one.
+    """
+    dealer = _Dealer(plan, done, pad)
 
-        options = tf.data.Options()
-        options.deterministic = True
-        # One batch after the other: nothing is to be tuned, and threads cost more than they bring.
-        options.autotune.enabled = False
-        options.threading.private_threadpool_size = 1
-        return tf.data.Dataset.range(period).map(of_step).prefetch(2).with_options(options)
+    def of_steps(first: tf.Tensor) -> Any:
+        kinds = (tf.int64, tf.int64, tf.int64)
+        last = tf.minimum(first + _DRAWN_AT_ONCE, period)
+        steps, rows, indices = tf.numpy_function(
+            dealer.deal_all, [first, last], kinds, stateful=True
+        )
+        return (
+            tf.ensure_shape(steps, [None]),
+            tf.ensure_shape(rows, [None]),
+            tf.ensure_shape(indices, [None, None]),
+        )
+
+    options = tf.data.Options()
+    options.deterministic = True
+    # One batch after the other: nothing is to be tuned, and threads cost more than they bring.
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = 1
+    dataset = tf.data.Dataset.range(0, period, _DRAWN_AT_ONCE).map(of_steps).unbatch()
+    counted = dataset.apply(tf.data.experimental.assert_cardinality(period))
+    return counted.prefetch(2).with_options(options)
 
 
 class _Dealer:
@@ -174,6 +187,14 @@ class _Dealer:
         indices = np.zeros(self._pad(rows), np.int64)
         indices[:rows] = chosen
         return np.int64(step), np.int64(rows), indices
+
+    def deal_all(self, first: int, last: int) -> tuple[Any, Any, Any]:
+        """The same of several batches, stacked, with as many indices as the largest has."""
+        steps, rows, indices = zip(*map(self.deal, range(first, last)), strict=True)
+        stacked = np.zeros((len(steps), max(map(len, indices))), np.int64)
+        for place, own in zip(stacked, indices, strict=True):
+            place[: len(own)] = own
+        return np.array(steps), np.array(rows), stacked
 
 
 def plan_of(
@@ -259,7 +280,10 @@ def _copied(name: str, structure: Any) -> Any:
 
 
 def _are_equal(first: tf.Tensor, second: tf.Tensor) -> bool:
+    """Whether they are the same bit by bit."""
     a, b = first.numpy(), second.numpy()
-    return bool(
-        a.dtype == b.dtype and np.array_equal(a, b, equal_nan=np.issubdtype(a.dtype, np.floating))
-    )
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if np.issubdtype(a.dtype, np.floating):
+        a, b = (np.ascontiguousarray(one).view(f"i{one.itemsize}") for one in (a, b))
+    return bool(np.array_equal(a, b))

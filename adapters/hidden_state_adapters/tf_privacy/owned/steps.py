@@ -25,11 +25,12 @@ from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.noise import FreshNoise
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, rates_ahead
 from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
+from hidden_state_adapters.tf_privacy.owned.log import OwnedLog
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.projection import check_within, project
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, StepLog, as_bits
+from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
 from hidden_state_adapters.tf_privacy.training import Training
 from hidden_state_adapters.tf_privacy.units import Units
 
@@ -238,8 +239,8 @@ class OwnedSteps(Mechanism):
             )
         self._settings, self._update, self._plan = settings, update, plan
         self._variables = list(variables)
-        self._log, self._noise = StepLog(), FreshNoise()
-        self._log.start_at(self._tracked)
+        self._noise = FreshNoise()
+        self._log: OwnedLog = OwnedLog(self._tracked)
         self._loss: LossGeometry | None = None
         self._longest = math.inf
         self.training = Training(self)
@@ -277,6 +278,7 @@ class OwnedSteps(Mechanism):
         norms, is_example, largest = self._seen(found, rows)
         gradients = self._noisy_mean(found, norms, is_example)
         problem = self._problem(step, rows, largest, self._tracked, self._noise.is_fresh)
+        problem = self._log.with_standing(problem)
         fine, rate = tf.equal(problem, 0), self._update.rate()
         self._update.apply(gradients, self._variables, fine, self._settings.prox)
         self._after_update(fine, rows, largest)
@@ -372,6 +374,10 @@ class OwnedSteps(Mechanism):
         """What only the step may write: variables, and what the optimizer keeps of gradients."""
         return [*self._variables, *self._update.slots]
 
+    def steps_since(self, steps: int) -> list[StepEntry]:
+        """The entries of the steps after the first `steps`, which the host has not seen yet."""
+        return self._log.read_since(steps)
+
     # As every mechanism's
 
     @property
@@ -390,8 +396,9 @@ class OwnedSteps(Mechanism):
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """As every mechanism's; moments are what Keras restored."""
-        super().resume(state, variables)
         self._log.resume(state.num_batches, state.units.batch_size, self._tracked)
+        self.iterations.assign(state.iterations)
+        self.training.resume(variables)
 
     @property
     def l2_norm_clip(self) -> float:

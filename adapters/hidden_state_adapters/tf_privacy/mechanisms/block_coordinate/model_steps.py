@@ -173,6 +173,7 @@ class BlockSteps(OwnedSteps):
         longest = tf.reduce_max(tf.stack(lengths))
         tracked = [*before, *self._update.slots]
         problem = self._problem(step, rows, longest, tracked, tf.reduce_all(tf.stack(fresh)))
+        problem = self._log.with_standing(problem)
         fine = tf.equal(problem, 0)
         for variable, old in zip(self._variables, before, strict=True):
             variable.assign(tf.where(fine, variable.read_value(), old))
