@@ -18,6 +18,16 @@ TUNED = (
 PEERS = TUNED[1:]
 ORDERS = ("poisson", "shuffled_once", "cyclic", "full")
 _CLOSE = 1.0  # points: the goal of an untuned method
+README = {  # rows of its tables
+    "`PrivateClassifier`, nothing tuned": "recommend",
+    "the same, not centred": "recommend, not centred",
+    "the same, not centred, fixed batches, last iterate only": "recommend, fixed batches",
+    "Poisson batches + PLD, tuned": "Poisson + PLD",
+    "full batches, tuned": "full batch",
+    "fixed order, banded factorisation, tuned": "banded factorisation",
+    "fixed order, composition, tuned": "fixed order",
+    "diffprivlib, tuned": "diffprivlib",
+}
 
 
 @attrs.frozen
@@ -74,6 +84,22 @@ def _verdict(points, error):
     return word, f"{word} ({points:+.1f})"
 
 
+def fill_readme(text, cells):
+    """The README with the figures of its tables: columns are data set and epsilon."""
+    results, columns, lines = Results(cells), [], []
+    for line in text.splitlines(keepends=True):
+        head, *names = [part.strip() for part in line.strip().strip("|").split("|")]
+        if line.startswith("|") and names and all(", eps " in name for name in names):
+            columns = [(name, float(e)) for name, e in (n.split(", eps ") for n in names)]
+        elif line.startswith("|") and head in README and columns:
+            found = [results.get(name, README[head], e, 0) for name, e in columns]
+            line = _row([head, *map(_cell, found)]) + "\n"
+        elif not line.startswith("|"):
+            columns = []
+        lines.append(line)
+    return "".join(lines)
+
+
 def write_page(path, size_name, size, cells, ours):
     """Tables of accuracy, of cells won and lost, of goals, and of accuracy against gradients."""
     results = Results(cells)
@@ -110,7 +136,7 @@ def _introduction(size_name, size, sets, complete, results):
         "Written by `benchmarks/utility/utility.py` (`make utility`), at the size "
         f"**{size_name}**: {', '.join(sets)}; {size.seeds} seeds; methods tuned at epochs "
         f"{', '.join(map(str, size.lengths))}, with as many runs for each setting: {runs}."
-        + (f" {missing} cells are not measured yet." if missing else ""),
+        + (f" {missing} cells are not measured with every method yet." if missing else ""),
         "",
         "In every row one record is replaced by one without gradient (REPLACE_SPECIAL), delta = "
         "1e-5. Features of norm 1 per record, prepared with public constants. *digits* and "
@@ -121,18 +147,22 @@ def _introduction(size_name, size, sets, complete, results):
         "standard error over seeds; the error of the test sample (0.4 to 4 points, the same for "
         "all rows) comes on top.",
         "",
-        "**What is compared.** *recommend* is `PrivateClassifier` as it comes, but without an "
-        'intercept: nothing is tuned. *Fixed batches* is the same with `batch_order="shuffled_once"'
-        '`: the last iterate only. *Centred* is `PrivateClassifier(preprocessing="center")`, with '
-        "the means in the epsilon. All others are tuned on a validation split **at no cost in "
+        "**What is compared.** *recommend* is `PrivateClassifier` as it comes: nothing is tuned. "
+        "It centres the records (not on cancer at epsilon 0.1), and the means are in its epsilon. "
+        "*Not centred* is `preprocessing=None`, without an intercept: the features that all others "
+        'have. *Fixed batches* is this with `batch_order="shuffled_once"`: the last iterate only. '
+        "All "
+        "others are tuned on a validation split **at no cost in "
         "privacy**, which flatters them: up to 24 settings per number of epochs, learning rates "
         "around ours. *Fixed order* is DP-SGD with batches in a public order and composition, "
         "*banded factorisation* the same with correlated noise: what an ordinary loader allows. "
         "diffprivlib has delta = 0, and comes with scikit-learn 1.3: with 1.4 and newer its noise "
         "is n times too large (0.6.5). The constants of the recipe were fitted on digits, cancer "
-        "and mnist5k among others (docs/recommend.md): these are in sample. backbone is out of "
-        "sample. On diamonds an earlier recipe was 11 to 16 points worse and was changed, for a "
-        "reason that is not about diamonds: look at these figures as in sample, too.",
+        "and mnist5k among others ([where they come from](../recommend.md)): these are in sample. "
+        "backbone is out of sample. On diamonds earlier recipes were 4 to 16 points worse and were "
+        "changed, for reasons that are not about diamonds and with a rule that was tried on other "
+        "tables: look at these figures as in sample, too. Others, too, would gain by centring; it "
+        "is theirs to do.",
         "",
     ]
 
@@ -153,6 +183,7 @@ def _goals(results, complete, ours, size):
             f"{counts['level']} level, {counts['lost']} lost. Within one point of it (two standard "
             f"errors): {goal}."
         )
+    lines += _partly_measured(results, complete, ours[0])
     for peer in FIXED_ORDER:
         pairs = [
             [results.get(name, method, epsilon, 0) for method in (ours[1], peer)]
@@ -200,6 +231,24 @@ def _goals(results, complete, ours, size):
     ]
 
 
+def _partly_measured(results, complete, own):
+    """Cells that lack a method: against the best peer that was measured."""
+    found = []
+    for key in results.cells:
+        name, method, epsilon, _ = key.split("|")
+        cell = (name, float(epsilon))
+        best = results.best_peer(*cell) if method == own and cell not in complete else None
+        if best:
+            points, error = difference(results.get(name, own, epsilon, 0), best[1])
+            found.append(f"{name} at {cell[1]:g} ({points:+.1f} ± {error:.1f}, {best[0]})")
+    if not found:
+        return []
+    return [
+        f"* *{own}* in cells that were not measured with every method, against the best that was: "
+        f"{', '.join(sorted(found))}."
+    ]
+
+
 def _cheaper(results, sets, size):
     """How many gradients small batches take for the accuracy of full ones."""
     longest, found = max(size.cost), []
@@ -214,9 +263,18 @@ def _cheaper(results, sets, size):
         return []
     goal = "met" if all(4 * epochs <= longest for _, epochs in found) else "missed"
     text = ", ".join(f"{epochs} on {name}" for name, epochs in found)
+    reasons = [
+        f" On {name} tuning does not help: Poisson + PLD with tuned rate, clip norm and length has "
+        f"{_cell(tuned)}, {longest} epochs of full batches have {_cell(full)} without."
+        for name, epochs in found
+        if 4 * epochs > longest and (tuned := results.get(name, "Poisson + PLD", 1.0, 0))
+        for full in [results.get(name, "cost, full", 1.0, longest)]
+        if difference(tuned, full)[0] < 0
+    ]
     return [
         f"* Epochs that reach what {longest} epochs of full batches reach at epsilon 1 (Poisson or "
         f"shuffled once, nothing tuned): {text} (a quarter of the gradients: {goal})."
+        + "".join(reasons)
     ]
 
 
@@ -243,11 +301,16 @@ def _table(results, name, size, ours, complete):
     return [*lines, "", f"Without privacy: {without}.{missing}", ""]
 
 
+def has_costs(results, name):
+    """Whether accuracy against gradients was measured of a data set."""
+    return any(key.startswith(f"{name}|cost, ") for key in results.cells)
+
+
 def _gradients(results, sets, size):
     lines = [
         "## Accuracy against gradient evaluations",
         "",
-        "At epsilon 1, without tuning, by epochs (gradients per record):",
+        "At epsilon 1, without tuning and not centred, by epochs (gradients per record):",
         "",
         "![Accuracy against gradient evaluations](utility_gradients.png)",
         "",

@@ -4,7 +4,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from utility_page import ORDERS, Results, mean_and_error
+from utility_page import ORDERS, Results, has_costs, mean_and_error
 
 LINES = {  # method: colour and style
     "recommend": ("tab:blue", "-"),
@@ -58,7 +58,7 @@ def draw(folder, size, cells):
             points = [(e, results.get(name, method, e, 0)) for e in size.epsilons]
             _draw(axis, points, color=colour, ls=line, marker="o", label=method)
     _finish(figure, axes, folder / "utility_accuracy.png", "epsilon", size.epsilons)
-    figure, axes = _panels(sets)
+    figure, axes = _panels([name for name in sets if has_costs(results, name)] or sets)
     for name, axis in axes.items():
         for order in ORDERS:
             points = [(e, results.get(name, f"cost, {order}", 1.0, e)) for e in size.cost]

@@ -34,7 +34,7 @@ def test_the_smallest_size_writes_the_page_and_goes_on_where_it_stopped(
     counts = [line for line in text.splitlines() if "against the best tuned peer" in line]
     assert len(counts) == len(script.OURS) == 3
     assert all(" won, " in line and " lost." in line for line in counts)
-    assert "not measured yet" not in text
+    assert "not measured with every method" not in text
     page.unlink()
     monkeypatch.setattr(script, "measure", lambda *_: pytest.fail("measured again"))
     script.run("smoke", results, page)
@@ -104,7 +104,33 @@ def test_the_page_says_what_was_won_and_what_is_missing(script, tmp_path):
     text = (tmp_path / "page.md").read_text()
     assert "1 won, 1 level, 1 lost" in text
     assert "missed: cancer at 0.1 (-4.0 " in text
-    assert "1 cells are not measured yet" in text
+    assert "1 cells are not measured with every method yet" in text
     assert "1 on cancer (a quarter of the gradients: met)" in text
     assert "mean of all cells: +0.3" in text
     assert "| lost (-4.0) | - | level (+0.0) | won (+5.0) |" in text
+    assert "against the best that was" not in text
+
+    cells["cancer|recommend|0.3|0"], cells["cancer|Poisson + PLD|0.3|0"] = result(70), result(68)
+    cells["cancer|cost, poisson|1.0|1"] = result(50)
+    cells["cancer|Poisson + PLD|1.0|0"] = result(79)
+    utility_page.write_page(tmp_path / "page.md", "made up", size, cells, script.OURS)
+    text = (tmp_path / "page.md").read_text()
+    assert "against the best that was: cancer at 0.3 (+2.0 ± 0.1, Poisson + PLD)." in text
+    assert (
+        "4 on cancer (a quarter of the gradients: missed). On cancer tuning does not help" in text
+    )
+    assert "has 79.1 ± 0.1, 4 epochs of full batches have 80.1 ± 0.1 without" in text
+
+
+def test_the_tables_of_the_readme_are_filled(script):
+    import utility_page
+
+    readme = (
+        "| | cancer, eps 1 | digits, eps 0.3 |\n|---|---|---|\n"
+        "| `PrivateClassifier`, nothing tuned | ? | ? |\n| something else | 1 | 2 |\n\n"
+        "| order | epsilon |\n| full batches, tuned | stays |\n"
+    )
+    cells = {"cancer|recommend|1.0|0": {"test": [0.9, 0.92]}}
+    text = utility_page.fill_readme(readme, cells)
+    assert "| `PrivateClassifier`, nothing tuned | 91.0 ± 1.0 | - |\n" in text
+    assert text.replace("91.0 ± 1.0 | - |", "? | ? |") == readme
