@@ -39,6 +39,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _is_fitting = _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
     _calls = 0  # of fit
+    _may_stop = False
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
 
@@ -114,7 +115,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._rule, self._uses_xla = rule, bool(jit_compile)
         self._given_pace = steps_per_execution
         self._run = self._record = None
-        self._calls, self._foreign = 0, frozenset()
+        self._calls, self._may_stop, self._foreign = 0, False, frozenset()
 
     def fit(
         self,
@@ -190,10 +191,18 @@ class PrivateTraining(tf.keras.Model, Figures):
         target = self._target(target_epsilon, target_delta)
         run = self._run_on(x, y, batch_size, steps_per_epoch, weights)
         others = _as_list(callbacks)
-        recording = Recording(run, self._settings, others, self._pace(others))
-        if target is not None:
+        recording = Recording(
+            run,
+            self._settings,
+            others,
+            self._pace(others),
+            has_validation=validation_data is not None,
+        )
+        may_stop = bool(recording.stopping)
+        if may_stop or target is not None:
             refuse_moved_rates(others)
-        run.prepare(epochs - initial_epoch, recording.releases, target)
+        run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=may_stop)
+        self._may_stop |= may_stop
         steps = run.steps.last_step.steps
         self._run, self._record, self._continued = run, run.record, None
         self._foreign |= recording.foreign
@@ -370,6 +379,11 @@ class PrivateTraining(tf.keras.Model, Figures):
             yield (
                 "weights of classes are public numbers, weights of examples depend on nothing but "
                 "their example"
+            )
+        if self._may_stop:
+            yield (
+                "validation data are public; EarlyStopping chose by their metrics only: the "
+                "iterates of all epochs that were asked for count as released, trained or not"
             )
         if self._settings.checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
@@ -564,6 +578,9 @@ class HiddenStateModel(PrivateTraining):
             every one counts as released.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
             RemoteMonitor write. Otherwise they are refused.
+        validation_data_is_public: Declares that validation_data are not private. EarlyStopping on a
+            val_ metric is allowed then, and ModelCheckpoint(save_best_only=True): the iterates
+            after all epochs that fit was asked for count as released, and those epochs as trained.
         **kwargs: Of tf.keras.Model.
 
     Raises:

@@ -14,10 +14,15 @@ from hidden_state_accountants import BatchOrder, validate
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
+from hidden_state_adapters.tf_privacy.guards.callbacks import (
+    check_callbacks,
+    is_of_keras,
+    stopping,
+)
 from hidden_state_adapters.tf_privacy.guards.model import build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.lineage import digest
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
 from hidden_state_adapters.tf_privacy.owned.clipping import (
     ExampleGradients,
@@ -164,6 +169,12 @@ class OwnedRun:
 
     def check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
+        if self.record.chooses_steps:
+            raise refusal(
+                "Expected a run that EarlyStopping cannot stop, or has not, got one that it may "
+                "have: its steps are accounted ahead, and do not go on elsewhere. Save the model; "
+                "whoever trains it further composes both runs."
+            )
         self._check_end_of_epoch(self.record.num_batches)
 
     def _check_end_of_epoch(self, steps: int) -> None:
@@ -252,6 +263,12 @@ class OwnedRun:
         """
         if batch_size is None:
             batch_size = self._examples.batch_size
+        if self.record.chooses_steps:
+            raise refusal(
+                "Expected a run that EarlyStopping has not stopped, got one that it has: it is "
+                "accounted with all epochs that could have followed, and is over. Compile again: "
+                "that begins another run, which is composed with this one."
+            )
         asked = _batches(batch_size, steps_per_epoch)
         if asked != self._asked:
             raise refusal(
@@ -261,13 +278,16 @@ class OwnedRun:
         self._examples.check_same(x, y, weights, steps_per_epoch)
         self.record.go_on(model, self.steps, self._trained(model))
 
-    def prepare(self, epochs: int, releases: tuple[bool, bool], target: Target | None) -> None:
+    def prepare(
+        self, epochs: int, releases: tuple[bool, bool], target: Target | None, *, may_stop: bool
+    ) -> None:
         """Gets ready for the steps of a call of fit.
 
         Args:
             epochs: That it trains.
-            releases: Whether a file is seen after every epoch, and after every step.
+            releases: Whether an iterate is seen after every epoch, and after every step.
             target: What the noise is to be found for; None if it is known.
+            may_stop: Whether EarlyStopping chooses the number of epochs.
 
         Raises:
             UnsupportedRunError: There are more steps than were declared.
@@ -282,12 +302,17 @@ class OwnedRun:
                 f"{before} so far and {total - before} more. Train fewer epochs; or compile again "
                 "for another run, which is composed with this one."
             )
+        ahead = StepsAhead(total, self._period, *releases)
+        units = self.record.units
         if target is not None:
-            ahead = StepsAhead(total, self._period, *releases)
-            event = self.steps.event_ahead(self.record.units, self.record.declared, ahead)
+            event = self.steps.event_ahead(units, self.record.declared, ahead)
             spent, relation = self.record.earlier_events, self._settings.neighboring_relation
             noise = noise_for(target.epsilon, target.delta, event, spent, relation)
             self.steps.set_noise(noise)
+        if may_stop:
+            empty = self.steps.new_run(units, self.record.declared)
+            self.steps.with_steps_ahead(empty, units, ahead)  # raises
+            self.record.may_stop(lambda run: self.steps.with_steps_ahead(run, units, ahead))
         self.steps.asked_for = None if before else total
 
     def epoch(self) -> tf.data.Dataset:
@@ -345,13 +370,15 @@ class Recording(tf.keras.callbacks.Callback):
     """Records the steps of a fit; the first one of its callbacks.
 
     Attributes:
-        releases: Whether a file is seen after every epoch, and after every step.
+        releases: Whether an iterate is seen after every epoch, and after every step.
+        stopping: The callbacks that may stop early.
 
     Args:
         run: Of the model.
         settings: Likewise.
         others: The user's callbacks.
         pace: How many steps are made between two looks, for this callback to choose; or None.
+        has_validation: Whether fit has validation data.
 
     Raises:
         UnsupportedRunError: One of them chooses by the data, restores weights or shows metrics.
@@ -363,16 +390,21 @@ class Recording(tf.keras.callbacks.Callback):
         settings: Settings,
         others: Sequence[Any],
         pace: tf.Variable | None = None,
+        *,
+        has_validation: bool,
     ):
         super().__init__()
-        self._steps, self._pace, self._began = run.steps, pace, 0.0
+        self._run, self._steps, self._pace, self._began = run, run.steps, pace, 0.0
         self._record, self._target_delta = run.record, settings.target_delta
         self.releases = check_callbacks(
             [self, *others],
             self,
             checkpoints_stay_private=settings.checkpoints_stay_private,
             metrics_stay_private=settings.metrics_stay_private,
+            public_validation=settings.validation_data_is_public and has_validation,
         )
+        self.stopping = stopping(others)
+        self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back
         self.foreign = {type(c).__name__ for c in others if not is_of_keras(c)}
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -394,14 +426,24 @@ class Recording(tf.keras.callbacks.Callback):
         self._record.after_epoch()
         if self.releases[0]:
             self._record.release()
+        if self.stopping:
+            self._released.add(self._digests())
         if self._target_delta is not None and logs is not None:
             logs[_EPSILON] = self._record.guarantee().epsilon(self._target_delta)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Refuses a run that something stopped before the declared number of epochs."""
         self.model.reset_metrics()
-        if self.model.stop_training:
+        stopped = any(callback.stopped_epoch for callback in self.stopping)
+        if self.stopping:
+            if stopped and self._digests() in self._released:  # restore_best_weights
+                self._run.steps.goes_back()
+            self._record.has_stopped(early=stopped)
+        if self.model.stop_training and not stopped:
             self._record.invalidate(
                 "training was stopped early (model.stop_training), so the number of steps may "
                 "depend on the data. Fix it in advance."
             )
+
+    def _digests(self) -> tuple[str, ...]:
+        return tuple(map(digest, self.model.trainable_variables))

@@ -21,7 +21,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
-from hidden_state_accountants.runs.base import Run, Step
+from hidden_state_accountants.runs.base import Run, Step, run_of
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
@@ -158,6 +158,9 @@ class RecordedRun:
         self._invalid = ""
         self._is_told = False  # of earlier runs
         self._texts: tuple[str, ...] = ()  # of the user's word, about steps so far
+        self._complete: Callable[[Run], Run] | None = None  # see `may_stop`
+        self._whole: tuple[Any, Run] | None = None
+        self._is_over = False  # stopped early
         if state is None:
             self._begin()
         else:
@@ -571,6 +574,44 @@ class RecordedRun:
 
     # What was spent
 
+    def may_stop(self, complete: Callable[[Run], Run]) -> None:
+        """The number of steps is going to be chosen, by what released iterates show.
+
+        The run is accounted with all steps that could follow. What is seen of it until it stops is
+        a function of what all of them would release.
+
+        Args:
+            complete: Adds those steps, and their releases, to a run.
+        """
+        self._complete = complete
+        self._live.ended = "the fit that trained it is not over"
+
+    def has_stopped(self, *, early: bool) -> None:
+        """From here on the run has all steps that could have followed.
+
+        Args:
+            early: Whether they were not taken, so that the run is over.
+        """
+        assert self._run is not None
+        self._is_over = early
+        self._run = self._live.run = self._whole_run()
+        self._complete, self._live.ended = None, ""
+
+    def _whole_run(self) -> Run:
+        assert self._run is not None
+        if self._complete is None:
+            return self._run
+        so_far = self.num_batches, self._run.release_steps
+        if self._whole is None or self._whole[0] != so_far:
+            copy = run_of(self._run.state_dict())
+            self._whole = so_far, self._complete(copy)
+        return self._whole[1]
+
+    @property
+    def chooses_steps(self) -> bool:
+        """Whether EarlyStopping may stop it, or has."""
+        return self._complete is not None or self._is_over
+
     def event(self) -> DpEvent:
         """The event that happened.
 
@@ -578,8 +619,7 @@ class RecordedRun:
             ValueError, UnsupportedRunError: As `check`.
         """
         self.check()
-        assert self._run is not None
-        return self._run.event()
+        return self._whole_run().event()
 
     def events(self) -> tuple[DpEvent, ...]:
         """Those of the runs that the initial weights come from, and this one; as `event`."""
@@ -601,8 +641,7 @@ class RecordedRun:
         It is that of all `events` together.
         """
         self.check()
-        assert self._run is not None
-        own = self._run.guarantee(self._relation)
+        own = self._whole_run().guarantee(self._relation)
         return compose_guarantees([*self._spent, own], self._relation) if self._spent else own
 
     def assumptions(self, declared: Iterable[str] = ()) -> tuple[Assumption, ...]:
@@ -622,10 +661,10 @@ class RecordedRun:
             of_run.append(_NO_MEMORY)
         own += [Assumption.declared(text) for text in (*_DECLARED, *of_run, *declared)]
         # What was read off this run's loss says nothing about the runs before it.
-        assert self._run is not None
-        proven = self._run.guarantee(self._relation).assumptions
+        run = self._whole_run()
+        proven = run.guarantee(self._relation).assumptions
         derived = self.optimizer.derived(self._declared)
-        proven = replace_assumptions(proven, *derived, *self.optimizer.in_advance(self._run))
+        proven = replace_assumptions(proven, *derived, *self.optimizer.in_advance(run))
         before = [guarantee.assumptions for guarantee in self._spent]
         return merge_assumptions([tuple(own), proven, *before])
 

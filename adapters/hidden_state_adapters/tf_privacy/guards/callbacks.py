@@ -20,8 +20,17 @@ def check_callbacks(
     *,
     checkpoints_stay_private: bool,
     metrics_stay_private: bool,
+    public_validation: bool = False,
 ) -> tuple[bool, bool]:
-    """Whether a checkpoint is released after every epoch, and after every step.
+    """Whether an iterate is released after every epoch, and after every step.
+
+    Args:
+        callbacks: All of a fit.
+        own: The one that records.
+        checkpoints_stay_private: As declared.
+        metrics_stay_private: Likewise.
+        public_validation: Whether metrics of validation data are those of public data, and every
+            iterate that they are computed from may count as released.
 
     Raises:
         UnsupportedRunError: A callback chooses the model, the steps or their size by a metric,
@@ -30,10 +39,14 @@ def check_callbacks(
     after_epochs = after_steps = False
     for position, callback in enumerate(callbacks):
         name = type(callback).__name__
-        if isinstance(callback, _CHOOSE_BY_METRICS):
+        if public_validation and chooses_by_validation(callback):
+            after_epochs = True
+        elif isinstance(callback, _CHOOSE_BY_METRICS):
             raise refusal(
                 f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
-                "model, by a metric that depends on the data. Drop it."
+                "model, by a metric that depends on the data. Drop it. (A model that owns its run "
+                "takes EarlyStopping on a val_ metric with validation_data that are declared "
+                "public: validation_data_is_public=True.)"
             )
         if isinstance(callback, _callbacks.BackupAndRestore):
             raise refusal(
@@ -47,7 +60,8 @@ def check_callbacks(
             )
         if not isinstance(callback, _callbacks.ModelCheckpoint):
             continue
-        if callback.save_best_only:
+        by_validation = public_validation and chooses_by_validation(callback)
+        if callback.save_best_only and not by_validation:
             raise refusal(
                 "Expected ModelCheckpoint(save_best_only=False), got True: it chooses the model by "
                 "a metric. Release the last model."
@@ -68,13 +82,28 @@ def check_callbacks(
     return after_epochs, after_steps
 
 
+def chooses_by_validation(callback: Any) -> bool:
+    """Whether it is one of Keras that stops, or keeps files, by metrics of validation data."""
+    kinds = (_callbacks.EarlyStopping, _callbacks.ModelCheckpoint)
+    if not isinstance(callback, kinds) or not is_of_keras(callback):
+        return False
+    if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+        return False
+    return str(callback.monitor).startswith("val_")
+
+
+def stopping(callbacks: Sequence[Any]) -> list[Any]:
+    """The EarlyStopping callbacks."""
+    return [c for c in callbacks if isinstance(c, _callbacks.EarlyStopping)]
+
+
 def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
-    """Raises UnsupportedRunError if a callback sets the rates that noise is to be found for."""
+    """Raises UnsupportedRunError if a callback sets the rates of steps that are accounted ahead."""
     for callback in callbacks:
         if isinstance(callback, _callbacks.LearningRateScheduler):
             raise refusal(
-                "Expected no LearningRateScheduler with target_epsilon, got one: noise that is "
-                "found for the rate of the moment would miss the target when it moves. Give the "
+                "Expected no LearningRateScheduler with target_epsilon or EarlyStopping, got one: "
+                "steps are accounted before they are made, with the rate of the moment. Give the "
                 "optimizer a schedule, tf.keras.optimizers.schedules."
             )
 

@@ -32,18 +32,25 @@ class StepsAhead:
     releases_epochs: bool
     releases_steps: bool
 
-    def run(self, empty: Run, step: Callable[[int], Step]) -> Run:
-        """The run with all of them.
+    def add_to(self, run: Run, step: Callable[[int], Step]) -> Run:
+        """Adds those that a run lacks.
 
         Args:
-            empty: Without steps.
-            step: That of every number from 0 on.
+            run: Its steps so far.
+            step: That of every number, from 0 on, of the whole run.
+
+        Returns:
+            The run.
         """
-        for number in range(self.steps):
-            empty.add(step(number))
-            if self.releases_steps or (self.releases_epochs and (number + 1) % self.period == 0):
-                empty.release()
-        return empty
+        for number in range(run.num_steps, self.steps):
+            self._release_after(number, run)
+            run.add(step(number))
+        self._release_after(self.steps, run)
+        return run
+
+    def _release_after(self, steps: int, run: Run) -> None:
+        if self.releases_steps or (self.releases_epochs and steps % self.period == 0):
+            run.release()
 
 
 def noise_for(

@@ -51,6 +51,7 @@ class Settings:
     target_delta: float | None = None
     checkpoints_stay_private: bool = False
     metrics_stay_private: bool = False
+    validation_data_is_public: bool = False
 
     def __attrs_post_init__(self) -> None:
         def put(name: str, value: object) -> None:

@@ -416,6 +416,11 @@ class OwnedSteps(Mechanism):
         """Keras' count of the updates."""
         return self._update.iterations
 
+    def goes_back(self) -> None:
+        """Takes the weights of the moment, which are those of an earlier step, for the newest."""
+        last = self.last_step
+        self._log.resume(last.steps, last.rows, self._tracked)
+
     def trains(self, variables: Sequence[Any]) -> bool:
         """Whether these are the variables of the run."""
         own = self._variables
@@ -470,33 +475,52 @@ class OwnedSteps(Mechanism):
         """The event of a run that is still to be made, with a noise multiplier of 1.
 
         Raises:
-            UnsupportedRunError: Its learning rates are not known.
+            UnsupportedRunError: Its learning rates are not known, or its releases are not in it.
         """
         self.set_noise(1.0)
-        rates = rates_ahead(self.given_rate, int(self.iterations), ahead.steps)
+        run = self.with_steps_ahead(self.new_run(units, declared), units, ahead)
+        event = run.event()
+        if run.release_steps[:-1] and not (
+            run.releases_every_iterate or hasattr(event, "release_steps")
+        ):
+            raise refusal(
+                f"Expected no released epochs with target_epsilon, got {self.kind} with "
+                "ModelCheckpoint or EarlyStopping: its event does not know them, so that noise "
+                "would be found for hidden ones. Give noise_multiplier, or leave the callback out."
+            )
+        return event
+
+    def with_steps_ahead(self, run: Run, units: Units, ahead: StepsAhead) -> Run:
+        """Adds to a run the steps that it lacks, as they are going to be.
+
+        Raises:
+            UnsupportedRunError: Their learning rates are not known.
+        """
+        first, count = run.num_steps, ahead.steps - run.num_steps
+        rates = rates_ahead(self.given_rate, int(self.iterations), count)
         if rates is None:
             if self.known_loss(Declared()) is not None:
                 raise refusal(
                     "Expected a number or a schedule of Keras as learning rate with "
-                    "target_epsilon, got a function: epsilon depends on the rates of all steps. "
-                    "Use tf.keras.optimizers.schedules."
+                    "target_epsilon or EarlyStopping, got a function: epsilon depends on the rates "
+                    "of all steps. Use tf.keras.optimizers.schedules."
                 )
-            rates = [float(self._update.rate())] * ahead.steps
+            rates = [float(self._update.rate())] * count
         log = self.last_step
 
         def step(number: int) -> Step:
             entry = attrs.evolve(
                 log,
                 rows=min(units.batch_size, self._settings.max_batch_size or units.batch_size),
-                learning_rate=rates[number],
+                learning_rate=rates[number - first],
                 l2_norm_clip=self.l2_norm_clip,
-                noise_multiplier=1.0,
+                noise_multiplier=self.noise_multiplier,
                 weight_decay=self._update.weight_decay,
                 largest_norm=0.0,
             )
             return attrs.evolve(self.step_of(entry), batch=number % units.batches)
 
-        return ahead.run(self.new_run(units, declared), step).event()
+        return ahead.add_to(run, step)
 
     def step_of(self, entry: StepEntry) -> Step:
         """As every mechanism's; a rule that is not plain SGD's is recorded as a step that moves."""

@@ -1,0 +1,184 @@
+"""EarlyStopping by public data: what it looks at is released, and what it did not train counts."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    HiddenStateSequential,
+)
+
+pytestmark = pytest.mark.usefixtures("without_graphs")
+callbacks = tf.keras.callbacks
+RECORDS, FEATURES, BATCH, STEPS, EPOCHS, DELTA = 12, 3, 4, 3, 5, 1e-5
+X = np.random.default_rng(0).normal(size=(RECORDS, FEATURES)).astype("float32")
+X /= np.linalg.norm(X, axis=1, keepdims=True)
+Y = np.arange(RECORDS) % 2
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+
+
+def make(optimizer=None, *, public=True, **kwargs):
+    settings = {"l2_norm_clip": 2.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
+    head = tf.keras.layers.Dense(2, kernel_initializer="ones")
+    model = HiddenStateSequential([head], validation_data_is_public=public, **settings)
+    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.9)
+    optimizer = optimizer or tf.keras.optimizers.SGD(schedule, weight_decay=0.2)
+    model.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.build((None, FEATURES))
+    return model
+
+
+def fit(model, *more, epochs=EPOCHS, **kwargs):
+    arguments = {"batch_size": BATCH, "validation_data": (X, Y), "verbose": 0, **kwargs}
+    return model.fit(X, Y, epochs=epochs, callbacks=list(more), **arguments)
+
+
+def stops(**kwargs):
+    """After the second epoch, whatever is seen."""
+    settings = {"monitor": "val_loss", "patience": 1, "min_delta": 100.0, **kwargs}
+    return callbacks.EarlyStopping(**settings)
+
+
+RUNS = {
+    "cyclic": (None, AUTO),
+    "poisson": (None, {"batch_order": "poisson", **AUTO}),
+    "adam": ("adam", {"batch_order": "reshuffled"}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_epochs_count(name, tmp_path):
+    """As if all had been trained, and every one of them had been shown."""
+    optimizer, settings = RUNS[name]
+    model = make(optimizer, target_delta=DELTA, **settings)
+    shown = fit(model, stops()).history["epsilon_if_released_now"]
+    assert len(shown) == 2
+    whole = make(optimizer, **settings)
+    saved = callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True)
+    fit(whole, saved)
+    assert model.privacy_event == whole.privacy_event
+    assert model.privacy_event.release_steps == tuple(range(STEPS, EPOCHS * STEPS, STEPS))
+    epsilon = whole.get_epsilon(DELTA)
+    assert shown == [pytest.approx(epsilon, rel=1e-9)] * 2
+    assert model.get_epsilon(DELTA) == pytest.approx(epsilon, rel=1e-9)
+    assert any("EarlyStopping chose" in a.text for a in model.assumptions)
+
+
+def test_dice_sgd_counts_all_epochs():
+    model = make(DiceUpdate("sgd", error_l2_norm_clip=0.1), **AUTO)
+    fit(model, stops())
+    assert model.privacy_event.num_steps == EPOCHS * STEPS
+
+
+def test_weights_that_come_back():
+    """restore_best_weights puts a released iterate in, which is the model then."""
+    model, seen = make(**AUTO), []
+    note = callbacks.LambdaCallback(on_epoch_end=lambda *_: seen.append(model.get_weights()))
+    fit(model, note, stops(restore_best_weights=True))
+    for own, other in zip(model.get_weights(), seen[0], strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert len(seen) == 2
+    assert 0 < model.get_epsilon(DELTA) < np.inf
+    model.layers[0].kernel.assign_add(tf.ones_like(model.layers[0].kernel))
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+        model.get_epsilon(DELTA)
+
+
+def test_a_run_that_was_stopped_is_over():
+    model = make(**AUTO)
+    fit(model, stops())
+    first = model.privacy_event
+    with pytest.raises(hsa.UnsupportedRunError, match="that EarlyStopping has not stopped"):
+        fit(model)
+    with pytest.raises(hsa.UnsupportedRunError, match="do not go on elsewhere"):
+        model.state()
+    assert model.privacy_event == first
+    model.compile(tf.keras.optimizers.SGD(0.5), model.loss)
+    fit(model, epochs=1)
+    assert model.privacy_events[0] == first
+
+
+def test_a_run_that_was_not_stopped_goes_on():
+    model = make(**AUTO)
+    fit(model, stops(patience=9), epochs=2)
+    fit(model, epochs=1)
+    assert model.privacy_event.num_steps == 3 * STEPS
+    assert model.privacy_event.release_steps == (STEPS, 2 * STEPS)
+    model.state()
+
+
+def test_figures_within_an_epoch():
+    """Before the epoch ends its release is counted already."""
+    model, found = make(**AUTO), []
+
+    def ask(batch, logs):
+        found.append(model.get_epsilon(DELTA))
+        with pytest.raises(hsa.UnsupportedRunError, match="do not go on elsewhere"):
+            model.state()
+
+    fit(model, callbacks.LambdaCallback(on_train_batch_end=ask), stops(), epochs=3)
+    assert len(found) == 2 * STEPS
+    assert found == [pytest.approx(model.get_epsilon(DELTA), rel=1e-9)] * len(found)
+
+
+def test_a_target_is_met_with_all_epochs():
+    model = make(noise_multiplier=None, **AUTO)
+    fit(model, stops(), target_epsilon=5.0, target_delta=DELTA)
+    assert 5.0 * (1 - 1e-3) <= model.get_epsilon(DELTA) <= 5.0
+
+
+def test_a_target_whose_event_knows_no_releases():
+    model = make(BlockCoordinateUpdate(tf.keras.optimizers.SGD(0.1)), noise_multiplier=None)
+    target = {"target_epsilon": 5.0, "target_delta": DELTA}
+    with pytest.raises(hsa.UnsupportedRunError, match="no released epochs with target_epsilon"):
+        fit(model, stops(), **target)
+    fit(model, **target)
+    assert model.get_epsilon(DELTA) <= 5.0
+
+
+def test_the_best_file_is_kept(tmp_path):
+    model = make(**AUTO)
+    path = str(tmp_path / "best.weights.h5")
+    fit(model, callbacks.ModelCheckpoint(path, save_best_only=True, save_weights_only=True))
+    assert model.privacy_event.release_steps == tuple(range(STEPS, EPOCHS * STEPS, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("callback", "arguments", "text"),
+    [
+        (stops, {"public": False}, "validation_data_is_public=True"),
+        (lambda: stops(monitor="loss"), {}, "depends on the data"),
+        (stops, {"validation_data": None}, "depends on the data"),
+        (lambda: type("Mine", (callbacks.EarlyStopping,), {})("val_loss"), {}, "got Mine"),
+        (lambda: callbacks.ModelCheckpoint("a", save_best_only=True, monitor="loss"), {}, "metric"),
+        (lambda: callbacks.ReduceLROnPlateau(), {}, "ReduceLROnPlateau"),
+    ],
+    ids=["private", "training loss", "no data", "own", "best by loss", "rates"],
+)
+def test_refusals(callback, arguments, text):
+    model = make(public=arguments.get("public", True))
+    given = {k: v for k, v in arguments.items() if k != "public"}
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        fit(model, callback(), **given)
+
+
+def test_rates_that_move():
+    with pytest.raises(hsa.UnsupportedRunError, match="no LearningRateScheduler"):
+        fit(make(**AUTO), stops(), callbacks.LearningRateScheduler(lambda epoch: 0.1))
+
+
+def test_a_run_that_something_else_stops():
+    model = make(**AUTO)
+
+    def stop(epoch, logs):
+        model.stop_training = True
+
+    with pytest.raises(hsa.UnsupportedRunError, match="stopped early"):
+        fit(model, stops(patience=9), callbacks.LambdaCallback(on_epoch_end=stop))
+    with pytest.raises(hsa.UnsupportedRunError):
+        model.get_epsilon(DELTA)
