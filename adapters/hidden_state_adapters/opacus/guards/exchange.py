@@ -16,6 +16,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 _MOST_COPIED = 6  # records, in each half
+_AT_ONCE = 2**16  # numbers
 
 
 @attrs.frozen(eq=False)
@@ -96,15 +97,23 @@ def halves(call: Call, rows: int, dim: int, *, keeps_whole: bool = False) -> Ite
             def exchanged(value: Any) -> Any:
                 if not holds_records(value, rows, dim):
                     return value
+                whole = value.detach()
+                made = torch.empty_like(whole)
                 shape = [1] * value.dim()
-                shape[dim] = rows
-                old = new = value.detach()
-                if number > 0:
-                    new = old.index_select(dim, others[number - 1].to(old.device))
-                if number == 1:
-                    new = _scaled(new, 0.25, keeps_whole)
-                kept = mask.to(old.device).reshape(shape)
-                made = torch.where(kept, _scaled(old, 0.5, keeps_whole), new)
+                shape[dim] = -1
+                # Some records at a time: what lies between takes several times the memory.
+                size = max(1, _AT_ONCE * rows // max(1, whole.numel()))
+                for start in range(0, rows, size):
+                    part = slice(start, start + size)
+                    old = new = whole.narrow(dim, start, min(size, rows - start))
+                    if number > 0:
+                        new = whole.index_select(dim, others[number - 1][part].to(whole.device))
+                    if number == 1:
+                        new = _scaled(new, 0.25, keeps_whole)
+                    kept = mask[part].to(whole.device).reshape(shape)
+                    made.narrow(dim, start, len(mask[part])).copy_(
+                        torch.where(kept, _scaled(old, 0.5, keeps_whole), new)
+                    )
                 return made.requires_grad_(value.requires_grad)
 
             found: Call = tree_map(exchanged, call)
@@ -118,9 +127,12 @@ def _copies(call: Call, rows: int, dim: int) -> list[torch.Tensor]:
     extreme: dict[int, None] = {}
     for value in tree_leaves(call):
         if holds_records(value, rows, dim) and value.numel():
-            entries = value.detach().transpose(0, dim).reshape(rows, -1).double()
-            whole = not value.is_floating_point()
-            sizes = entries.sum(1) if whole else torch.linalg.vector_norm(entries, dim=1)
+            entries = value.detach().transpose(0, dim).reshape(rows, -1)
+            if value.is_floating_point():
+                sizes = torch.linalg.vector_norm(entries, dim=1, dtype=torch.float64)
+            else:
+                whole = entries.real if value.is_complex() else entries
+                sizes = whole.sum(1, dtype=torch.float64)
             for found in (sizes.argmax(), sizes.argmin()):
                 extreme[int(found)] = None
     return [torch.full((rows,), record) for record in list(extreme)[:_MOST_COPIED]]

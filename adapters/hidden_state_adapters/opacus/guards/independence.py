@@ -70,7 +70,10 @@ class Probe:
             for number in range(1, half.count):
                 other = half.version(number)
                 moved = half.moved(result, self._computed(other))
-                yield _Comparison(half, number, moved, half.differ(first, other))
+                differ = half.differ(first, other)
+                del other  # before the next one is made: each is as large as the batch
+                yield _Comparison(half, number, moved, differ)
+            del first, result
 
     def judge(self, values: Mapping[str, float]) -> bool:
         """Whether records act on each other; reads what `figures` returned."""
