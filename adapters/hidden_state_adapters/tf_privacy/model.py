@@ -44,6 +44,13 @@ class PrivateTraining(tf.keras.Model, Figures):
     _continued: Continued | None = None  # what the next fit goes on with
 
     def __init__(self, *args: Any, **kwargs: Any):
+        microbatches = kwargs.pop("num_microbatches", None)  # of DPModel
+        if microbatches is not None:
+            raise refusal(
+                f"Expected no num_microbatches, got {microbatches}: every example is clipped "
+                "alone, which costs half of what the mean of several does, as one example moves "
+                "that by twice the clip norm. Leave it out; CyclicDPKerasSGDOptimizer has it."
+            )
         settings = Settings(**{name: kwargs.pop(name) for name in _NAMES if name in kwargs})
         super().__init__(*args, **kwargs)
         self._settings = settings
