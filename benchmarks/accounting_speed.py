@@ -51,6 +51,18 @@ STOCK = {
     "dp-accounting RDP, fixed size": "without_replacement",
 }
 
+REMAINING = (
+    "What is left with random batches (without replacement, 300 steps after 200, by a profile): "
+    "about half of the time is the search for a window, a quarter the privacy losses of its steps "
+    "and of its mixture, a quarter Fourier transforms. Until a run has forgotten its start, one "
+    "that is an epoch longer has another window, another share of the noise in it, hence steps "
+    "whose losses were never computed, and another law of the distance: nothing but the losses of "
+    "its plain steps can be kept. Plans are kept, for lengths that are a quarter of a doubling "
+    "apart, so that most epochs of a long run find theirs. With a schedule every length has other "
+    "moduli in its window. `calibrate_noise` asks for seven to ten noise multipliers, whose losses "
+    "have nothing in common."
+)
+
 
 def make_run(order, kind, steps):
     size = RUN.dataset_size if order == "full" else RUN.batch_size
@@ -158,6 +170,8 @@ def lines():
             print(name, kind, steps, cells[-1], file=sys.stderr)
         label = f"{name} ({STOCK[name]})" if name in STOCK else name
         yield f"| {label} | {kind} | " + " | ".join(cells) + " |"
+    yield ""
+    yield REMAINING
 
 
 def main():

@@ -19,7 +19,7 @@ from hidden_state_accountants.curves.losses import GRID, UNIT, LossMasses
 from hidden_state_accountants.curves.profiles import RELATIVE_ERROR
 
 _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves out, without sign
-_FIRST, _STEP = 12.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
+_FIRST, _STEP = 15.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
 _DROPPED = 1e-22  # tilted probability of the losses that are left out of a composition
 _UNDERFLOW = 1e-200  # of a sum whose largest term may have underflowed
 _SUMS = 256 * UNIT  # more than the relative error of the sum of all masses, wrapped to a window
