@@ -22,6 +22,7 @@ _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves 
 _FIRST, _STEP = 15.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
 _DROPPED = 1e-22  # tilted probability of the losses that are left out of a composition
 _UNDERFLOW = 1e-200  # of a sum whose largest term may have underflowed
+_MOST_MOVES = 40  # each half of the one before
 _SUMS = 256 * UNIT  # more than the relative error of the sum of all masses, wrapped to a window
 
 
@@ -221,14 +222,14 @@ class Parts:
         )
 
     def _smallest_chernoff(self, tilt: Tilt, move: float) -> float:
-        """The best bound of 7 moves towards none, of a loss in the direction of the move.
+        """The best bound of moves towards none, of a loss in the direction of the move.
 
         The logarithm of M is convex in the tilt, so that the bound falls with the size of the move
         and then rises: what is worse than the one before ends the search.
         """
         sign = math.copysign(1.0, move)
         best = math.inf
-        for k in range(7):
+        for k in range(_MOST_MOVES):
             bound = sign * self._chernoff(tilt, move / 2**k)
             if bound >= best:
                 break

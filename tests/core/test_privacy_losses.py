@@ -9,7 +9,13 @@ import pytest
 from dp_accounting import NeighboringRelation, rdp
 from scipy import fft, stats
 
-from hidden_state_accountants.curves import composed_loss, event_losses, profiles, standard
+from hidden_state_accountants.curves import (
+    composed_loss,
+    event_losses,
+    profiles,
+    sampled_pairs,
+    standard,
+)
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import GRID, UNIT, PrivacyLoss
@@ -200,6 +206,17 @@ def test_composition_against_sums_in_more_digits(name, direction):
         exact = 1 - finite + law[above] @ -np.expm1(np.longdouble(epsilon) - losses[above])
         assert exact <= composed.delta(epsilon)
         assert composed.delta(epsilon) <= exact * (1 + 1e-6) or exact < 1e-40
+
+
+@pytest.mark.parametrize("times", [200, 300, 1000])
+def test_rare_steps_have_short_windows(times):
+    """Nearly all losses are 0: the best Chernoff bound is far from that of a Gaussian."""
+    profile = sampled_pairs.zeroed_without_replacement(0.5, 1e-6)
+    composed = ComposedLoss([(PrivacyLoss.of(profile), times)])
+    for epsilon in (0.0, 1e-4, 1e-3):
+        once = np.array([epsilon / times])
+        each = max(float(profile.forward(once)[0]), float(profile.backward(once)[0]))
+        assert 0 < composed.delta(epsilon) <= times * each
 
 
 class TestSmallDeltas:
