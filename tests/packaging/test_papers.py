@@ -16,7 +16,11 @@ PAPERS = {
     "dice_sgd_2024": "| 0.5 | 0.0000 | -0.7500 | -0.0000 | 0.8 | -0.75 |",
     "kong_ribero_2025": "| (19), m = 10 |",
 }
-NEEDS = {"chien_li_2024": ["opacus", "sklearn"], "dice_sgd_2024": ["sklearn"]}
+NEEDS = {
+    "chen_liu_2025": ["sklearn"],
+    "chien_li_2024": ["opacus", "sklearn"],
+    "dice_sgd_2024": ["sklearn"],
+}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -28,7 +32,7 @@ def test_a_script_writes_its_page_and_its_picture(name, tmp_path, monkeypatch):
     try:
         importlib.import_module(name).main(tmp_path, small=True)
     finally:
-        for module in (name, "pages"):
+        for module in (name, "networks", "pages"):
             sys.modules.pop(module, None)
     text = (tmp_path / f"{name}.md").read_text("utf-8")
     assert PAPERS[name] in text
@@ -54,4 +58,4 @@ def test_what_the_index_names_exists():
     for path in paths:
         places = (ROOT / "hidden_state_accountants", ROOT / "tests", ROOT)
         assert any((place / path).is_file() for place in places), path
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*PAPERS, "pages"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*PAPERS, "networks", "pages"}
