@@ -16,7 +16,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 _MOST_COPIED = 6  # records, in each half
-_AT_ONCE = 2**16  # numbers
+_PARTS = 16  # of a batch, at most
+_SMALL = 2**13  # numbers that are not worth a part of their own
 
 
 @attrs.frozen(eq=False)
@@ -102,7 +103,7 @@ def halves(call: Call, rows: int, dim: int, *, keeps_whole: bool = False) -> Ite
                 shape = [1] * value.dim()
                 shape[dim] = -1
                 # Some records at a time: what lies between takes several times the memory.
-                size = max(1, _AT_ONCE * rows // max(1, whole.numel()))
+                size = max(-(-rows // _PARTS), _SMALL * rows // max(1, whole.numel()))
                 for start in range(0, rows, size):
                     part = slice(start, start + size)
                     old = new = whole.narrow(dim, start, min(size, rows - start))
