@@ -333,8 +333,8 @@ def recommend(
         epsilon: > 0, of the target.
         delta: In (0, 1), of the target.
         classes: 2 trains one logit, more a softmax; of no meaning for "squared_error".
-        features: Their number; public. Few of them and many records allow for longer training.
-            None for too many to count on that.
+        features: Their number; public. Few of them and many records allow for longer training of
+            a classifier. None for too many to count on that.
         feature_norm: A bound on the L2 norm of every record's features. Normalise every record to
             exactly this norm.
         bias: Whether a bias is trained as well.
@@ -450,7 +450,7 @@ class _Task:
     @property
     def kappa(self) -> float:
         """The standard deviation that the noise in a weight may have, for features of norm 1."""
-        if self.weights is None:
+        if self.weights is None or not self.loss.fades:  # a prediction has a scale of its own
             return _KAPPA
         clear = self.n * self.mu / math.sqrt(self.weights)
         return _KAPPA * min(max(clear / _CLEAR, 1.0), _MOST_KAPPA)
