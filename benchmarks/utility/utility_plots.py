@@ -60,7 +60,7 @@ def draw(folder, size, cells):
     _finish(figure, axes, folder / "utility_accuracy.png", "epsilon", size.epsilons)
     figure, axes = _panels([name for name in sets if has_costs(results, name)] or sets)
     for name, axis in axes.items():
-        for order in ORDERS:
+        for colour, order in enumerate(ORDERS):  # the same one where an order is missing
             points = [(e, results.get(name, f"cost, {order}", 1.0, e)) for e in size.cost]
-            _draw(axis, points, marker="o", label=order)
+            _draw(axis, points, color=f"C{colour}", marker="o", label=order)
     _finish(figure, axes, folder / "utility_gradients.png", "epochs", size.cost)
