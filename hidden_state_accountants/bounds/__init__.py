@@ -11,6 +11,7 @@ from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
 from hidden_state_accountants.bounds.hoelder import Hoelder
 from hidden_state_accountants.bounds.kong_ribero import KongRibero
 from hidden_state_accountants.bounds.langevin.bound import Langevin
+from hidden_state_accountants.bounds.overlapping_laws import OverlappingLaws
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,
     shifted_gdp_mu,
@@ -21,6 +22,7 @@ from hidden_state_accountants.bounds.ye_shokri import YeShokri
 BOUNDS: tuple[Bound, ...] = (
     Composition(),
     ShiftedInterpolation(),
+    OverlappingLaws(),
     Hoelder(),
     Langevin(),
     BlockCoordinate(),
@@ -52,6 +54,7 @@ __all__ = [
     "Hoelder",
     "KongRibero",
     "Langevin",
+    "OverlappingLaws",
     "Reshuffled",
     "ShiftedInterpolation",
     "ShuffledOnce",

@@ -3,6 +3,7 @@
 BOUNDS = (
     "composition",
     "shifted_interpolation",
+    "overlapping_laws",
     "hoelder",
     "langevin",
     "block_coordinate",

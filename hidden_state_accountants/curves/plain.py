@@ -20,6 +20,7 @@ from hidden_state_accountants.curves.base import (
     GaussianMixtureCurve,
     RdpCurve,
 )
+from hidden_state_accountants.curves.by_profile import ProfileCurve
 from hidden_state_accountants.curves.cohorts import CohortCurve
 from hidden_state_accountants.curves.composed import ComposedCurve
 from hidden_state_accountants.curves.renyi import ORDERS
@@ -42,6 +43,7 @@ _TYPES: dict[str, Any] = {
         GaussianCurve,
         GaussianMixtureCurve,
         GroupCurve,
+        ProfileCurve,
         ReplacedInPoissonBatchCurve,
         SampledWithoutReplacementCurve,
         SquareRootCurve,

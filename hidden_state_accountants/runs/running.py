@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -92,6 +93,8 @@ class RunningGuarantee:
         if piece.prox_strong_convexity and not self._recorder.is_constant:
             return False  # the prox of a step is counted with the next one, at its own rate
         process = noisy_process(piece, self._relation)
+        if process.domain_diameter < math.inf:  # other bounds may be smaller
+            return False
         offset = self._consumed
         if self._taut is None:
             self._released = np.zeros(process.period)

@@ -111,6 +111,21 @@ def test_all_positions_of_long_runs_equal_their_scan(name, releases, short_is_lo
     assert found == pytest.approx(scan, rel=1e-9)
 
 
+def test_segments_that_are_shorter_than_an_epoch():
+    """All positions at once, and each by itself: between two releases few of them take part."""
+    event = cyclic_run(num_steps=14, release_steps=(5, 7, 8, 13))
+    event = attrs.evolve(event, learning_rate=np.linspace(0.5, 0.2, 14))
+    period = event.batches_per_epoch
+    assert period > 2
+    together = mu_squared_by_position(noisy_process(event, SPECIAL))
+    alone = [
+        mu_squared_by_position(noisy_process(attrs.evolve(event, record_position=p), SPECIAL))[0]
+        for p in range(period)
+    ]
+    assert len(set(alone)) == period
+    assert together == pytest.approx(np.array(alone), rel=1e-12)
+
+
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0, "domain_diameter": 0.7}])
 def test_reshuffled_long_runs_equal_their_scan(changes, short_is_long, monkeypatch):
     event = cyclic_run(batch_order="reshuffled", num_steps=403, **changes)

@@ -14,6 +14,7 @@ import of_estimators
 import of_groups
 import of_moves
 import of_oracles
+import of_overlaps
 import of_random_batches
 import of_runs
 import of_shifts
@@ -32,4 +33,5 @@ MUTATIONS = (
     *of_envelopes.MUTATIONS,
     *of_estimators.MUTATIONS,
     *of_groups.MUTATIONS,
+    *of_overlaps.MUTATIONS,
 )

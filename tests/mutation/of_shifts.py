@@ -131,7 +131,7 @@ MUTATIONS = (
         SHIFTS,
         "offsets = [(position - first) % process.period for position in positions]",
         "offsets = [position % process.period for position in positions]",
-        _RELEASE_LAWS,
+        "bounds/test_equal_steps.py",
     ),
     Mutation(
         "releases_while_running_forget_the_segments_before",

@@ -1,0 +1,197 @@
+"""Theorem D: a bounded domain, by what the laws of the two runs have in common before a window."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import attrs
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
+from hidden_state_accountants.bounds.solvers.equal_steps import drifted_distance, largest_distance
+from hidden_state_accountants.bounds.solvers.state_windows import (
+    StateProfile,
+    Window,
+    best_profile,
+)
+from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.by_profile import ProfileCurve
+from hidden_state_accountants.curves.gaussian import deltas_from_mu
+from hidden_state_accountants.curves.profiles import Deltas
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.process import conditions
+from hidden_state_accountants.process.conditions import UnmetCondition
+from hidden_state_accountants.process.noisy_process import (
+    NoisyProcess,
+    noisy_process,
+    unmet_conditions,
+)
+
+_LONGEST = 2**13  # epochs of a window
+_LARGEST_MU = 16.0  # beyond it the laws have next to nothing in common
+_DELTA = 1e-6  # windows are chosen by epsilon there
+_FOR_EVER = 10**15  # steps, after which a distance is as large as it ever gets
+
+
+@attrs.frozen
+class OverlappingLaws(HiddenStateBound):
+    """Theorem D for FULL and CYCLIC runs of equal steps on a bounded domain.
+
+    Formal guarantees:
+      - Relation: as for `ShiftedInterpolation`.
+      - Released: the last iterate alone. Constant hyper-parameters.
+      - The figure does not depend on the number of steps: no longer run has a larger one.
+      - (epsilon, delta) only: no Renyi divergences, no mu-GDP.
+      - Assumptions: those of `ShiftedInterpolation`.
+
+    Source: this project (docs/theory/bounded_domains.md), with the windows of Theorem A.
+    """
+
+    key = "overlapping_laws"
+    paper = Citation(
+        "Bok, Su, Altschuler 2024",
+        "shifted interpolation, from what the laws before a window have in common",
+        "2403.00278",
+    )
+
+    def conditions(
+        self, event: LastIterateDpEvent, relation: NeighboringRelation
+    ) -> tuple[UnmetCondition, ...]:
+        """A contractive process of equal steps on a bounded domain, and no releases."""
+        return (
+            *unmet_conditions(event, relation),
+            *conditions.constant_parameters(event),
+            *conditions.last_iterate_alone(event),
+            *conditions.unless(
+                event.domain_diameter < math.inf, "domain_diameter", "a bounded domain", "inf"
+            ),
+        )
+
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The profile after windows of falling length."""
+        return Proof(
+            curve=_curve(_Steps.of(noisy_process(event, relation))),
+            theorem=self.citation.of("Theorem D"),
+        )
+
+
+@attrs.frozen
+class _Steps:
+    """Equal steps; lengths in units of the noise.
+
+    Attributes:
+        contraction: c of a step.
+        sensitivity: s of a step whose batch holds the record, every `period`-th one.
+        distance: No two runs are farther apart after any step.
+        period: Steps from one participation to the next.
+    """
+
+    contraction: float
+    sensitivity: float
+    distance: float
+    period: int
+
+    @classmethod
+    def of(cls, process: NoisyProcess) -> _Steps:
+        c, s, sigma = (
+            float(array[0])
+            for array in (process.contraction, process.sensitivity, process.noise_std)
+        )
+        kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
+        drifted = process.domain_diameter
+        if kappa < 1:
+            drifted = drifted_distance(kappa, drift, drifted, _FOR_EVER)
+        by_moduli = largest_distance(c, s, process.period, _FOR_EVER) * (1 + 1e-9)
+        if not sigma:
+            return cls(c, math.inf if s else 0.0, math.inf, process.period)
+        return cls(c, s / sigma, min(drifted, by_moduli) / sigma, process.period)
+
+    def mus(self, stretches: list[tuple[int, bool]]) -> tuple[float, float]:
+        """mu of a window from one state, and from any two.
+
+        Args:
+            stretches: Numbers of steps, and whether the record is in the first one of them. It is
+                in no other: all noise of a stretch is that of one step.
+        """
+        c, s, sigma = np.array([self._stretch(*stretch) for stretch in stretches]).T
+        of_one = least_mu_squared(c, s, sigma)
+        of_two = least_mu_squared(c, s, sigma, initial_shift=self.distance)
+        return math.sqrt(of_one), math.sqrt(of_two)
+
+    def _stretch(self, steps: int, has_record: bool) -> tuple[float, float, float]:
+        """Modulus, sensitivity and noise, as seen after the last of its steps."""
+        c = self.contraction
+        powers = np.float64(c) ** np.arange(steps)
+        sensitivity = self.sensitivity * powers[-1] if has_record else 0.0
+        return c * powers[-1], sensitivity, math.sqrt(powers @ powers)
+
+    def epochs(self, number: int, *, first: bool) -> list[tuple[int, bool]]:
+        """Stretches of some epochs, the record in the first step of each or in the last one."""
+        whole, others = (self.period, True), self.period - 1
+        if first or not others:
+            return [whole] * number
+        return [(others, False), *[whole] * (number - 1), (1, True)]
+
+
+@functools.lru_cache(maxsize=16)  # a run is asked about after every epoch, and nothing has changed
+def _curve(steps: _Steps) -> Curve:
+    if not steps.sensitivity:
+        return GaussianCurve(0.0)
+    if math.inf in (steps.sensitivity, steps.distance):
+        return GaussianCurve(math.inf)
+    windows = [_Windows(steps, False)]  # the record in the last step of each
+    if steps.period > 1:
+        windows.append(_Windows(steps, True))
+    found = [w.profile() for w in windows if w.apart <= _LARGEST_MU]
+    if not found:
+        return GaussianCurve(windows[0].apart)
+    best = min(found, key=lambda profile: profile.epsilon(_DELTA))
+    return ProfileCurve(best.epsilons, best.deltas)
+
+
+class _Windows:
+    """Epochs that end with a participation, or begin with one and are followed by one more."""
+
+    def __init__(self, steps: _Steps, first: bool):
+        self._steps, self._first = steps, first
+        self._mus = functools.cache(self._evaluate)
+        self._length = 1
+        while 2 * self._length <= _LONGEST and self._is_better(2 * self._length):
+            self._length *= 2
+        self.apart = self._mus(self._length)[1]
+
+    def _evaluate(self, epochs: int) -> tuple[float, float]:
+        return self._steps.mus(self._steps.epochs(epochs, first=self._first))
+
+    def _is_better(self, epochs: int) -> bool:
+        return self._mus(epochs)[1] < self._mus(epochs // 2)[1]
+
+    def profile(self) -> StateProfile:
+        """After windows of falling length."""
+        start = StateProfile.of(_gaussian(self.apart), _reach(self.apart))
+        profile = best_profile(lambda n: _window(*self._mus(n)), start, self._length, _DELTA)
+        if self._first:
+            return profile.after(*_window(*self._steps.mus([(1, True)])))
+        return profile
+
+
+def _window(same: float, apart: float) -> Window:
+    return _gaussian(same), _gaussian(apart), _reach(same)
+
+
+def _reach(mu: float) -> float:
+    return max(mu * (mu / 2 + 10), 1e-6)  # delta is below 1e-20 beyond
+
+
+def _gaussian(mu: float) -> Deltas:
+    """The profile at any real epsilon."""
+
+    def deltas(epsilon: np.ndarray) -> np.ndarray:
+        found = deltas_from_mu(mu, np.abs(epsilon))
+        below = np.minimum(epsilon, 0.0)
+        return np.where(epsilon < 0, -np.expm1(below) + np.exp(below) * found, found)
+
+    return deltas

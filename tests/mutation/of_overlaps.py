@@ -1,0 +1,53 @@
+"""What the laws of two runs have in common before a window of a bounded domain."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+STATES = "bounds/solvers/state_windows.py"
+_TESTS = "soundness/test_overlapping_laws.py"
+
+MUTATIONS = (
+    Mutation(
+        "states_in_common_are_equally_likely",
+        STATES,
+        "own = np.cumsum(same(at[:, None] - losses) * first, axis=1)",
+        "own = np.cumsum(same(at[:, None] - 0 * losses) * first, axis=1)",
+        _TESTS,
+    ),
+    Mutation(
+        "what_is_left_of_the_other_law_is_all_of_it",
+        STATES,
+        "more = np.log(left_over[allowed]) - math.log(unmatched)",
+        "more = 0 * left_over[allowed] - math.log(unmatched)",
+        _TESTS,
+    ),
+    Mutation(
+        "states_beyond_the_last_ratio_are_forgotten",
+        STATES,
+        "total = own[:, zero + offset] + cut + (",
+        "total = own[:, zero + offset] + 0 * cut + (",
+        _TESTS,
+    ),
+    Mutation(
+        "losses_below_the_first_ratio_keep_theirs",
+        STATES,
+        "raised = below[lows] * same(at[:, None] - levels) - own[:, lows]",
+        "raised = 0 * below[lows] * same(at[:, None] - levels)",
+        _TESTS,
+    ),
+    Mutation(
+        "runs_enter_every_window_from_one_state",
+        "bounds/overlapping_laws.py",
+        "initial_shift=self.distance)",
+        "initial_shift=0 * self.distance)",
+        _TESTS,
+    ),
+    Mutation(
+        "last_participation_is_not_counted",
+        "bounds/overlapping_laws.py",
+        "return profile.after(*_window(*self._steps.mus([(1, True)])))",
+        "return profile",
+        _TESTS,
+    ),
+)

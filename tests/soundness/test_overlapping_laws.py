@@ -1,0 +1,179 @@
+"""Theorem D against exact laws: of random kernels on a few states, and of runs on an interval."""
+
+import itertools
+import math
+
+import attrs
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.auditing import GridOracle
+from hidden_state_accountants.bounds import OverlappingLaws, ShiftedInterpolation
+from hidden_state_accountants.bounds.solvers.state_windows import StateProfile
+from hidden_state_accountants.curves.polygons import polygon
+
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+EPSILONS = np.concatenate([[0.0, 0.05, 0.2], np.arange(0.5, 8.5)])
+
+
+def divergence(p, q, epsilon):
+    """sup_S p(S) - e^epsilon q(S), for laws on few outcomes; epsilon may be an array."""
+    gaps = p - np.exp(np.asarray(epsilon, dtype=float))[..., None] * q
+    return np.maximum(gaps, 0).sum(axis=-1)
+
+
+def largest_of(pairs):
+    """The profile that bounds all pairs in both directions, at any real epsilon."""
+    pairs = [order for pair in pairs for order in (pair, pair[::-1])]
+    return lambda epsilon: np.max([divergence(p, q, epsilon) for p, q in pairs], axis=0)
+
+
+def random_windows(seed):
+    """Laws before a window, and its kernels, on three states and three outcomes."""
+    random = np.random.default_rng(seed)
+    spread = random.choice([0.2, 1.0, 5.0])
+    p, q = random.dirichlet([spread] * 3, size=2)
+    first = random.dirichlet([random.choice([0.2, 1.0])] * 3, size=3)
+    near = random.dirichlet([1.0] * 3, size=3)
+    share = random.choice([0.02, 0.2, 0.5])
+    return p, q, first, (1 - share) * first + share * near
+
+
+def after_the_window(p, q, kernel, other):
+    """What the Lemma says of the two laws after the window, as a function."""
+    before = StateProfile.of(largest_of([(p, q)]), 12.0)
+    after = before.after(
+        largest_of(zip(kernel, other, strict=True)),
+        largest_of(itertools.product(kernel, other)),
+    )
+    return polygon(after.epsilons, after.deltas)
+
+
+def test_no_window_of_random_kernels_leaves_more():
+    closest = 0.0
+    for seed in range(50):
+        p, q, kernel, other = random_windows(seed)
+        claim = after_the_window(p, q, kernel, other)(EPSILONS)
+        exact = largest_of([(p @ kernel, q @ other)])(EPSILONS)
+        assert (exact <= claim + 1e-15).all(), seed
+        closest = max(closest, float(np.max(exact[claim > 1e-6] / claim[claim > 1e-6])))
+    assert closest > 0.98  # a search that comes close
+
+
+def test_kernels_that_attain_the_lemma():
+    """What is matched and what is not end in different outcomes, and the bound is met."""
+    kernel = np.array([[0.7, 0.3, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    other = np.array([[0.3, 0.7, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    p, q = np.array([0.9, 0.1, 0.0]), np.array([0.9, 0.0, 0.1])
+    claim = after_the_window(p, q, kernel, other)
+    for epsilon in (0.0, 0.3):
+        exact = divergence(p @ kernel, q @ other, epsilon)
+        assert claim(np.array([epsilon]))[0] == pytest.approx(exact, rel=2e-3)
+
+
+def run(**changes):
+    """Full batches on an interval, twice as long as the noise."""
+    arguments = {
+        "noise_multiplier": 3.0,
+        "learning_rate": 0.6,
+        "clip_norm": 1.0,
+        "batch_size": 4,
+        "dataset_size": 4,
+        "num_steps": 24,
+        "batch_order": "full",
+        "loss": hsa.LossGeometry.generalized_linear(1.0),
+        "domain_diameter": 1.0,
+    }
+    return hsa.LastIterateDpEvent(**(arguments | changes))
+
+
+CYCLIC = {"batch_order": "cyclic", "batch_size": 2, "dataset_size": 6, "num_steps": 12}
+RUNS = {
+    "wide noise": run(),
+    "narrow noise": run(noise_multiplier=1.2, num_steps=12),
+    "small steps": run(learning_rate=0.1, noise_multiplier=6.0, num_steps=60),
+    "decay": run(weight_decay=0.2),
+    "cyclic": run(**CYCLIC),
+    "cyclic, small steps": run(
+        **CYCLIC | {"num_steps": 30}, learning_rate=0.2, noise_multiplier=2.0
+    ),
+}
+
+
+def constant(value):
+    return lambda x: np.full_like(x, value)
+
+
+def centred(x):
+    return np.clip(x, -1, 1)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_run_on_an_interval_has_more(name):
+    event = RUNS[name]
+    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
+    claims = np.array([guarantee.delta(e) for e in EPSILONS])
+    largest = np.zeros(len(EPSILONS))
+    record = event.dataset_size - 1  # in the batch that is processed last
+    for other, start in itertools.product(
+        (constant(1.0), constant(0.3), constant(0.0), centred), (-0.5, 0.0, 0.5)
+    ):
+        gradients = [other] * event.dataset_size
+        gradients[record] = constant(1.0)
+        oracle = GridOracle(
+            event, gradients, constant(-1.0), record=record, start=start,
+            domain=(-0.5, 0.5), cells_per_std=10, reach=8.0,
+        )  # fmt: skip
+        found = [max(e.lower_bound for e in oracle.delta(epsilon)) for epsilon in EPSILONS]
+        largest = np.maximum(largest, found)
+    assert (largest <= claims).all()
+    assert largest[0] > 0.3 * claims[0]  # a search that comes close
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_smaller_than_theorem_a(name):
+    event = attrs.evolve(RUNS[name], num_steps=10**6)
+    bounds = (OverlappingLaws(), ShiftedInterpolation())
+    ours, theirs = (bound.guarantee(event, REPLACE_ONE).epsilon(1e-5) for bound in bounds)
+    assert ours < 0.9 * theirs
+    assert hsa.LastIterateAccountant(REPLACE_ONE).compose(event).get_epsilon(1e-5) <= ours
+
+
+def test_figures_of_the_page():
+    """docs/theory/bounded_domains.md: R, s and sigma of full batches with c = 1."""
+    for sigma, published in ((0.2, 0.98), (0.1, 4.60)):
+        event = run(
+            noise_multiplier=sigma / 0.005,
+            learning_rate=0.5,
+            loss=hsa.LossGeometry.generalized_linear(2.0),
+            batch_size=100,
+            dataset_size=100,
+            num_steps=10**6,
+        )
+        guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
+        assert guarantee.epsilon(1e-5) == pytest.approx(published, rel=0.01)
+
+
+def test_no_step_more_makes_a_difference():
+    bound = OverlappingLaws()
+    few, many = (bound.guarantee(run(num_steps=n), REPLACE_ONE) for n in (2, 10**7))
+    assert few.epsilon(1e-5) == many.epsilon(1e-5)
+
+
+def test_what_it_is_not_about():
+    refused = {
+        "domain_diameter": run(domain_diameter=math.inf),
+        "schedules": run(learning_rate=np.linspace(0.6, 0.1, 24)),
+        "releases": run(release_steps=(5,)),
+        "batch order": run(batch_order="poisson", batch_size=2),
+    }
+    for condition, event in refused.items():
+        unmet = OverlappingLaws().check(event, REPLACE_ONE)
+        assert condition in {u.condition for u in unmet}
+
+
+def test_without_noise_nothing_is_hidden():
+    guarantee = OverlappingLaws().guarantee(run(noise_multiplier=0.0), REPLACE_ONE)
+    assert guarantee.epsilon(1e-5) == math.inf
