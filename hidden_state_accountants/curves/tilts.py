@@ -180,8 +180,8 @@ class Parts:
     def next_tilt(self, tilt: RoughTilt) -> RoughTilt:
         """A larger tilt whose law is a few nats away; the same if nothing is left to tilt.
 
-        That is, both relative entropies: a law with a far second peak is near to none without it
-        only in one direction, and the losses between the peaks would be a long way.
+        That is, by both relative entropies: where a law has a far second peak, the tilt that moves
+        to it is near in one direction only, and a bad one for the losses between the peaks.
         """
         if tilt.variance <= 0:
             return tilt
