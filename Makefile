@@ -25,6 +25,8 @@ CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds so
 # Folders that answer in seconds. Those left out search at random (soundness, laws) or build TensorFlow graphs (keras).
 FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
     keras/test_cyclic_optimizer.py keras/test_data.py))
+# Those that need neither TensorFlow Privacy nor its optimizers.
+KERAS3_TESTS := $(wildcard tests/keras/test_model.py tests/keras/test_steps_per_execution.py)
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
@@ -32,10 +34,11 @@ DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'
 PYTHON_VENV := .venv-$(notdir $(PYTHON))
 DOCS_REQUIREMENTS := -e '.[docs]'
+KERAS3_REQUIREMENTS := -e '.[keras3,dev]'
 NUMPY2_REQUIREMENTS := -e '.[cli,opacus,dev]' scikit-learn
 
 # An environment whose Python is gone (upgraded, moved) is not an installed one.
-$(shell for venv in .venv .venv-numpy2 .venv-docs; do \
+$(shell for venv in .venv .venv-numpy2 .venv-keras3 .venv-docs; do \
     $$venv/bin/python -c '' 2>/dev/null || rm -f $$venv/.*-installed; done)
 
 # $(call install,ENVIRONMENT,CONSTRAINTS,REQUIREMENTS)
@@ -46,7 +49,7 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 test-python test-mutations tightness benchmarks utility papers gpu \
+.PHONY: help demo test test-all test-fast test-numpy2 test-keras3 test-python test-mutations tightness benchmarks utility papers gpu \
     gpu-wheels docs release lint format clean distclean
 .NOTPARALLEL:
 
@@ -56,6 +59,7 @@ help:
 	@echo "make test-all     the whole test suite"
 	@echo "make test-fast    quick tests of the core, the command line and both adapters; under three minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
+	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow and its Keras 2, without TensorFlow Privacy"
 	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
@@ -86,6 +90,9 @@ test-fast: .venv/.test-installed
 
 test-numpy2: .venv-numpy2/.test-installed
 	$(call PYTEST,.venv-numpy2) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
+
+test-keras3: .venv-keras3/.test-installed
+	TF_USE_LEGACY_KERAS=1 $(call PYTEST,.venv-keras3) $(PYTEST_ARGS) $(KERAS3_TESTS)
 
 test-python: $(PYTHON_VENV)/.test-installed
 	$(call PYTEST,$(PYTHON_VENV)) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
@@ -163,6 +170,11 @@ distclean: clean
 
 .venv-numpy2/.test-installed: $(INSTALL_INPUTS)
 	$(call install,.venv-numpy2,constraints-numpy2.txt,$(NUMPY2_REQUIREMENTS))
+	@touch $@
+
+# No versions are pinned: the newest TensorFlow is what is tried.
+.venv-keras3/.test-installed: $(INSTALL_INPUTS)
+	$(call install,.venv-keras3,/dev/null,$(KERAS3_REQUIREMENTS))
 	@touch $@
 
 $(PYTHON_VENV)/.test-installed: $(INSTALL_INPUTS)

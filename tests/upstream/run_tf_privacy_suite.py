@@ -1,4 +1,4 @@
-"""TF Privacy's own tests of its Keras optimizers, with the optimizers of this package in place.
+"""TF Privacy's own tests of its Keras optimizers and models, with those of this package in place.
 
     python tests/upstream/run_tf_privacy_suite.py [NAME ...] [-v]
 
@@ -11,11 +11,19 @@ ours, after the names are rebound:
     DiceKerasSGDOptimizer       for the same: where nothing is clipped DiceSGD is DP-SGD
     DiceKerasAdamOptimizer      for DPKerasAdamOptimizer and VectorizedDPKerasAdamOptimizer
 
+The module dp_keras_model_test is run with
+
+    HiddenStateSequential, HiddenStateModel   for DPSequential and DPModel
+
+with full batches, because its cases have one step on all examples. What only says how to compute
+(layer_registry, use_xla), and shuffle=False where there is one batch, is dropped.
+
 The cases of other optimizers are left out. A case about something that ours does not do is listed
 below, one by one, with the reason, and must fail with just that error. DiceSGD refuses
 microbatches; the cases whose result does not depend on them run a second time without.
 """
 
+import functools
 import importlib
 import re
 import sys
@@ -24,6 +32,7 @@ import unittest
 import pytest
 import tensorflow as tf
 from absl import flags, logging
+from tensorflow_privacy.privacy.keras_models import dp_keras_model
 from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras, dp_optimizer_keras_vectorized
 
 import hidden_state_adapters.tf_privacy as adapter
@@ -55,6 +64,27 @@ UNCONNECTED_ARGUMENT = (
     TypeError,
     "unexpected argument 'unconnected_gradients_to_zero'",
     "unconnected gradients are always zero; the argument is left out",
+)
+
+ONE_EXAMPLE_EACH = (
+    UnsupportedRunError,
+    "Expected no num_microbatches",
+    "models clip single examples",
+)
+REGULARISED = (
+    UnsupportedRunError,
+    "no regularisation losses",
+    "what is added to the loss of an example is not clipped; weight_decay is the same for L2",
+)
+POSITIONAL = (
+    TypeError,
+    "multiple values for argument 'layers'",
+    "an argument of an earlier interface; ours takes none of these by position, with another error",
+)
+NO_SUCH_CLASS = (
+    (tf.errors.InvalidArgumentError, UnsupportedRunError),
+    "outside the valid range|not finite",
+    "a label that is no class of the model's single output",
 )
 
 SGD_CASES = re.compile(r"GradientDescent|DPKerasSGD|DPSGD|Model|testLargeBatchEmulationNoNoise")
@@ -131,6 +161,21 @@ NOT_FOR = {
     "DiceKerasAdamOptimizer": {f"{COMPUTE}.{name}": MICROBATCHES for name in _ADAM_MICROBATCHES},
 }
 
+MODEL = "DPKerasModelTest"
+NOT_FOR_MODELS = {
+    # Upstream numbers the products of a test's parameters; the last one changes fastest.
+    **{f"testMicrobatches{i}": ONE_EXAMPLE_EACH for i in range(8, 24)},
+    **{f"testNoiseMultiplier{i}": ONE_EXAMPLE_EACH for i in range(32) if i % 8 in (2, 3, 4, 5)},
+    **{f"testMultiDimensionalOutput{i}": NO_SUCH_CLASS for i in range(4)},
+    **{f"testMultiDimensionalOutput{i}": ONE_EXAMPLE_EACH for i in range(4, 12)},
+    "testEarlierAPIFailsearlier API True": POSITIONAL,
+    "testEarlierAPIFailsearlier API False": POSITIONAL,
+    "testRegularizationGradientfast_clipping": REGULARISED,
+    "testRegularizationGradientno_fast_clipping": REGULARISED,
+    "testCustomRegularizationZeroGradientfast_clipping": REGULARISED,
+    "testCustomRegularizationZeroGradientno_fast_clipping": REGULARISED,
+}
+
 
 # Nothing is clipped, or all gradients are clipped to the same vector.
 INDEPENDENT = {
@@ -155,6 +200,64 @@ def import_upstream(name, ours):
     module = "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras_test"
     sys.modules.pop(module, None)
     return importlib.import_module(module)
+
+
+class InTheirManner:
+    """One of our models with the arguments of theirs; a subclass with a fit of its own is refused.
+
+    Args:
+        ours: Its class.
+        *arguments: Of it.
+        num_microbatches: None, or one for each of four examples.
+        use_xla: Dropped, as the next.
+        layer_registry: How norms are computed.
+        **kwargs: Of our class.
+    """
+
+    def __init__(
+        self,
+        ours,
+        *arguments,
+        num_microbatches=None,
+        use_xla=True,
+        layer_registry=None,
+        **kwargs,
+    ):
+        if num_microbatches not in (None, 4):
+            kwargs["num_microbatches"] = num_microbatches
+        self._model = ours(*arguments, batch_order="full", **kwargs)
+        self._num_microbatches = num_microbatches
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, features):
+        return self._model(features)
+
+    def fit(self, x, y=None, shuffle=True, **kwargs):
+        if isinstance(x, tf.data.Dataset):  # of one batch
+            x, y, *weights = next(iter(x))
+            kwargs |= {"sample_weight": weights[0]} if weights else {}
+        return self._model.fit(x, y, **kwargs)
+
+
+def cases_of_models():
+    """As `cases_of`, of the models."""
+    dp_keras_model.DPSequential = functools.partial(InTheirManner, adapter.HiddenStateSequential)
+    dp_keras_model.DPModel = functools.partial(InTheirManner, adapter.HiddenStateModel)
+    upstream = importlib.import_module(f"{dp_keras_model.__name__}_test")
+    own_case = type(MODEL, (getattr(upstream, MODEL),), {})
+    names = set(unittest.TestLoader().getTestCaseNames(own_case)) - {"test_session"}
+    for test in sorted(names):
+        why = None
+        if test in NOT_FOR_MODELS:
+            kind, text, why = NOT_FOR_MODELS[test]
+            setattr(own_case, test, must_fail(getattr(own_case, test), kind, text))
+        yield f"{MODEL}.{test}", own_case(test), why
+    if set(NOT_FOR_MODELS) - names:
+        raise RuntimeError(
+            f"These cases of upstream are gone: {sorted(set(NOT_FOR_MODELS) - names)}"
+        )
 
 
 def must_fail(test, kind, text):
@@ -217,6 +320,12 @@ def main(arguments):
             cases = cases_of(name, without_microbatches(ours), {})
             chosen = [case for case in cases if case[0] in again]
             counts.append(run(f"{name} without microbatches", chosen, verbosity))
+    chosen = [
+        case
+        for case in cases_of_models()
+        if not wanted or any(part in f"Models.{case[0]}" for part in wanted)
+    ]
+    counts.append(run("Models", chosen, verbosity))
     passed, failed = map(sum, zip(*counts, strict=True))
     print(f"\n{passed} passed, {failed} failed")
     return int(failed or not passed)

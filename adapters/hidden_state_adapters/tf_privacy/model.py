@@ -40,6 +40,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _given_pace: int | None = None  # steps_per_execution
     _calls = 0  # of fit
     _may_stop = False
+    _loaded_runs: Mapping[str, Any]
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
 
@@ -57,7 +58,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._target_delta = settings.target_delta
         # Past Keras' bookkeeping: it is no variable of the model, and in no file of it.
         self.__dict__["_loss_mean"] = tf.keras.metrics.Mean(name="loss")
-        self._loaded_runs: Mapping[str, Any] = {}
+        self.__dict__["_loaded_runs"] = {}
 
     # Keras' seams
 
@@ -507,7 +508,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         model = cls._of_config(plain, custom_objects, settings)
         if runs:
             read_plain(runs)
-        model._loaded_runs = runs
+        model.__dict__["_loaded_runs"] = runs
         return model
 
     @classmethod
