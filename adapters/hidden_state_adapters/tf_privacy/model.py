@@ -218,8 +218,9 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._is_fitting = True
         try:
             return super().fit(
-                run.epoch(),
+                run.epochs(epochs - initial_epoch),
                 epochs=epochs,
+                steps_per_epoch=run.steps_per_epoch,
                 verbose=verbose,
                 callbacks=[recording, *others],
                 validation_data=validation_data,

@@ -44,6 +44,10 @@ class FreshNoise:
         self._left.assign(tf.where(self.is_fresh, generator.state.read_value(), left))
         return [s + n for s, n in zip(sums, noise, strict=True)]
 
+    def make_generator(self) -> None:
+        """Makes the generator, if there is none yet."""
+        self._own_generator()
+
     def _own_generator(self) -> tf.random.Generator:
         if self._generator is None:
             with tf.init_scope():  # outside of checkpoints, which would repeat its numbers

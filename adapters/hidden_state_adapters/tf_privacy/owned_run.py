@@ -31,8 +31,10 @@ from hidden_state_adapters.tf_privacy.owned.clipping import (
 )
 from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, dealt, padding, plan_of
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+from hidden_state_adapters.tf_privacy.owned.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.owned.steps import build_optimizer
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -105,8 +107,18 @@ class OwnedRun:
         weights: GivenWeights,
         continued: Continued | None = None,
     ):
-        with model.distribute_strategy.scope():
-            refuse_surroundings()
+        refuse_surroundings(strategy := strategy_of(model))
+        if strategy is not None and uses_xla:
+            raise refusal(
+                "Expected jit_compile = False in a MirroredStrategy, got True: XLA compiles no "
+                "exchange between its replicas. Leave it out."
+            )
+        if strategy is not None and (model._given_pace or 1) != 1:
+            raise refusal(
+                f"Expected steps_per_execution = 1 in a MirroredStrategy, got {model._given_pace}: "
+                "its replicas meet in every step. Leave it out."
+            )
+        self._strategy = strategy
         self._model, self._settings, self._losses = model, settings, RowLosses(model.loss)
         self._examples = HeldExamples(x, y, weights, steps_per_epoch)
         if batch_size is None:
@@ -121,7 +133,10 @@ class OwnedRun:
             drop_remainder=settings.drop_remainder,
         )
         self._period = number or self.plan.num_batches
-        self.is_padded = settings.batch_order is BatchOrder.POISSON
+        self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+        self.is_padded = (
+            settings.batch_order is BatchOrder.POISSON or self.plan.batch_size < self._replicas
+        )
         self._has_steady_sizes = uses_xla and self.is_padded
         self._pad = padding(is_compiled=self._has_steady_sizes, expected=self.plan.batch_size)
         if self._period != self.plan.num_batches and not self.plan.draws_every_step:
@@ -132,7 +147,11 @@ class OwnedRun:
         if continued is not None:
             self._check_end_of_epoch(continued.state.num_batches)
             self._restore_order(continued.state)
-        build(model, self._examples.x)
+        with model.distribute_strategy.scope():  # variables of Keras are those of its replicas
+            build(model, self._examples.x)
+            check_made_in(strategy, model.variables)
+            if strategy is not None:
+                build_optimizer(model.optimizer, model.trainable_variables)
         variables = model.trainable_variables
         declared = self._weighted(rule.declared(settings), weights)
         steps = rule.steps(settings, model.optimizer, self.plan, variables)
@@ -315,10 +334,33 @@ class OwnedRun:
             self.record.may_stop(lambda run: self.steps.with_steps_ahead(run, units, ahead))
         self.steps.asked_for = None if before else total
 
-    def epoch(self) -> tf.data.Dataset:
-        """The batches of one epoch, drawn when it begins."""
-        done = self.record
-        return dealt(self.plan, self._period, lambda: done.num_batches, self._pad)
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """What fit has to be told of `epochs`; None if it is their length."""
+        return None if self._strategy is None else self._period
+
+    def epochs(self, number: int) -> Any:
+        """The batches of one epoch, drawn when it begins, which Keras iterates `number` times.
+
+        In a strategy those of all epochs, which it iterates once.
+        """
+        strategy = self._strategy
+
+        def batches(epochs: int) -> tf.data.Dataset:
+            done = self.record
+            return dealt(
+                self.plan, self._period, lambda: done.num_batches, self._pad, epochs=epochs
+            )
+
+        if strategy is None:
+            return batches(1)
+
+        def for_each_replica(*batch: Any) -> tf.data.Dataset:
+            return tf.data.Dataset.from_tensors(batch).repeat(self._replicas)
+
+        return strategy.distribute_datasets_from_function(
+            lambda context: batches(number).flat_map(for_each_replica)
+        )
 
     def step(self, data: Any) -> tuple[Any, Any, Any]:
         """Takes the private step on a batch of `epoch`.
@@ -329,12 +371,22 @@ class OwnedRun:
         step, rows, indices = data
         if not self._has_steady_sizes:  # what stands there has the size of another batch
             indices = indices[: tf.maximum(rows, 1)]
+        if self._strategy is not None:
+            indices, rows = self._part(indices, rows)
         x, y, *weights = self._examples.taken(indices)
-        take = self._take if not self._uses_xla and not tf.executing_eagerly() else self._compiled
+        in_graph = not self._uses_xla and not tf.executing_eagerly()
+        take = self._take if in_graph or self._strategy is not None else self._compiled
         losses, outputs = take(step, rows, x, y, *weights)
         if not self.is_padded:
             return losses, y, outputs
         return losses[:rows], y[:rows], outputs[:rows]
+
+    def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What this replica takes of a batch, at least one row, and how many are examples."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        own = indices[:rows][replica :: self._replicas]
+        count = tf.shape(own, out_type=tf.int64)[0]
+        return tf.concat([own, indices[:1]], 0)[: tf.maximum(count, 1)], count
 
     def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
         if not self.steps.trains(self._model.trainable_variables):

@@ -38,6 +38,7 @@ from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
+from hidden_state_adapters.tf_privacy.owned.replicas import first_alone
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, Problem, StepEntry
 
@@ -213,7 +214,7 @@ class RecordedRun:
         if self.has_begun:  # steps that were not recorded have no figure anyway
             return
         self._take_over(self.optimizer.training.past_runs(self.model.variables))
-        before = int(self.optimizer.iterations)
+        before = int(self.optimizer.iterations.numpy())
         if before and not self._earlier:
             raise refusal(
                 f"Expected a fresh optimizer, or the weights that its last step left, got one with "
@@ -275,7 +276,7 @@ class RecordedRun:
             declared=self._declared,
             texts=tuple(dict.fromkeys((*self._texts, *self._trained.left_open, *declared))),
             num_batches=self.num_batches,
-            iterations=int(optimizer.iterations),
+            iterations=int(optimizer.iterations.numpy()),
             run=self._run.state_dict(),
             earlier=self._live.earlier,
             weights=tuple(map(digest, variables)),
@@ -424,7 +425,7 @@ class RecordedRun:
             )
         if self.units.accumulated == 1:
             return
-        iterations = int(self.optimizer.iterations)
+        iterations = int(self.optimizer.iterations.numpy())
         if (iterations - self.num_batches) % self.units.accumulated:
             raise refusal(
                 f"optimizer.iterations is {iterations} after {self.num_batches} batches, so "
@@ -555,7 +556,8 @@ class RecordedRun:
                 are other ones: the map before the linear layer is not the fixed one.
         """
         if self._looked_at != self.num_batches:
-            self._look_again()
+            with first_alone():  # fit is within the scope of a strategy
+                self._look_again()
 
     def _look_again(self) -> None:
         self._looked_at = self.num_batches

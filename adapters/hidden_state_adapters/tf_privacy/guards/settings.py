@@ -87,17 +87,21 @@ def _current(optimizer: Any, name: str) -> Any:
     return getattr(optimizer, name)
 
 
-def refuse_surroundings() -> None:
-    """Refuses several replicas and TensorFlow 1 graphs."""
+def refuse_surroundings(strategy: Any = None) -> None:
+    """Refuses several replicas and TensorFlow 1 graphs.
+
+    Args:
+        strategy: The one whose replicas are known to make one step together.
+    """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise refusal(
             "Expected TensorFlow 2, got a TensorFlow 1 graph or session: the steps cannot be "
             "checked there. Use Model.fit or an own loop."
         )
-    if tf.distribute.has_strategy():
-        strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
+        found = tf.distribute.get_strategy()
         raise refusal(
-            f"Expected no distribution strategy, got {type(strategy).__name__} with "
-            f"{strategy.num_replicas_in_sync} replicas: every replica would divide by its own rows "
+            f"Expected no distribution strategy, got {type(found).__name__} with "
+            f"{found.num_replicas_in_sync} replicas: every replica would divide by its own rows "
             "and add noise of its own. Train outside of strategy.scope()."
         )

@@ -127,9 +127,14 @@ class HeldExamples:
 
 
 def dealt(
-    plan: BatchPlan, period: int, done: Callable[[], int], pad: Callable[[int], int]
+    plan: BatchPlan,
+    period: int,
+    done: Callable[[], int],
+    pad: Callable[[int], int],
+    *,
+    epochs: int = 1,
 ) -> tf.data.Dataset:
-    """One epoch of batches of a plan, as (step, rows, indices); indices beyond `rows` are padding.
+    """Epochs of batches of a plan, as (step, rows, indices); indices beyond `rows` are padding.
 
     Several batches are drawn at once, which costs less than the pipeline does for each.
 
@@ -138,12 +143,13 @@ def dealt(
         period: Batches of the epoch.
         done: The number of steps so far, asked when an epoch begins.
         pad: How many indices those of a batch are filled up to; at least one.
+        epochs: That are iterated as one.
     """
-    dealer = _Dealer(plan, done, pad)
+    dealer, count = _Dealer(plan, done, pad, period), period * epochs
 
     def of_steps(first: tf.Tensor) -> Any:
         kinds = (tf.int64, tf.int64, tf.int64)
-        last = tf.minimum(first + _DRAWN_AT_ONCE, period)
+        last = tf.minimum(first + _DRAWN_AT_ONCE, count)
         steps, rows, indices = tf.numpy_function(
             dealer.deal_all, [first, last], kinds, stateful=True
         )
@@ -158,16 +164,18 @@ def dealt(
     # One batch after the other: nothing is to be tuned, and threads cost more than they bring.
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1
-    dataset = tf.data.Dataset.range(0, period, _DRAWN_AT_ONCE).map(of_steps).unbatch()
-    counted = dataset.apply(tf.data.experimental.assert_cardinality(period))
+    dataset = tf.data.Dataset.range(0, count, _DRAWN_AT_ONCE).map(of_steps).unbatch()
+    counted = dataset.apply(tf.data.experimental.assert_cardinality(count))
     return counted.prefetch(2).with_options(options)
 
 
 class _Dealer:
     """Draws the batch of a step when the pipeline asks for it, once."""
 
-    def __init__(self, plan: BatchPlan, done: Callable[[], int], pad: Callable[[int], int]):
-        self._plan, self._done, self._pad = plan, done, pad
+    def __init__(
+        self, plan: BatchPlan, done: Callable[[], int], pad: Callable[[int], int], period: int
+    ):
+        self._plan, self._done, self._pad, self._period = plan, done, pad, period
         self._first = 0
         self._lock = threading.Lock()  # Keras begins the first epoch's pipeline twice
 
@@ -175,12 +183,13 @@ class _Dealer:
         """Step, rows, and the examples of the batch filled up with the first one.
 
         Args:
-            index: Of the batch within the epoch.
+            index: Of the batch, within all epochs.
         """
         with self._lock:
             if index == 0:
                 self._first = self._done()
-                self._plan.start_pass(self._first)
+            if index % self._period == 0:
+                self._plan.start_pass(self._done())
             step = self._first + int(index)
             chosen = self._plan.batch(step)
         rows = len(chosen)

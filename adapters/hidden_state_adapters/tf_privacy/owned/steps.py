@@ -26,6 +26,7 @@ from hidden_state_adapters.tf_privacy.noise import FreshNoise
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, rates_ahead
 from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
 from hidden_state_adapters.tf_privacy.owned.log import OwnedLog
+from hidden_state_adapters.tf_privacy.owned.replicas import copies, together
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.projection import check_within, project
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
@@ -44,6 +45,14 @@ _PLAIN: Mapping[str, Any] = {
     "global_clipnorm": None,
 }
 _PRECISIONS = (tf.float32, tf.float64)
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes the variables of an optimizer of Keras, in the current scope; nothing of others."""
+    if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
+        optimizer._create_all_weights(list(variables))
+    elif isinstance(optimizer, tf.keras.optimizers.Optimizer):
+        optimizer.build(list(variables))
 
 
 class Update:
@@ -84,10 +93,7 @@ class Update:
                 "average after the last step, so that the model is not the iterate. Drop it."
             )
         self.optimizer, self._is_legacy = optimizer, is_legacy
-        if is_legacy:
-            optimizer._create_all_weights(list(variables))
-        else:
-            optimizer.build(list(variables))
+        build_optimizer(optimizer, variables)
         self.options = self._options()
         kinds = (tf.keras.optimizers.SGD, legacy.SGD)
         self.is_plain_sgd = type(optimizer) in kinds and self.why_not_plain == ""
@@ -230,6 +236,9 @@ class OwnedSteps(Mechanism):
         refuse_surroundings()
         check_variables(variables)
         self._check_settings(settings, update)
+        self._strategy = getattr(variables[0], "distribute_strategy", None)
+        if self._strategy is not None:
+            self._check_replicas(update)
         single = variables[0].dtype.base_dtype == tf.float32
         if single and settings.l2_norm_clip < _SMALLEST_CLIP:
             raise refusal(
@@ -240,6 +249,7 @@ class OwnedSteps(Mechanism):
         self._settings, self._update, self._plan = settings, update, plan
         self._variables = list(variables)
         self._noise = FreshNoise()
+        self._noise.make_generator()  # outside of the scope of a strategy
         self._log: OwnedLog = OwnedLog(self._tracked)
         self._loss: LossGeometry | None = None
         self._longest = math.inf
@@ -254,6 +264,14 @@ class OwnedSteps(Mechanism):
                 "theorem here covers hidden iterates of another update. Compile with "
                 "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
                 "out: every step is then accounted by composition."
+            )
+
+    def _check_replicas(self, update: Update) -> None:
+        if not update.is_plain_sgd:
+            raise refusal(
+                f"Expected plain SGD in a MirroredStrategy, got {update.name}: Keras' other "
+                "optimizers exchange gradients themselves, in every replica. Use "
+                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or no strategy."
             )
 
     # The step
@@ -272,18 +290,29 @@ class OwnedSteps(Mechanism):
         Returns:
             What the first pass gave.
         """
-        refuse_surroundings()  # fit enters the strategy of the model
+        refuse_surroundings(self._strategy)  # fit enters the strategy of the model
         (gradients_of,) = passes
         found = gradients_of()
         norms, is_example, largest = self._seen(found, rows)
-        gradients = self._noisy_mean(found, norms, is_example)
+        together(self._finish, self._sums(found, norms, is_example), largest, step, rows)
+        return found
+
+    def _finish(self, sums: Any, largest: tf.Tensor, step: tf.Tensor, rows: tf.Tensor) -> None:
+        """Adds the noise, once, and moves the variables, all copies of them.
+
+        Args:
+            sums: What `_sums` returned, over the whole batch.
+            largest: The longest gradient.
+            step: That the batch was dealt for.
+            rows: Examples.
+        """
+        gradients = self._noisy_mean(sums)
         problem = self._problem(step, rows, largest, self._tracked, self._noise.is_fresh)
         problem = self._log.with_standing(problem)
         fine, rate = tf.equal(problem, 0), self._update.rate()
         self._update.apply(gradients, self._variables, fine, self._settings.prox)
         self._after_update(fine, rows, largest)
         self._write(rows, problem, rate, largest)
-        return found
 
     def _seen(
         self, found: ExampleGradients, rows: tf.Tensor
@@ -312,19 +341,21 @@ class OwnedSteps(Mechanism):
             ],
         )
 
-    def _noisy_mean(
-        self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """What the optimizer is given.
+    def _sums(self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor) -> Any:
+        """What is added up over the examples, and over replicas: a nest of tensors.
 
         Args:
-            found: Of a batch, padding included.
+            found: Of a batch, or of a part of it, padding included.
             norms: Of the gradients; 0 of padding.
             is_example: Whether a row is no padding.
         """
         clip = tf.constant(self.l2_norm_clip, tf.float64)
         factors = tf.where(is_example, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
-        return self._with_noise(found.weighted_sum(factors))
+        return found.weighted_sum(factors)
+
+    def _noisy_mean(self, sums: Any) -> list[tf.Tensor]:
+        """What the optimizer is given."""
+        return self._with_noise(sums)
 
     def _with_noise(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Noisy sums over the divisor."""
@@ -372,7 +403,7 @@ class OwnedSteps(Mechanism):
     @property
     def _tracked(self) -> list[Any]:
         """What only the step may write: variables, and what the optimizer keeps of gradients."""
-        return [*self._variables, *self._update.slots]
+        return copies([*self._variables, *self._update.slots])
 
     def steps_since(self, steps: int) -> list[StepEntry]:
         """The entries of the steps after the first `steps`, which the host has not seen yet."""
@@ -428,7 +459,7 @@ class OwnedSteps(Mechanism):
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
-        return self._log.has_written([*variables, *self._update.slots])
+        return self._log.has_written(copies([*variables, *self._update.slots]))
 
     def begin(self, declared: Declared) -> None:
         """Takes over the geometry of the loss."""
@@ -497,7 +528,7 @@ class OwnedSteps(Mechanism):
             UnsupportedRunError: Their learning rates are not known.
         """
         first, count = run.num_steps, ahead.steps - run.num_steps
-        rates = rates_ahead(self.given_rate, int(self.iterations), count)
+        rates = rates_ahead(self.given_rate, int(self.iterations.numpy()), count)
         if rates is None:
             if self.known_loss(Declared()) is not None:
                 raise refusal(

@@ -146,6 +146,12 @@ class BlockSteps(OwnedSteps):
                 "prox=Regulariser(l2=...) to the model."
             )
 
+    def _check_replicas(self, update: Update) -> None:
+        raise refusal(
+            "Expected no distribution strategy with BlockCoordinateUpdate, got a MirroredStrategy: "
+            "every block would wait for the one before in all replicas. Train in one."
+        )
+
     # The step
 
     @property
@@ -163,7 +169,7 @@ class BlockSteps(OwnedSteps):
         for block, gradients_of in zip(self._blocks, passes, strict=True):
             found.append(gradients_of())
             norms, is_example, largest = self._seen(found[-1], rows)
-            gradients = self._noisy_mean(found[-1], norms, is_example)
+            gradients = self._noisy_mean(self._sums(found[-1], norms, is_example))
             for gradient, variable in zip(gradients, block, strict=True):
                 by = tf.cast(rate, gradient.dtype)
                 new = variable.read_value() - by * gradient

@@ -152,18 +152,18 @@ class DiceSteps(DiceAccount, OwnedSteps):
 
     # The step
 
-    def _noisy_mean(
-        self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """The noisy mean of the clipped gradients, and the clipped error."""
+    def _sums(self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor) -> Any:
+        """Of the clipped gradients, and of what the clip cuts off."""
         dtype = self._variables[0].dtype.base_dtype
         factors = clip_factor(norms, self.l2_norm_clip, dtype, automatic=self._automatic)
         nothing = tf.zeros_like(norms)
         # Not the difference of two sums: what is not clipped leaves exactly nothing.
-        sums, rests = (
-            found.weighted_sum(tf.where(is_example, part, nothing))
-            for part in (factors, 1 - factors)
-        )
+        parts = (tf.where(is_example, part, nothing) for part in (factors, 1 - factors))
+        return [found.weighted_sum(part) for part in parts]
+
+    def _noisy_mean(self, sums: Any) -> list[tf.Tensor]:
+        """The noisy mean of the clipped gradients, and the clipped error."""
+        clipped, rests = sums
         self._error_norm, fed, self._next_errors = fed_back(
             self._error.read(),
             rests,
@@ -172,7 +172,7 @@ class DiceSteps(DiceAccount, OwnedSteps):
             automatic=self._automatic,
         )
         # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-        return [n + f for n, f in zip(self._with_noise(sums), fed, strict=True)]
+        return [n + f for n, f in zip(self._with_noise(clipped), fed, strict=True)]
 
     def _problem(self, *args: Any) -> tf.Tensor:
         of_step = super()._problem(*args)

@@ -1,0 +1,99 @@
+"""Replicas of a MirroredStrategy: each takes gradients of its part of a batch, one step is made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy that the model was made in, or None.
+
+    Raises:
+        UnsupportedRunError: It is not a MirroredStrategy, or fit is called in its scope.
+    """
+    if tf.distribute.has_strategy():
+        raise refusal(
+            f"Expected fit outside of strategy.scope(), got a call within that of a "
+            f"{type(tf.distribute.get_strategy()).__name__}: what counts the steps and makes the "
+            "noise is there once. Make and compile the model in the scope, and fit outside of it."
+        )
+    strategy = model.distribute_strategy
+    with strategy.scope():
+        if not tf.distribute.has_strategy():
+            return None
+    if type(strategy) is not tf.distribute.MirroredStrategy:
+        raise refusal(
+            f"Expected no distribution strategy or a MirroredStrategy, got "
+            f"{type(strategy).__name__}: its replicas do not make one step together in this "
+            "process, so that noise may be added by each or by none. Use "
+            "tf.distribute.MirroredStrategy, or no strategy."
+        )
+    return strategy
+
+
+def check_made_in(strategy: Any, variables: Sequence[Any]) -> None:
+    """Raises UnsupportedRunError if a variable has no copy in every replica."""
+    for variable in variables:
+        if strategy is not None and not isinstance(variable, tf.distribute.DistributedValues):
+            raise refusal(
+                f"Expected variables that were made in the scope of the MirroredStrategy, got "
+                f"{variable.name}, which was not. Make, build and compile the model in the scope."
+            )
+
+
+def copies(variables: Sequence[Any]) -> list[Any]:
+    """The variables of all replicas, in place of each that is mirrored."""
+    return [
+        copy
+        for variable in variables
+        for copy in (
+            variable.values if isinstance(variable, tf.distribute.DistributedValues) else [variable]
+        )
+    ]
+
+
+def first_alone() -> Any:
+    """A context in which variables are those of the first replica, where a strategy is open."""
+    if tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context():
+        return tf.distribute.ReplicaContext(tf.distribute.get_strategy(), 0)
+    return contextlib.nullcontext()
+
+
+def together(
+    act: Callable[..., None], sums: Any, largest: tf.Tensor, step: tf.Tensor, rows: tf.Tensor
+) -> None:
+    """Calls a function with what all replicas have found; without a strategy with what is given.
+
+    Variables that it assigns are assigned in all replicas.
+
+    Args:
+        act: Called once, with the other arguments.
+        sums: Over the examples, a nest of tensors: added up.
+        largest: The longest gradient: the largest one is taken.
+        step: That the batch was dealt for: -1 if replicas differ.
+        rows: Examples: added up.
+    """
+    if not tf.distribute.has_strategy():
+        act(sums, largest, step, rows)
+        return
+
+    def merged(strategy: Any, sums: Any, largest: Any, step: Any, rows: Any) -> None:
+        def total(part: Any) -> tf.Tensor:
+            return tf.add_n(strategy.experimental_local_results(part))
+
+        def of_all(part: Any) -> tf.Tensor:
+            return tf.stack(strategy.experimental_local_results(part))
+
+        steps = of_all(step)
+        first = steps[0]
+        same = tf.where(tf.reduce_all(tf.equal(steps, first)), first, -tf.ones_like(first))
+        act(tf.nest.map_structure(total, sums), tf.reduce_max(of_all(largest)), same, total(rows))
+
+    context = tf.distribute.get_replica_context()
+    context.merge_call(merged, args=(sums, largest, step, rows))

@@ -1,0 +1,195 @@
+"""Runs of a model on one device and on two replicas; run as a script of its own.
+
+TensorFlow can be given two logical CPUs only before it is used, so not in the tests' process.
+Prints one line "case | text" for each.
+"""
+
+import contextlib
+
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    HiddenStateSequential,
+)
+from hidden_state_adapters.tf_privacy.owned import data as owned_data
+
+RECORDS, FEATURES, BATCH = 12, 3, 5
+layers, optimizers = tf.keras.layers, tf.keras.optimizers
+FIXED = [[0, 1, 2, 3, 4], [], [7], [3, 5, 9], [1, 11], [2, 4, 6, 8]]  # of Poisson batches
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    return x / np.linalg.norm(x, axis=1, keepdims=True), random.integers(0, 2, RECORDS)
+
+
+X, Y = data()
+
+
+def sgd():
+    return optimizers.SGD(0.5, weight_decay=0.1)
+
+
+def dice():
+    return DiceUpdate(optimizers.SGD(0.5), error_l2_norm_clip=0.1)
+
+
+def make(strategy, stack, optimizer=sgd, **kwargs):
+    settings = {"l2_norm_clip": 0.5, "noise_multiplier": 0.0, "drop_remainder": True, **kwargs}
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = HiddenStateSequential(stack(), **{"batch_order": "cyclic", **settings})
+        model.build((None, FEATURES))
+        model.compile(
+            optimizer(), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )  # fmt: skip
+    return model
+
+
+def fit(model, **kwargs):
+    return model.fit(X, Y, **{"batch_size": BATCH, "verbose": 0, "epochs": 2, **kwargs})
+
+
+def head():
+    return [layers.Dense(2, kernel_initializer="ones")]
+
+
+def normalised():
+    """Of which rows are differentiated one by one."""
+    return [layers.Dense(4, kernel_initializer="ones"), layers.LayerNormalization(), *head()]
+
+
+def difference(strategy, stack=head, **kwargs):
+    """Between the weights after two calls of fit, on one device and on two replicas."""
+    ends = []
+    for where in (None, strategy):
+        model = make(where, stack, **kwargs)
+        model.set_weights(
+            [np.linspace(-1, 1, w.size).reshape(w.shape) for w in model.get_weights()]
+        )
+        start = model.get_weights()
+        fit(model)
+        assert all(
+            np.abs(a - b).max() > 0.01 for a, b in zip(model.get_weights(), start, strict=True)
+        )
+        history = fit(model, epochs=1).history
+        ends.append([*model.get_weights(), history["loss"], history["accuracy"]])
+        event = model.privacy_event
+        if where is not None:
+            copies = [v.values for v in model.trainable_variables]
+            assert all((first.numpy() == second.numpy()).all() for first, second in copies)
+    assert event.num_steps == 3 * (3 if model._settings.batch_order.value == "poisson" else 2)
+    return max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in zip(*ends, strict=True))
+
+
+def poisson(strategy):
+    owned_data.SampledPlan._draw = lambda plan, step: np.array(FIXED[step % 6], int)
+    return difference(strategy, batch_order="poisson")
+
+
+def noise(strategy):
+    """The standard deviation of what moves the weights, where gradients are zero, over its own."""
+    with strategy.scope():
+        model = HiddenStateSequential(
+            [layers.Dense(3000)], l2_norm_clip=0.5, noise_multiplier=3.0, batch_order="full"
+        )
+        model.compile(optimizers.SGD(1.0), lambda targets, outputs: 0.0 * outputs[:, 0])
+        model.build((None, FEATURES))
+    start = model.get_weights()[0]
+    fit(model, epochs=1)
+    return float(np.std(model.get_weights()[0] - start) / (3.0 * 0.5 / RECORDS))
+
+
+def one_record(strategy):
+    model = make(strategy, head, noise_multiplier=2.0, loss_geometry="auto", feature_norm=1.0)
+    fit(model)
+    own = make(None, head, noise_multiplier=2.0, loss_geometry="auto", feature_norm=1.0)
+    fit(own)
+    assert model.privacy_events == own.privacy_events
+    return model.get_epsilon(1e-5) - own.get_epsilon(1e-5)
+
+
+def resumed(strategy):
+    """On one device, from the state of a run on two replicas."""
+    whole, model, own = make(strategy, head), make(strategy, head), make(None, head)
+    fit(whole)
+    fit(whole)
+    fit(model)
+    own.set_weights(model.get_weights())
+    own.resume(model.state(stays_private=True))
+    fit(own)
+    return max(
+        float(np.abs(a - b).max())
+        for a, b in zip(own.get_weights(), whole.get_weights(), strict=True)
+    )
+
+
+def written(strategy):
+    """The copy of one replica, between two steps."""
+    model = make(strategy, head, noise_multiplier=2.0)
+
+    def write(batch, logs):
+        copy = model.layers[0].kernel.values[1]
+        copy.assign_add(tf.ones_like(copy))
+
+    fit(model, callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=write)])
+
+
+def within_the_scope(strategy):
+    model = make(strategy, head)
+    with strategy.scope():
+        fit(model)
+
+
+def made_elsewhere(strategy):
+    with strategy.scope():
+        model = HiddenStateSequential(head(), l2_norm_clip=0.5, noise_multiplier=0.0)
+        model.compile(sgd(), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.build((None, FEATURES))
+    fit(model)
+
+
+def compiled(strategy):
+    with strategy.scope():
+        model = make(strategy, head)
+        model.compile(sgd(), model.loss, jit_compile=True)
+    fit(model)
+
+
+CASES = {
+    "linear": difference,
+    "rows": lambda strategy: difference(strategy, normalised),
+    "poisson": poisson,
+    "dice": lambda strategy: difference(strategy, optimizer=dice),
+    "noise": noise,
+    "one_record": one_record,
+    "resumed": resumed,
+    "written": written,
+    "within_the_scope": within_the_scope,
+    "compiled": compiled,
+    "made_elsewhere": made_elsewhere,
+    "adam": lambda strategy: fit(make(strategy, head, optimizers.Adam)),
+    "blocks": lambda strategy: fit(make(strategy, head, lambda: BlockCoordinateUpdate("sgd"))),
+    "one_device": lambda _: fit(make(tf.distribute.OneDeviceStrategy("CPU:0"), head)),
+    "workers": lambda _: fit(make(tf.distribute.MultiWorkerMirroredStrategy(), head)),
+}
+
+
+def main():
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    for name, case in CASES.items():
+        try:
+            text = str(case(strategy))
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"{name} | {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
