@@ -20,7 +20,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
 from hidden_state_accountants.curves import transformed
-from hidden_state_accountants.curves.base import Curve
+from hidden_state_accountants.curves.base import BestOfCurves, Curve
 from hidden_state_accountants.curves.plain import curve_from_plain, to_plain
 from hidden_state_accountants.figures import text_up
 
@@ -155,7 +155,12 @@ class Guarantee:
 
     @property
     def mu(self) -> float | None:
-        """The mu of mu-GDP; None if the guarantee is not Gaussian."""
+        """The smallest mu of mu-GDP that is proved; None if none is.
+
+        Where another bound is joined, epsilon may be smaller than that of mu-GDP.
+        """
+        if isinstance(self.curve, BestOfCurves):
+            return min((c.mu for c in self.curve.curves if c.mu is not None), default=None)
         return self.curve.mu
 
     def epsilon(self, delta: float) -> float:

@@ -10,7 +10,6 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
-from hidden_state_accountants.bounds.solvers.equal_steps import drifted_distance, largest_distance
 from hidden_state_accountants.bounds.solvers.state_windows import (
     StateProfile,
     Window,
@@ -33,7 +32,6 @@ from hidden_state_accountants.process.noisy_process import (
 _LONGEST = 2**13  # epochs of a window
 _LARGEST_MU = 16.0  # beyond it the laws have next to nothing in common
 _DELTA = 1e-6  # windows are chosen by epsilon there
-_FOR_EVER = 10**15  # steps, after which a distance is as large as it ever gets
 
 
 @attrs.frozen
@@ -85,7 +83,9 @@ class _Steps:
     Attributes:
         contraction: c of a step.
         sensitivity: s of a step whose batch holds the record, every `period`-th one.
-        distance: No two runs are farther apart after any step.
+        distance: No two states are farther apart: the domain's diameter. How far apart two runs
+            with the same noise are does not matter here. States that are left over when the laws
+            are matched are no such runs, and may be at opposite ends.
         period: Steps from one participation to the next.
     """
 
@@ -100,14 +100,9 @@ class _Steps:
             float(array[0])
             for array in (process.contraction, process.sensitivity, process.noise_std)
         )
-        kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
-        drifted = process.domain_diameter
-        if kappa < 1:
-            drifted = drifted_distance(kappa, drift, drifted, _FOR_EVER)
-        by_moduli = largest_distance(c, s, process.period, _FOR_EVER) * (1 + 1e-9)
         if not sigma:
             return cls(c, math.inf if s else 0.0, math.inf, process.period)
-        return cls(c, s / sigma, min(drifted, by_moduli) / sigma, process.period)
+        return cls(c, s / sigma, process.domain_diameter / sigma, process.period)
 
     def mus(self, stretches: list[tuple[int, bool]]) -> tuple[float, float]:
         """mu of a window from one state, and from any two.

@@ -44,6 +44,14 @@ MUTATIONS = (
         _TESTS,
     ),
     Mutation(
+        "states_that_are_left_over_are_as_near_as_coupled_runs",
+        "bounds/overlapping_laws.py",
+        "return cls(c, s / sigma, process.domain_diameter / sigma, process.period)",
+        "near = min(process.domain_diameter, s / max(1 - c**process.period, 1e-9))\n"
+        "        return cls(c, s / sigma, near / sigma, process.period)",
+        _TESTS,
+    ),
+    Mutation(
         "last_participation_is_not_counted",
         "bounds/overlapping_laws.py",
         "return profile.after(*_window(*self._steps.mus([(1, True)])))",

@@ -132,6 +132,27 @@ def test_no_run_on_an_interval_has_more(name):
     assert largest[0] > 0.3 * claims[0]  # a search that comes close
 
 
+@pytest.mark.parametrize("decay", [0.02, 0.2, 0.9])
+@pytest.mark.parametrize("changes", [{}, CYCLIC], ids=["full", "cyclic"])
+def test_a_domain_that_does_nothing_hides_nothing(changes, decay):
+    """Two runs with the same noise stay close, but what is left of their laws does not.
+
+    Linear losses with decay: the laws are Gaussian, and Theorem A without the domain is exact.
+    """
+    event = run(
+        **changes | {"num_steps": 3000}, weight_decay=decay, loss=hsa.LossGeometry.linear(1.0)
+    )
+    exact = hsa.LastIterateAccountant(REPLACE_ONE).compose(
+        attrs.evolve(event, domain_diameter=math.inf)
+    )
+    for diameter in (30.0, 300.0):
+        guarantee = OverlappingLaws().guarantee(
+            attrs.evolve(event, domain_diameter=diameter), REPLACE_ONE
+        )
+        for delta in (1e-2, 1e-5):
+            assert guarantee.epsilon(delta) >= exact.get_epsilon(delta) * (1 - 1e-6)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_smaller_than_theorem_a(name):
     event = attrs.evolve(RUNS[name], num_steps=10**6)
