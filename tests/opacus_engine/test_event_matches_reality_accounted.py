@@ -455,11 +455,14 @@ def test_row17_training_accuracy_in_the_log(make_run):
 
 
 def test_row18_a_record_twice_in_an_epoch(make_run, dataset):
-    twice = [0, *range(59)]
+    twice, from_the_end = [0, *range(59)], [-60, *range(59)]
     for loader in (
         {"sampler": twice},
+        {"sampler": from_the_end},
         {"dataset": Subset(dataset, twice)},
+        {"dataset": Subset(dataset, from_the_end)},
         {"dataset": ConcatDataset([dataset, dataset])},
+        {"dataset": ConcatDataset([Subset(dataset, range(59)), Subset(dataset, [-60])])},
     ):
         with pytest.raises(hsa.UnsupportedRunError, match=r"twice|the same"):
             make_run(loader=loader)

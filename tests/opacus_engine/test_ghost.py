@@ -181,9 +181,28 @@ def write_the_batch(model, optimizer, criterion, batch):
     optimizer.step()
 
 
+def write_the_batch_through_numpy(model, optimizer, criterion, batch):
+    criterion(model(batch[0]), batch[1]).backward()
+    batch[0].numpy()[:] *= 2  # a write that torch does not count
+    optimizer.step()
+
+
 def another_criterion(model, optimizer, criterion, batch):
     nn.CrossEntropyLoss(label_smoothing=0.2)(model(batch[0]), batch[1]).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("scale", [100.0, 1e9])
+def test_the_clip_holds_for_a_batch_that_is_written_unseen(scale):
+    """The step measures the inputs that it adds up, not those of the backward pass."""
+    _, model, optimizer, criterion, loader = make_private(loss_geometry=None)
+    before = flat(model.parameters())
+    features, targets = next(iter(loader))
+    criterion(model(features), targets).backward()
+    features.numpy()[:] *= scale
+    optimizer.step()
+    moved = flat(model.parameters()) - before * (1 - 0.5 * 0.1)
+    assert np.linalg.norm(moved) <= 0.5 * 0.6 * (1 + 1e-5)  # rate times clip norm
 
 
 @pytest.mark.parametrize(
@@ -195,6 +214,7 @@ def another_criterion(model, optimizer, criterion, batch):
         (two_backward_passes, "2 batches|2 training passes"),
         (another_loss, "per-example gradient of norm"),
         (write_the_batch, "written in place"),
+        (write_the_batch_through_numpy, "used features of norm 2"),
         (another_criterion, "was not called"),
     ],
 )

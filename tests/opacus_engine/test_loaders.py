@@ -183,6 +183,12 @@ def test_full_refuses_a_sampler_that_repeats():
         deal(DataLoader(numbers(4), batch_size=4, sampler=sampler), BatchOrder.FULL)
 
 
+def test_another_collate_fn_is_refused():
+    loader = deal(DataLoader(numbers(4), batch_size=2))
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected the loader to keep its collate_fn"):
+        loader.collate_fn = list
+
+
 def test_an_abandoned_pass_cannot_go_on():
     loader = deal(DataLoader(numbers(12), batch_size=2))
     first = iter(loader)

@@ -200,9 +200,20 @@ class Own(Regulariser):
         return 2 * values
 
 
+def replaces_elements(params, step_size):
+    params[:] = [p.clamp(min=0) for p in params]
+
+
+def replaces_storage(params, step_size):
+    for p in params:
+        p.data = p.clamp(min=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
+        ({"prox": replaces_elements}, TypeError, "got others in their place"),
+        ({"prox": replaces_storage}, TypeError, "got others in their place"),
         ({"prox": 0.1}, TypeError, "Expected prox to be a hidden_state_accountants.Regulariser"),
         ({"prox": Regulariser}, TypeError, "Expected prox to be"),
         ({"prox": Own(l1=0.1)}, TypeError, "Expected prox to be"),

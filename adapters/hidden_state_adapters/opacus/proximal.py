@@ -160,11 +160,18 @@ class DeclaredProx(Prox):
         self, one: list[torch.Tensor], two: list[torch.Tensor], step_size: float
     ) -> float:
         for copies in (one, two):
+            given = [(id(copy), copy.data_ptr()) for copy in copies]
             returned = self._function(copies, step_size)
             if returned is not None:
                 raise TypeError(
                     "Expected prox to change a list of tensors in place and to return None, got "
                     f"{type(returned).__name__}. Write for example p.clamp_(min=0) for each p."
+                )
+            if given != [(id(copy), copy.data_ptr()) for copy in copies]:
+                raise TypeError(
+                    "Expected prox to change the tensors of the list in place, got others in their "
+                    "place: the parameters would stay as they are. Write for example "
+                    "p.clamp_(min=0) for each p."
                 )
         return _distance(one, two)
 

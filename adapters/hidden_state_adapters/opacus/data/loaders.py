@@ -76,6 +76,15 @@ class OrderedDataLoader(DataLoader):
     # not be told apart; what carries this mark it returns as it is. (The loop moves the batches.)
     _is_accelerate_prepared = True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "collate_fn" and name in vars(self):  # torch refuses another sampler likewise
+            raise UnsupportedRunError(
+                "Expected the loader to keep its collate_fn, got another one, at which nobody "
+                "looked whether it takes every record by itself. Pass it to the DataLoader before "
+                "make_private."
+            )
+        super().__setattr__(name, value)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         first = self.batch_sampler.cursor.first_index
         at_once = reads_at_once(self)

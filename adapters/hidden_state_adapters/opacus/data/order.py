@@ -183,10 +183,10 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
         if not sampler.replacement and sampler.num_samples == size:
             return range(size)  # the order of the loader does not matter
     if type(sampler) is SubsetRandomSampler and batch_order is not BatchOrder.CYCLIC:
-        _refuse_repeated_indices(sampler.indices, "SubsetRandomSampler")
+        _refuse_repeated_indices(sampler.indices, data_loader.dataset, "SubsetRandomSampler")
         return _copy(sampler.indices)  # nor does it here
     if isinstance(sampler, list | tuple | range):
-        _refuse_repeated_indices(sampler, "the sampler")
+        _refuse_repeated_indices(sampler, data_loader.dataset, "the sampler")
         return _copy(sampler)
     is_whole = type(sampler) is RandomSampler and not sampler.replacement
     if type(sampler) is SubsetRandomSampler or (is_whole and sampler.num_samples == size):
@@ -217,7 +217,7 @@ def _copy(order: Sequence[int]) -> Sequence[int]:
 def refuse_repeated_records(dataset: Any) -> None:
     """Raises UnsupportedRunError if a data set holds a record twice, as far as torch says."""
     if isinstance(dataset, Subset):
-        _refuse_repeated_indices(dataset.indices, "torch.utils.data.Subset")
+        _refuse_repeated_indices(dataset.indices, dataset.dataset, "torch.utils.data.Subset")
         refuse_repeated_records(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
@@ -251,7 +251,7 @@ def _places(dataset: Any) -> Iterator[tuple[Hashable, np.ndarray]]:
     else:
         indices: Any = np.arange(len(dataset))
         while isinstance(dataset, Subset):
-            indices = np.asarray(dataset.indices)[indices]
+            indices = _from_the_start(np.asarray(dataset.indices)[indices], dataset.dataset)
             dataset = dataset.dataset
         yield _source(dataset), indices
 
@@ -263,8 +263,16 @@ def _source(dataset: Any) -> Hashable:
     return id(dataset)
 
 
-def _refuse_repeated_indices(indices: Sequence[int], where: str) -> None:
-    if len({int(index) for index in indices}) < len(indices):
+def _from_the_start(indices: Sequence[int], dataset: Any) -> np.ndarray:
+    """Places in `dataset`; -1 is its last one."""
+    places = np.array([int(index) for index in indices], dtype=np.int64)
+    if (places < 0).any():
+        places[places < 0] += len(dataset)
+    return places
+
+
+def _refuse_repeated_indices(indices: Sequence[int], dataset: Any, where: str) -> None:
+    if len(np.unique(_from_the_start(indices, dataset))) < len(indices):
         raise UnsupportedRunError(
             f"Expected every record once per epoch, got an index twice in {where}: the record "
             "would act twice and be accounted once. Remove the repetition."

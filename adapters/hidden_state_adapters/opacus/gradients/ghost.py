@@ -7,6 +7,7 @@ so every summand, times its clip factor, is as short as the clip norm says.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -195,16 +196,18 @@ class LinearGradients(LayerGradients):
         super().__init__(uses)
         (use,) = uses
         self._inputs, self._backprops = use.activations[0].to(use.backprops.dtype), use.backprops
-        self._lengths = _row_norms(self._inputs)
 
-    @property
-    def input_norms(self) -> torch.Tensor:
-        """The norms of the rows that went in."""
-        return self._lengths
+    @functools.cached_property
+    def input_norms(self) -> torch.Tensor:  # type: ignore[override]
+        """The norms of the rows that went in, as they are in the step.
+
+        A write that torch does not count (through numpy, `.data`) may come after the backward pass.
+        """
+        return _row_norms(self._inputs)
 
     def norms(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The norms of the per-example gradients, shape (rows,), of each of `params`."""
-        inputs, backprops = self._lengths, _row_norms(self._backprops)
+        inputs, backprops = self.input_norms, _row_norms(self._backprops)
         if figures.is_on_host(inputs) and len(inputs):
             self.are_moderate = (inputs + backprops).max().item() <= _MODERATE
         # Goodfellow 2015, arXiv 1510.01799
@@ -230,7 +233,7 @@ class LinearGradients(LayerGradients):
                 )
             return [list(of_param) for of_param in zip(*sums, strict=True)]
         limits = torch.finfo(inputs.dtype)
-        lengths = self._lengths.clamp(limits.tiny, limits.max)
+        lengths = self.input_norms.clamp(limits.tiny, limits.max)
         inputs = inputs / lengths.to(inputs)[:, None]
 
         def total(p: nn.Parameter, weight: torch.Tensor) -> torch.Tensor:
