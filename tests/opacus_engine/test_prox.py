@@ -185,6 +185,21 @@ def test_row180_a_function_that_expands_later(make_run):
         train(run, epochs=20)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_row179_a_function_of_the_model_itself(make_run, scale):
+    """Its argument stays as it is, so that it passes for the identity; zeros are a fixed point."""
+    model = nn.Linear(5, 3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale)
+
+    def prox(params, step_size):
+        hard_threshold(model.parameters(), step_size)
+
+    with pytest.raises(hsa.UnsupportedRunError, match="changed the parameters of the model"):
+        make_run(model=model, prox=prox, sgd=PLAIN).epoch()
+
+
 def test_row181_a_map_by_hand_between_the_steps(make_run):
     run = make_run(sgd=PLAIN)
     batches = iter(run.loader)

@@ -129,7 +129,10 @@ class DeclaredProx(Prox):
     @torch.no_grad()
     def apply(self, params: Sequence[nn.Parameter], step_size: float) -> None:
         """See `Prox.apply`."""
-        self._function([p.detach() for p in params], step_size)
+        copies = [p.detach().clone() for p in params]
+        self._map(copies, step_size, params)
+        for param, copy in zip(params, copies, strict=True):
+            param.copy_(copy)
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
         """See `Prox.start`."""
@@ -140,7 +143,7 @@ class DeclaredProx(Prox):
             one = [_random(p, scale * size, generator) for p in params]
             two = [q + closeness * _random(q, scale * size, generator) for q in one]
             before = _distance(one, two)
-            after = self._distance_after(one, two, step_size)
+            after = self._distance_after(one, two, step_size, params)
             if not after <= before * (1 + ROUNDING) + ROUNDING:
                 raise UnsupportedRunError(
                     f"Expected a nonexpansive {self}, got a map that takes two points from "
@@ -152,28 +155,47 @@ class DeclaredProx(Prox):
         """See `Prox.stretch`."""
         iterate = [p.detach().clone() for p in params]
         before = _distance(iterate, self._start)
-        after = self._distance_after(iterate, [p.clone() for p in self._start], step_size)
+        start = [p.clone() for p in self._start]
+        after = self._distance_after(iterate, start, step_size, params)
         return after / (before * (1 + ROUNDING) + ROUNDING)
 
     @torch.no_grad()
     def _distance_after(
-        self, one: list[torch.Tensor], two: list[torch.Tensor], step_size: float
+        self,
+        one: list[torch.Tensor],
+        two: list[torch.Tensor],
+        step_size: float,
+        params: Sequence[nn.Parameter],
     ) -> float:
         for copies in (one, two):
-            given = [(id(copy), copy.data_ptr()) for copy in copies]
-            returned = self._function(copies, step_size)
-            if returned is not None:
-                raise TypeError(
-                    "Expected prox to change a list of tensors in place and to return None, got "
-                    f"{type(returned).__name__}. Write for example p.clamp_(min=0) for each p."
-                )
-            if given != [(id(copy), copy.data_ptr()) for copy in copies]:
-                raise TypeError(
-                    "Expected prox to change the tensors of the list in place, got others in their "
-                    "place: the parameters would stay as they are. Write for example "
-                    "p.clamp_(min=0) for each p."
-                )
+            self._map(copies, step_size, params)
         return _distance(one, two)
+
+    def _map(
+        self, copies: list[torch.Tensor], step_size: float, params: Sequence[nn.Parameter]
+    ) -> None:
+        """Maps `copies` in place; raises unless that is all that the function changes."""
+        known = [p.detach().clone() for p in params]
+        given = [(id(copy), copy.data_ptr()) for copy in copies]
+        returned = self._function(copies, step_size)
+        if returned is not None:
+            raise TypeError(
+                "Expected prox to change a list of tensors in place and to return None, got "
+                f"{type(returned).__name__}. Write for example p.clamp_(min=0) for each p."
+            )
+        if given != [(id(copy), copy.data_ptr()) for copy in copies]:
+            raise TypeError(
+                "Expected prox to change the tensors of the list in place, got others in their "
+                "place: the parameters would stay as they are. Write for example "
+                "p.clamp_(min=0) for each p."
+            )
+        pairs = zip(params, known, strict=True)
+        if not all(torch.equal(p.detach().nan_to_num(), q.nan_to_num()) for p, q in pairs):
+            raise UnsupportedRunError(
+                f"Expected {self} to change the list of tensors that it is given, got one that "
+                "changed the parameters of the model itself: nobody would see whether it expands. "
+                "Loop over its argument, not over model.parameters()."
+            )
 
     @property
     def assumptions(self) -> Iterator[Assumption]:
