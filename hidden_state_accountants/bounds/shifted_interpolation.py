@@ -41,6 +41,7 @@ from hidden_state_accountants.process.noisy_process import (
 
 _BLOCK = 256  # steps whose distances are computed at once
 _ROUNDING = 1e-12  # relative; more than all rounding errors of a block together
+_LARGEST_PRODUCT = 1e150  # of the moduli of a block, and its inverse: far from underflow
 
 
 def shifted_gdp_mu(
@@ -409,13 +410,16 @@ def _uncut_distances(
         for first in range(0, len(c), _BLOCK):
             block = slice(first, first + _BLOCK)
             products, before = np.cumprod(c[block]), float(distances[-1][-1])
+            if not 1 / _LARGEST_PRODUCT < products.min() <= products.max() < _LARGEST_PRODUCT:
+                return None
             found = products * (before + np.cumsum(sensitivity[block] / products))
+            found *= 1 + _ROUNDING
             last = np.append(before, found[:-1])
             limit = np.minimum(kappa[block] * last + offset[block], process.domain_diameter)
             if not (np.isfinite(found) & (found * (1 + 1e-9) < limit)).all():
                 return None
             distances.append(found)
-    return np.concatenate(distances) * (1 + _ROUNDING)
+    return np.concatenate(distances)
 
 
 def _known_shift(

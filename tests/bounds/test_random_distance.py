@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import ClassVar
 
+import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
@@ -311,6 +312,24 @@ def test_distances_of_many_steps_at_once_are_those_of_a_recursion(diameter):
     assert is_cut.any() == (diameter < math.inf)
     assert (found >= np.array(expected) * (1 - 1e-15)).all()
     np.testing.assert_allclose(found, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("modulus", [0.055, 0.058, 0.3, 1.5])
+def test_distances_are_not_below_the_recursion_where_products_of_moduli_underflow(modulus):
+    """256 moduli of 0.055 have a product of 3e-323, which has no digits."""
+    sensitivity = np.where(np.arange(600) % 32 == 7, 1e-3, 0.0)
+    event = clipped(num_steps=600, learning_rate=0.3 + 1e-6 * np.arange(600))
+    process = attrs.evolve(
+        _SampledRun.of(event, SPECIAL).process,
+        contraction=np.full(600, modulus),
+        drift_contraction=np.full(600, 1e300),
+        drift=np.full(600, 1e300),
+    )
+    found, _ = tracked_distances(process, slice(0, 600), sensitivity)
+    expected = [0.0]
+    for s in sensitivity:
+        expected.append(modulus * expected[-1] + s)
+    assert (found >= np.array(expected) * (1 - 1e-14)).all()
 
 
 def test_segments_between_releases():
