@@ -387,6 +387,23 @@ def clipped_sum(gradients, *, is_watched):
     return [param.summed_grad for param in params]
 
 
+def unclipped(optimizer):
+    for param in optimizer.params:
+        param.summed_grad = param.grad_sample.sum(dim=0)
+
+
+@pytest.mark.parametrize("place", ["instance", "class"])
+def test_row152_another_method_that_adds_up(monkeypatch, place):
+    """Its sum need not be of clipped gradients."""
+    if place == "class":
+        monkeypatch.setattr(DPOptimizer, "clip_and_accumulate", unclipped)
+    loop = run_on()
+    if place == "instance":
+        loop.optimizer.clip_and_accumulate = lambda: unclipped(loop.optimizer)
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected an optimizer of Opacus that clips"):
+        loop.epoch()
+
+
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_the_sum_is_that_of_opacus(rows):
     gradients = [torch.randn(rows, 3, 2), 0.1 * torch.randn(rows, 3)]

@@ -9,6 +9,7 @@ from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.stock.checks import hides_rows, is_in_pieces
+from hidden_state_adapters.opacus.stock.pieces import summing_method
 
 _REMEDY = (
     "The noise is noise_multiplier times the clip norm of the optimizer, so it would be that of "
@@ -37,6 +38,7 @@ class StockClip:
         Raises:
             UnsupportedRunError: They do not agree.
         """
+        _refuse_other_clip(optimizer)
         clip = float(optimizer.max_grad_norm)
         if isinstance(optimizer, DPPerLayerOptimizer):
             whole = math.hypot(*(float(norm) for norm in optimizer.max_grad_norms))
@@ -61,3 +63,15 @@ class StockClip:
                 f"{clip:g} at its end: BatchMemoryManager clips every piece when it comes. "
                 f"{_REMEDY}Change the clip norm without BatchMemoryManager only."
             )
+
+
+def _refuse_other_clip(optimizer: DPOptimizer) -> None:
+    """Raises UnsupportedRunError if a method that is not Opacus' adds up the gradients."""
+    method = summing_method(optimizer)
+    if not str(getattr(method, "__module__", "")).startswith("opacus."):
+        raise UnsupportedRunError(
+            f"Expected an optimizer of Opacus that clips the gradients itself, got "
+            f"{type(optimizer).__name__} with {getattr(method, '__qualname__', method)!r}: nobody "
+            "knows whether the sum that it makes is of clipped gradients, and epsilon is about "
+            "clipped ones. Leave clip_and_accumulate alone."
+        )

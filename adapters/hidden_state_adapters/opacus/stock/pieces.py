@@ -45,11 +45,16 @@ class PieceWatch:
         self._rows: int | None = None
         self._norms: torch.Tensor | None = None
         self._steps, self._ends_batch = 0, True
-        name = "accumulate" if hides_rows(optimizer) else "clip_and_accumulate"
+        name = _name_of_sum(optimizer)
         self._add_up = getattr(optimizer, name)
         known = DPOptimizer.clip_and_accumulate
         self._is_known = getattr(self._add_up, "__func__", None) is known
         setattr(optimizer, name, self)
+
+    @property
+    def watched(self) -> Any:
+        """The method that it stands in for."""
+        return self._add_up
 
     def __call__(self) -> None:
         """Adds up a piece."""
@@ -85,6 +90,18 @@ class PieceWatch:
         """
         found, self._rows, self._norms = (self._rows, self._norms), None, None
         return found
+
+
+def summing_method(optimizer: DPOptimizer) -> Any:
+    """What adds up the clipped gradients of a piece, behind the watches of it."""
+    method = getattr(optimizer, _name_of_sum(optimizer))
+    while isinstance(method, PieceWatch):
+        method = method.watched
+    return method
+
+
+def _name_of_sum(optimizer: DPOptimizer) -> str:
+    return "accumulate" if hides_rows(optimizer) else "clip_and_accumulate"
 
 
 def _rows(optimizer: DPOptimizer) -> int:
