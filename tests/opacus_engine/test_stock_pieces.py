@@ -13,7 +13,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_stock import DELTA, SOFTMAX, drawn
 from opacus_stock_loops import BATCH, RECORDS, records, stock_loop
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus.stock.pieces import PieceWatch
@@ -364,6 +364,13 @@ def test_what_undeclared_steps_rest_on_that_nobody_follows():
     loop.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     lines = [str(line) for line in loop.accountant.guarantee.assumptions]
     assert "declared: every record joins every batch independently (Poisson sampling)" in lines
+
+
+def test_row88_another_collate_fn_later():
+    loop = run_on()
+    loop.loader.collate_fn = lambda rows: default_collate(rows)
+    with pytest.raises(hsa.UnsupportedRunError, match="has another collate_fn than at make_priv"):
+        loop.epoch()
 
 
 # --- row 152: the clip of the sum -----------------------------------------------------------------

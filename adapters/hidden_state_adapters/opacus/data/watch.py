@@ -84,6 +84,7 @@ class LoaderWatch:
         self._draws_each, self._generator = counts_steps, generator
         self._is_prefetched = prefetched > 0
         self._subsets = FixedSubsets(data_loader.dataset)
+        self._loader, self._collate = data_loader, data_loader.collate_fn
         self._changed = ""  # for good, unlike the problem of a pass
         self._passes: dict[int, _Pass] = {}
         self._used_states: set[Hashable] = set()
@@ -100,7 +101,7 @@ class LoaderWatch:
         """The batches of a pass that starts now, as they are."""
         pass_id, first = self._cursor.start_pass(), self._cursor.first_index
         # What went wrong before concerned passes that are over.
-        passes = {**self._passes, pass_id: _Pass(self._why_not())}
+        passes = {**self._passes, pass_id: _Pass(self._why_not() or self._why_not_collate())}
         self._passes = {number: passes[number] for number in self._cursor.open_passes & set(passes)}
         self._compare_subsets()
         return self._batches(iter(batches), pass_id, first)
@@ -137,6 +138,15 @@ class LoaderWatch:
                     "loader of its own."
                 )
             yield batch
+
+    def _why_not_collate(self) -> str:
+        if self._loader.collate_fn is self._collate:
+            return ""
+        return (
+            "the loader has another collate_fn than at make_private, at which nobody looked "
+            "whether it takes every record by itself. Pass it to the DataLoader before "
+            "make_private."
+        )
 
     @property
     def _pass(self) -> _Pass:
