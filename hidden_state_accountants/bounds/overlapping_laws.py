@@ -105,13 +105,16 @@ class _Steps:
         return cls(c, s / sigma, process.domain_diameter / sigma, process.period)
 
     def mus(self, stretches: list[tuple[int, bool]]) -> tuple[float, float]:
-        """mu of a window from one state, and from any two.
+        """mu of a window from one state, and from any two; inf where numbers overflow.
 
         Args:
             stretches: Numbers of steps, and whether the record is in the first one of them. It is
                 in no other: all noise of a stretch is that of one step.
         """
-        c, s, sigma = np.array([self._stretch(*stretch) for stretch in stretches]).T
+        with np.errstate(over="ignore", invalid="ignore"):
+            c, s, sigma = values = np.array([self._stretch(*stretch) for stretch in stretches]).T
+        if not np.isfinite(values).all():  # an expanding update over a long epoch: nothing is known
+            return math.inf, math.inf
         of_one = least_mu_squared(c, s, sigma)
         of_two = least_mu_squared(c, s, sigma, initial_shift=self.distance)
         return math.sqrt(of_one), math.sqrt(of_two)

@@ -65,14 +65,14 @@ def deltas_from_mu(
     """The smallest deltas such that mu-GDP implies (epsilon, delta)-DP; the arrays broadcast.
 
     Args:
-        mu: >= 0; inf stands for no privacy.
+        mu: >= 0; inf stands for no privacy, and so does nan.
         epsilon: >= 0, possibly inf.
         far: Deltas below Phi(-far) are 0.
     """
     mu, epsilon = np.broadcast_arrays(
         np.asarray(mu, dtype=np.float64), np.asarray(epsilon, dtype=np.float64)
     )
-    result = np.where(mu == math.inf, 1.0, 0.0)
+    result = np.where(mu < math.inf, 0.0, 1.0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         inside = (mu > 0) & (mu < math.inf) & (epsilon / mu <= mu / 2 + far)
     mu, epsilon = mu[inside], epsilon[inside]
@@ -89,10 +89,10 @@ def epsilon_from_mu(mu: float, delta: float) -> float:
     """The smallest epsilon (rounded up) such that mu-GDP implies (epsilon, delta)-DP.
 
     Args:
-        mu: >= 0; inf stands for no privacy and gives inf for every delta.
+        mu: >= 0; inf stands for no privacy, as does nan, and gives inf for every delta.
         delta: In [0, 1].
     """
-    if mu == math.inf:
+    if not mu < math.inf:
         return math.inf
     if mu == 0 or delta >= delta_from_mu(mu, 0.0):
         return 0.0

@@ -195,6 +195,19 @@ def test_what_it_is_not_about():
         assert condition in {u.condition for u in unmet}
 
 
+@pytest.mark.parametrize("batches", [513, 800, 40_000])
+def test_updates_that_expand_beyond_all_numbers_hide_nothing(batches):
+    """2.1 to the power of 800 is 1e257, and no number is as large as its square."""
+    event = run(
+        **CYCLIC | {"batch_size": 1, "dataset_size": batches, "num_steps": 2 * batches},
+        learning_rate=1.0,
+        loss=hsa.LossGeometry.smooth(1.1),
+    )
+    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
+    assert guarantee.delta(0.0) == 1
+    assert guarantee.epsilon(1e-6) == math.inf
+
+
 def test_without_noise_nothing_is_hidden():
     guarantee = OverlappingLaws().guarantee(run(noise_multiplier=0.0), REPLACE_ONE)
     assert guarantee.epsilon(1e-5) == math.inf
