@@ -274,3 +274,11 @@ def test_within_an_epoch():
         fit(model, callbacks=[act])
         again = gone_on(*kept[0], discard_later_steps=True, batch_order=order)
         assert again.privacy_event.num_steps == 5
+
+
+def test_steps_that_another_model_declares_later_were_not_declared_in_advance(new_process):
+    left = saved(fit(make(num_steps=3)))
+    new_process()
+    model = gone_on(*left, num_steps=6)
+    (found,) = [a for a in model.assumptions if a.text == "number of steps fixed in advance"]
+    assert found.status is Status.DECLARED

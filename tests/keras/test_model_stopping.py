@@ -51,6 +51,20 @@ RUNS = {
 }
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+def test_callbacks_that_end_the_data(hook):
+    """Keras takes a StopIteration for the end of the data, and fit returns."""
+
+    def stop(*_):
+        raise StopIteration
+
+    model = make(**AUTO)
+    with pytest.raises((hsa.UnsupportedRunError, StopIteration)):
+        fit(model, callbacks.LambdaCallback(**{hook: stop}))
+    with pytest.raises(hsa.UnsupportedRunError):
+        model.get_epsilon(DELTA)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_all_epochs_count(name, tmp_path):
     """As if all had been trained, and every one of them had been shown."""

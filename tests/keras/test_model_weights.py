@@ -164,3 +164,12 @@ def test_other_weights_are_another_run():
         with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
             fit(model, sample_weight=other)
     assert model.privacy_event.num_steps == 6
+
+
+def test_other_weights_of_a_class_that_no_example_has():
+    """Another example could have had it: the constants of the loss are those of the largest."""
+    alike = {"y": np.zeros(RECORDS, int)}
+    model = fit(make(**AUTO), class_weight={0: 1.0, 1: 1.0}, **alike)
+    with pytest.raises(hsa.UnsupportedRunError, match="another example could have"):
+        fit(model, class_weight={0: 1.0, 1: 9.0}, **alike)
+    fit(model, class_weight={0: 1.0, 1: 0.5}, **alike)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -67,6 +67,8 @@ class LiveRun:
         steps: The steps of the optimizer that were recorded, here or in a state.
         released: The last of them whose weights were released.
         ended: Why there is no figure for it any more; "" as long as there is.
+        whole: Gives it with all steps that could follow, where the weights may choose how many
+            do, or which are kept; None elsewhere.
     """
 
     run_id: str
@@ -76,6 +78,7 @@ class LiveRun:
     steps: int = 0
     released: int = 0
     ended: str = ""
+    whole: Callable[[], Run] | None = None
 
     def belongs_to(self, record: Any) -> bool:
         """Whether it is this record that may go on."""
@@ -105,7 +108,8 @@ class LiveRun:
     def past(self) -> tuple[PastRun, ...]:
         """It, as it is now, after those before it."""
         assert self.run is not None
-        return (*self.earlier, PastRun(self.run_id, self.run.state_dict()))
+        run = self.run if self.whole is None else self.whole()
+        return (*self.earlier, PastRun(self.run_id, run.state_dict()))
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ from hidden_state_accountants import Comparison, UnsupportedRunError, compare, v
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
-from hidden_state_adapters.tf_privacy.lineage import read_plain
+from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
 from hidden_state_adapters.tf_privacy.owned.log import MOST_STEPS
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
@@ -118,8 +118,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             jit_compile=False,  # of the rest of the step
             **kwargs,
         )
-        if self._run is not None:
-            self._run.steps.training.note()
+        self.__dict__["_loaded_runs"] = self._runs_behind()
         self._rule, self._uses_xla = rule, bool(jit_compile)
         self._given_pace = steps_per_execution
         self._run = self._record = None
@@ -206,7 +205,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             self._pace(others),
             has_validation=validation_data is not None,
         )
-        may_stop = bool(recording.stopping)
+        may_stop = recording.chooses
         if may_stop or target is not None:
             refuse_moved_rates(others)
         run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=may_stop)
@@ -391,8 +390,9 @@ class PrivateTraining(tf.keras.Model, Figures):
             )
         if self._may_stop:
             yield (
-                "validation data are public; EarlyStopping chose by their metrics only: the "
-                "iterates of all epochs that were asked for count as released, trained or not"
+                "validation data are public; by their metrics only EarlyStopping chose when to "
+                "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
+                "asked for count as released, trained or not"
             )
         if self._settings.checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
@@ -494,12 +494,20 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     def get_config(self) -> dict[str, Any]:
         """As in Keras, with the private settings and the runs behind the weights."""
-        runs = self._loaded_runs if self._run is None else self._run.steps.training.note()
+        runs = self._runs_behind()
         return {
             **super().get_config(),
             _CONFIG: {**self._settings.to_plain(), "noise_multiplier": self.noise_multiplier},
-            **({_RUNS: dict(runs)} if runs else {}),
+            **({_RUNS: runs} if runs else {}),
         }
+
+    def _runs_behind(self) -> dict[str, Any]:
+        """What a file tells of the runs behind the weights; empty if there are none."""
+        noted = {} if self._run is None else self._run.steps.training.note()
+        if not noted:  # no step was taken since
+            return dict(self._loaded_runs)
+        frozen = [digest(v) for v in self.non_trainable_variables if origin_of(v) is not None]
+        return {**noted, "weights": list(dict.fromkeys([*noted["weights"], *frozen]))}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:

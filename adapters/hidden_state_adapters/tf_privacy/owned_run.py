@@ -17,6 +17,7 @@ from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.callbacks import (
     check_callbacks,
     is_of_keras,
+    keeps_the_best,
     stopping,
 )
 from hidden_state_adapters.tf_privacy.guards.model import build
@@ -121,6 +122,7 @@ class OwnedRun:
         self._strategy = strategy
         self._model, self._settings, self._losses = model, settings, RowLosses(model.loss)
         self._examples = HeldExamples(x, y, weights, steps_per_epoch)
+        self._largest_weight = weights.largest
         if batch_size is None:
             batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
@@ -180,7 +182,7 @@ class OwnedRun:
             or RowByRow(model, self._losses, part)
             for part in steps.blocks or (variables,)
         ]
-        self.steps = steps
+        self.steps, self.planned = steps, 0  # by the end of the call of fit
         steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
@@ -295,6 +297,12 @@ class OwnedRun:
                 f"got {asked}. Compile again for another run."
             )
         self._examples.check_same(x, y, weights, steps_per_epoch)
+        if self.has_weights and weights.largest != self._largest_weight:
+            raise refusal(
+                f"Expected weights of at most {self._largest_weight}, as in the run so far, got at "
+                f"most {weights.largest}: another example could have that one. Keep class_weight; "
+                "or compile again for another run."
+            )
         self.record.go_on(model, self.steps, self._trained(model))
 
     def prepare(
@@ -306,7 +314,7 @@ class OwnedRun:
             epochs: That it trains.
             releases: Whether an iterate is seen after every epoch, and after every step.
             target: What the noise is to be found for; None if it is known.
-            may_stop: Whether EarlyStopping chooses the number of epochs.
+            may_stop: Whether validation data choose the number of epochs, or one of them.
 
         Raises:
             UnsupportedRunError: There are more steps than were declared.
@@ -321,6 +329,7 @@ class OwnedRun:
                 f"{before} so far and {total - before} more. Train fewer epochs; or compile again "
                 "for another run, which is composed with this one."
             )
+        self.planned = total
         ahead = StepsAhead(total, self._period, *releases)
         units = self.record.units
         if target is not None:
@@ -403,6 +412,7 @@ class OwnedRun:
     def end_interrupted(self, steps_before: int) -> None:
         """Ends the run of a fit that an error or the user has stopped, if it took a step."""
         record = self.record
+        record.note_weights()
         if record.has_ended or self.steps.last_step.steps == steps_before:
             return
         record.invalidate(
@@ -424,6 +434,7 @@ class Recording(tf.keras.callbacks.Callback):
     Attributes:
         releases: Whether an iterate is seen after every epoch, and after every step.
         stopping: The callbacks that may stop early.
+        chooses: Whether validation data choose the number of epochs, or one of them.
 
     Args:
         run: Of the model.
@@ -456,6 +467,7 @@ class Recording(tf.keras.callbacks.Callback):
             public_validation=settings.validation_data_is_public and has_validation,
         )
         self.stopping = stopping(others)
+        self.chooses = bool(self.stopping) or keeps_the_best(others)
         self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back
         self.foreign = {type(c).__name__ for c in others if not is_of_keras(c)}
 
@@ -487,11 +499,12 @@ class Recording(tf.keras.callbacks.Callback):
         """Refuses a run that something stopped before the declared number of epochs."""
         self.model.reset_metrics()
         stopped = any(callback.stopped_epoch for callback in self.stopping)
-        if self.stopping:
-            if stopped and self._digests() in self._released:  # restore_best_weights
-                self._run.steps.goes_back()
+        if stopped and self._digests() in self._released:  # restore_best_weights
+            self._run.steps.goes_back()
+        if self.chooses:
             self._record.has_stopped(early=stopped)
-        if self.model.stop_training and not stopped:
+        lacks_steps = self._record.num_batches < self._run.planned  # a StopIteration
+        if (self.model.stop_training or lacks_steps) and not stopped:
             self._record.invalidate(
                 "training was stopped early (model.stop_training), so the number of steps may "
                 "depend on the data. Fix it in advance."

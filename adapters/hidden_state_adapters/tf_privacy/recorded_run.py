@@ -585,7 +585,7 @@ class RecordedRun:
         Args:
             complete: Adds those steps, and their releases, to a run.
         """
-        self._complete = complete
+        self._complete, self._live.whole = complete, self._whole_run
         self._live.ended = "the fit that trained it is not over"
 
     def has_stopped(self, *, early: bool) -> None:
@@ -597,7 +597,7 @@ class RecordedRun:
         assert self._run is not None
         self._is_over = early
         self._run = self._live.run = self._whole_run()
-        self._complete, self._live.ended = None, ""
+        self._complete, self._live.whole, self._live.ended = None, None, ""
 
     def _whole_run(self) -> Run:
         assert self._run is not None

@@ -97,14 +97,19 @@ def stopping(callbacks: Sequence[Any]) -> list[Any]:
     return [c for c in callbacks if isinstance(c, _callbacks.EarlyStopping)]
 
 
+def keeps_the_best(callbacks: Sequence[Any]) -> bool:
+    """Whether a ModelCheckpoint keeps the file of one epoch, which it chooses."""
+    return any(isinstance(c, _callbacks.ModelCheckpoint) and c.save_best_only for c in callbacks)
+
+
 def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
     """Raises UnsupportedRunError if a callback sets the rates of steps that are accounted ahead."""
     for callback in callbacks:
         if isinstance(callback, _callbacks.LearningRateScheduler):
             raise refusal(
-                "Expected no LearningRateScheduler with target_epsilon or EarlyStopping, got one: "
-                "steps are accounted before they are made, with the rate of the moment. Give the "
-                "optimizer a schedule, tf.keras.optimizers.schedules."
+                "Expected no LearningRateScheduler with target_epsilon, EarlyStopping or "
+                "save_best_only, got one: steps are accounted before they are made, with the rate "
+                "of the moment. Give the optimizer a schedule, tf.keras.optimizers.schedules."
             )
 
 

@@ -255,6 +255,7 @@ class OwnedSteps(Mechanism):
         self._longest = math.inf
         self.training = Training(self)
         self.asked_for: int | None = None  # steps, by the only call of fit so far
+        self._is_resumed = False  # what was declared before the first step is not known
         self.update_rule = update.name
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
@@ -430,6 +431,7 @@ class OwnedSteps(Mechanism):
         self._log.resume(state.num_batches, state.units.batch_size, self._tracked)
         self.iterations.assign(state.iterations)
         self.training.resume(variables)
+        self._is_resumed = True
 
     @property
     def l2_norm_clip(self) -> float:
@@ -533,8 +535,8 @@ class OwnedSteps(Mechanism):
             if self.known_loss(Declared()) is not None:
                 raise refusal(
                     "Expected a number or a schedule of Keras as learning rate with "
-                    "target_epsilon or EarlyStopping, got a function: epsilon depends on the rates "
-                    "of all steps. Use tf.keras.optimizers.schedules."
+                    "target_epsilon, EarlyStopping or save_best_only, got a function: epsilon "
+                    "depends on the rates of all steps. Use tf.keras.optimizers.schedules."
                 )
             rates = [float(self._update.rate())] * count
         log = self.last_step
@@ -598,7 +600,8 @@ class OwnedSteps(Mechanism):
 
     def in_advance(self, run: Run) -> list[Assumption]:
         """The number of steps that was asked for, and rates that Keras or nobody changes."""
-        steps, given = steps_in_advance(run.num_steps, self._settings.num_steps), self.given_rate
+        total = None if self._is_resumed else self._settings.num_steps
+        steps, given = steps_in_advance(run.num_steps, total), self.given_rate
         if self._settings.num_steps is None and self.asked_for == run.num_steps:
             steps = Assumption.checked(
                 f"all of the {run.num_steps} steps that the only call of fit was asked for"

@@ -1,0 +1,115 @@
+"""What the file of a model that owns its run tells of the runs behind its weights."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, lineage
+
+pytestmark = pytest.mark.usefixtures("without_graphs")
+callbacks, layers = tf.keras.callbacks, tf.keras.layers
+STEPS, EPOCHS = 3, 4
+X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+Y = np.arange(12) % 2
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_process():
+    new_process()
+
+
+def new_process():
+    """Nothing is known but what a file tells."""
+    lineage._live.clear()
+    lineage._origins.clear()
+
+
+def compiled(model):
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tf.keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def make(**kwargs):
+    settings = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
+    model = HiddenStateSequential([layers.Dense(2), layers.Dense(2)], **settings)
+    model.build((None, 3))
+    return compiled(model)
+
+
+def fit(model, *more, epochs=1, **kwargs):
+    model.fit(X, Y, batch_size=4, epochs=epochs, callbacks=list(more), verbose=0, **kwargs)
+    return model
+
+
+def loaded(path):
+    new_process()
+    return compiled(tf.keras.models.load_model(path))
+
+
+def steps_of(model):
+    return [event.num_steps for event in model.privacy_events]
+
+
+def interrupt(hook):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    return callbacks.LambdaCallback(**{hook: stop})
+
+
+def test_a_model_that_was_compiled_again_before_it_was_saved(tmp_path):
+    path = str(tmp_path / "model.keras")
+    compiled(fit(make(), epochs=2)).save(path)
+    assert steps_of(fit(loaded(path))) == [2 * STEPS, STEPS]
+
+
+def test_a_fit_without_a_step_forgets_nothing(tmp_path):
+    path = str(tmp_path / "model.keras")
+    fit(make()).save(path)
+    model = loaded(path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, interrupt("on_train_begin"))
+    model.save(path)
+    assert steps_of(fit(loaded(path))) == [STEPS, STEPS]
+
+
+def test_layers_that_a_later_run_left_alone(tmp_path):
+    path, model = str(tmp_path / "model.keras"), fit(make(), epochs=2)
+    model.layers[0].trainable = False
+    fit(compiled(model)).save(path)
+    base, other = loaded(path).layers[0], make()
+    other.layers[0].set_weights(base.get_weights())
+    assert steps_of(fit(other)) == [2 * STEPS, STEPS, STEPS]
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+def test_copied_weights_of_a_fit_that_was_interrupted(hook):
+    model, other = make(), make()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, interrupt(hook))
+    with pytest.raises(hsa.UnsupportedRunError, match="interrupted"):
+        model.get_epsilon(1e-5)
+    other.set_weights(model.get_weights())
+    with pytest.raises(hsa.UnsupportedRunError, match="interrupted"):
+        fit(other)
+
+
+def chosen():
+    return callbacks.EarlyStopping("val_loss", patience=1, min_delta=100.0)
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["stopped", "best"])
+def test_a_file_that_was_chosen_holds_every_epoch_that_could_be(stops, tmp_path):
+    """The file of the first epoch would otherwise tell of that epoch only."""
+    path = str(tmp_path / "{epoch}.keras")
+    best = callbacks.ModelCheckpoint(path, monitor="val_loss", save_best_only=True)
+    seen = [callbacks.ModelCheckpoint(path), chosen()] if stops else [best]
+    model = make(validation_data_is_public=True)
+    fit(model, *seen, epochs=EPOCHS, validation_data=(X, Y))
+    assert steps_of(model) == [EPOCHS * STEPS]
+    model = fit(loaded(path.format(epoch=1)))
+    assert steps_of(model) == [EPOCHS * STEPS, STEPS]
