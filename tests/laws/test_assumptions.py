@@ -53,6 +53,7 @@ RUNS = [
     last_iterate_run(hsa.BatchOrder.CYCLIC, loss=hsa.LossGeometry.hoelder(1.0, 0.5)),
     last_iterate_run(hsa.BatchOrder.SHUFFLED_ONCE, loss=hsa.LossGeometry.hoelder(1.0, 0.5)),
     last_iterate_run(hsa.BatchOrder.POISSON, loss=None),
+    last_iterate_run(hsa.BatchOrder.CYCLIC, domain_diameter=1.0),
     *(dice_run(order) for order in ORDERS),
     block_run(),
     block_run(num_blocks=2),

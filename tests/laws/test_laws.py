@@ -46,9 +46,14 @@ def sizes(event, relation):
 
 
 def mus(event, relation):
-    """Per bound that is Gaussian: mu."""
+    """Per bound that is Gaussian: mu.
+
+    Not of Theorem D, which is about any number of steps: Gaussian only where it says nothing.
+    """
     guarantees = sound_guarantees(event, relation, event.batch_order in PUBLIC)
-    return {name: g.mu for name, g in guarantees.items() if g.mu is not None}
+    gaussian = {name: g.mu for name, g in guarantees.items() if g.mu is not None}
+    gaussian.pop("overlapping_laws", None)
+    return gaussian
 
 
 def assert_at_most(smaller, larger, strict=False):
@@ -382,12 +387,14 @@ def test_count_law(run, count):
     event, relation = run
     assume(sound_guarantees(event, relation))
     once = hsa.LastIterateAccountant(relation).compose(event)
+    is_gaussian = isinstance(once.guarantee.curve, hsa.curves.GaussianCurve)
+    count = count if is_gaussian else 2  # privacy losses are convolved for every run
     many = hsa.LastIterateAccountant(relation).compose(event, count)
     one_by_one = hsa.LastIterateAccountant(relation)
     for _ in range(count):
         one_by_one.compose(event)
     assert many.get_epsilon(1e-5) == pytest.approx(one_by_one.get_epsilon(1e-5), rel=1e-9)
-    if once.guarantee.mu is not None:
+    if is_gaussian:
         assert many.guarantee.mu == pytest.approx(once.guarantee.mu * math.sqrt(count), rel=1e-12)
 
 

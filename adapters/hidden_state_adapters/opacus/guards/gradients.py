@@ -47,7 +47,9 @@ def gradient_rows(params: Sequence[nn.Parameter]) -> int:
                 "got no per-example gradients for a trainable parameter. Call the private model in "
                 "train() mode and backward() before step(), and let every parameter take part. (If "
                 "that is so: a second pass without backward(), for an accuracy or a log, makes "
-                "Opacus wait for its gradients. Look at outputs under torch.no_grad().)"
+                "Opacus wait for its gradients: look at outputs under torch.no_grad(). Layers that "
+                "are run again by activation checkpointing have none: save memory with "
+                "BatchMemoryManager instead.)"
             )
         check_precision("per-example gradients", sample)
         rows.add(len(sample))
