@@ -226,6 +226,25 @@ def train(make_run, function, diameter):
     run.engine.get_epsilon(DELTA)
 
 
+def test_a_function_of_the_model_itself(make_run):
+    """Its argument stays as it is, so that it passes for the identity."""
+    model = small()
+
+    def project(params):
+        normalise(list(model.parameters()))
+
+    with pytest.raises(hsa.UnsupportedRunError, match="changed the parameters of the model"):
+        make_run(model=model, projection=project, projection_diameter=4.0, sgd={"lr": 0.5})
+
+
+def test_a_function_that_puts_others_in_their_place(make_run):
+    def project(params):
+        params[:] = [p.clamp(-0.1, 0.1) for p in params]
+
+    with pytest.raises(TypeError, match=r"projection .* got others in their place.*p.clamp_\(-1"):
+        make_run(model=small(), projection=project, projection_diameter=4.0, sgd={"lr": 0.5})
+
+
 class Own(BoxProjection):
     def project(self, params):
         pass

@@ -8,7 +8,6 @@ product of them on disjoint groups of parameters.
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,11 +21,9 @@ from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
+from hidden_state_adapters.opacus.users_map import UsersMap, distance, expands
 
 _SLACK = 1 + ROUNDING
-_SCALES = (0.01, 1.0, 100.0)
-_CLOSENESS = (0.001, 1.0)
-_PAIRS = 3
 
 
 def _real(name: str, value: Any) -> float:
@@ -228,25 +225,21 @@ class DeclaredProjection(Projection):
     measure = "distance to its own projection, or to the start over the diameter,"
 
     def __init__(self, function: Callable[[list[torch.Tensor]], Any], diameter: float):
-        self._function, self._diameter = function, diameter
+        self._map = UsersMap(function, "projection", "p.clamp_(-1, 1)")
+        self._diameter = diameter
         self._start: list[torch.Tensor] = []
 
     def __repr__(self) -> str:
-        name = getattr(self._function, "__name__", type(self._function).__name__)
-        return f"the set of projection={name}, of diameter {self._diameter:g}"
+        return f"the set of {self._map}, of diameter {self._diameter:g}"
 
-    @torch.no_grad()
     def project(self, params: Sequence[nn.Parameter]) -> None:
         """See `Projection.project`."""
-        self._function([p.detach() for p in params])
+        self._map.apply(params)
 
     def figure(self, params: Sequence[nn.Parameter]) -> Figure:
         """See `Projection.figure`."""
-        copies = [p.detach().clone() for p in params]
-        with torch.no_grad():
-            self._function(copies)
-        moved = _distance(params, copies) / (ROUNDING * (1 + _size(params)))
-        left = _distance(params, self._start) / self._diameter
+        moved = distance(params, self._map.of(params)) / (ROUNDING * (1 + _size(params)))
+        left = distance(params, self._start) / self._diameter
         return max(moved, left)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
@@ -256,30 +249,13 @@ class DeclaredProjection(Projection):
     def start(self, params: Sequence[nn.Parameter]) -> None:
         """See `Projection.start`."""
         self._start = [p.detach().clone() for p in params]
-        size = max(1.0, _size(params))
-        generator = torch.Generator().manual_seed(0)  # the noise of the run is not touched
-        for scale, closeness, _ in itertools.product(_SCALES, _CLOSENESS, range(_PAIRS)):
-            one = [_random(p, scale * size, generator) for p in params]
-            two = [q + closeness * _random(q, scale * size, generator) for q in one]
-            self._try(one, two)
-
-    @torch.no_grad()
-    def _try(self, one: list[torch.Tensor], two: list[torch.Tensor]) -> None:
-        before = _distance(one, two)
-        for copies in (one, two):
-            returned = self._function(copies)
-            if returned is not None:
-                raise TypeError(
-                    "Expected projection to change a list of tensors in place and to return None, "
-                    f"got {type(returned).__name__}. Write for example p.clamp_(-1, 1) for each p."
+        for before, after in self._map.trials(params):
+            if expands(before, after) or not after <= self._diameter * _SLACK:
+                raise UnsupportedRunError(
+                    f"Expected a nonexpansive projection onto {self}, got a map that takes two "
+                    f"points from distance {before:.6g} to {after:.6g}. Project on a convex set (a "
+                    "normalisation does not), in place, and declare its diameter."
                 )
-        after = _distance(one, two)
-        if not (after <= before * (1 + ROUNDING) + ROUNDING and after <= self._diameter * _SLACK):
-            raise UnsupportedRunError(
-                f"Expected a nonexpansive projection onto {self}, got a map that takes two points "
-                f"from distance {before:.6g} to {after:.6g}. Project on a convex set (a "
-                "normalisation does not), in place, and declare its diameter."
-            )
 
     @property
     def assumptions(self) -> Iterator[Assumption]:
@@ -349,17 +325,6 @@ def _distance_to(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """The largest distance of a number to an interval, in float64; not a number if one is none."""
     values = values.to(torch.float64)
     return torch.maximum(low - values, values - high).max().clamp(min=0.0)
-
-
-def _distance(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    pairs = zip(params, others, strict=True)
-    parts = [torch.linalg.vector_norm(p.detach().double() - o.double()) for p, o in pairs]
-    return math.hypot(*(float(part) for part in parts))
-
-
-def _random(like: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    values = torch.randn(like.shape, generator=generator) * (size / math.sqrt(like.numel()))
-    return values.to(like.detach())
 
 
 def _size(params: Sequence[nn.Parameter]) -> float:

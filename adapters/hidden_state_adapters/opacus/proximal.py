@@ -8,8 +8,6 @@ declared: a function of the user's own counts as one that does not contract.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,11 +18,8 @@ from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunErro
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
 from hidden_state_adapters.opacus.gradients.figures import Figure
-from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
-
-_SCALES = (0.01, 1.0, 100.0)
-_CLOSENESS = (0.001, 1.0)
-_PAIRS = 3
+from hidden_state_adapters.opacus.gradients.norms import ROUNDING
+from hidden_state_adapters.opacus.users_map import UsersMap, expands
 
 
 def _group_norms(values: torch.Tensor, axis: int | None) -> torch.Tensor:
@@ -120,31 +115,21 @@ class DeclaredProx(Prox):
     """
 
     def __init__(self, function: Callable[[list[torch.Tensor], float], Any]):
-        self._function = function
+        self._map = UsersMap(function, "prox", "p.clamp_(min=0)")
         self._start: list[torch.Tensor] = []
 
     def __repr__(self) -> str:
-        return f"prox={getattr(self._function, '__name__', type(self._function).__name__)}"
+        return str(self._map)
 
-    @torch.no_grad()
     def apply(self, params: Sequence[nn.Parameter], step_size: float) -> None:
         """See `Prox.apply`."""
-        copies = [p.detach().clone() for p in params]
-        self._map(copies, step_size, params)
-        for param, copy in zip(params, copies, strict=True):
-            param.copy_(copy)
+        self._map.apply(params, step_size)
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
         """See `Prox.start`."""
         self._start = [p.detach().clone() for p in params]
-        size = max(1.0, float(joint_norm(params)))
-        generator = torch.Generator().manual_seed(0)  # the noise of the run is not touched
-        for scale, closeness, _ in itertools.product(_SCALES, _CLOSENESS, range(_PAIRS)):
-            one = [_random(p, scale * size, generator) for p in params]
-            two = [q + closeness * _random(q, scale * size, generator) for q in one]
-            before = _distance(one, two)
-            after = self._distance_after(one, two, step_size, params)
-            if not after <= before * (1 + ROUNDING) + ROUNDING:
+        for before, after in self._map.trials(params, step_size):
+            if expands(before, after):
                 raise UnsupportedRunError(
                     f"Expected a nonexpansive {self}, got a map that takes two points from "
                     f"distance {before:.6g} to {after:.6g}. Pass the proximal map of a convex "
@@ -154,48 +139,9 @@ class DeclaredProx(Prox):
     def stretch(self, params: Sequence[nn.Parameter], step_size: float) -> Figure:
         """See `Prox.stretch`."""
         iterate = [p.detach().clone() for p in params]
-        before = _distance(iterate, self._start)
         start = [p.clone() for p in self._start]
-        after = self._distance_after(iterate, start, step_size, params)
+        before, after = self._map.distances(iterate, start, params, step_size)
         return after / (before * (1 + ROUNDING) + ROUNDING)
-
-    @torch.no_grad()
-    def _distance_after(
-        self,
-        one: list[torch.Tensor],
-        two: list[torch.Tensor],
-        step_size: float,
-        params: Sequence[nn.Parameter],
-    ) -> float:
-        for copies in (one, two):
-            self._map(copies, step_size, params)
-        return _distance(one, two)
-
-    def _map(
-        self, copies: list[torch.Tensor], step_size: float, params: Sequence[nn.Parameter]
-    ) -> None:
-        """Maps `copies` in place; raises unless that is all that the function changes."""
-        known = [p.detach().clone() for p in params]
-        given = [(id(copy), copy.data_ptr()) for copy in copies]
-        returned = self._function(copies, step_size)
-        if returned is not None:
-            raise TypeError(
-                "Expected prox to change a list of tensors in place and to return None, got "
-                f"{type(returned).__name__}. Write for example p.clamp_(min=0) for each p."
-            )
-        if given != [(id(copy), copy.data_ptr()) for copy in copies]:
-            raise TypeError(
-                "Expected prox to change the tensors of the list in place, got others in their "
-                "place: the parameters would stay as they are. Write for example "
-                "p.clamp_(min=0) for each p."
-            )
-        pairs = zip(params, known, strict=True)
-        if not all(torch.equal(p.detach().nan_to_num(), q.nan_to_num()) for p, q in pairs):
-            raise UnsupportedRunError(
-                f"Expected {self} to change the list of tensors that it is given, got one that "
-                "changed the parameters of the model itself: nobody would see whether it expands. "
-                "Loop over its argument, not over model.parameters()."
-            )
 
     @property
     def assumptions(self) -> Iterator[Assumption]:
@@ -227,14 +173,3 @@ def prox_of(prox: Any) -> Prox | None:
             f"list of tensors in place, given the step size, or None, got {prox!r}."
         )
     return DeclaredProx(prox)
-
-
-def _distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    pairs = zip(ones, others, strict=True)
-    parts = [torch.linalg.vector_norm(p.double() - o.double()) for p, o in pairs]
-    return math.hypot(*(float(part) for part in parts))
-
-
-def _random(like: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    values = torch.randn(like.shape, generator=generator) * (size / math.sqrt(like.numel()))
-    return values.to(like.detach())
