@@ -17,7 +17,6 @@ from hidden_state_accountants.bounds.solvers.state_windows import (
 )
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
-from hidden_state_accountants.curves.by_profile import ProfileCurve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.profiles import Deltas
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -146,8 +145,7 @@ def _curve(steps: _Steps) -> Curve:
     found = [w.profile() for w in windows if w.apart <= _LARGEST_MU]
     if not found:
         return GaussianCurve(windows[0].apart)
-    best = min(found, key=lambda profile: profile.epsilon(_DELTA))
-    return ProfileCurve(best.epsilons, best.deltas)
+    return min((profile.curve for profile in found), key=lambda curve: curve.epsilon(_DELTA))
 
 
 class _Windows:

@@ -32,15 +32,16 @@ class ProfileCurve:
 
     @functools.cached_property
     def _polygon(self) -> Deltas:
-        return polygon(self.epsilons, self.deltas)
+        rounded_up = polygon(self.epsilons, self.deltas)
+        return lambda epsilon: np.minimum(rounded_up(epsilon), 1.0)
 
     def delta(self, epsilon: float) -> float:
-        return min(1.0, float(self._polygon(np.array([epsilon]))[0]))
+        return float(self._polygon(np.array([epsilon]))[0])
 
     def epsilon(self, delta: float) -> float:
         found = np.flatnonzero(self._polygon(self.epsilons) <= delta)
         if not len(found):
-            return 0.0 if delta >= 1 else math.inf
+            return math.inf
         low, high = float(self.epsilons[max(found[0] - 1, 0)]), float(self.epsilons[found[0]])
         while high - low > 1e-12 * high:  # high is always enough
             middle = (low + high) / 2

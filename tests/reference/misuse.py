@@ -433,7 +433,7 @@ OPACUS, KERAS, BOTH = ("opacus",), ("keras",), ("opacus", "keras")
 ONE_STEP_EACH = r"has taken \d steps, expected \d"
 MOVED = "changed outside"
 NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
-FIXED = "not trained was changed|gradient_bound"
+FIXED = "not trained was changed|gradient_bound|longer than loss_geometry.lipschitz"
 OTHER_VARIABLES = (
     "changed outside|not trained was changed|error belongs to them|blocks of the first step"
 )

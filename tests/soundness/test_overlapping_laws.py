@@ -211,3 +211,15 @@ def test_updates_that_expand_beyond_all_numbers_hide_nothing(batches):
 def test_without_noise_nothing_is_hidden():
     guarantee = OverlappingLaws().guarantee(run(noise_multiplier=0.0), REPLACE_ONE)
     assert guarantee.epsilon(1e-5) == math.inf
+
+
+def test_a_probability_is_never_beyond_one():
+    """Little noise, a wide domain: the divergences are 1 but for rounding."""
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=4.77, learning_rate=2.02, clip_norm=0.0143, batch_size=4,
+        dataset_size=12, num_steps=2, batch_order="cyclic",
+        loss=hsa.LossGeometry.generalized_linear(smoothness=1.0), domain_diameter=2.4,
+    )  # fmt: skip
+    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
+    assert guarantee.delta(0.0) == 1
+    assert guarantee.epsilon(1.0) == 0

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
+from hidden_state_accountants.curves.by_profile import ProfileCurve
 from hidden_state_accountants.curves.losses import UNIT
 from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Deltas
@@ -48,16 +49,10 @@ class StateProfile:
         epsilons = np.linspace(0.0, largest, _NODES)
         return _shortened(epsilons, _convex(epsilons, deltas(epsilons)))
 
-    def epsilon(self, delta: float) -> float:
-        """Where the polygon is at delta; inf if nowhere."""
-        found = np.flatnonzero(self.deltas <= delta)
-        if not len(found):
-            return math.inf
-        right = int(found[0])
-        if right == 0:
-            return 0.0
-        values, x = self.deltas[right - 1 : right + 1], np.expm1(self.epsilons[right - 1 :][:2])
-        return math.log1p(float(np.interp(delta, values[::-1], x[::-1])))
+    @property
+    def curve(self) -> ProfileCurve:
+        """What it says of the two laws."""
+        return ProfileCurve(self.epsilons, self.deltas)
 
     def after(self, same: Deltas, apart: Deltas, reach: float = 0.0) -> StateProfile:
         """The profile after a window.
@@ -178,17 +173,17 @@ def best_profile(
     """
     profile, length = start, first
     for _ in range(most):
-        now = profile.epsilon(delta)
+        now = profile.curve.epsilon(delta)
         if now == 0:
             break
         after = profile.after(*windows(length))
         if length > 1:
             shorter = profile.after(*windows(length // 2))
-            if not after.epsilon(delta) < shorter.epsilon(delta):
+            if not after.curve.epsilon(delta) < shorter.curve.epsilon(delta):
                 length, after = length // 2, shorter
-        if after.epsilon(delta) < now:
+        if after.curve.epsilon(delta) < now:
             profile = after
-        if not after.epsilon(delta) < _ENOUGH * now:
+        if not after.curve.epsilon(delta) < _ENOUGH * now:
             if length == 1:
                 break
             length //= 2
