@@ -26,10 +26,8 @@ from hidden_state_accountants import (
     Assumption,
     BatchOrder,
     Comparison,
-    LastIterateAccountant,
     UnsupportedRunError,
 )
-from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import (
     Guarantee,
     Topic,
@@ -38,6 +36,7 @@ from hidden_state_accountants.guarantee import (
 )
 from hidden_state_accountants.runs.base import Run, check_covered, kind_of
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.advice import advice_after, advice_before
@@ -315,7 +314,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _calibrate(
         self, declared: DeclaredRun, target_epsilon: float, target_delta: float, epochs: int
     ) -> float:
-        relation = self.accountant.neighboring_relation
         mechanism = _optimizer_class(declared.arguments).mechanism_type
         if "learning_rate_schedule" not in mechanism.refused:
             declared.schedule.check_calibration(declared.optimizer)
@@ -326,28 +324,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"batches), got {total} declared steps. Make epochs and num_steps (or the length "
                 "of learning_rate_schedule) agree."
             )
-        spent = [r.event() for r in self.accountant.recorders if r.num_steps]
-
-        def accountant() -> LastIterateAccountant:
-            accountant = LastIterateAccountant(relation)
-            for event in spent:
-                accountant.compose(event)
-            return accountant
-
-        before = accountant().get_epsilon(target_delta)
-        if before > target_epsilon:
-            raise ValueError(
-                f"Expected target_epsilon >= {text_up(before, 6)} at delta = {target_delta:g}, got "
-                f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
-                "Raise the target, or start on a fresh engine with other records."
-            )
-        return hsa.calibrate_noise(
+        return calibrate_noise_after(
+            [r.event() for r in self.accountant.recorders if r.num_steps],
             target_epsilon,
             target_delta,
             lambda noise_multiplier: mechanism.event(declared, noise_multiplier, steps),
-            neighboring_relation=relation,
-            make_accountant=accountant,
-            tolerance=1e-4,
+            self.accountant.neighboring_relation,
+            "start on a fresh engine with other records",
         )
 
     def _join(self, arguments: RunArguments) -> ProcessGroup | None:

@@ -9,11 +9,8 @@ import attrs
 import tensorflow as tf
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import LastIterateAccountant, calibrate_noise
-from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.runs.base import Run, Step
-
-_TOLERANCE = 1e-4
+from hidden_state_adapters.calibration import calibrate_noise_after
 
 
 @attrs.frozen
@@ -72,27 +69,13 @@ def noise_for(
     Raises:
         ValueError: No noise meets it.
     """
-
-    def accountant() -> LastIterateAccountant:
-        accountant = LastIterateAccountant(relation)
-        for spent in before:
-            accountant.compose(spent)
-        return accountant
-
-    spent = accountant().get_epsilon(target_delta) if before else 0.0
-    if spent > target_epsilon:
-        raise ValueError(
-            f"Expected target_epsilon >= {text_up(spent, 6)} at delta = {target_delta:g}, got "
-            f"{target_epsilon!r}: that is what the runs before spent, and no noise undoes it. "
-            "Raise the target, or start from weights that no private run left."
-        )
-    return calibrate_noise(
+    return calibrate_noise_after(
+        before,
         target_epsilon,
         target_delta,
         lambda noise: _with_noise(event, noise),
-        neighboring_relation=relation,
-        make_accountant=accountant,
-        tolerance=_TOLERANCE,
+        relation,
+        "start from weights that no private run left",
     )
 
 
