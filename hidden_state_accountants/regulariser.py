@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -128,6 +128,20 @@ class Regulariser:
     def strong_convexity(self) -> float:
         """mu of h, which the event calls `prox_strong_convexity`."""
         return self.l2
+
+    @property
+    def effect(self) -> str:
+        """What it does in a run, for statements."""
+        return (
+            f"after the noise of every step the proximal map of {self}, with that step's learning "
+            "rate"
+        )
+
+    def check_axes(self, shapes: Iterable[Sequence[int]]) -> None:
+        """Raises ValueError if one of the parameters has no axis `group_axis`."""
+        if self.group_lasso:
+            for shape in shapes:
+                group_axes(len(shape), self.group_axis)
 
     def prox(
         self, values: Array, step_size: Array, operations: ProxOperations = NUMPY_PROX

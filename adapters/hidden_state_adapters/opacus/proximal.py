@@ -90,18 +90,12 @@ class RegulariserProx(Prox):
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
         """See `Prox.start`: every parameter has the axis of the groups."""
-        if self._regulariser.group_lasso:
-            for param in params:
-                group_axes(param.dim(), self._regulariser.group_axis)
+        self._regulariser.check_axes([param.shape for param in params])
 
     @property
     def assumptions(self) -> Iterator[Assumption]:
         """See `Prox.assumptions`."""
-        yield Assumption.checked(
-            f"after the noise of every step the proximal map of {self}, with that step's learning "
-            "rate",
-            Topic.REGULARISER,
-        )
+        yield Assumption.checked(self._regulariser.effect, Topic.REGULARISER)
 
 
 class DeclaredProx(Prox):

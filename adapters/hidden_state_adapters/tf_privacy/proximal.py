@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -40,13 +40,6 @@ def plain_prox(prox: Regulariser | None) -> dict[str, Any] | None:
     return None if prox is None else attrs.asdict(prox)
 
 
-def check_axes(prox: Regulariser | None, variables: Sequence[Any]) -> None:
-    """Raises ValueError if a variable has not the axis of the groups."""
-    if prox is not None and prox.group_lasso:
-        for variable in variables:
-            group_axes(len(variable.shape), prox.group_axis)
-
-
 def after_prox(prox: Regulariser | None, values: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
     """What the proximal map makes of the new value of a variable."""
     return values if prox is None else prox.prox(values, rate, TENSORFLOW_PROX)
@@ -59,9 +52,4 @@ def strong_convexity(prox: Regulariser | None) -> float:
 
 def derived(prox: Regulariser | None) -> list[Assumption]:
     """What takes the place of a user's word about the map."""
-    if prox is None:
-        return []
-    text = (
-        f"after the noise of every step the proximal map of {prox}, with that step's learning rate"
-    )
-    return [Assumption.checked(text, Topic.REGULARISER)]
+    return [] if prox is None else [Assumption.checked(prox.effect, Topic.REGULARISER)]

@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hidden_state_accountants import Assumption, BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_adapters.curved_batches import (
+    ROUNDING,
+    checked_curvature,
+    curvature_matters,
+    remedy,
+)
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
-
-_ROUNDING = 1e-6
 
 
 def uses_curvature(loss: LossGeometry | None, order: BatchOrder) -> bool:
     """Whether a theorem uses that batches are less curved than records (not of POISSON ones)."""
-    if loss is None or loss.curvature is None or order is BatchOrder.POISSON:
-        return False
-    return loss.curvature < loss.smoothness
+    return curvature_matters(loss) and order is not BatchOrder.POISSON
 
 
 class CurvatureGuard(Guard):
@@ -43,7 +45,7 @@ class CurvatureGuard(Guard):
         features: Callable[[], Sequence[torch.Tensor]],
     ):
         assert loss.curvature is not None
-        self._curvature, self._failure = loss.curvature, loss.curvature_failure
+        self._loss = loss
         self._largest = loss.curvature / loss.smoothness * square * batch_size
         self._unit = loss.smoothness / (square * batch_size)
         self._bias, self._features = bias, features
@@ -52,7 +54,7 @@ class CurvatureGuard(Guard):
     @property
     def assumptions(self) -> Iterable[Assumption]:
         """What is verified at every step."""
-        yield Assumption.checked(f"the mean loss of every batch is {self._curvature:g}-smooth")
+        yield checked_curvature(self._loss)
 
     def before(self, piece: Piece) -> None:
         """Keeps the features of the piece until the batch is complete."""
@@ -65,22 +67,13 @@ class CurvatureGuard(Guard):
         if self._bias:
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
         gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
-        bound = self._largest * (1 + _ROUNDING)
+        bound = self._largest * (1 + ROUNDING)
         rest = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) * bound - gram
         if int(torch.linalg.cholesky_ex(rest).info) == 0:
             return
         found = float(torch.linalg.eigvalsh(gram)[-1]) * self._unit
-        chance = (
-            ""
-            if self._failure is None
-            else (
-                f" The probability of this is among the {self._failure:g} that delta counts if the "
-                "bound was released for such batches."
-            )
-        )
         raise UnsupportedRunError(
             f"step {piece.step} used a batch whose mean loss is {found:.6g}-smooth, expected at "
-            f"most curvature = {self._curvature:.6g}. The step was not taken.{chance} Release a "
-            "bound for the batches of this run, with hidden_state_accountants.release_curvature, "
-            "or leave it out."
+            f"most curvature = {self._loss.curvature:.6g}. The step was not taken. "
+            f"{remedy(self._loss)}"
         )

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
+from hidden_state_adapters.curved_batches import (
+    ROUNDING,
+    checked_curvature,
+    curvature_matters,
+    remedy,
+)
 from hidden_state_adapters.tf_privacy.guards.head import LinearHead
 from hidden_state_adapters.tf_privacy.refusals import refusal
-
-_ROUNDING = 1e-6
 
 
 def check_batches(
@@ -40,7 +44,7 @@ def check_batches(
         UnsupportedRunError: A batch is more curved than declared, or the batches of the linear
             layer cannot be looked at.
     """
-    if loss.curvature is None or loss.curvature >= loss.smoothness:
+    if not curvature_matters(loss):
         return []
     try:
         head = LinearHead(model)
@@ -60,26 +64,17 @@ def check_batches(
         )
     has_bias = head.has_bias
     square = feature_norm**2 + has_bias
+    assert loss.curvature is not None
+    bound = loss.curvature * (1 + ROUNDING)
     for number, parts in enumerate(steps):
         rows = np.concatenate([head.features(part) for part in parts]).astype(np.float64)
         if has_bias:
             rows = np.c_[rows, np.ones(len(rows))]
         gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
         share = float(np.linalg.eigvalsh(gram)[-1]) / (len(rows) * square)
-        if not share * loss.smoothness <= loss.curvature * (1 + _ROUNDING):
+        if not share * loss.smoothness <= bound:
             raise refusal(
                 f"batch {number} has a mean loss that is {share * loss.smoothness:.6g}-smooth, "
-                f"expected at most curvature = {loss.curvature:.6g}. Release a bound for the "
-                "batches of this run, with hidden_state_accountants.release_curvature, or leave "
-                f"it out.{_chance(loss)}"
+                f"expected at most curvature = {loss.curvature:.6g}. {remedy(loss)}"
             )
-    return [Assumption.checked(f"the mean loss of every batch is {loss.curvature:g}-smooth")]
-
-
-def _chance(loss: LossGeometry) -> str:
-    if loss.curvature_failure is None:
-        return ""
-    return (
-        f" The probability of this is among the {loss.curvature_failure:g} that delta counts if "
-        "the bound was released for such batches."
-    )
+    return [checked_curvature(loss)]

@@ -225,7 +225,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         if self.loss_geometry is not None:
             refuse_tensor_float_32()
         check_within(variables, self._projection_radius)
-        proximal.check_axes(self._prox, variables)
+        if self._prox is not None:
+            self._prox.check_axes([variable.shape for variable in variables])
 
     def derived(self, declared: Declared) -> list[Assumption]:
         """The loss, and the proximal map."""

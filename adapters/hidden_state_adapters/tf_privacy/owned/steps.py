@@ -475,7 +475,8 @@ class OwnedSteps(Mechanism):
             refuse_tensor_float_32()
         if self._settings.projection_radius is not None:
             check_within(variables, self._settings.projection_radius)
-        proximal.check_axes(self._settings.prox, variables)
+        if self._settings.prox is not None:
+            self._settings.prox.check_axes([variable.shape for variable in variables])
 
     def derived(self, declared: Declared) -> list[Assumption]:
         """The loss, and the proximal map."""
