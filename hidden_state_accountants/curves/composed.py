@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import dp_accounting
@@ -26,13 +26,16 @@ from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
+_SomeCurve = TypeVar("_SomeCurve", bound=Curve)
 
 
 def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     """The curve of independent mechanisms, each run `count` times.
 
     Gaussian curves add exactly, standard events stay together in one stock accountant, additive
-    deltas add up; the rest is composed by privacy loss distributions and Renyi divergences.
+    deltas add up; the rest is composed by privacy loss distributions and Renyi divergences, where
+    what is given several times is one mechanism that runs more often: a user composes a run again
+    after each of its epochs.
 
     Raises:
         ValueError: The standard events have no stock accountant in common.
@@ -59,7 +62,8 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
             mixtures.append((curve, count))
         else:
             others.append((curve, count))
-    others += fewer_mixtures(mixtures)
+    others = [*_together(others), *fewer_mixtures(_together(mixtures))]
+    events = _same_events(events)
     mu = math.sqrt(mu_squared)
     total: Curve = GaussianCurve(mu)
     if mu < math.inf:
@@ -72,6 +76,28 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
         if extra:
             total = CurveWithDelta(total, extra)
     return total
+
+
+def _together(parts: Iterable[tuple[_SomeCurve, int]]) -> list[tuple[_SomeCurve, int]]:
+    """Every curve once, with all of its runs; curves are the same if they are one object."""
+    counts: dict[int, tuple[_SomeCurve, int]] = {}
+    for curve, count in parts:
+        counts[id(curve)] = curve, counts.get(id(curve), (curve, 0))[1] + count
+    return list(counts.values())
+
+
+def _same_events(events: Iterable[StockEvent]) -> list[StockEvent]:
+    """Equal events once, with all of their runs; one that cannot be hashed stays as it is."""
+    found: dict[Hashable, StockEvent] = {}
+    for part in events:
+        key: Hashable = part.event, part.relation
+        try:
+            hash(key)
+        except TypeError:  # a composition has a list of events
+            key = id(part)
+        count = found[key].count if key in found else 0
+        found[key] = attrs.evolve(part, count=count + part.count)
+    return list(found.values())
 
 
 @functools.lru_cache(maxsize=8)  # a run that goes on repeats its steps; a loss can take 40 MB

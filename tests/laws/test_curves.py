@@ -189,6 +189,17 @@ class TestComposition:
         one = mixture()
         assert compose_curves([(one, 1)]) is one
 
+    def test_what_is_given_several_times_is_composed_once(self):
+        once, other = compose_curves([(mixture(), 1), (linear(0.1), 1)]), mixture()
+        parts = [(once, 1), (other, 2), (once, 2), (sampled(), 3), (sampled(), 1), (other, 1)]
+        curve = compose_curves(parts)
+        assert sorted(count for _, count in curve.parts) == [1, 3, 3, 3]
+        (events,) = [part.events for part, _ in curve.parts if isinstance(part, StandardCurve)]
+        assert [event.count for event in events] == [4 * 20]
+        orders = np.array([1.5, 3.0])
+        apart = sum(count * part.rdp(orders) for part, count in parts)
+        np.testing.assert_allclose(curve.rdp(orders), apart, rtol=1e-12)
+
     def test_composed_curves_flatten(self):
         pair = compose_curves([(mixture(), 1), (linear(0.1), 1)])
         assert isinstance(pair, ComposedCurve)

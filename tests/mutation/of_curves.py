@@ -142,6 +142,20 @@ MUTATIONS = (
         _CURVE_TESTS,
     ),
     Mutation(
+        "curve_that_is_given_twice_runs_as_often_as_the_last_time",
+        CURVES_TOGETHER,
+        "counts[id(curve)] = curve, counts.get(id(curve), (curve, 0))[1] + count",
+        "counts[id(curve)] = curve, count",
+        _CURVE_TESTS,
+    ),
+    Mutation(
+        "event_that_is_given_twice_runs_as_often_as_the_last_time",
+        CURVES_TOGETHER,
+        "count = found[key].count if key in found else 0",
+        "count = 0",
+        _CURVE_TESTS,
+    ),
+    Mutation(
         "privacy_loss_of_repeated_curves_counts_once",
         CURVES_TOGETHER,
         "composed += [(loss, count * times) for loss, times in losses]",
