@@ -1,4 +1,4 @@
-"""Data sets that differ in several records, and the ones between them."""
+"""Data sets that differ in several records, the ones between them, and the best of several runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from mutation import Mutation
 GROUPS = "process/groups.py"
 TRANSFORMED = "curves/transformed.py"
 _TESTS = "core/test_groups.py"
+_FORMS = "core/test_guarantee_forms.py"
 
 MUTATIONS = (
     Mutation(
@@ -66,5 +67,40 @@ MUTATIONS = (
         "max(self._profile.forward(at)[0], self._profile.backward(at)[0])",
         "min(self._profile.forward(at)[0], self._profile.backward(at)[0])",
         "core/test_cohorts.py",
+    ),
+    Mutation(
+        "best_of_a_poisson_number_of_runs_costs_one_delta",
+        TRANSFORMED,
+        "extra = mean * np.reshape(deltas, orders.shape)",
+        "extra = np.reshape(deltas, orders.shape)",
+        _FORMS,
+    ),
+    Mutation(
+        "best_of_a_poisson_number_of_runs_forgets_how_many",
+        TRANSFORMED,
+        "extra + math.log(mean) / (orders - 1))",
+        "extra)",
+        _FORMS,
+    ),
+    Mutation(
+        "best_of_many_runs_forgets_the_shape",
+        TRANSFORMED,
+        "fixed = (1 + shape) * float(np.min(others))",
+        "fixed = float(np.min(others))",
+        _FORMS,
+    ),
+    Mutation(
+        "best_of_many_runs_forgets_how_many",
+        TRANSFORMED,
+        "+ fixed + math.log(mean) / (orders - 1))",
+        "+ fixed)",
+        _FORMS,
+    ),
+    Mutation(
+        "best_of_runs_whose_guarantee_is_about_one_batch",
+        "guarantee.py",
+        "self._check_is_about_all(False)\n        if not np.isfinite(",
+        "if not np.isfinite(",
+        _FORMS,
     ),
 )
