@@ -1,5 +1,7 @@
 """scikit-learn's own checks, and why some cannot hold."""
 
+import pathlib
+import re
 import warnings
 
 import pytest
@@ -53,3 +55,13 @@ def test_scikit_learns_checks(estimator, excepted):
     assert not failed
     assert sum(r["status"] == "passed" for r in results) >= 40
     assert set(excepted) <= {r["check_name"] for r in results}
+
+
+def test_the_page_names_every_exception():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "sklearn.md").read_text("utf-8")
+    named = re.findall(r"`(check_\w+)(\.\.\.)?`", page)
+    exact = {name for name, rest in named if not rest}
+    begun = tuple(name for name, rest in named if rest)
+    excepted = {name for _, names in CASES for name in names}
+    assert {name for name in excepted if name not in exact and not name.startswith(begun)} == set()
+    assert exact - {"check_estimator"} <= excepted

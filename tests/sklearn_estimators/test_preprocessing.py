@@ -15,6 +15,7 @@ from hidden_state_accountants.calibration.target import gaussian_log_mu
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
+    Statistics,
     column_sums,
     record_norm,
     release_statistics,
@@ -219,6 +220,23 @@ def test_the_default_centres_and_says_so():
     assert "preprocessing" not in few.report_
     thin = classifier().fit(sparse.csr_matrix(X), LABELS)
     assert isinstance(thin.privacy_event_, hsa.LastIterateDpEvent)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(np.asarray, "center"), (sparse.csr_matrix, "scale")])
+def test_predictions_copy_a_bounded_number_of_records_at_once(kind, step, monkeypatch):
+    rows = kind(X)
+    model = classifier(preprocessing=step).fit(rows, LABELS)
+    expected = model.decision_function(rows)
+    sizes = []
+
+    def spied(self, matrix, *arguments, apply=Statistics.apply):
+        sizes.append(matrix.shape[0])
+        return apply(self, matrix, *arguments)
+
+    monkeypatch.setattr(Statistics, "apply", spied)
+    monkeypatch.setattr("hidden_state_adapters.sklearn.records._BLOCK", 3 * 300)
+    np.testing.assert_allclose(model.decision_function(rows), expected, rtol=1e-12)
+    assert sizes == 6 * [300] + [200]
 
 
 def test_few_features_of_many_records_are_trained_on_for_longer():

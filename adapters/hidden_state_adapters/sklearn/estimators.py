@@ -31,7 +31,7 @@ from hidden_state_adapters.sklearn.data_checks import look_at, warn_of_several_f
 from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
 from hidden_state_adapters.sklearn.randomness import OWN_NOISE, OwnGenerator
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
-from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records
+from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of
 from hidden_state_adapters.sklearn.steps import Slopes, train
 
 _FLOATS = (np.float64, np.float32)
@@ -196,9 +196,10 @@ class PrivateLinearModel(BaseEstimator):
     def _predictions(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
-        records = self._records(X, self._statistics)
-        everything = slice(0, len(records))
-        parts = [records.predictions(i, self._weights) for i in records.blocks(everything)]
+        parts = []
+        for rows in blocks_of(X):  # so that no copy of X is made for centring
+            records = self._records(X[rows], self._statistics)
+            parts.append(records.predictions(slice(0, len(records)), self._weights))
         return np.concatenate(parts)
 
     @property
