@@ -121,7 +121,7 @@ gpu-wheels:
 	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any -c constraints-numpy2.txt \
 	    -r benchmarks/gpu-requirements.txt
 
-# Goes on where it stopped. diffprivlib and mlxtend take part if they are installed.
+# Goes on where it stopped. Data sets take part whose packages are installed (benchmarks/README.md).
 utility: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/utility/utility.py $(UTILITY_ARGS)
 

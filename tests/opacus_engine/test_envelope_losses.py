@@ -1,6 +1,8 @@
 """Envelope losses in torch and in the engine."""
 
 import math
+import pathlib
+import runpy
 
 import numpy as np
 import pytest
@@ -367,3 +369,16 @@ def test_the_constants_do_not_cover_more_outputs_of_losses_of_one():
     model = nn.Linear(5, 3)
     with pytest.raises(hsa.UnsupportedRunError, match="needs one output for EnvelopeBCE"):
         make_private("hooks", model=model, criterion=EnvelopeBCEWithLogitsLoss(0.3))
+
+
+def test_the_benchmark_of_their_steps_writes_its_page():
+    """Nothing about how long they take."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "envelope_step.py"
+    script = runpy.run_path(str(path))
+    times = script["measure"](4, 3, steps=2)
+    assert list(times) == list(script["WAYS"])
+    assert all(len(seconds) == 2 for pair in times.values() for seconds in pair)
+    slow = {way: ([1.0, 1.0], [3.0, 3.0]) for way in times}
+    text = script["page"]({script["SHAPES"][0]: slow}, 2)
+    assert "| 512 x 10 | engine | 1000.00 ms | 3.00 / 3.00 (3.00 to 3.00) |" in text
+    assert "missed by engine (3.00), engine, hooks (3.00), engine, ghost (3.00)." in text
