@@ -11,7 +11,6 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 from scipy import optimize
 
-from hidden_state_accountants.events.batch_order import unmet_relation
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -75,7 +74,7 @@ def relation_conditions(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> tuple[UnmetCondition, ...]:
     """That the relation makes sense for the batch order, and no prox changes the law of the run."""
-    reason = unmet_relation(event.batch_order, relation)
+    reason = event.unmet_relation(relation)
     unmet = (
         () if reason is None else (UnmetCondition("neighboring relation", reason, relation.name),)
     )

@@ -18,7 +18,7 @@ from hidden_state_accountants.guarantee import Assumption
 from hidden_state_accountants.process.conditions import (
     Unmet,
     equal_batches,
-    neighboring_relation,
+    relation_of_run,
     released_curvature,
 )
 
@@ -40,10 +40,9 @@ class Composition(Bound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Neighbours that the order of the batches admits, and equal batches."""
-        order = event.batch_order
         return [
-            *neighboring_relation(order, relation),
-            *equal_batches(order, event.batch_size, event.dataset_size),
+            *relation_of_run(event, relation),
+            *equal_batches(event.batch_order, event.batch_size, event.dataset_size),
             *released_curvature(event, relation),
         ]
 

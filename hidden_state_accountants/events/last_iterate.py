@@ -71,7 +71,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         iterates, optimizer state, metrics on the private data).
       - :math:`\Pi, h, \eta_t, z_t, C_t, w_t, T, b` and the released steps are public, fixed in
         advance and the same for neighbouring data sets; :math:`x_0` does not depend on the data.
-      - One record is one row and is clipped on its own.
+      - One record is one row, or one microbatch (`is_microbatched`), and is clipped on its own.
 
     `noise_multiplier`, `learning_rate`, `clip_norm` and `weight_decay` take a number, a sequence
     with one entry per step, or a `Schedule`.
@@ -102,6 +102,10 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
             record in question; None is the worst. All figures are then about the records of that
             batch only, and say so: those of other batches may have a much larger epsilon.
+        is_microbatched: Whether a record is a microbatch: several examples, always the same ones,
+            whose mean gradient is clipped as one. Neighbouring data sets differ in one example,
+            which makes one record another one and never takes it away: REPLACE_ONE is the only
+            relation under which such a run has a guarantee. `loss` is about the mean loss.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -124,6 +128,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
     sampling_rate: float | None = None
     max_batch_size: int | None = None
     record_position: int | None = None
+    is_microbatched: bool = False
 
     def __attrs_post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -152,6 +157,10 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             validate.real("domain_diameter", self.domain_diameter, above=0, allow_inf=True),
         )
         put("release_steps", self._released())
+        if not isinstance(self.is_microbatched, bool):
+            raise TypeError(
+                f"Expected is_microbatched to be True or False, got {self.is_microbatched!r}."
+            )
         self._check_batches()
         self._check_decay()
 
@@ -256,6 +265,16 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             return "all records"
         return f"records of batch {self.record_position} of every epoch"
 
+    def unmet_relation(self, relation: NeighboringRelation) -> str | None:
+        """The reason why no theorem covers the run under `relation`, or None."""
+        if self.is_microbatched and relation is not NeighboringRelation.REPLACE_ONE:
+            return (
+                "a record of this run is a microbatch of several examples: without one of them, or "
+                "with one that has no gradient, it is another record and not none. Use "
+                "NeighboringRelation.REPLACE_ONE."
+            )
+        return unmet_relation(self.batch_order, relation)
+
     @property
     def has_schedules(self) -> bool:
         """Whether a hyper-parameter changes during the run."""
@@ -319,7 +338,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 batches with a cap: `LastIterateAccountant` adds its delta).
         """
         order, relation = self.batch_order, validate.neighboring_relation(neighboring_relation)
-        unmet = unmet_relation(order, relation) or unequal_batches(
+        unmet = self.unmet_relation(relation) or unequal_batches(
             order, self.batch_size, self.dataset_size
         )
         if unmet:

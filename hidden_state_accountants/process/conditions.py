@@ -58,7 +58,21 @@ def neighboring_relation(
     relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
 ) -> Unmet:
     """The relation makes sense for the order of the batches, and is one of `relations`."""
-    reason = unmet_relation(order, relation)
+    return _relation(unmet_relation(order, relation), relation, relations)
+
+
+def relation_of_run(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
+) -> Unmet:
+    """The relation makes sense for the batches and records of a run; is one of `relations`."""
+    return _relation(event.unmet_relation(relation), relation, relations)
+
+
+def _relation(
+    reason: str | None, relation: NeighboringRelation, relations: Collection[NeighboringRelation]
+) -> Unmet:
     if reason is None and relation not in relations:
         reason = _any_of(relations)
     return unless(reason is None, "neighboring relation", reason or "", relation.name)
@@ -81,7 +95,7 @@ def batches(
     order = event.batch_order
     return [
         *batch_order(order, orders),
-        *neighboring_relation(order, relation, relations),
+        *relation_of_run(event, relation, relations),
         *equal_batches(order, event.batch_size, event.dataset_size),
         *released_curvature(event, relation),
     ]

@@ -32,6 +32,7 @@ _DECLARED = (
     "domain_diameter",
     "sampling_rate",
     "max_batch_size",
+    "is_microbatched",
 )
 _FIELDS = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
 
@@ -51,6 +52,7 @@ class LastIterateRun(Run):
         domain_diameter: inf if the iterates are not projected.
         sampling_rate: POISSON only.
         max_batch_size: POISSON only.
+        is_microbatched: Whether a record is a microbatch of several examples.
 
     Raises:
         TypeError, ValueError: As `LastIterateDpEvent`.
@@ -69,6 +71,7 @@ class LastIterateRun(Run):
         domain_diameter: float = math.inf,
         sampling_rate: float | None = None,
         max_batch_size: int | None = None,
+        is_microbatched: bool = False,
     ):
         # The constructor of the event is the one place that knows what is valid.
         template = LastIterateDpEvent(
@@ -84,6 +87,7 @@ class LastIterateRun(Run):
             domain_diameter=domain_diameter,
             sampling_rate=sampling_rate,
             max_batch_size=max_batch_size,
+            is_microbatched=is_microbatched,
         )
         super().__init__(template)
         self._period = (

@@ -27,6 +27,7 @@ VARIANTS = [
     {"batch_order": BatchOrder.POISSON, "max_batch_size": 9},
     {"batch_order": BatchOrder.POISSON, "sampling_rate": 0.3},
     {"noise_multiplier": 0.0},
+    {"is_microbatched": True},
 ]
 
 
@@ -124,6 +125,7 @@ def test_string_orders_and_releases_are_canonical():
         ({"batch_order": "poisson", "sampling_rate": 1.1}, ValueError, "sampling_rate <= 1, got 1"),
         ({"batch_order": "poisson", "sampling_rate": math.nan}, ValueError, "sampling_rate"),
         ({"batch_order": "poisson", "sampling_rate": "1/4"}, TypeError, "sampling_rate to be a"),
+        ({"is_microbatched": 2}, TypeError, "is_microbatched to be True or False, got 2"),
         ({"record_position": 4}, ValueError, "record_position <= 3"),
         ({"record_position": 0, "batch_order": "poisson"}, ValueError, "Only a CYCLIC order"),
     ],

@@ -25,6 +25,7 @@ def recorder_of(event, **changes):
             "domain_diameter",
             "sampling_rate",
             "max_batch_size",
+            "is_microbatched",
         )
     }
     return hsa.RunRecorder(**(arguments | changes))
@@ -69,6 +70,7 @@ def replay(event):
         cyclic_run(clip_norm=None),
         cyclic_run(noise_multiplier=[1.0] * 7 + [2.0] * 17, domain_diameter=2.0),
         cyclic_run(batch_order="poisson", max_batch_size=7),
+        cyclic_run(is_microbatched=True),
         cyclic_run(batch_order="poisson", sampling_rate=0.3),
         cyclic_run(batch_order="reshuffled"),
     ],

@@ -58,7 +58,6 @@ GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=Tr
         ({"loss_geometry": "convex"}, TypeError, "loss_geometry"),
         ({"projection_radius": 0}, ValueError, "projection_radius"),
         ({"noise": 1.0}, TypeError, "noise"),
-        ({"num_microbatches": 2}, hsa.UnsupportedRunError, "twice the clip norm"),
     ],
 )
 def test_arguments(arguments, error, text):

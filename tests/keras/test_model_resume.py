@@ -249,7 +249,7 @@ def test_what_a_state_needs():
     with pytest.raises(TypeError, match="dictionary that state"):
         make().resume("state")
     with pytest.raises(hsa.UnsupportedRunError, match="neighboring_relation = REPLACE_SPECIAL"):
-        make(neighboring_relation="REPLACE_ONE").resume(fit(make()).state())
+        gone_on(*saved(fit(make())), neighboring_relation="REPLACE_ONE")
     model = fit(make(batch_order="shuffled_once"))
     with pytest.raises(hsa.UnsupportedRunError, match="cannot go on without the order"):
         model.state(stays_private=True)

@@ -12,6 +12,7 @@ import of_curves
 import of_envelopes
 import of_estimators
 import of_groups
+import of_keras_models
 import of_moves
 import of_oracles
 import of_overlaps
@@ -34,4 +35,5 @@ MUTATIONS = (
     *of_estimators.MUTATIONS,
     *of_groups.MUTATIONS,
     *of_overlaps.MUTATIONS,
+    *of_keras_models.MUTATIONS,
 )

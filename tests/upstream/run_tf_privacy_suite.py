@@ -66,11 +66,6 @@ UNCONNECTED_ARGUMENT = (
     "unconnected gradients are always zero; the argument is left out",
 )
 
-ONE_EXAMPLE_EACH = (
-    UnsupportedRunError,
-    "Expected no num_microbatches",
-    "models clip single examples",
-)
 REGULARISED = (
     UnsupportedRunError,
     "no regularisation losses",
@@ -164,10 +159,7 @@ NOT_FOR = {
 MODEL = "DPKerasModelTest"
 NOT_FOR_MODELS = {
     # Upstream numbers the products of a test's parameters; the last one changes fastest.
-    **{f"testMicrobatches{i}": ONE_EXAMPLE_EACH for i in range(8, 24)},
-    **{f"testNoiseMultiplier{i}": ONE_EXAMPLE_EACH for i in range(32) if i % 8 in (2, 3, 4, 5)},
-    **{f"testMultiDimensionalOutput{i}": NO_SUCH_CLASS for i in range(4)},
-    **{f"testMultiDimensionalOutput{i}": ONE_EXAMPLE_EACH for i in range(4, 12)},
+    **{f"testMultiDimensionalOutput{i}": NO_SUCH_CLASS for i in range(12)},
     "testEarlierAPIFailsearlier API True": POSITIONAL,
     "testEarlierAPIFailsearlier API False": POSITIONAL,
     "testRegularizationGradientfast_clipping": REGULARISED,
@@ -208,7 +200,7 @@ class InTheirManner:
     Args:
         ours: Its class.
         *arguments: Of it.
-        num_microbatches: None, or one for each of four examples.
+        num_microbatches: Of a batch, or None.
         use_xla: Dropped, as the next.
         layer_registry: How norms are computed.
         **kwargs: Of our class.
@@ -223,8 +215,7 @@ class InTheirManner:
         layer_registry=None,
         **kwargs,
     ):
-        if num_microbatches not in (None, 4):
-            kwargs["num_microbatches"] = num_microbatches
+        kwargs["num_microbatches"] = num_microbatches
         self._model = ours(*arguments, batch_order="full", **kwargs)
         self._num_microbatches = num_microbatches
 

@@ -27,11 +27,13 @@ class Mechanism:
     Attributes:
         training: What its steps train.
         update_rule: That the noisy mean goes through.
+        examples_of_record: How many examples a record of the event is, beside what `units` says.
         hidden_state: What its run cannot go on without, and nobody may know.
         iterations: Keras' count of the updates, a variable.
     """
 
     update_rule = "SGD"
+    examples_of_record = 1
     hidden_state = ""
     training: Training
     iterations: Any

@@ -45,13 +45,6 @@ class PrivateTraining(tf.keras.Model, Figures):
     _continued: Continued | None = None  # what the next fit goes on with
 
     def __init__(self, *args: Any, **kwargs: Any):
-        microbatches = kwargs.pop("num_microbatches", None)  # of DPModel
-        if microbatches is not None:
-            raise refusal(
-                f"Expected no num_microbatches, got {microbatches}: every example is clipped "
-                "alone, which costs half of what the mean of several does, as one example moves "
-                "that by twice the clip norm. Leave it out; CyclicDPKerasSGDOptimizer has it."
-            )
         settings = Settings(**{name: kwargs.pop(name) for name in _NAMES if name in kwargs})
         super().__init__(*args, **kwargs)
         self._settings = settings
@@ -413,7 +406,8 @@ class PrivateTraining(tf.keras.Model, Figures):
             ValueError, UnsupportedRunError: As `get_epsilon`.
         """
         self.get_epsilon(delta)  # checks the iterate
-        return compare(list(self.privacy_events), delta, self._settings.neighboring_relation)
+        assert self._run is not None
+        return compare(list(self.privacy_events), delta, self._run.relation)
 
     # How it goes on elsewhere
 
@@ -471,11 +465,6 @@ class PrivateTraining(tf.keras.Model, Figures):
             raise refusal(
                 "Expected a model without steps of its own, got one with a run. Load the model "
                 "that was saved together with the state, or compile again."
-            )
-        if read.named_relation is not self._settings.neighboring_relation:
-            raise refusal(
-                f"The state is of another run: expected neighboring_relation = {read.relation}, "
-                f"got {self._settings.neighboring_relation.name}. Use the settings of before."
             )
         self._continued = Continued(read, discard_later_steps)
 
@@ -566,6 +555,11 @@ class HiddenStateModel(PrivateTraining):
             together.
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C;
             None if `fit` is to find it, for a target_epsilon.
+        num_microbatches: Of a batch, each of the same number m of examples (batch_size over it)
+            whose mean gradient is clipped as one; None, or the batch size, for one example each.
+            Every m examples that follow each other in the data set are a microbatch, in all steps,
+            and batches are dealt of them. One example moves such a mean by up to twice the clip
+            norm, so that the guarantee is for REPLACE_ONE, and costs about twice as much.
         num_steps: Of the whole run, declared before the first one: fit takes no more, and that
             their number was fixed in advance is checked. Without it that is checked for a run of
             one call of fit, whose epochs say it.
@@ -574,7 +568,7 @@ class HiddenStateModel(PrivateTraining):
         max_batch_size: Of Poisson batches: beyond it examples are left out, uniformly, which is
             accounted.
         drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
-            have one size.
+            have one size, or a microbatch.
         prox: A Regulariser, whose proximal map with the step's learning rate follows every step of
             plain SGD, or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection: all trainable variables together are
@@ -588,7 +582,8 @@ class HiddenStateModel(PrivateTraining):
             runs whose loss is known. Constants of the loss are multiplied by it, and by the largest
             class_weight.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
-            REPLACE_ONE, or for composition of Poisson batches ADD_OR_REMOVE_ONE.
+            REPLACE_ONE, or for composition of Poisson batches ADD_OR_REMOVE_ONE. With microbatches
+            of several examples all figures are for REPLACE_ONE, which covers the first as well.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
             "epsilon_if_released_now".
         checkpoints_stay_private: Declares that nobody sees the files of ModelCheckpoint. Otherwise

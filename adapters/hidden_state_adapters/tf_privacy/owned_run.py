@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import tensorflow as tf
+from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, validate
 from hidden_state_adapters.batch_plans import FixedPlan
@@ -27,6 +28,7 @@ from hidden_state_adapters.tf_privacy.lineage import digest
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
 from hidden_state_adapters.tf_privacy.owned.clipping import (
     ExampleGradients,
+    MeansOfSeveral,
     RowByRow,
     ThroughLinearLayers,
 )
@@ -76,6 +78,11 @@ class Continued:
 
 class OwnedRun:
     """Everything that a model trains with, from the first call of fit on.
+
+    Attributes:
+        relation: That the run is accounted under. An example that is left out, or has no gradient,
+            makes another microbatch, and none is left out: for them it is REPLACE_ONE, which
+            covers an example without gradient.
 
     Args:
         model: It is compiled.
@@ -127,12 +134,23 @@ class OwnedRun:
             batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
         size, number = self._asked
+        if settings.batch_order is BatchOrder.FULL:
+            size = self._examples.number
+        self._microbatch = _microbatch(settings, rule, size)
+        self.relation = settings.neighboring_relation
+        if self._microbatch > 1:
+            self.relation = NeighboringRelation.REPLACE_ONE
+            if settings.max_batch_size is not None:  # of records, from here on
+                cap = settings.max_batch_size // self._microbatch
+                settings = attrs.evolve(settings, max_batch_size=cap)
+        self._examples.microbatch = self._microbatch
         self.plan = plan_of(
             settings.batch_order,
             self._examples.number,
             size,
-            max_batch_size=settings.max_batch_size,
+            max_batch_size=self._settings.max_batch_size,
             drop_remainder=settings.drop_remainder,
+            microbatch=self._microbatch,
         )
         self._period = number or self.plan.num_batches
         self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
@@ -147,6 +165,7 @@ class OwnedRun:
                 f"{number}: every batch is used once per epoch. Leave it out."
             )
         if continued is not None:
+            self._check_relation(continued.state)
             self._check_end_of_epoch(continued.state.num_batches)
             self._restore_order(continued.state)
         with model.distribute_strategy.scope():  # variables of Keras are those of its replicas
@@ -157,16 +176,15 @@ class OwnedRun:
         variables = model.trainable_variables
         declared = self._weighted(rule.declared(settings), weights)
         steps = rule.steps(settings, model.optimizer, self.plan, variables)
+        steps.examples_of_record = self._microbatch
         # Of the order of the batches; what is known of the loss only adds theorems.
-        steps.new_run(Units(size, size, 1, 1), declared).check_relation(
-            settings.neighboring_relation
-        )
+        steps.new_run(Units(size, size, 1, 1), declared).check_relation(self.relation)
         self.record = RecordedRun(
             model,
             steps,
             batch_size=self.plan.batch_size,
             examples=len(self.plan.records),
-            relation=settings.neighboring_relation,
+            relation=self.relation,
             declared=declared,
             trained=self._trained(model),
             dealt=Dealt(
@@ -177,16 +195,18 @@ class OwnedRun:
         )
         self._examples.warn_of_equal()
         first = next(self._batches())
-        self.clipping = [
-            ThroughLinearLayers.of(model, self._losses, part, *first)
-            or RowByRow(model, self._losses, part)
-            for part in steps.blocks or (variables,)
-        ]
+        self.clipping = [self._clipping(part, *first) for part in steps.blocks or (variables,)]
         self.steps, self.planned = steps, 0  # by the end of the call of fit
         steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
         self._uses_xla = uses_xla
+
+    def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
+        if self._microbatch > 1:
+            return MeansOfSeveral(self._model, self._losses, variables)
+        linear = ThroughLinearLayers.of(self._model, self._losses, variables, examples, targets)
+        return linear or RowByRow(self._model, self._losses, variables)
 
     def check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
@@ -207,8 +227,16 @@ class OwnedRun:
                 "on_epoch_end of a callback."
             )
 
+    def _check_relation(self, state: RunState) -> None:
+        if state.named_relation is not self.relation:
+            raise refusal(
+                f"The state is of another run: expected neighboring_relation = {state.relation}, "
+                f"got {self.relation.name}. Use the settings of before."
+            )
+
     def _batches(self) -> Any:
-        return self._examples.batches(min(self.plan.batch_size, self._examples.number))
+        size = self.plan.batch_size * self._microbatch
+        return self._examples.batches(min(size, self._examples.number))
 
     def _weighted(self, declared: Declared, weights: GivenWeights) -> Declared:
         """What is said of the loss, with the weights that an example may have."""
@@ -254,7 +282,8 @@ class OwnedRun:
         def examples() -> Any:
             for step in range(self.plan.num_batches):
                 index = self.plan.batch(step)
-                yield [tf.nest.map_structure(lambda x, i=index: tf.gather(x, i), self._examples.x)]
+                x, *_ = self._examples.taken(tf.constant(index, tf.int64))
+                yield [self._one_by_one(x)]
 
         return examples
 
@@ -334,8 +363,8 @@ class OwnedRun:
         units = self.record.units
         if target is not None:
             event = self.steps.event_ahead(units, self.record.declared, ahead)
-            spent, relation = self.record.earlier_events, self._settings.neighboring_relation
-            noise = noise_for(target.epsilon, target.delta, event, spent, relation)
+            spent = self.record.earlier_events
+            noise = noise_for(target.epsilon, target.delta, event, spent, self.relation)
             self.steps.set_noise(noise)
         if may_stop:
             empty = self.steps.new_run(units, self.record.declared)
@@ -386,9 +415,17 @@ class OwnedRun:
         in_graph = not self._uses_xla and not tf.executing_eagerly()
         take = self._take if in_graph or self._strategy is not None else self._compiled
         losses, outputs = take(step, rows, x, y, *weights)
-        if not self.is_padded:
-            return losses, y, outputs
-        return losses[:rows], y[:rows], outputs[:rows]
+        if self.is_padded:
+            losses, y, outputs = losses[:rows], y[:rows], outputs[:rows]
+        return losses, self._one_by_one(y), self._one_by_one(outputs)
+
+    def _one_by_one(self, structure: Any) -> Any:
+        """Of records that are microbatches the rows of all examples."""
+        if self._microbatch == 1:
+            return structure
+        return tf.nest.map_structure(
+            lambda part: tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0)), structure
+        )
 
     def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What this replica takes of a batch, at least one row, and how many are examples."""
@@ -402,6 +439,8 @@ class OwnedRun:
             raise refusal(str(Problem.WEIGHTS))
 
         def gradients_by(clipping: Any) -> ExampleGradients:
+            if self._microbatch > 1:
+                return clipping.gradients(x, y, *weights)
             found = clipping.gradients(x, y)
             return times(found, *weights) if weights else found
 
@@ -419,6 +458,46 @@ class OwnedRun:
             "fit was interrupted (by an error, or by hand when the model was good?), so the "
             "number of steps may depend on the data. Fix it in advance, and start again."
         )
+
+
+def _microbatch(settings: Settings, rule: UpdateRule, batch_size: int) -> int:
+    """The examples of a microbatch.
+
+    Args:
+        settings: Of the model.
+        rule: Of the update.
+        batch_size: In examples.
+
+    Raises:
+        UnsupportedRunError: There are none of equal size, or no bound covers them.
+    """
+    number = settings.num_microbatches or batch_size
+    if batch_size % number:
+        raise refusal(
+            f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. Leave "
+            "it out, for one example each."
+        )
+    size = batch_size // number
+    if size == 1:
+        return 1
+    of_several = f"got microbatches of {size} examples (batch_size / num_microbatches)"
+    if not rule.knows_microbatches:
+        raise refusal(
+            f"Expected num_microbatches = None with {type(rule).__name__}, {of_several}: its bound "
+            "is about gradients of single examples. Leave it out."
+        )
+    if settings.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        raise refusal(
+            f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {of_several} and "
+            "ADD_OR_REMOVE_ONE: with one example more or less all microbatches after it are other "
+            "ones. Leave num_microbatches out, for one example each."
+        )
+    if settings.max_batch_size is not None and settings.max_batch_size < size:
+        raise refusal(
+            f"Expected max_batch_size >= {size}, got {settings.max_batch_size} and microbatches of "
+            f"{size} examples: no microbatch fits. Raise it."
+        )
+    return size
 
 
 def _batches(batch_size: Any, steps_per_epoch: Any) -> tuple[int, int | None]:

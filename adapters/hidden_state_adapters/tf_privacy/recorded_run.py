@@ -677,7 +677,7 @@ class RecordedRun:
             self.guarantee(),
             self.assumptions(declared),
             delta,
-            microbatch=self.units.microbatch,
+            microbatch=self.units.microbatch * self.optimizer.examples_of_record,
             update_rule=self.optimizer.update_rule,
         )
         return self.optimizer.told(statement)

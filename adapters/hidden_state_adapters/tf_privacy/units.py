@@ -104,6 +104,11 @@ class Units:
         Such a mean has the smoothness and curvature of its parts, but it is no generalised linear
         model: their gradients have different directions.
         """
-        if loss is None or self.microbatch == 1 or loss.kind is not LossKind.GENERALIZED_LINEAR:
-            return loss
-        return LossGeometry.convex(loss.smoothness, loss.lipschitz)
+        return loss if self.microbatch == 1 else of_means(loss)
+
+
+def of_means(loss: LossGeometry | None) -> LossGeometry | None:
+    """The geometry of the mean of several losses; see `Units.geometry`."""
+    if loss is None or loss.kind is not LossKind.GENERALIZED_LINEAR:
+        return loss
+    return LossGeometry.convex(loss.smoothness, loss.lipschitz)

@@ -23,6 +23,7 @@ from hidden_state_accountants.runs.descriptions.base import (
     range_of,
 )
 
+_WITHOUT_OTHER = (BatchOrder.POISSON, BatchOrder.FULL)
 _MOST_RELEASES = 6  # that are listed one by one
 
 
@@ -41,8 +42,9 @@ def description(
         microbatch: Examples in a microbatch, which is a record of the event.
         update: What is said of the update instead, or "".
     """
-    # With Poisson batches there is no other algorithm; a full batch is not a sample.
-    has_other = event.batch_order not in (BatchOrder.POISSON, BatchOrder.FULL)
+    # With Poisson batches there is no other algorithm; a full batch is not a sample. Nobody adds or
+    # removes microbatches.
+    has_other = not (event.is_microbatched or event.batch_order in _WITHOUT_OTHER)
     other = Other(
         "Epsilon of ANOTHER algorithm, Poisson batches (*):",
         _with_poisson_batches(event),
@@ -129,7 +131,8 @@ def _run_text(event: LastIterateDpEvent, microbatch: int) -> str:
         clip = f"clip norm {range_of(event.per_step('clip_norm'))}"
     halved, grouped = "", "without microbatching"
     if microbatch > 1:
-        halved = " (half of the optimizer's, because microbatches double the sensitivity)"
+        if not event.is_microbatched:
+            halved = " (half of the optimizer's, because microbatches double the sensitivity)"
         grouped = f"with microbatches of {microbatch}"
     diameter = event.domain_diameter
     projection = (

@@ -59,24 +59,54 @@ class RowByRow:
 
     def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
         """Of a batch of at least one row."""
+        return self._of_rows(self._of_example, (examples, targets))
+
+    def _of_example(self, example: Any, target: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """The loss and the outputs."""
+        example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], (example, target))
+        outputs = self._model(example, training=True)
+        return self._losses(target, outputs)[0], outputs[0]
+
+    def _of_rows(self, loss_of: Callable[..., tuple[Any, Any]], rows: Any) -> ExampleGradients:
         variables = self._variables
 
         def of_row(row: Any) -> Any:
-            example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
             with tf.GradientTape() as tape:
-                outputs = self._model(example, training=True)
-                loss = self._losses(target, outputs)[0]
+                loss, outputs = loss_of(*row)
             refuse_added_losses(self._model)
             found = tape.gradient(loss, variables, unconnected_gradients="zero")
-            return [tf.convert_to_tensor(g) for g in found], loss, outputs[0]
+            return [tf.convert_to_tensor(g) for g in found], loss, outputs
 
-        gradients, losses, outputs = tf.vectorized_map(of_row, (examples, targets))
+        gradients, losses, outputs = tf.vectorized_map(of_row, rows)
         squares = tf.add_n([_squares(gradient) for gradient in gradients])
 
         def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
             return [_weighted(gradient, factors) for gradient in gradients]
 
         return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
+
+
+class MeansOfSeveral(RowByRow):
+    """Gradients of the mean loss of several examples, in the place of one; arguments likewise."""
+
+    name = "microbatch by microbatch"
+
+    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
+        """Of a batch, each row of which holds several examples.
+
+        Args:
+            examples: Shape (rows, examples of a microbatch, ...), as all that follows.
+            targets: Likewise.
+            *weights: Of the losses, before their mean; or none.
+        """
+        return self._of_rows(self._of_mean, (examples, targets, *weights))
+
+    def _of_mean(self, examples: Any, targets: Any, *weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        outputs = self._model(examples, training=True)
+        losses = self._losses(targets, outputs)
+        for factors in weights:
+            losses *= tf.cast(factors, losses.dtype)
+        return tf.reduce_mean(losses), outputs
 
 
 class ThroughLinearLayers:

@@ -36,6 +36,10 @@ class HeldExamples:
 
     Floating point numbers have the precision of Keras, as `Model.fit` converts them.
 
+    Attributes:
+        microbatch: m: every m examples that follow each other are one record, from the first one
+            on. 1 unless something else is assigned.
+
     Args:
         x: An array, or a structure of arrays, whose first axis is that of the examples; or a
             Dataset of pairs, single or in batches, a Sequence of Keras or a generator of batches,
@@ -52,7 +56,7 @@ class HeldExamples:
     def __init__(
         self, x: Any, y: Any, weights: GivenWeights = _NO_WEIGHTS, steps: int | None = None
     ):
-        self._source = x
+        self._source, self.microbatch = x, 1
         self.batch_size: int | None = None  # that the pipeline says
         self._is_read = isinstance(x, tf.data.Dataset) or comes_in_batches(x)
         if self._is_read:
@@ -118,8 +122,19 @@ class HeldExamples:
         return batches_of(self.x, self.y, batch_size)
 
     def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
-        """The examples with these indices, their targets, and weights if there are any."""
+        """The examples of these records, their targets, and weights if there are any.
+
+        Args:
+            indices: Of the records, shape (rows,).
+
+        Returns:
+            Parts of shape (rows, ...), or (rows, microbatch, ...) where records are microbatches.
+        """
         kept = (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
+        if self.microbatch > 1:
+            indices = tf.expand_dims(indices * self.microbatch, 1) + tf.range(
+                self.microbatch, dtype=indices.dtype
+            )
         return tuple(
             tf.nest.map_structure(lambda part: tf.gather(part, indices), structure)
             for structure in kept
@@ -213,32 +228,47 @@ def plan_of(
     *,
     max_batch_size: int | None,
     drop_remainder: bool,
+    microbatch: int = 1,
 ) -> BatchPlan:
     """The batches of a run, drawn by the operating system where they are random.
 
     Args:
         order: The batch order that is accounted.
         examples: Their number.
-        batch_size: b; FULL has one batch of all examples, whatever it is.
+        batch_size: b, a multiple of m; FULL has one batch of all examples, whatever it is.
         max_batch_size: The cap of POISSON batches, or None.
         drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
-            batches.
+            batches, or a microbatch.
+        microbatch: m, the examples of a record.
+
+    Returns:
+        A plan of records: its sizes are those in examples over m.
 
     Raises:
         UnsupportedRunError: Equal batches cannot be made.
     """
-    records, keys = range(examples), RandomKeys()
+    keys = RandomKeys()
+    rest = examples % microbatch
+    if rest and not drop_remainder:
+        raise UnsupportedRunError(
+            f"Expected a number of examples that microbatches of {microbatch} divide, got "
+            f"{examples}: the last {rest} would make a smaller one, whose mean weighs more. Pass "
+            "drop_remainder=True to leave them out, or choose another num_microbatches."
+        )
+    records = range(examples // microbatch)
     if order is BatchOrder.FULL:
-        return FixedPlan(records, examples, order)
+        return FixedPlan(records, len(records), order)
     if batch_size > examples:
         raise UnsupportedRunError(
             f"Expected batch_size <= {examples}, the number of examples, got {batch_size}. Lower "
             "it."
         )
     if order is BatchOrder.POISSON:
-        return poisson_plan(records, -(-examples // batch_size), keys, max_batch_size)
+        number = -(-len(records) // (batch_size // microbatch))
+        cap = None if max_batch_size is None else max_batch_size // microbatch
+        return poisson_plan(records, number, keys, cap)
     if order is BatchOrder.WITHOUT_REPLACEMENT:
-        return SampledPlan(records, batch_size, order, keys)
+        return SampledPlan(records, batch_size // microbatch, order, keys)
     used = examples // batch_size * batch_size
     if used != examples:
         if not drop_remainder:
@@ -249,12 +279,11 @@ def plan_of(
                 'batch_order="poisson" (the default) or "without_replacement", which take any '
                 "batch size."
             )
-        records = range(used)
+        records = range(used // microbatch)
+    size = batch_size // microbatch
     if order is BatchOrder.RESHUFFLED:
-        return ReshuffledPlan(records, batch_size, keys)
-    return FixedPlan(
-        records, batch_size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None
-    )
+        return ReshuffledPlan(records, size, keys)
+    return FixedPlan(records, size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None)
 
 
 def padding(*, is_compiled: bool, expected: int) -> Callable[[int], int]:

@@ -14,9 +14,14 @@ from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
 class UpdateRule:
     """DP-SGD along an optimizer of Keras. Other mechanisms override what makes the steps.
 
+    Attributes:
+        knows_microbatches: Whether a bound covers records that are several examples.
+
     Args:
         optimizer: Of Keras, or its name.
     """
+
+    knows_microbatches = True
 
     def __init__(self, optimizer: Any):
         self.optimizer = optimizer

@@ -17,7 +17,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
-from hidden_state_adapters.tf_privacy.guards.settings import clip_and_noise
+from hidden_state_adapters.tf_privacy.guards.settings import clip_and_noise, microbatches
 from hidden_state_adapters.tf_privacy.proximal import plain_prox, prox_of
 
 
@@ -36,6 +36,7 @@ class Settings:
 
     l2_norm_clip: float
     noise_multiplier: float | None = None
+    num_microbatches: int | None = None
     num_steps: int | None = None
     batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
     max_batch_size: int | None = None
@@ -61,6 +62,7 @@ class Settings:
         clip, noise = clip_and_noise(self.l2_norm_clip, self.noise_multiplier if is_known else 1.0)
         put("l2_norm_clip", clip)
         put("noise_multiplier", noise if is_known else None)
+        put("num_microbatches", microbatches(self.num_microbatches))
         put(
             "num_steps",
             _optional(

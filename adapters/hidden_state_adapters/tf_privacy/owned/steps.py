@@ -33,7 +33,7 @@ from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
 from hidden_state_adapters.tf_privacy.training import Training
-from hidden_state_adapters.tf_privacy.units import Units
+from hidden_state_adapters.tf_privacy.units import Units, of_means
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
 _SMALLEST_CLIP = 1.1e-11
@@ -219,6 +219,7 @@ class OwnedSteps(Mechanism):
 
     Attributes:
         asked_for: The steps that the only call of fit so far was asked for; None if there are more.
+        examples_of_record: m, the examples of a microbatch; assigned before the run is asked for.
 
     Args:
         settings: Of the model.
@@ -489,15 +490,17 @@ class OwnedSteps(Mechanism):
     def new_run(self, units: Units, declared: Declared) -> Run:
         """Of which the last iterate is released."""
         plan, radius = self._plan, self._settings.projection_radius
+        is_microbatched = self.examples_of_record > 1
         return RunRecorder(
             batch_order=plan.order,
             batch_size=plan.batch_size,
             dataset_size=len(plan.records),
-            loss=self._loss,
+            loss=of_means(self._loss) if is_microbatched else self._loss,
             prox_strong_convexity=proximal.strong_convexity(self._settings.prox),
             domain_diameter=math.inf if radius is None else 2 * radius,
             sampling_rate=plan.sampling_rate,
             max_batch_size=self._settings.max_batch_size,
+            is_microbatched=is_microbatched,
         )
 
     def set_noise(self, noise_multiplier: float) -> None:
@@ -592,7 +595,15 @@ class OwnedSteps(Mechanism):
             "noisy gradients, its moments as the last step left them"
         ]
         if self._loss is not None and self._loss.lipschitz is not None:
-            checked.append(f"per-example gradient norms at most {self._loss.lipschitz:g}")
+            of = "per-example" if self.examples_of_record == 1 else "microbatches'"
+            checked.append(f"{of} gradient norms at most {self._loss.lipschitz:g}")
+        if self.examples_of_record > 1:
+            checked.append(
+                f"fixed microbatches of {self.examples_of_record} examples, in the order of the "
+                "data set: each is a record of the event, and its mean gradient is clipped as one. "
+                "An example that is replaced moves it by up to twice the clip norm, which is what "
+                "REPLACE_ONE says of a record"
+            )
         if self._settings.projection_radius is not None:
             checked.append(
                 f"all variables together within {self._settings.projection_radius:g} of 0"

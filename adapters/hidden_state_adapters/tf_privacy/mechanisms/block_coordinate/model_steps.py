@@ -83,6 +83,8 @@ class BlockCoordinateUpdate(UpdateRule):
         gradients clipped.
     """
 
+    knows_microbatches = False
+
     def __init__(self, optimizer: Any, blocks: Any = None):
         super().__init__(optimizer)
         self.blocks = blocks

@@ -67,6 +67,8 @@ class DiceUpdate(UpdateRule):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 (Adam) and 4 (automatic).
     """
 
+    knows_microbatches = False
+
     def __init__(
         self,
         optimizer: Any,

@@ -1,0 +1,243 @@
+"""Microbatches of a model: the mean gradient of several examples is clipped as one."""
+
+import attrs
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+pytest.importorskip("tensorflow")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    HiddenStateSequential,
+)
+from hidden_state_adapters.tf_privacy.owned import data as owned_data
+
+SGD, DELTA, ONE = tf.keras.optimizers.SGD, 1e-5, NeighboringRelation.REPLACE_ONE
+RECORDS, FEATURES, CLASSES, BATCH, EACH = 24, 4, 3, 6, 2
+ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
+X = np.random.default_rng(0).normal(size=(RECORDS, FEATURES)).astype("float32")
+X /= np.linalg.norm(X, axis=1, keepdims=True)
+Y = np.random.default_rng(1).integers(0, CLASSES, RECORDS)
+WEIGHTS = {"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}, "sample_weight": np.linspace(0, 2, RECORDS)}
+
+
+def make(*, optimizer=None, eager=True, jit_compile=False, **kwargs):
+    settings = {"l2_norm_clip": 0.4, "noise_multiplier": 2.0, "num_microbatches": 3, **kwargs}
+    head = tf.keras.layers.Dense(CLASSES, kernel_initializer="ones")
+    model = HiddenStateSequential([head], **settings)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = optimizer or SGD(0.5, weight_decay=0.1)
+    model.compile(optimizer, loss, run_eagerly=eager, jit_compile=jit_compile)
+    model.build((None, FEATURES))
+    return model
+
+
+def fit(model, **kwargs):
+    model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "epochs": 2, "verbose": 0, **kwargs})
+    return model
+
+
+@pytest.fixture
+def dealt(monkeypatch):
+    """The records of every step, by step."""
+    batches, deal = {}, owned_data._Dealer.deal
+
+    def noted(dealer, index):
+        step, rows, indices = deal(dealer, index)
+        batches[int(step)] = indices[:rows]
+        return step, rows, indices
+
+    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
+    return batches
+
+
+def clipped_means(batches, weights=None, *, each=EACH, clip=0.4, rate=0.5, decay=0.1):
+    """The same run without noise, in float64: some examples after each other are one."""
+    factors = np.ones(RECORDS) if weights is None else weights
+    state = np.r_[np.ones((FEATURES, CLASSES)), np.zeros((1, CLASSES))]
+    rows = np.c_[X.astype(float), np.ones(RECORDS)]
+    for batch in batches:
+        total = np.zeros_like(state)
+        for record in batch:
+            part = slice(each * record, each * (record + 1))
+            slopes = np.exp(rows[part] @ state)
+            slopes /= slopes.sum(1, keepdims=True)
+            slopes[np.arange(each), Y[part]] -= 1
+            mean = rows[part].T @ (factors[part, None] * slopes) / each
+            total += mean * min(1, clip / np.linalg.norm(mean))
+        state = (1 - rate * decay) * state - rate / 3 * total
+    return state
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_step_clips_the_means(order, dealt, without_graphs, row_by_row):
+    model = fit(make(noise_multiplier=0.0, batch_order=order))
+    steps, each = (2, 8) if order == "full" else (8, EACH)
+    means = clipped_means([dealt[step] for step in range(steps)], each=each)
+    np.testing.assert_allclose(np.vstack(model.get_weights()), means, atol=1e-5)
+
+
+def test_weights_are_within_the_mean(dealt):
+    """Compiled by XLA, which fills batches up."""
+    fit(model := make(noise_multiplier=0.0, eager=False, jit_compile=True), **WEIGHTS)
+    weights = np.array([0.5, 1.0, 2.0])[Y] * WEIGHTS["sample_weight"]
+    expected = clipped_means([dealt[step] for step in range(8)], weights)
+    np.testing.assert_allclose(np.vstack(model.get_weights()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_event_is_the_run(order, without_graphs, row_by_row):
+    model = fit(make(batch_order=order, **AUTO))
+    event, steps = model.privacy_event, 2 if order == "full" else 8
+    assert event == hsa.LastIterateDpEvent(
+        noise_multiplier=2.0,
+        learning_rate=0.5,
+        clip_norm=0.4,
+        batch_size=3,
+        dataset_size=3 if order == "full" else 12,
+        num_steps=steps,
+        batch_order=order,
+        loss=SOFTMAX,
+        weight_decay=0.1,
+        is_microbatched=True,
+    )
+    exact = hsa.LastIterateAccountant(ONE).compose(event).get_epsilon(DELTA)
+    assert model.get_epsilon(DELTA) == pytest.approx(exact, rel=1e-9)
+    check_report(" ".join(model.report(DELTA).split()), 8 if order == "full" else EACH)
+    alone = attrs.evolve(event, is_microbatched=False)
+    assert exact > hsa.LastIterateAccountant().compose(alone).get_epsilon(DELTA)
+    with pytest.raises(Exception, match=r"Use NeighboringRelation\.REPLACE_ONE"):
+        hsa.LastIterateAccountant().compose(event)
+
+
+def check_report(text, each):
+    assert "over 24 examples with" in text
+    assert f"with microbatches of {each}." in text
+    assert "REPLACE_ONE adjacency" in text
+    assert f"fixed microbatches of {each} examples" in text
+    assert "half of the optimizer's" not in text
+    assert "ANOTHER algorithm" not in text
+    assert "Poisson sampling" not in text
+
+
+def test_the_sum_moves_by_two_clip_norms(without_graphs, row_by_row):
+    """An example that is replaced turns the mean of its microbatch around."""
+    ends = []
+    for sign in (1, -1):
+        x = np.zeros((RECORDS, FEATURES), "float32")
+        x[:2] = [[10, 0, 0, 0], [sign * 100 - 10, 0, 0, 0]]
+        y = np.zeros(RECORDS, int)
+        model = make(noise_multiplier=0.0, batch_order="cyclic", optimizer=SGD(1.0))
+        fit(model, x=x, y=y, epochs=1)
+        ends.append(np.vstack(model.get_weights()))
+    moved = np.linalg.norm(ends[0] - ends[1])
+    assert moved == pytest.approx(2 * 0.4 / 3, rel=0.05)  # twice the clip over the divisor
+
+
+def test_the_same_run_of_the_optimizer(without_graphs, row_by_row):
+    """Cyclic batches: half the noise under REPLACE_SPECIAL is all of it under REPLACE_ONE."""
+    pytest.importorskip("tensorflow_privacy")
+    from hidden_state_adapters.tf_privacy import (
+        CyclicDPKerasSGDOptimizer,
+        HiddenStateCallback,
+        cyclic_dataset,
+    )
+
+    model = fit(make(batch_order="cyclic", l2_norm_clip=9.0, **AUTO))
+    other = tf.keras.Sequential([tf.keras.layers.Dense(CLASSES)])
+    other.compile(
+        CyclicDPKerasSGDOptimizer(9.0, 2.0, 3, learning_rate=0.5, weight_decay=0.1),
+        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
+    )
+    record = HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **AUTO)
+    other.fit(cyclic_dataset(X, Y, batch_size=BATCH), epochs=2, callbacks=[record], verbose=0)
+    theirs = attrs.evolve(record.privacy_event, noise_multiplier=2.0, is_microbatched=True)
+    assert model.privacy_event == theirs
+    assert model.get_epsilon(DELTA) == pytest.approx(record.get_epsilon(DELTA), rel=1e-9)
+
+
+def test_the_mean_of_linear_models_is_none(without_graphs, row_by_row):
+    """Their gradients have different directions, so that clipping may expand distances."""
+    linear = hsa.LossGeometry.logistic(2.0, bias=True)
+    model = fit(make(loss_geometry=linear), epochs=1)
+    convex = hsa.LossGeometry.convex(linear.smoothness, linear.lipschitz)
+    assert model.privacy_event.loss == convex != linear
+
+
+def test_as_many_as_examples_are_one_each(without_graphs, row_by_row):
+    model = fit(make(num_microbatches=BATCH, **AUTO))
+    assert model.privacy_event == fit(make(num_microbatches=None, **AUTO)).privacy_event
+    assert "without microbatching" in model.report(DELTA)
+
+
+def test_noise_is_found_for_two_clip_norms(without_graphs, row_by_row):
+    model = make(noise_multiplier=None, batch_order="cyclic", **AUTO)
+    fit(model, target_epsilon=3.0, target_delta=DELTA)
+    assert 2.99 < model.get_epsilon(DELTA) <= 3.0
+    assert "REPLACE_ONE" in str(model.compare(DELTA))
+
+
+def test_it_goes_on_and_is_saved(tmp_path, without_graphs, row_by_row):
+    model = fit(make(batch_order="cyclic", **AUTO))
+    state, path = model.state(stays_private=True), str(tmp_path / "model.keras")
+    model.save(path)
+    loaded = tf.keras.models.load_model(path)
+    loaded.resume(state)
+    assert fit(loaded).privacy_event == attrs.evolve(model.privacy_event, num_steps=16)
+    alone = make(num_microbatches=None, batch_order="cyclic", **AUTO)
+    alone.set_weights(loaded.get_weights())
+    alone.resume(loaded.state(stays_private=True))
+    with pytest.raises(hsa.UnsupportedRunError, match="neighboring_relation = REPLACE_ONE"):
+        fit(alone)
+
+
+def test_a_run_after_it_needs_its_relation(without_graphs, row_by_row):
+    """Its event says nothing about an example that is left out."""
+    model = fit(make(batch_order="cyclic"))
+    after = make(num_microbatches=None)
+    after.set_weights(model.get_weights())
+    with pytest.raises(hsa.UnsupportedRunError, match=r"Use NeighboringRelation\.REPLACE_ONE"):
+        fit(after)
+    after = make(num_microbatches=None, neighboring_relation="replace_one")
+    after.set_weights(model.get_weights())
+    assert len(fit(after).privacy_events) == 2
+
+
+def test_what_does_not_fill_a_microbatch(without_graphs, row_by_row):
+    short = {"x": X[:-1], "y": Y[:-1]}
+    for order in ("poisson", "without_replacement"):
+        with pytest.raises(hsa.UnsupportedRunError, match="the last 1 would make a smaller one"):
+            fit(make(batch_order=order), **short)
+        model = fit(make(batch_order=order, drop_remainder=True), **short)
+        assert model.privacy_event.dataset_size == 11
+
+
+def test_a_cap_is_in_examples(without_graphs, row_by_row):
+    event = fit(make(max_batch_size=11)).privacy_event
+    assert (event.max_batch_size, event.batch_size) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_microbatches": 4}, "num_microbatches to divide batch_size = 6, got 4"),
+        ({"neighboring_relation": "add_or_remove_one"}, "got microbatches of 2 examples"),
+        ({"max_batch_size": 1}, "no microbatch fits"),
+        ({"optimizer": DiceUpdate(SGD(0.5))}, "with DiceUpdate"),
+        (
+            {"optimizer": BlockCoordinateUpdate(SGD(0.5)), "batch_order": "cyclic"},
+            "with BlockCoordinateUpdate",
+        ),
+    ],
+)
+def test_refusals(settings, text, without_graphs):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        fit(make(**settings))
+    with pytest.raises(ValueError, match="num_microbatches"):
+        make(num_microbatches=0)
