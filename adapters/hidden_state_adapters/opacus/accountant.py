@@ -265,7 +265,8 @@ class HiddenStateAccountant(IAccountant):
         self._of_undeclared = ON_TRUST if self._history else ()
 
     def __len__(self) -> int:
-        return sum(steps for _, _, steps in self.history)
+        recorded = sum(run.num_steps for run in self.recorders)
+        return sum(steps for _, _, steps in self._history) + recorded
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Records one undeclared step.

@@ -25,10 +25,12 @@ def is_on_host(value: torch.Tensor) -> bool:
 
 def any_of(flags: Iterable[Figure]) -> Figure:
     """Whether one of `flags` is true."""
-    flags = list(flags)
-    if any(flag for flag in flags if not isinstance(flag, torch.Tensor)):
-        return True
-    tensors = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    tensors = []
+    for flag in flags:
+        if isinstance(flag, torch.Tensor):
+            tensors.append(flag)
+        elif flag:
+            return True
     if len(tensors) < 2:
         return tensors[0] if tensors else False
     return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any()

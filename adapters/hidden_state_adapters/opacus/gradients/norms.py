@@ -42,8 +42,14 @@ def joint_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts]
     norms = [row_norms(part) for part in rows]
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
-    together = [norm.to(device=norms[0].device, dtype=dtype) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(together, dim=1), dim=1)
+    return norms_of_norms([norm.to(device=norms[0].device, dtype=dtype) for norm in norms])
+
+
+def norms_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Norms of vectors from those of their parts, each of shape (vectors,), of one type."""
+    if len(norms) == 2:  # weight and bias of one layer
+        return torch.hypot(norms[0], norms[1])
+    return torch.linalg.vector_norm(torch.stack(list(norms), dim=1), dim=1)
 
 
 def joint_norm(params: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -79,7 +85,7 @@ def opacus_clip_factors(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
     .. math:: \min(1, C / (|v| + 10^{-6}))
     """
     # Opacus 1.6, optimizers/optimizer.py
-    return (clip_norm / (norms + OPACUS_CLIP_OFFSET)).clamp(max=1.0)
+    return (clip_norm / (norms + OPACUS_CLIP_OFFSET)).clamp_(max=1.0)
 
 
 def clip_factors(
@@ -106,5 +112,4 @@ def clip_factors(
 
 def to_precision(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Clip factors in `dtype`; 0 where it has few digits left, and could round to twice as much."""
-    factors = factors.to(dtype)
-    return torch.where(factors.abs() < torch.finfo(dtype).tiny, 0.0, factors)
+    return nn.functional.hardshrink(factors.to(dtype), torch.finfo(dtype).tiny)

@@ -17,7 +17,11 @@ from torch import nn
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.ghost import LayerGradients
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostSample
-from hidden_state_adapters.opacus.gradients.norms import joint_norms, to_precision
+from hidden_state_adapters.opacus.gradients.norms import (
+    joint_norms,
+    norms_of_norms,
+    to_precision,
+)
 
 
 def gradient_norms(params: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -57,18 +61,21 @@ def _sums(
     if is_ghost(params):
         yield from take_ghost_sums(params, *weights)
         return
+    known: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for param in params:
         holder: Any = param
         _check_processed_flag(holder.grad_sample)
         sample = _stored(param).to(param.dtype)
-        yield [_weighted_sum(weight, sample) for weight in weights]
+        kind = sample.dtype, sample.device
+        if kind not in known:
+            known[kind] = [to_precision(w, sample.dtype).to(sample.device) for w in weights]
+        yield [_weighted_sum(weight, sample) for weight in known[kind]]
         _mark_as_processed(holder.grad_sample)
 
 
 def _weighted_sum(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     # einsum("i,i...") does the same by way of a batched product, slower for short rows.
     shape = sample.shape[1:]
-    weights = to_precision(weights, sample.dtype).to(sample.device)
     return (weights @ sample.reshape(len(sample), shape.numel())).reshape(shape)
 
 
@@ -121,7 +128,7 @@ def ghost_norms(params: Sequence[nn.Parameter]) -> torch.Tensor:
                 _sample(p).norms = norms
     parts = [_sample(p).norms for p in params]
     parts = [part.to(device=parts[0].device, dtype=torch.float64) for part in parts]
-    norms = torch.linalg.vector_norm(torch.stack(parts, dim=1), dim=1)
+    norms = norms_of_norms(parts)
     if all(gradients.are_moderate for gradients, _ in layers):
         return norms
     # The gradient of a linear layer can overflow where neither of its factors does.

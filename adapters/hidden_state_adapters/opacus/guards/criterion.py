@@ -10,6 +10,7 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.criteria import KnownCriterion, SquaredCriterion
+from hidden_state_adapters.opacus.gradients import figures
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
@@ -103,7 +104,7 @@ class LossGradient:
 
     def _note_value(self, gradient: torch.Tensor) -> None:
         self._seen["value"] += 1
-        self._is_other = any_of([self._is_other, differ(gradient, torch.ones_like(gradient))])
+        self._is_other = any_of([self._is_other, _is_not_one(gradient)])
 
     def _note_own(self, gradient: torch.Tensor) -> None:
         self._seen["own"] += 1
@@ -335,6 +336,12 @@ def _other_gradient(step: int) -> UnsupportedRunError:
         "value of the criterion (a scale belongs into the learning rate), or declare the whole "
         "loss as a LossGeometry."
     )
+
+
+def _is_not_one(gradient: torch.Tensor) -> Figure:
+    if gradient.dim() == 0 and figures.is_on_host(gradient):
+        return bool(gradient.item() != 1)
+    return differ(gradient, torch.ones_like(gradient))
 
 
 def _is_same_numbers(passed: torch.Tensor, output: torch.Tensor, version: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -18,6 +19,8 @@ from hidden_state_adapters.opacus.guards.records import counted_writes, counts_o
 # Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
+_IS_TRAINED = operator.attrgetter("requires_grad")
+_GRADIENT = operator.attrgetter("grad")
 _CHUNK = 2**22  # numbers at a time
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -148,7 +151,8 @@ class ParameterGuard(Guard):
     def _take_structure(self) -> None:
         """Takes the current parameters, trainable and frozen ones, for those of the run."""
         self._structure = self.parts.parameters
-        self._flags = [param.requires_grad for _, param in self._structure]
+        self._held = [param for _, param in self._structure]
+        self._flags = list(map(_IS_TRAINED, self._held))
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.parts.parameters if p.requires_grad]
@@ -200,17 +204,17 @@ class ParameterGuard(Guard):
     def _check_structure(self, step: int) -> None:
         """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
         self.parts.refresh()
-        now = [param.requires_grad for _, param in self.parts.parameters]
-        if self.parts.parameters is not self._structure or now != self._flags:
+        is_same = self.parts.parameters is self._structure
+        if not is_same or list(map(_IS_TRAINED, self._held)) != self._flags:
             self._check_trainable(step)
             self._take_structure()
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if {id(p) for p in params} != self._managed:
+        if set(map(id, params)) != self._managed:
             raise UnsupportedRunError(
                 f"step {step} optimizes {len(params)} parameters, expected the "
                 f"{len(self._managed)} of the start: parameter groups are fixed for a run."
             )
-        _check_precision(params)
+        _check_precision(self.params)
         self._check_frozen(f"step {step} starts with")
         _refuse_moving_frozen(step, params)
 
@@ -322,8 +326,8 @@ def _check_precision(params: Sequence[nn.Parameter]) -> None:
 
 
 def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        if not param.requires_grad and param.grad is not None:
+    for param, grad in zip(params, map(_GRADIENT, params), strict=True):
+        if grad is not None and not param.requires_grad:
             raise UnsupportedRunError(
                 f"step {step} would move a frozen parameter by its old gradient, without noise. "
                 "Set its .grad to None."

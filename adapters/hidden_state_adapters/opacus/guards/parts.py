@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_OF = operator.attrgetter("__dict__")
 _HELD = operator.itemgetter("_modules", "_parameters", "_buffers")
 _WALKS = (
     "named_modules", "named_parameters", "named_buffers", "_named_members", "named_children",
@@ -60,7 +61,7 @@ class ModelParts:
             self._held = list(self._held_now())
 
     def _dicts_now(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(map(_HELD, map(vars, self._parts)))
+        return itertools.chain.from_iterable(map(_HELD, map(_OF, self._parts)))
 
     def _held_now(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(dict.values, self._filled))

@@ -55,6 +55,7 @@ class SettingsGuard(Guard):
         self._settings, self._check_update_rule = settings, check_update_rule
         self._constant = constant
         self._fixed, self._generator = dict(settings()), optimizer.generator
+        self._valid_noise: Any = None  # that was looked at last
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if something is not as it was."""
@@ -65,7 +66,10 @@ class SettingsGuard(Guard):
                 "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
                 "float32 without it."
             )
-        validate.magnitude("noise_multiplier", self._optimizer.noise_multiplier)
+        noise = self._optimizer.noise_multiplier
+        if type(noise) is not float or noise != self._valid_noise:
+            validate.magnitude("noise_multiplier", noise)
+            self._valid_noise = noise
         if self._optimizer.original_optimizer is not self._base:
             raise UnsupportedRunError(
                 f"step {step} uses another original_optimizer than the one at the start of the "

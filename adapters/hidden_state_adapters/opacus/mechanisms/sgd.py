@@ -117,12 +117,13 @@ class NoisySgd(ClippedSum):
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
+        options, scale = sgd_options(self.base), self._scale
         return self._step(
             batch,
             rows,
             largest_norm,
-            learning_rate=self._step_size,
-            weight_decay=sgd_options(self.base)["weight_decay"] / self._scale,
+            learning_rate=options["lr"] * scale,
+            weight_decay=options["weight_decay"] / scale,
         )
 
     @property

@@ -65,7 +65,7 @@ class PieceWatch:
             self._ends_batch = not self._optimizer._check_skip_next_step(pop_next=False)
             piece = Piece(step=self._steps, params=self._optimizer.params)
             self._sums.before(piece)
-            self._rows = (self._rows or 0) + _rows(self._optimizer)
+            self._rows = (self._rows or 0) + _rows(self._optimizer, piece)
             self._norms = self._norms_of(piece)
             if not self._ends_batch:
                 self._look(self._optimizer, self._norms)
@@ -104,10 +104,10 @@ def _name_of_sum(optimizer: DPOptimizer) -> str:
     return "accumulate" if hides_rows(optimizer) else "clip_and_accumulate"
 
 
-def _rows(optimizer: DPOptimizer) -> int:
+def _rows(optimizer: DPOptimizer, piece: Piece) -> int:
     """The most rows that a parameter has: Opacus clips each by itself."""
     name = "_norm_sample" if hides_rows(optimizer) else "grad_sample"
-    found: list[Any] = [getattr(p, name, None) for p in optimizer.params]
+    found: list[Any] = [getattr(p, name, None) for p in piece.params]
     return max((_length(value) for value in found if value is not None), default=0)
 
 

@@ -79,10 +79,11 @@ class HiddenError(Guard):
 
         .. math:: e \gets [e - \mathrm{clip}(e, C_2)] + \frac1B \sum_i [g_i - \mathrm{clip}(g_i)]
         """
+        left = 1 - factor
         for index, rest in enumerate(self._rests):
             error = self.error(index)
             # ZBWH24, Algorithm 2, line 7, arXiv 2311.14632
-            error.mul_(1 - factor.to(error))
+            error.mul_(left.to(error))
             if rest is not None:
                 error.add_(rest, alpha=1 / divisor)
             self._rests[index] = None

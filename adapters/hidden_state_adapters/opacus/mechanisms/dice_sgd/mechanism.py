@@ -162,8 +162,9 @@ class DiceSgd(Mechanism):
     # Its part of a step
 
     def _clip(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        smallest = smallest_norm(self.params)
-        return clip_factors(norms, bound, automatic=self.optimizer.automatic, smallest=smallest)
+        if not self.optimizer.automatic:
+            return clip_factors(norms, bound)
+        return clip_factors(norms, bound, automatic=True, smallest=smallest_norm(self.params))
 
     def accumulate(self, piece: Piece) -> None:
         """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
@@ -189,9 +190,10 @@ class DiceSgd(Mechanism):
         """
         divisor = int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
         factor = self._clip(self.hidden.norm, float(self.optimizer.error_max_grad_norm))
+        fed = factor * divisor
         for index, p in enumerate(self.params):
             # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-            p.summed_grad = self.hidden.error(index) * (factor * divisor).to(p) + p.summed_grad  # type: ignore[attr-defined]
+            p.summed_grad = torch.addcmul(p.summed_grad, self.hidden.error(index), fed.to(p))  # type: ignore[attr-defined]
         self.hidden.advance(factor, divisor)
 
     def run_by_hand(self) -> DiceSgdRun:
