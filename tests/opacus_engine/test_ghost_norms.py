@@ -187,11 +187,25 @@ def test_cuda(name):
     torch.testing.assert_close(*figures)
 
 
-def test_norms_of_short_and_long_factors():
+@pytest.mark.parametrize("large", [2**16, 1], ids=["in float64", "in float32 first"])
+def test_norms_of_short_and_long_factors(monkeypatch, large):
     """Neither square can be represented in float32, the product can."""
+    monkeypatch.setattr(ghost_gradients, "_LARGE", large)
     model = GhostGradSampleModule(nn.Linear(2, 1, bias=False), loss_reduction="sum")
     (model(torch.full((1, 2), 1e22)) * 1e-23).sum().backward()
     assert float(ghost_norms(trained(model))) == pytest.approx(0.1 * math.sqrt(2), rel=1e-5)
+
+
+def test_norms_of_many_numbers_are_not_those_of_float32_where_it_has_none():
+    """Of 70,000 numbers: a row whose squares vanish in float32, one of zeros, and ordinary ones."""
+    model = GhostGradSampleModule(nn.Linear(7000, 1), loss_reduction="sum")
+    data = torch.full((10, 7000), 0.1)
+    data[0], data[1] = 1e-25, 0.0
+    (model(data) * 1.0).sum().backward()
+    expected = np.sqrt(1 + 7000 * np.array([1e-25, 0.0] + [0.1] * 8) ** 2)
+    assert ghost_norms(trained(model)).numpy() == pytest.approx(expected, rel=1e-6)
+    use = model._module.weight.grad_sample.gradients
+    assert float(use.input_norms[0]) == pytest.approx(1e-25 * math.sqrt(7000), rel=1e-6, abs=0)
 
 
 def test_norms_where_the_positions_of_a_record_cancel():
@@ -243,6 +257,7 @@ def test_no_gradients_of_all_records_are_formed(monkeypatch, sequence):
 # --- Extreme records ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("large", [2**16, 1], ids=["in float64", "in float32 first"])
 @pytest.mark.parametrize(
     ("activation", "backprop", "clip"),
     [
@@ -250,8 +265,11 @@ def test_no_gradients_of_all_records_are_formed(monkeypatch, sequence):
         (5e5, 1e-44, 1.1e-11), (5e5, 1e-16, 1.1e-11), (1e-44, 5e5, 1.1e-11), (5e5, 5e5, 1.1e-11),
     ],
 )  # fmt: skip
-def test_one_record_counts_for_the_clip_norm_at_most(activation, backprop, clip):
+def test_one_record_counts_for_the_clip_norm_at_most(
+    monkeypatch, activation, backprop, clip, large
+):
     """Factors that are weighted one by one round up where float32 has few digits left."""
+    monkeypatch.setattr(ghost_gradients, "_LARGE", large)
     largest = 0.0
     for scale in np.linspace(0.5, 1.0, 20):
         model = GhostGradSampleModule(nn.Linear(2, 2), loss_reduction="sum")
