@@ -92,6 +92,58 @@ def test_constants_grow_with_the_weights(arguments, settings, largest, said):
         assert any(f"a weight of at most {largest:g}" in text for text in texts)
 
 
+class Triples(tf.keras.utils.Sequence):
+    def __len__(self):
+        return RECORDS // BATCH
+
+    def __getitem__(self, index):
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return X[part], Y[part], OF_EXAMPLES[part]
+
+
+def singly():
+    return tf.data.Dataset.from_tensor_slices((X, Y, OF_EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [singly, lambda: singly().batch(BATCH), Triples, lambda: (b for b in list(Triples()))],
+    ids=["single", "batched", "sequence", "generator"],
+)
+def test_weights_that_come_with_the_examples(source):
+    """The same run as with arrays, with the same constants and demands."""
+    given = {"x": source(), "y": None, "steps_per_epoch": RECORDS // BATCH}
+    settings = {"noise_multiplier": 0.0, "weight_bound": 4.0, **AUTO}
+    beside = fit(make(**settings), sample_weight=OF_EXAMPLES, class_weight=OF_CLASSES)
+    model = fit(make(**settings), class_weight=OF_CLASSES, **given)
+    for own, other in zip(model.get_weights(), beside.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+    assert model.privacy_event == beside.privacy_event
+    assert model.privacy_event.loss.lipschitz == 8 * PLAIN.lipschitz
+    fit(model, class_weight=OF_CLASSES, **given)  # the one that was read
+    as_arrays = {**given, "x": X, "y": Y, "class_weight": OF_CLASSES}
+    fit(model, **as_arrays, sample_weight=OF_EXAMPLES)
+    with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
+        fit(model, **as_arrays)
+    assert model.privacy_event.num_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "text"),
+    [
+        (OF_EXAMPLES, AUTO, "weight_bound= of the model"),
+        (OF_EXAMPLES, {"weight_bound": 1.0}, "weight_bound = 1, got a larger"),
+        (-OF_EXAMPLES, {}, "finite and >= 0"),
+        (np.ones((RECORDS, 2)), {}, "one for each example"),
+    ],
+    ids=["no bound", "large", "negative", "shape"],
+)
+def test_their_weights_are_checked_likewise(weights, settings, text):
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y, weights))
+    with pytest.raises((hsa.UnsupportedRunError, ValueError), match=text):
+        fit(make(**settings), x=dataset, y=None)
+
+
 def test_a_bound_for_dice_grows_too():
     update = DiceUpdate("sgd", error_l2_norm_clip=0.1, gradient_bound=2.0)
     model = fit(make(update), class_weight=OF_CLASSES)

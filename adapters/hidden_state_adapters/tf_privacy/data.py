@@ -102,11 +102,16 @@ def cyclic_batches(dataset: Any) -> CyclicBatches | None:
     return getattr(dataset, _MARK, None)
 
 
-def in_memory(dataset: tf.data.Dataset) -> Any:
+def in_memory(dataset: tf.data.Dataset, *, may_have_weights: bool = False) -> Any:
     """The examples of a Dataset of single ones, or of pairs with their targets, as arrays.
 
+    Args:
+        dataset: Finite, each example once.
+        may_have_weights: Whether triples with a weight are taken as well.
+
     Raises:
-        UnsupportedRunError: It is batched, repeated, infinite or empty, or has weights.
+        UnsupportedRunError: It is batched, repeated, infinite or empty, or has weights
+            that it may not have.
     """
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise UnsupportedRunError(
@@ -118,7 +123,7 @@ def in_memory(dataset: tf.data.Dataset) -> Any:
     if not isinstance(structure, tuple):
         dataset = dataset.map(lambda example: (example,))
         structure = dataset.element_spec
-    if len(structure) > 2:
+    if len(structure) > 2 + may_have_weights:
         raise UnsupportedRunError(
             f"Expected a Dataset of examples or of pairs (x, y), got {len(structure)} components: "
             "example weights change the loss that is accounted. Drop them."

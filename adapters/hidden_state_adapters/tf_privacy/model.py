@@ -146,9 +146,9 @@ class PrivateTraining(tf.keras.Model, Figures):
 
         Args:
             x: Examples as an array, or a structure of arrays, of which a copy is kept; or a Dataset
-                of pairs, a keras.utils.Sequence, or a generator of steps_per_epoch batches that
-                ends then, each of which is read once into memory: shuffles do not matter, an
-                augmentation acts once.
+                of pairs, or triples with the sample weight, a keras.utils.Sequence, or a generator
+                of steps_per_epoch batches that ends then, each of which is read once into memory:
+                shuffles do not matter, an augmentation acts once.
             y: Targets, likewise; None if x has them.
             batch_size: b; None for that of a Dataset of batches, else 32. Of Poisson batches of n
                 examples, ceil(n/b) are an epoch, and every example joins each with probability
@@ -163,6 +163,7 @@ class PrivateTraining(tf.keras.Model, Figures):
                 from how often a class occurs. As in Keras, batches are divided by their size.
             sample_weight: Factors of the losses, shape (examples,). That each depends on its
                 example only is your word. With a `loss_geometry` the model needs a `weight_bound`.
+                None if they come with x.
             initial_epoch: As in Keras.
             steps_per_epoch: Of Poisson batches and of those without replacement, any number; of a
                 generator, its batches.

@@ -129,7 +129,7 @@ class OwnedRun:
         self._strategy = strategy
         self._model, self._settings, self._losses = model, settings, RowLosses(model.loss)
         self._examples = HeldExamples(x, y, weights, steps_per_epoch)
-        self._largest_weight = weights.largest
+        self._largest_weight = self._examples.given.largest
         if batch_size is None:
             batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
@@ -174,7 +174,7 @@ class OwnedRun:
             if strategy is not None:
                 build_optimizer(model.optimizer, model.trainable_variables)
         variables = model.trainable_variables
-        declared = self._weighted(rule.declared(settings), weights)
+        declared = self._weighted(rule.declared(settings))
         steps = rule.steps(settings, model.optimizer, self.plan, variables)
         steps.examples_of_record = self._microbatch
         # Of the order of the batches; what is known of the loss only adds theorems.
@@ -238,11 +238,11 @@ class OwnedRun:
         size = self.plan.batch_size * self._microbatch
         return self._examples.batches(min(size, self._examples.number))
 
-    def _weighted(self, declared: Declared, weights: GivenWeights) -> Declared:
+    def _weighted(self, declared: Declared) -> Declared:
         """What is said of the loss, with the weights that an example may have."""
         if self._examples.weights is None or declared == Declared():
             return declared
-        largest = weights.largest
+        largest = self._largest_weight
         if largest is None:
             raise refusal(
                 "Expected weight_bound= of the model with sample_weight and what is known of the "
@@ -325,7 +325,7 @@ class OwnedRun:
                 f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
                 f"got {asked}. Compile again for another run."
             )
-        self._examples.check_same(x, y, weights, steps_per_epoch)
+        weights = self._examples.check_same(x, y, weights, steps_per_epoch)
         if self.has_weights and weights.largest != self._largest_weight:
             raise refusal(
                 f"Expected weights of at most {self._largest_weight}, as in the run so far, got at "

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import numpy as np
 import tensorflow as tf
 
@@ -37,13 +38,14 @@ class HeldExamples:
     Floating point numbers have the precision of Keras, as `Model.fit` converts them.
 
     Attributes:
+        given: The weights that fit was told, or that came with the examples.
         microbatch: m: every m examples that follow each other are one record, from the first one
             on. 1 unless something else is assigned.
 
     Args:
         x: An array, or a structure of arrays, whose first axis is that of the examples; or a
             Dataset of pairs, single or in batches, a Sequence of Keras or a generator of batches,
-            each of which is read once.
+            each of which is read once. Triples have a weight of every example beside.
         y: Targets, likewise; None if x is a Dataset.
         weights: Of classes and examples.
         steps: The batches of a generator.
@@ -63,12 +65,16 @@ class HeldExamples:
             if weights.of_examples is not None:
                 raise refusal(
                     f"Expected sample_weight = None when x is a {type(x).__name__}, got weights: "
-                    "whose they are depends on its order. Pass arrays."
+                    "whose they are depends on its order. Let it give triples (example, target, "
+                    "weight), or pass arrays."
                 )
             if comes_in_batches(x):
-                x, y, self.batch_size = read_batches(x, y, steps)
+                (x, y, *read), self.batch_size = read_batches(x, y, steps)
             else:
-                x, y = self._read(x, y)
+                x, y, *read = self._read(x, y)
+            if read:
+                weights = attrs.evolve(weights, of_examples=read[0])
+        self.given = weights
         self.x, self.y = _copied("x", x), _copied("y", y)
         sizes = {int(part.shape[0]) for part in tf.nest.flatten((self.x, self.y))}
         if len(sizes) != 1 or 0 in sizes:
@@ -79,12 +85,12 @@ class HeldExamples:
         self.number = sizes.pop()
         self.weights = weights.of(self.y, self.number)
 
-    def _read(self, dataset: tf.data.Dataset, y: Any) -> tuple[Any, Any]:
+    def _read(self, dataset: tf.data.Dataset, y: Any) -> tuple[Any, ...]:
         if y is not None:
             raise TypeError("Expected y = None when x is a Dataset, got targets. Use pairs in x.")
         single = taken_apart(dataset)
-        found = in_memory(single)
-        if len(found) != 2:
+        found: tuple[Any, ...] = in_memory(single, may_have_weights=True)
+        if len(found) == 1:
             raise refusal(
                 "Expected a Dataset of pairs (example, target), got examples without targets."
             )
@@ -97,10 +103,17 @@ class HeldExamples:
         """Logs a warning if examples are equal."""
         warn_of_equal_examples([self.x, self.y])
 
-    def check_same(self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None) -> None:
-        """Raises UnsupportedRunError unless these are the examples, in their order."""
-        if self._is_read and x is self._source and y is None:
+    def check_same(
+        self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None
+    ) -> GivenWeights:
+        """Raises UnsupportedRunError unless these are the examples, in their order.
+
+        Returns:
+            Their weights, as `given`.
+        """
+        if self._is_read and x is self._source and y is None and weights.of_examples is None:
             x, y = self.x, self.y  # of which this is a copy
+            weights = attrs.evolve(weights, of_examples=self.given.of_examples)
         found = HeldExamples(x, y, weights, steps)
         own, other = (
             (part.x, part.y, () if part.weights is None else part.weights) for part in (self, found)
@@ -116,6 +129,7 @@ class HeldExamples:
                 "set. Pass the same arrays to every call of fit; or compile again, which begins "
                 "another run, composed with this one."
             )
+        return found.given
 
     def batches(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """All examples in their order, in pairs of examples and targets."""

@@ -18,21 +18,22 @@ def comes_in_batches(source: Any) -> bool:
     return isinstance(source, tf.keras.utils.Sequence) or inspect.isgenerator(source)
 
 
-def read_batches(source: Any, y: Any, steps: int | None) -> tuple[Any, Any, int]:
-    """Examples, targets and the rows of the first batch.
+def read_batches(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int]:
+    """Examples, targets and weights, if there are any, and the rows of the first batch.
 
     Which examples share a batch, and their order in later passes, is for the model to say; so every
     example is read once.
 
     Args:
-        source: A Sequence of Keras, or a generator, of pairs of examples and targets.
+        source: A Sequence of Keras, or a generator, of pairs of examples and targets, or triples
+            with the weights of the examples.
         y: None.
         steps: The batches of a generator.
 
     Raises:
         TypeError: There are targets beside them.
         UnsupportedRunError: A generator has not as many batches as were said, so that examples may
-            come again; or they are no pairs.
+            come again; or they are neither pairs nor triples.
     """
     if y is not None:
         raise TypeError(
@@ -41,15 +42,17 @@ def read_batches(source: Any, y: Any, steps: int | None) -> tuple[Any, Any, int]
     is_sequence = isinstance(source, tf.keras.utils.Sequence)
     batches = [source[i] for i in range(len(source))] if is_sequence else _generated(source, steps)
     for batch in batches:
-        if not isinstance(batch, tuple) or len(batch) != 2:
+        if not isinstance(batch, tuple) or len(batch) not in (2, 3):
             raise refusal(
-                "Expected batches that are pairs (examples, targets), got "
-                f"{_kind(batch)}. Weights go to fit(sample_weight=) beside arrays."
+                "Expected batches that are pairs (examples, targets), or triples with weights, got "
+                f"{_kind(batch)}."
             )
+        if len(batch) != len(batches[0]):
+            raise refusal("Expected weights in all batches or in none, got them in some.")
     if not batches:
         raise refusal("Expected at least one batch, got none.")
-    x, targets = tf.nest.map_structure(lambda *parts: _joined(parts), *batches)
-    return x, targets, int(np.shape(tf.nest.flatten(batches[0])[0])[0])
+    found = tf.nest.map_structure(lambda *parts: _joined(parts), *batches)
+    return found, int(np.shape(tf.nest.flatten(batches[0])[0])[0])
 
 
 def _generated(source: Iterable[Any], steps: int | None) -> list[Any]:
