@@ -22,9 +22,11 @@ from keras_dice import (
     make_model,
     step,
 )
-from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
 
-from hidden_state_adapters.tf_privacy import DiceKerasSGDOptimizer, query
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasSGDOptimizer,
+)
 
 pytestmark = pytest.mark.usefixtures("restored_precision")
 
@@ -94,7 +96,7 @@ def give_noise(monkeypatch, model, steps):
     def normal(_, shape, stddev, dtype):
         return tf.constant(stddev * parts.pop(0).reshape(shape.numpy()), dtype)
 
-    monkeypatch.setattr(query.tf.random.Generator, "normal", normal)
+    monkeypatch.setattr(tf.random.Generator, "normal", normal)
     return noise
 
 
@@ -250,9 +252,7 @@ def test_the_bias_of_clipping_vanishes():
     Two records at -1 pull with x + 1 each until the clip at 1/2, one at 2 with 1/2: for DP-SGD
     2 (x + 1) = 1/2.
     """
-    clipped = dp_optimizer_keras.GenericDPSGDOptimizer(
-        query.WatchedGaussianSumQuery(0.5, 0.0), learning_rate=0.125
-    )
+    clipped = CyclicDPKerasSGDOptimizer(0.5, 0.0, learning_rate=0.125)
     assert end_in_appendix_b1(clipped) == pytest.approx(-0.75, abs=1e-3)
     dice = DiceKerasSGDOptimizer(0.5, 0.0, learning_rate=0.125)
     assert end_in_appendix_b1(dice) == pytest.approx(0.0, abs=1e-3)
@@ -267,9 +267,7 @@ def test_dp_sgd_is_recovered_when_nothing_is_clipped(monkeypatch):
         if kind == "dice":
             optimizer = DiceKerasSGDOptimizer(1e4, 1e-6, learning_rate=RATE)
         else:
-            optimizer = dp_optimizer_keras.GenericDPSGDOptimizer(
-                query.WatchedGaussianSumQuery(1e4, 1e-6), learning_rate=RATE
-            )
+            optimizer = CyclicDPKerasSGDOptimizer(1e4, 1e-6, learning_rate=RATE)
         for features in batches([4] * 5):
             step(model, optimizer, features)
         ends.append(flat(model.trainable_variables))

@@ -181,6 +181,18 @@ def test_other_layers_go_row_by_row(stack):
     assert ThroughLinearLayers.of(model, row_losses, model.trainable_variables, x, y) is None
 
 
+def test_a_number_is_a_variable_of_every_example_alone():
+    """Its gradients have no axis but that of the examples, whose lengths must not mix."""
+    scale = tf.Variable(2.0)
+    model = make([layers.Lambda(lambda x: x)])
+    row_losses = RowLosses(lambda targets, outputs: tf.reduce_sum(scale * outputs, 1))
+    found = RowByRow(model, row_losses, [scale]).gradients(tf.constant(X), tf.constant(Y))
+    own = X.astype(float).sum(1)
+    np.testing.assert_allclose(found.norms, abs(own), rtol=1e-5)
+    (total,) = found.weighted_sum(tf.cast(own > 0, tf.float64))
+    assert float(total) == pytest.approx(own[own > 0].sum(), rel=1e-5)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_event_is_the_run(order):
     model = make(batch_order=order, compile={"run_eagerly": True}, **AUTO)

@@ -190,33 +190,38 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
         if grad_loss is not None:
             raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
         self._gradients = None
-        losses: list[tf.Tensor] = []
-
-        def checked(value: Any) -> Any:
-            checked_loss = self._checked_loss(value)
-            losses.append(tf.convert_to_tensor(value))
-            return checked_loss
-
-        def checked_call() -> Any:
-            return checked(loss())
-
-        own_loss = loss
-        if callable(loss):
-            own_loss = checked_call
-        elif tape is not None:  # else TF Privacy raises
-            with tape:
-                own_loss = checked(loss)
-        pairs = super()._compute_gradients(own_loss, var_list, None, tape)
+        self._was_dp_gradients_called = True
+        losses, pairs = self._noisy_gradients(loss, var_list, tape)
         variables = [variable for _, variable in pairs]
         check_variables(variables)
         self.training.begin(variables)
-        rows = tf.shape(losses[0], out_type=tf.int64)[0]
+        rows = tf.shape(losses, out_type=tf.int64)[0]
         problem = self._problem(rows, variables)
         if self._expected is not None and self._is_first_loss:
-            problem += self._expected.problem(losses[0])
+            problem += self._expected.problem(losses)
         self._raise_problem(problem)
         self._gradients = Gradients(tuple(gradient for gradient, _ in pairs), rows, problem)
         return pairs
+
+    def _noisy_gradients(
+        self, loss: Any, var_list: Any, tape: Any
+    ) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
+        """The losses as they were given, and the noisy mean for every variable."""
+        if not callable(loss) and tape is None:
+            raise ValueError("Expected a `tape` with a loss that is a tensor, got none.")
+        with tape or tf.GradientTape() as tape:
+            if callable(loss):
+                if not callable(var_list):
+                    tape.watch(var_list)
+                loss = loss()
+            checked = self._checked_loss(loss)
+            records = self._num_microbatches or tf.shape(checked)[0]
+            of_records = tf.reduce_mean(tf.reshape(checked, [records, -1]), axis=1)
+            variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+        jacobians = tape.jacobian(of_records, variables, unconnected_gradients="zero")
+        sums = self._dp_sum_query.noisy_sums(jacobians, variables)
+        means = [part / tf.cast(records, part.dtype) for part in sums]
+        return tf.convert_to_tensor(loss), list(zip(means, variables, strict=True))
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
         if tf.executing_eagerly():

@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths, sum_of_rows
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
@@ -78,7 +79,7 @@ class RowByRow:
             return [tf.convert_to_tensor(g) for g in found], loss, outputs
 
         gradients, losses, outputs = tf.vectorized_map(of_row, rows)
-        squares = tf.add_n([_squares(gradient) for gradient in gradients])
+        squares = tf.add_n([squared_lengths(gradient) for gradient in gradients])
 
         def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
             return [_weighted(gradient, factors) for gradient in gradients]
@@ -267,24 +268,17 @@ def _is_known(model: Any) -> bool:
     )
 
 
-def _squares(rows: tf.Tensor) -> tf.Tensor:
-    """The squared L2 norm of every row, in float64 across all axes but the last."""
-    squares = tf.cast(tf.reduce_sum(tf.square(rows), -1), tf.float64)
-    return tf.reduce_sum(squares, list(range(1, squares.shape.rank)))
-
-
 def _at_least(rows: tf.Tensor) -> tf.Tensor:
     """The same of rows that are factors of a norm, with what squares of small numbers lose.
 
     The other factor may be large, so that a length that is too small would not be clipped.
     """
     tiny = float(np.finfo(rows.dtype.as_numpy_dtype).tiny)
-    return _squares(rows) + tiny * tf.cast(tf.shape(rows)[-1], tf.float64)
+    return squared_lengths(rows) + tiny * tf.cast(tf.shape(rows)[-1], tf.float64)
 
 
 def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
     """The sum of rows, each times its factor; those with factor 0 are left out."""
     kept = tf.cast(factors, rows.dtype)
     shaped = tf.reshape(kept, [-1, *[1] * (rows.shape.rank - 1)])
-    rows = tf.where(tf.not_equal(shaped, 0), rows, tf.zeros_like(rows))
-    return tf.tensordot(kept, rows, 1)
+    return sum_of_rows(tf.where(tf.not_equal(shaped, 0), rows, tf.zeros_like(rows)), kept)

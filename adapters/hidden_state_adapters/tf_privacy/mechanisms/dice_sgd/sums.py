@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import dp_accounting
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy.gradient_rows import sum_of_rows
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.feedback import (
     clip_factor,
     fed_back,
-    joint_norm,
+    row_norms,
     scaled,
 )
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
@@ -25,8 +26,8 @@ class DiceSumQuery(WatchedGaussianSumQuery):
         n\, \mathrm{clip}(e, C_2)
 
     Attributes:
-        rows: n, to be set under the trace before the records come (1 for an empty batch).
-        error_norm: After `get_noised_result`, the norm of e (float64).
+        rows: n, to be set under the trace before the loss is differentiated (1 for an empty batch).
+        error_norm: After `noisy_sums`, the norm of e (float64).
         next_errors: Likewise, the next error.
 
     Args:
@@ -57,28 +58,14 @@ class DiceSumQuery(WatchedGaussianSumQuery):
         self.error_norm: Any = None
         self.next_errors: list[Any] = []
 
-    def initial_sample_state(self, template: Any = None) -> Any:
-        """Zero sums of both kinds, and zero for the largest norm."""
-        self._error.belongs_to(template)
-        sums, largest = super().initial_sample_state(template)
-        return sums, tf.nest.map_structure(tf.zeros_like, sums), largest
-
-    def accumulate_record(self, params: Any, sample_state: Any, record: Any) -> Any:
-        """Adds the clipped record to one sum and what is cut off to the other."""
-        sums, rests, largest = sample_state
-        norm = joint_norm(record)
-        factor = clip_factor(norm, self.l2_norm_clip, record[0].dtype, automatic=self.automatic)
-        finite = tf.where(tf.math.is_finite(norm), norm, tf.constant(float("inf"), tf.float64))
-        return (
-            tf.nest.map_structure(tf.add, sums, scaled(record, factor)),
-            # Not the difference of two sums: what is not clipped leaves exactly nothing.
-            tf.nest.map_structure(tf.add, rests, scaled(record, 1 - factor)),
-            tf.maximum(largest, finite),
-        )
-
-    def get_noised_result(self, sample_state: Any, global_state: Any) -> Any:
+    def noisy_sums(self, records: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The sum above; notes the next error."""
-        sums, rests, self.largest_norm = sample_state
+        self._error.belongs_to(variables)
+        norms = self._noted(row_norms(records))
+        factors = clip_factor(norms, self.l2_norm_clip, records[0].dtype, automatic=self.automatic)
+        sums = [sum_of_rows(part, factors) for part in records]
+        # Not the difference of two sums: what is not clipped leaves exactly nothing.
+        rests = [sum_of_rows(part, 1 - factors) for part in records]
         rows = tf.cast(self.rows, tf.float64)
         divisor = rows if self.divisor is None else tf.constant(self.divisor, tf.float64)
         self.error_norm, fed, self.next_errors = fed_back(
@@ -92,6 +79,4 @@ class DiceSumQuery(WatchedGaussianSumQuery):
         noisy = self._with_noise(sums)
         if self.divisor is not None:
             noisy = scaled(noisy, rows / divisor)
-        result = [n + f for n, f in zip(noisy, scaled(fed, rows), strict=True)]
-        event = dp_accounting.NonPrivateDpEvent()  # a step is no event: DiceSgdDpEvent is the run
-        return result, global_state, event
+        return [n + f for n, f in zip(noisy, scaled(fed, rows), strict=True)]
