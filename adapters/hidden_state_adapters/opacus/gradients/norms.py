@@ -28,11 +28,12 @@ def row_norms(rows: torch.Tensor) -> torch.Tensor:
     length = rows.shape[1]
     if length <= _BLOCK:
         return torch.linalg.vector_norm(rows, dim=1)
-    whole = length - length % _BLOCK
-    blocks = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
-    if whole < length:
-        rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
-        blocks = torch.cat([blocks, rest], dim=1)
+    count, rest = divmod(length, _BLOCK)
+    whole = rows[:, : length - rest] if rest else rows
+    blocks = torch.linalg.vector_norm(whole.reshape(len(rows), count, _BLOCK), dim=2)
+    if rest:
+        last = torch.linalg.vector_norm(rows[:, length - rest :], dim=1, keepdim=True)
+        blocks = torch.cat([blocks, last], dim=1)
     return row_norms(blocks)
 
 
@@ -41,8 +42,10 @@ def joint_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     # The shape in full: an empty batch has nothing that -1 could be computed from.
     rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts]
     norms = [row_norms(part) for part in rows]
-    dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
-    return norms_of_norms([norm.to(device=norms[0].device, dtype=dtype) for norm in norms])
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+        norms = [norm.to(device=norms[0].device, dtype=dtype) for norm in norms]
+    return norms_of_norms(norms)
 
 
 def norms_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,7 +88,7 @@ def opacus_clip_factors(norms: torch.Tensor, clip_norm: float) -> torch.Tensor:
     .. math:: \min(1, C / (|v| + 10^{-6}))
     """
     # Opacus 1.6, optimizers/optimizer.py
-    return (clip_norm / (norms + OPACUS_CLIP_OFFSET)).clamp_(max=1.0)
+    return (norms + OPACUS_CLIP_OFFSET).reciprocal_().mul_(clip_norm).clamp_(max=1.0)
 
 
 def clip_factors(
