@@ -52,15 +52,13 @@ STOCK = {
 }
 
 REMAINING = (
-    "What is left with random batches (without replacement, 300 steps after 200, by a profile): "
-    "about half of the time is the search for a window, a quarter the privacy losses of its steps "
-    "and of its mixture, a quarter Fourier transforms. Until a run has forgotten its start, one "
-    "that is an epoch longer has another window, another share of the noise in it, hence steps "
-    "whose losses were never computed, and another law of the distance: nothing but the losses of "
-    "its plain steps can be kept. Plans are kept, for lengths that are a quarter of a doubling "
-    "apart, so that most epochs of a long run find theirs. With a schedule every length has other "
-    "moduli in its window. `calibrate_noise` asks for seven to ten noise multipliers, whose losses "
-    "have nothing in common."
+    "What is left with random batches: the law of the distance before the window, its privacy "
+    "loss and the Fourier transforms, about a third each, are computed anew for every length "
+    "until a run has forgotten its start. Windows are searched for in runs of two or three "
+    "lengths, whose plans all other lengths share, and the noise is split in few ways, so that "
+    "the losses of the steps are kept. With a schedule every length has other moduli in its "
+    "window, and is searched. `calibrate_noise` asks for seven to ten noise multipliers, whose "
+    "losses have nothing in common."
 )
 
 

@@ -42,7 +42,9 @@ from hidden_state_accountants.bounds.solvers.sampled_windows import (
     Plan,
     SampledSteps,
     Windows,
+    best_of,
     best_plan,
+    between,
     window_of,
 )
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
@@ -71,7 +73,8 @@ _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
 _FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
 _NEARLY_FORGOTTEN = 1e-2
-_PER_DOUBLING = 4  # lengths of runs of equal steps that are searched
+_MANY = 2**12  # equal steps for which shorter runs are planned
+_FEW = 32  # equal steps that are searched whatever their number is
 _MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
@@ -147,9 +150,7 @@ def _equal_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> _S
 
 @functools.lru_cache(maxsize=16)
 def _settled_window(run: _SampledRun, num_steps: int) -> Curve | None:
-    steps = run.segment(0, num_steps)
-    plan = run.plan(0, num_steps, steps)
-    return None if plan is None else run.curve_of(window_of(steps, plan))
+    return run.window(0, num_steps)
 
 
 class _Plans:
@@ -247,25 +248,52 @@ class _SampledRun:
 
     def _best(self, start: int, stop: int, whole: Curve) -> Curve:
         """The best window, or the composition of all steps if that is smaller."""
-        windows = self._windows(start, stop)
-        return BestOfCurves((*windows, whole)) if windows else whole
-
-    def _windows(self, start: int, stop: int) -> list[Curve]:
-        """About the best window; a few for equal steps, and none if the whole segment is better."""
         num_steps = stop - start
         if self.process.is_constant and self._looked_at(num_steps)[0] < num_steps:
             # More equal steps before those that are looked at: the distance is no smaller.
             longer = 2 ** math.ceil(math.log2(num_steps))
             window = _settled_window(self, min(longer, self.process.num_steps))
-            return [] if window is None else [window]
-        steps = self.segment(start, stop)
+        else:
+            window = self.window(start, stop)
+        return whole if window is None else BestOfCurves((window, whole))
+
+    def window(self, start: int, stop: int) -> Curve | None:
+        """About the best window of a segment; None if the whole segment is better."""
+        num_steps, steps = stop - start, self.segment(start, stop)
         if self.process.is_constant:
-            lengths = self._lengths_to_search(num_steps)
-            plans = [self.plan(0, length) for length in lengths]
+            plans = self._for_plans().plans_of_equal(num_steps)
         else:
             plans = [self.plan(start, stop, steps)]
         found = [plan for plan in dict.fromkeys(plans) if plan and plan.length < num_steps]
-        return [self.curve_of(window_of(steps, plan)) for plan in found]
+        if not found:
+            return None
+        plan = best_of(found, steps, step_profile(self.event, self.relation), _DELTA)
+        return self.curve_of(window_of(steps, plan))
+
+    def _for_plans(self) -> _SampledRun:
+        """A run of many more steps, so that runs of all lengths have the same plans."""
+        if self.event.max_batch_size is not None or self.event.num_steps >= _MANY:
+            return self
+        return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation)
+
+    def plans_of_equal(self, num_steps: int) -> list[Plan | None]:
+        """Few plans are searched for, so that a run that goes on is not searched after each epoch.
+
+        Those of powers of two: the next shorter one, the next longer one and what lies between
+        them, and that of a run that has just forgotten its start. (What holds with a plan for a
+        longer run holds for a shorter one, whose distance is no larger.)
+        """
+        memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
+        plans = [self.plan(0, memory)]
+        if num_steps < memory:
+            longer = min(2 ** math.ceil(math.log2(num_steps)), self.process.num_steps)
+            shorter = num_steps if num_steps <= _FEW else 2 ** math.floor(math.log2(num_steps))
+            first, last = self.plan(0, shorter), self.plan(0, longer)
+            plans += [first, last]
+            if first and last and shorter < num_steps < longer:
+                share = math.log(num_steps / shorter) / math.log(longer / shorter)
+                plans.append(between(first, last, share))
+        return plans
 
     def plan(self, start: int, stop: int, known: SampledSteps | None = None) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better.
@@ -285,19 +313,6 @@ class _SampledRun:
             return best_plan(scaled, step_profile(event, self.relation), _DELTA)
 
         return _PLANS.of((event, self.relation, start, stop), search)
-
-    def _lengths_to_search(self, num_steps: int) -> list[int]:
-        """Equal steps have the plans of the next shorter run of a few lengths, and the next longer.
-
-        So a run that goes on is not searched again after each of its epochs. One that is longer
-        than its memory has the plan of a run that just is, and an epsilon that never falls.
-        """
-        memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
-        if num_steps >= memory:
-            return [memory]
-        place = math.floor(_PER_DOUBLING * math.log2(num_steps))
-        near = (2 ** (k / _PER_DOUBLING) for k in (place, place + 1))
-        return [min(math.floor(length), self.process.num_steps) for length in near]
 
     def segment(self, start: int, stop: int) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""

@@ -12,7 +12,8 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds import Subsampling
+from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.bounds import Subsampling, subsampling
 from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
 from hidden_state_accountants.bounds.solvers.distance_law import (
     DistanceLaw,
@@ -20,6 +21,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     law_of_sum,
 )
 from hidden_state_accountants.bounds.solvers.quick_laws import quick_law
+from hidden_state_accountants.bounds.solvers.sampled_windows import best_plan
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.subsampling import _planned, _SampledRun
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
@@ -293,6 +295,58 @@ def test_longer_runs_of_equal_steps_level_off():
     )
     assert short <= long * 1.001
     assert long < 1.02 * short
+
+
+def few_batches(order, steps):
+    """Three batches an epoch, as in docs/tightness.md."""
+    return hsa.LastIterateDpEvent(
+        noise_multiplier=2.0, learning_rate=0.6, clip_norm=1.0, batch_size=2, dataset_size=6,
+        num_steps=steps, batch_order=order, weight_decay=0.2,
+        loss=hsa.LossGeometry.generalized_linear(1.0),
+    )  # fmt: skip
+
+
+def epsilon_of_few_batches(order, steps):
+    return best_guarantee(few_batches(order, steps), SPECIAL).epsilon(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("order", "steps", "limit"),
+    [
+        ("without_replacement", 12, 4.2821),  # composition: 4.3031
+        ("without_replacement", 16, 4.6031),  # all lengths, all shifts, seven splits: 4.596
+        ("without_replacement", 128, 5.0408),  # was 5.0656
+        ("poisson", 20, 3.7466),  # composition: 3.7586
+    ],
+)
+def test_a_short_run_has_its_best_window(order, steps, limit):
+    assert epsilon_of_few_batches(order, steps) <= limit
+
+
+@pytest.mark.parametrize("order", ["poisson", "without_replacement"])
+def test_more_steps_cost_more(order):
+    """Up to the grids of the distances, which differ."""
+    found = [
+        epsilon_of_few_batches(order, steps) for steps in (11, 13, 24, 26, 31, 33, 63, 65, 150)
+    ]
+    largest = np.maximum.accumulate(found)
+    assert (np.array(found) >= largest * (1 - 5e-4)).all()
+
+
+def test_a_run_that_goes_on_is_not_searched_again(monkeypatch):
+    searched = []
+
+    def counted(*arguments):
+        searched.append(arguments)
+        return best_plan(*arguments)
+
+    monkeypatch.setattr(subsampling, "best_plan", counted)
+    monkeypatch.setattr(subsampling, "_PLANS", subsampling._Plans())
+    epsilon_of_few_batches("without_replacement", 40)
+    assert len(searched) == 2  # 32 and 64 steps, which have forgotten their start
+    for steps in (43, 46, 62, 65, 100, 1000):
+        epsilon_of_few_batches("without_replacement", steps)
+    assert len(searched) == 2
 
 
 @pytest.mark.parametrize("diameter", [math.inf, 0.06])

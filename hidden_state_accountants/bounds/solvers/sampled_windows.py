@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -20,14 +20,16 @@ from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Wi
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.profiles import Profile
 
-_SPLITS = (0.9, 0.65)  # beta
+_SPLITS = (12, 4)  # of beta
+_SPLITS_PER_DOUBLING = 4  # of beta / (1 - beta): few values, so that steps repeat their losses
 _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
 _MOVES = (1.4, 1.2, 1.1, 1.05, 1.02)  # factors of one coordinate
+_SPLIT_MOVES = (2, 1, 1, 1, 1)  # of the split, at the same time
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
-_ROUGH_PRECISION, _FEW_LEVELS = 24, 32  # of a rough one
+_FEW_LEVELS = 32  # of a rough one
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 
@@ -73,6 +75,16 @@ class Plan:
     beta: float
 
 
+def split(number: int) -> float:
+    """One of the values of beta that are tried."""
+    odds = 2.0 ** (number / _SPLITS_PER_DOUBLING)
+    return odds / (1 + odds)
+
+
+def _number_of(beta: float) -> int:
+    return round(_SPLITS_PER_DOUBLING * math.log2(beta / (1 - beta)))
+
+
 def best_plan(
     steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
 ) -> Plan | None:
@@ -100,6 +112,41 @@ def best_plan(
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
     return plan if epsilon < whole else None
+
+
+def best_of(
+    plans: Sequence[Plan],
+    steps: SampledSteps,
+    profile_of: Callable[[float], Profile],
+    delta: float,
+) -> Plan:
+    """The plan with about the smallest epsilon; arguments as for `best_plan`."""
+    if len(plans) == 1:
+        return plans[0]
+    windows = Windows(steps)
+    scale = _scale_of(windows.rough(plans[0]), profile_of, delta)
+    if not scale:
+        return plans[0]
+    search = _Search(windows, QuickLosses(profile_of, delta, scale))
+    return min(plans, key=search.epsilon)
+
+
+def between(first: Plan, second: Plan, share: float) -> Plan:
+    """Parameters that lie between those of two plans, on a logarithmic scale.
+
+    Args:
+        first: Whose parameters count if `share` is 0.
+        second: Whose parameters count if it is 1.
+        share: In [0, 1].
+    """
+
+    def mean(a: float, b: float) -> float:
+        return a ** (1 - share) * b**share
+
+    length = round(mean(first.length, second.length))
+    shifted = min(length, round(mean(first.shifted, second.shifted)))
+    number = (1 - share) * _number_of(first.beta) + share * _number_of(second.beta)
+    return Plan(length, shifted, split(round(number)))
 
 
 def window_of(steps: SampledSteps, plan: Plan) -> Window:
@@ -130,19 +177,19 @@ class _Search:
         number = 2 + int(_LENGTHS * math.log(total, 4))
         for length in np.unique(np.geomspace(1, total - 1, number).round().astype(int)).tolist():
             for share in _SHARES:
-                for beta in _SPLITS:
-                    candidate = Plan(length, max(1, round(share * length)), beta)
-                    found = self._quick.epsilon(self._windows.rough(candidate, is_grid=True))
+                for number in _SPLITS:
+                    candidate = Plan(length, max(1, round(share * length)), split(number))
+                    found = self.epsilon(candidate)
                     if found < epsilon:
                         epsilon, plan = found, candidate
         return math.inf if plan is None else self.epsilon(plan), plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
-        """Ever smaller moves of one coordinate at a time."""
-        for factor in _MOVES:
+        """Ever smaller moves of one coordinate, or of the steps with shifts and their split."""
+        for factor, splits in zip(_MOVES, _SPLIT_MOVES, strict=True):
             while True:
                 found, candidate = min(
-                    ((self.epsilon(move), move) for move in self._moves(plan, factor)),
+                    ((self.epsilon(move), move) for move in self._moves(plan, factor, splits)),
                     key=lambda pair: pair[0],
                     default=(math.inf, plan),
                 )
@@ -151,12 +198,16 @@ class _Search:
                 epsilon, plan = found, candidate
         return epsilon, plan
 
-    def _moves(self, plan: Plan, factor: float) -> list[Plan]:
-        moves = []
-        for f in (factor, 1 / factor):
-            moves.append(attrs.evolve(plan, beta=1 - (1 - plan.beta) * f))
-            moves.append(attrs.evolve(plan, shifted=_times(plan.shifted, f)))
-            length = _times(plan.length, f)
+    def _moves(self, plan: Plan, factor: float, splits: int) -> list[Plan]:
+        number, moves = _number_of(plan.beta), []
+        for f, n in ((factor, splits), (1 / factor, -splits)):
+            shifted, length = _times(plan.shifted, f), _times(plan.length, f)
+            beta = split(number + n)
+            moves.append(attrs.evolve(plan, beta=beta))
+            moves.append(attrs.evolve(plan, shifted=shifted))
+            moves.append(
+                attrs.evolve(plan, shifted=shifted, beta=beta)
+            )  # more steps hide less each
             moves.append(attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)))
         return [
             move
@@ -192,7 +243,7 @@ class Windows:
             self._log_sensitivity = np.log(steps.sensitivity)
         self._log_weights: dict[int, float] = {}
         self._laws: dict[tuple[int, int], DistanceLaw] = {}
-        self._rough_laws: dict[tuple[int, bool], DistanceLaw] = {}
+        self._rough_laws: dict[int, DistanceLaw] = {}
 
     def whole(self) -> Window:
         """All steps, which start from a shared state: nothing but the record has to be hidden."""
@@ -201,30 +252,17 @@ class Windows:
             sampled = tuple((mu, count + self._steps.before) for mu, count in sampled)
         return Window(sampled, np.zeros(1), np.ones(1))
 
-    def rough(self, plan: Plan, *, is_grid: bool = False) -> Window:
-        """About what dominates the segment: good enough to choose.
-
-        Args:
-            plan: The parameters.
-            is_grid: Whether it is one of many, far from each other.
-        """
+    def rough(self, plan: Plan) -> Window:
+        """About what dominates the segment: good enough to choose."""
         start = self.total - plan.length
         if self._steps.is_constant:  # pasts of nearly the same length share a law
             start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
             start = self.total if start >= self._memory else start
-        key = start, is_grid
-        if key not in self._rough_laws:
+        if start not in self._rough_laws:
             weights, largest, certain = self._coins(start)
-            rate = self._steps.rate
-            if (
-                self._steps.is_constant and not is_grid
-            ):  # rounded up: plans of longer runs, and epsilons, fall less
-                law = law_of_sum(weights, rate, largest, _ROUGH_PRECISION, certain)
-                law = fewer_levels(law, _FEW_LEVELS)
-            else:
-                law = quick_law(weights, rate, largest, _FEW_LEVELS, certain)
-            self._rough_laws[key] = law
-        return self._window(plan, self._rough_laws[key])
+            law = quick_law(weights, self._steps.rate, largest, _FEW_LEVELS, certain)
+            self._rough_laws[start] = law
+        return self._window(plan, self._rough_laws[start])
 
     def window(self, plan: Plan, precision: int, levels: int) -> Window:
         """What dominates the segment.
