@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.base import BestOfCurves, is_hopeless
+from hidden_state_accountants.curves.base import BestOfCurves, failure, is_hopeless
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee, Topic
@@ -19,6 +19,8 @@ from hidden_state_accountants.process.conditions import UnmetCondition
 
 RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 """The kinds of runs that some bound is about."""
+
+_DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
@@ -98,8 +100,10 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
     if candidate.mu is not None and best.mu is not None:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
-    epsilon = candidate.epsilon(1e-6)
-    return is_hopeless(best.curve, 1e-6, epsilon) or epsilon < best.epsilon(1e-6)
+    # What may fail says nothing at a delta below its failure, and may still be smaller above.
+    delta = min(1.0, _DELTA + max(failure(guarantee.curve) for guarantee in (candidate, best)))
+    epsilon = candidate.epsilon(delta)
+    return is_hopeless(best.curve, delta, epsilon) or epsilon < best.epsilon(delta)
 
 
 def why_none_applies(

@@ -18,6 +18,8 @@ from hidden_state_accountants.curves.mixtures import many_gaussians
 from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilon_from_rdp
 
 _HOPELESS = 3.0  # times as large by divergences
+NEGLIGIBLE = 1e-9  # a failure that is below every delta that is asked for
+_DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
 
@@ -239,6 +241,11 @@ def with_delta(curve: Curve, extra: float) -> CurveWithDelta:
     return CurveWithDelta(curve, extra)
 
 
+def failure(curve: Curve) -> float:
+    """The probability with which a curve does not hold: at no smaller delta it says anything."""
+    return curve.extra if isinstance(curve, CurveWithDelta) else 0.0
+
+
 @attrs.frozen(eq=False)
 class BestOfCurves:
     """Several curves that all hold: at every point the smallest counts.
@@ -277,13 +284,18 @@ class BestOfCurves:
         return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
 
     def best(self) -> Curve:
-        """The curve to compose with others."""
-        return self._smallest(1e-6)[1]
+        """The curve to compose with others: the smallest at a delta at which all say something."""
+        return self._smallest(min(1.0, _DELTA + max(map(failure, self.curves))))[1]
+
+    def certain(self) -> Curve | None:
+        """The smallest of the curves that do not fail, or hardly, if there are some."""
+        curves = tuple(curve for curve in self.curves if failure(curve) <= NEGLIGIBLE)
+        return BestOfCurves(curves).best() if curves else None
 
     def privacy_losses(self) -> Losses | None:
         return self.best().privacy_losses()
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        by_epsilon = sorted(self.curves, key=lambda curve: rough_epsilon(curve, 1e-6))
+        by_epsilon = sorted(self.curves, key=lambda curve: rough_epsilon(curve, _DELTA))
         events = (curve.to_dpevent() for curve in (self.best(), *by_epsilon))
         return next((event for event in events if event is not None), None)

@@ -12,12 +12,14 @@ import dp_accounting
 import numpy as np
 
 from hidden_state_accountants.curves.base import (
+    NEGLIGIBLE,
     BestOfCurves,
     Curve,
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
+    failure,
 )
 from hidden_state_accountants.curves.fewer_mixtures import fewer_mixtures
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
@@ -37,17 +39,32 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     what is given several times is one mechanism that runs more often: a user composes a run again
     after each of its epochs.
 
+    What may fail says nothing at a delta below its failure, where the rest that is proved counts.
+
     Raises:
         ValueError: The standard events have no stock accountant in common.
     """
+    curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
+    if len(curves) == 1 and curves[0][1] == 1:
+        return _composed(curves)
+    chosen = [(c.best() if isinstance(c, BestOfCurves) else c, count) for c, count in curves]
+    total = _composed(chosen)
+    if failure(total) <= NEGLIGIBLE:
+        return total
+    certain = [(c.certain() if isinstance(c, BestOfCurves) else c, count) for c, count in curves]
+    known = [(c, count) for c, count in certain if c is not None and failure(c) <= NEGLIGIBLE]
+    if len(known) < len(curves):  # what one of them may show is not bounded
+        return total
+    return BestOfCurves((total, _composed(known)))
+
+
+def _composed(curves: Sequence[tuple[Curve, int]]) -> Curve:
+    """As `compose_curves`, of one curve for each mechanism."""
     mu_squared, extra = 0.0, 0.0
     events: list[StockEvent] = []
     others: list[tuple[Curve, int]] = []
     mixtures: list[tuple[GaussianMixtureCurve, int]] = []
-    curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
     for curve, count in curves:
-        if isinstance(curve, BestOfCurves) and (len(curves) > 1 or count > 1):
-            curve = curve.best()
         if isinstance(curve, CurveWithDelta):
             extra += count * curve.extra
             curve = curve.curve

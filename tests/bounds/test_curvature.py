@@ -4,6 +4,7 @@ import itertools
 import math
 
 import attrs
+import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
@@ -12,6 +13,8 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GaussianOracle
+from hidden_state_accountants.curves.base import BestOfCurves, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.batch_curvature import batch_share
 from hidden_state_accountants.process.noisy_process import noisy_process, sampled_process
 
@@ -154,6 +157,51 @@ class TestWhereItIsUsed:
                 assert other.delta(epsilon) == pytest.approx(expected, rel=1e-9)
         running = hsa.LastIterateAccountant(SPECIAL).compose(unsure)
         assert running.get_epsilon(9e-7) > running.get_epsilon(1.1e-6)
+
+    @pytest.mark.parametrize("order", ["cyclic", "shuffled_once", "reshuffled"])
+    def test_a_released_bound_counts_at_every_delta_above_its_failure(self, order):
+        """At a failure of 1e-6, the default, composition used to be all that was left of it."""
+        unsure = CONVEX.with_curvature(0.5, failure=1e-6)
+        event = cyclic_run(
+            batch_order=order, learning_rate=3.0, weight_decay=0.1, num_steps=200, loss=unsure
+        )
+        sure = attrs.evolve(event, loss=CONVEX.with_curvature(0.5))
+        composed = attrs.evolve(event, loss=None)
+        alone, certain, every = (
+            hsa.LastIterateAccountant(SPECIAL).compose(e) for e in (event, sure, composed)
+        )
+        assert alone.get_epsilon(1e-5) == pytest.approx(certain.get_epsilon(9e-6), rel=1e-6)
+        assert alone.get_epsilon(1e-5) < 0.5 * every.get_epsilon(1e-5)
+        assert alone.get_epsilon(1e-6) == every.get_epsilon(1e-6)
+
+        release = dp_accounting.LaplaceDpEvent(20.0)
+        both, certain, every = (a.compose(release) for a in (alone, certain, every))
+        assert both.get_epsilon(1e-5) == pytest.approx(certain.get_epsilon(9e-6), rel=1e-6)
+        assert both.get_epsilon(1e-5) < 0.6 * every.get_epsilon(1e-5)
+        assert both.get_epsilon(1e-6) == every.get_epsilon(1e-6)
+
+        twice = hsa.LastIterateAccountant(SPECIAL).compose(event, 2)
+        assert twice.get_epsilon(3e-6) < 0.5 * twice.get_epsilon(2e-6) < math.inf
+
+    @pytest.mark.parametrize("failure", [0.3, 1 - 1e-9, 1.0])
+    def test_a_bound_that_fails_too_often_leaves_composition(self, failure):
+        event = cyclic_run(learning_rate=3.0, loss=CONVEX.with_curvature(0.5, failure=failure))
+        every = hsa.LastIterateAccountant(SPECIAL).compose(attrs.evolve(event, loss=None))
+        accountant = hsa.LastIterateAccountant(SPECIAL).compose(event)
+        assert accountant.get_epsilon(1e-5) == every.get_epsilon(1e-5)
+        accountant.compose(event)
+        assert accountant.get_epsilon(1e-5) == every.compose(event).get_epsilon(1e-5)
+
+    def test_what_is_known_of_one_mechanism_alone_bounds_not_two(self):
+        fails, sure = CurveWithDelta(GaussianCurve(0.1), 1e-6), GaussianCurve(2.0)
+        alone = compose_curves([(fails, 1), (sure, 1)])
+        assert alone.epsilon(1e-7) == math.inf
+        either = BestOfCurves((fails, CurveWithDelta(GaussianCurve(1.0), 1e-12)))
+        both = compose_curves([(either, 1), (sure, 1)])
+        assert both.epsilon(1e-5) == GaussianCurve(math.hypot(0.1, 2.0)).epsilon(9e-6)
+        expected = GaussianCurve(math.hypot(1.0, 2.0)).epsilon(1e-7)
+        assert expected <= both.epsilon(1e-7) < expected * (1 + 1e-4)
+        assert compose_curves([(either, 1), (fails, 1)]).epsilon(1e-7) == math.inf
 
     def test_beside_a_failure_of_the_batches(self):
         """Overfull batches fail as well; a curvature is declared, and not used."""
