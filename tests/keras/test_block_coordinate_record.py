@@ -194,8 +194,9 @@ def files_of_steps(run):
     run.fit(callbacks=[callbacks.ModelCheckpoint("b", save_freq=1, save_weights_only=True)])
 
 
-@pytest.mark.parametrize("act", [released, files_of_epochs, files_of_steps])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    ("act", "number"), [(released, 1), (files_of_epochs, 2), (files_of_steps, 1)]
+)
 def test_releases_within_the_run_are_accounted_by_composition(make_blocks, act, number):
     run = make_blocks(*two()) if number == 2 else make_blocks(block_loss=LOGISTIC)
     act(run)
