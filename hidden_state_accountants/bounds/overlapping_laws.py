@@ -35,11 +35,12 @@ _DELTA = 1e-6  # windows are chosen by epsilon there
 
 @attrs.frozen
 class OverlappingLaws(HiddenStateBound):
-    """Theorem D for FULL and CYCLIC runs of equal steps on a bounded domain.
+    """Theorem D for FULL and CYCLIC runs on a bounded domain.
 
     Formal guarantees:
       - Relation: as for `ShiftedInterpolation`.
-      - Released: the last iterate alone. Constant hyper-parameters.
+      - Released: the last iterate alone. Steps that differ all count as the worst one: the largest
+        modulus, the largest sensitivity, the least noise.
       - The figure does not depend on the number of steps: no longer run has a larger one.
       - (epsilon, delta) only: no Renyi divergences, no mu-GDP.
       - Assumptions: those of `ShiftedInterpolation`.
@@ -57,10 +58,9 @@ class OverlappingLaws(HiddenStateBound):
     def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
-        """A contractive process of equal steps on a bounded domain, and no releases."""
+        """A contractive process on a bounded domain, and no releases."""
         return (
             *unmet_conditions(event, relation),
-            *conditions.constant_parameters(event),
             *conditions.last_iterate_alone(event),
             *conditions.unless(
                 event.domain_diameter < math.inf, "domain_diameter", "a bounded domain", "inf"
@@ -77,11 +77,11 @@ class OverlappingLaws(HiddenStateBound):
 
 @attrs.frozen
 class _Steps:
-    """Equal steps; lengths in units of the noise.
+    """Steps of which none is worse than this one; lengths in units of the noise.
 
     Attributes:
-        contraction: c of a step.
-        sensitivity: s of a step whose batch holds the record, every `period`-th one.
+        contraction: At least c of every step.
+        sensitivity: At least s of a step whose batch holds the record, every `period`-th one.
         distance: No two states are farther apart: the domain's diameter. How far apart two runs
             with the same noise are does not matter here. States that are left over when the laws
             are matched are no such runs, and may be at opposite ends.
@@ -95,10 +95,10 @@ class _Steps:
 
     @classmethod
     def of(cls, process: NoisyProcess) -> _Steps:
-        c, s, sigma = (
-            float(array[0])
-            for array in (process.contraction, process.sensitivity, process.noise_std)
-        )
+        steps = slice(1 if process.is_constant else None)
+        c = float(process.contraction[steps].max())
+        s = float(process.sensitivity[steps].max())
+        sigma = float(process.noise_std[steps].min())
         if not sigma:
             return cls(c, math.inf if s else 0.0, math.inf, process.period)
         return cls(c, s / sigma, process.domain_diameter / sigma, process.period)

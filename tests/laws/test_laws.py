@@ -27,6 +27,7 @@ PUBLIC = (FULL, CYCLIC)  # the accountant's epsilon under any other order may ta
 DETERMINISTIC = (*PUBLIC, *EPOCHS)
 RENYI_ORDERS = (1.5, 2.0, 8.0, 32.0)
 ROUNDING = 1e-9
+SEARCHED = 0.1
 
 laws = settings(
     max_examples=max(30, settings().max_examples // 2),
@@ -48,11 +49,13 @@ def sizes(event, relation):
 def mus(event, relation):
     """Per bound that is Gaussian: mu.
 
-    Not of Theorem D, which is about any number of steps: Gaussian only where it says nothing.
+    Not of Theorem D, which is about any number of steps: Gaussian only where it says nothing. Nor
+    of a search among windows, see `assert_at_most`.
     """
     guarantees = sound_guarantees(event, relation, event.batch_order in PUBLIC)
     gaussian = {name: g.mu for name, g in guarantees.items() if g.mu is not None}
     gaussian.pop("overlapping_laws", None)
+    gaussian.pop("subsampling", None)
     return gaussian
 
 
@@ -60,10 +63,14 @@ def assert_at_most(smaller, larger, strict=False):
     """Per bound that covers both runs; strictly where the larger is neither 0 nor infinite.
 
     Not for `subsampling`: it takes the best of the windows that a search visits, all valid, and a
-    search need not find as good a one for the easier run.
+    search need not find as good a one for the easier run. `reshuffled` and Theorem D search among
+    fewer, by which they may differ a little.
     """
     for name in (smaller.keys() & larger.keys()) - {"subsampling"}:
         low, high = smaller[name], larger[name]
+        searches = name in ("reshuffled", "overlapping_laws")
+        if searches or (name == "accountant" and "overlapping_laws" in larger):
+            high = high * (1 + SEARCHED)
         # dp-accounting 0.6 gives up on some orders of a sampled Gaussian: infinite, so no claim.
         gives_up = np.isinf(low) & (len(low) > 1)
         assert (gives_up | (low <= high * (1 + ROUNDING))).all(), name
@@ -279,7 +286,8 @@ def test_epochs_without_learning_rate_change_nothing(run, data):
         weight_decay=longer("weight_decay", 0.0),
     )
     before, after = mus(event, relation), mus(idle, relation)
-    for name in before.keys() & after.keys():  # some bounds want constant parameters
+    # Some bounds want constant parameters; `reshuffled` finds other windows under a schedule.
+    for name in (before.keys() & after.keys()) - {"reshuffled"}:
         assert after[name] == pytest.approx(before[name], rel=ROUNDING), name
 
 

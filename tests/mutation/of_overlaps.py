@@ -44,6 +44,13 @@ MUTATIONS = (
         _TESTS,
     ),
     Mutation(
+        "steps_that_differ_have_the_mean_noise",
+        "bounds/overlapping_laws.py",
+        "sigma = float(process.noise_std[steps].min())",
+        "sigma = float(process.noise_std[steps].mean())",
+        _TESTS,
+    ),
+    Mutation(
         "states_that_are_left_over_are_as_near_as_coupled_runs",
         "bounds/overlapping_laws.py",
         "return cls(c, s / sigma, process.domain_diameter / sigma, process.period)",
