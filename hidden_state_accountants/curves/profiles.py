@@ -22,6 +22,7 @@ RELATIVE_ERROR = 1e-12
 _FAR = 15.0  # a Gaussian has less than 1e-50 of its mass beyond
 _LARGE_EPSILON = 30.0
 _ROUNDING = 2.0**-50
+_LARGEST_EXPONENT = 700.0
 
 
 @attrs.frozen(eq=False)
@@ -111,6 +112,7 @@ def poisson(whole: Profile, rate: float) -> Profile:
         return sampled_deltas(whole.forward, rate, epsilon)
 
     def backward(epsilon: np.ndarray) -> np.ndarray:
+        epsilon = np.minimum(epsilon, _LARGEST_EXPONENT)  # delta falls: no smaller there
         # rounded up: where gamma is next to 0 it has no digits left
         gamma = np.clip(1 + np.expm1(-epsilon) / rate + _ROUNDING, 0.0, 1.0)
         result = np.zeros(epsilon.shape)

@@ -178,6 +178,14 @@ class TestDivergences:
             (found,) = _divergences(np.array([order]), nodes, *directions)
             assert expected < found < 1.02 * expected or (order * mu > 30 and found == math.inf)
 
+    def test_large_epsilons_of_a_certain_record_are_numbers(self):
+        """e^epsilon is infinite at 800, and the divergence there is far below all numbers."""
+        whole = profiles.gaussian(30.0)
+        epsilons = np.array([600.0, 700.0, 800.0, 2000.0])
+        found = profiles.poisson(whole, 1.0).backward(epsilons)
+        assert np.isfinite(found).all()
+        assert (found >= whole.forward(epsilons)).all()
+
     def test_far_apart_the_coin_is_revealed(self):
         curve = ReplacedInPoissonBatchCurve(40.0, 0.1)
         found = curve.rdp(np.array([2.0, 300.0]))
