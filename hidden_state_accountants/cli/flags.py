@@ -83,6 +83,14 @@ def _run_fields(
         int | None,
         _option("Cyclic: account for the records of this batch ONLY (hsa profile: all).", _RUN),
     ] = None,
+    is_microbatched: Annotated[
+        bool | None,
+        _option(
+            "A record is a microbatch of several examples (needs --relation replace_one).",
+            _RUN,
+            "--microbatched/--no-microbatched",
+        ),
+    ] = None,
 ) -> None: ...
 
 

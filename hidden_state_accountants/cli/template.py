@@ -18,6 +18,7 @@ weight_decay = 0.1          # decoupled: x <- (1 - learning_rate * weight_decay)
 # release_steps = [1000]    # after these steps the model was released, too
 # sampling_rate = 0.01      # poisson only: the loader's, if it is not batch_size / dataset_size
 # max_batch_size = 650      # poisson only: the cap on a batch
+# is_microbatched = true    # a record is a microbatch of several examples; needs replace_one below
 
 # What is known about the loss of ONE record. Without it: ordinary composition.
 [loss]

@@ -101,6 +101,8 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
     expected = cyclic_run(batch_order="poisson", sampling_rate=0.1, num_steps=30)
     assert rate["event"] == expected.to_dict()
     assert rate["epsilon"] == epsilon(expected)
+    groups = hsa_json("epsilon run.toml --microbatched --relation replace_one")
+    assert groups["event"] == cyclic_run(is_microbatched=True).to_dict()
     flags = set(app.epsilon.__annotations__)
     fields = {field.name for field in attrs.fields(hsa.LastIterateDpEvent)}
     assert fields <= flags
