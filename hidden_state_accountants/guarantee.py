@@ -402,8 +402,8 @@ class Guarantee:
         """Everything that is proved, as plain JSON types: it can be kept, sent and read again.
 
         What `from_dict` makes of it gives the same answers, but for the changes that `explain`
-        lists: they need the run. Renyi divergences that no formula gives are known at the orders of
-        `curves.renyi.ORDERS`; between them `rdp` is rounded up. The digest finds slips, it is no
+        lists: they need the run. Renyi divergences that no formula gives are known at the orders at
+        which they are converted; between them `rdp` is rounded up. The digest finds slips, it is no
         signature: whoever can write the file can write a digest.
         """
         everyone = self.of_all_records

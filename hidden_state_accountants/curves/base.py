@@ -178,9 +178,11 @@ class RdpCurve:
 
     Attributes:
         bound: Maps an array of orders > 1 to upper bounds on the divergences in both directions.
+        orders: Those at which it is converted.
     """
 
     bound: Callable[[np.ndarray], np.ndarray]
+    orders: np.ndarray = ORDERS
 
     @property
     def mu(self) -> None:
@@ -188,10 +190,10 @@ class RdpCurve:
         return None
 
     def epsilon(self, delta: float) -> float:
-        return epsilon_from_rdp(ORDERS, self.rdp(ORDERS), delta)
+        return epsilon_from_rdp(self.orders, self.rdp(self.orders), delta)
 
     def delta(self, epsilon: float) -> float:
-        return delta_from_rdp(ORDERS, self.rdp(ORDERS), epsilon)
+        return delta_from_rdp(self.orders, self.rdp(self.orders), epsilon)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.asarray(self.bound(np.asarray(orders, dtype=np.float64)), dtype=np.float64)

@@ -145,7 +145,10 @@ class ComposedCurve(RenyiOrLoss):
 
     @property
     def orders(self) -> np.ndarray:
-        known_in_closed_form = all(isinstance(curve, _QUICK) for curve, _ in self.parts)
+        known_in_closed_form = all(
+            isinstance(curve, _QUICK) and np.array_equal(getattr(curve, "orders", ORDERS), ORDERS)
+            for curve, _ in self.parts
+        )
         return ORDERS if known_in_closed_form else STOCK_ORDERS
 
     def privacy_losses(self) -> Losses | None:

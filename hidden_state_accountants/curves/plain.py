@@ -23,7 +23,6 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.by_profile import ProfileCurve
 from hidden_state_accountants.curves.cohorts import CohortCurve
 from hidden_state_accountants.curves.composed import ComposedCurve
-from hidden_state_accountants.curves.renyi import ORDERS
 from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.sampled_pairs import (
     ReplacedInPoissonBatchCurve,
@@ -90,8 +89,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, RdpCurve):
         bound = value.bound
         known = bound if isinstance(bound, _KnownDivergences) else None
-        orders = ORDERS if known is None else known.orders
-        divergences = value.rdp(ORDERS) if known is None else known.divergences
+        orders = value.orders if known is None else known.orders
+        divergences = value.rdp(orders) if known is None else known.divergences
         return {"type": _RENYI, "orders": to_plain(orders), "divergences": to_plain(divergences)}
     if type(value) in _TYPES.values():
         return {"type": type(value).__name__, **_fields(value)}
@@ -154,7 +153,8 @@ def _from_plain(plain: Any) -> Any:
     if kind == _RELATION:
         return NeighboringRelation[parts["name"]]
     if kind == _RENYI:
-        return RdpCurve(_KnownDivergences(*map(_from_plain, parts.values())))
+        known = _KnownDivergences(*map(_from_plain, parts.values()))
+        return RdpCurve(known, known.orders)
     if kind == _EVENT:
         event = _event_type(parts["name"])
         fields = {name: _from_plain(part) for name, part in parts["fields"].items()}

@@ -12,7 +12,13 @@ from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from scipy import optimize, special
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import BestOfCurves, Curve, GaussianCurve, RdpCurve
+from hidden_state_accountants.curves.base import (
+    BestOfCurves,
+    Curve,
+    CurveWithDelta,
+    GaussianCurve,
+    RdpCurve,
+)
 from hidden_state_accountants.curves.losses import GRID, Losses, PrivacyLoss, losses_of
 from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Profile
@@ -227,6 +233,7 @@ def after_selection(curve: Curve, mean: float, shape: float) -> RdpCurve:
     .. math:: D_\lambda + (1 + \eta)\Big(1 - \frac{1}{\hat\lambda}\Big) D_{\hat\lambda}
               + \frac{(1 + \eta) \log(1/\gamma)}{\hat\lambda} + \frac{\log m}{\lambda - 1}.
     """
+    orders = _orders_of(curve)
     if shape == math.inf:
 
         def poisson(orders: np.ndarray) -> np.ndarray:
@@ -234,11 +241,21 @@ def after_selection(curve: Curve, mean: float, shape: float) -> RdpCurve:
             extra = mean * np.reshape(deltas, orders.shape)
             return np.asarray(curve.rdp(orders) + extra + math.log(mean) / (orders - 1))
 
-        return RdpCurve(poisson)
+        return RdpCurve(poisson, orders)
     log_inverse = -math.log(_gamma(mean, shape))
-    others = (1 - 1 / ORDERS) * curve.rdp(ORDERS) + log_inverse / ORDERS
+    others = (1 - 1 / orders) * curve.rdp(orders) + log_inverse / orders
     fixed = (1 + shape) * float(np.min(others))
-    return RdpCurve(lambda orders: curve.rdp(orders) + fixed + math.log(mean) / (orders - 1))
+    return RdpCurve(lambda at: curve.rdp(at) + fixed + math.log(mean) / (at - 1), orders)
+
+
+def _orders_of(curve: Curve) -> np.ndarray:
+    """Where the divergences of a curve are read: a sampled event has few orders that are quick."""
+    if isinstance(curve, BestOfCurves):
+        return functools.reduce(np.intersect1d, map(_orders_of, curve.curves))
+    if isinstance(curve, CurveWithDelta):
+        return _orders_of(curve.curve)
+    orders: np.ndarray = getattr(curve, "orders", ORDERS)
+    return orders
 
 
 def _gamma(mean: float, shape: float) -> float:

@@ -13,6 +13,8 @@ from scipy import stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.calibration.noise import gaussian_mu
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.renyi import STOCK_ORDERS
 from hidden_state_accountants.guarantee import Assumption
 
 ONE = NeighboringRelation.REPLACE_ONE
@@ -190,6 +192,10 @@ class TestSelection:
     @pytest.mark.parametrize("order", ["shuffled_once", "poisson"])
     def test_other_orders(self, order):
         found = guarantee(order)
+        selected = found.after_selection(5.0, math.inf).curve
+        if order == "poisson":  # at others dp-accounting takes a minute
+            np.testing.assert_array_equal(selected.orders, STOCK_ORDERS)
+            assert compose_curves([(selected, 2)]).orders is STOCK_ORDERS
         assert found.epsilon(1e-5) < found.after_selection(5.0, math.inf).epsilon(1e-5) < math.inf
 
     def test_what_is_assumed_and_cited(self):

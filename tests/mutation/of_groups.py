@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "best_of_many_runs_forgets_how_many",
         TRANSFORMED,
-        "+ fixed + math.log(mean) / (orders - 1))",
-        "+ fixed)",
+        "+ fixed + math.log(mean) / (at - 1), orders)",
+        "+ fixed, orders)",
         _FORMS,
     ),
     Mutation(
