@@ -31,6 +31,7 @@ _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
 _FEW_LEVELS = 32  # of a rough one
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
+_LATE = 2**11  # coins that are looked at first
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 
 
@@ -259,7 +260,7 @@ class Windows:
             start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
             start = self.total if start >= self._memory else start
         if start not in self._rough_laws:
-            weights, largest, certain = self._coins(start)
+            weights, largest, certain = self._late_coins(start)
             law = quick_law(weights, self._steps.rate, largest, _FEW_LEVELS, certain)
             self._rough_laws[start] = law
         return self._window(plan, self._rough_laws[start])
@@ -318,17 +319,33 @@ class Windows:
         )
         return float(before) - self._log_weights[plan.shifted] / 2
 
-    def _coins(self, start: int) -> tuple[np.ndarray, float, float]:
-        """What each coin adds to the distance after `start` steps, the largest one, and a start."""
-        stops = np.arange(1, start + 1)
+    def _coins(self, start: int, first: int = 0) -> tuple[np.ndarray, float, float]:
+        """What each coin adds to the distance after `start` steps, the largest one, and a start.
+
+        Args:
+            start: Steps before the window.
+            first: Of them, how many have coins that are left out.
+        """
+        stops = np.arange(first + 1, start + 1)
         with np.errstate(over="ignore"):
             weights = np.exp(
-                self._log_sensitivity[:start]
+                self._log_sensitivity[first:start]
                 + self._steps.stretching.log_product(stops, np.array(start))
             )
             kept = np.exp(self._steps.stretching.log_product(np.array(0), np.array(start)))
         certain = float(self._steps.distance[0] * kept) if self._steps.before else 0.0
         return weights, float(self._steps.distance[start]), certain
+
+    def _late_coins(self, start: int) -> tuple[np.ndarray, float, float]:
+        """About the same of the coins that matter: good enough to choose."""
+        number = _LATE
+        while number < start:
+            found = self._coins(start, start - number)
+            weights = found[0]
+            if weights[: number // 2].max() <= _FORGOTTEN / number * weights.max():
+                return found
+            number *= 4
+        return self._coins(start)
 
     @functools.cached_property
     def _memory(self) -> int:
