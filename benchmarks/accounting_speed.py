@@ -53,7 +53,7 @@ STOCK = {
 
 REMAINING = (
     "What is left with random batches: the law of the distance before the window, its privacy "
-    "loss and the Fourier transforms, about a third each, are computed anew for every length "
+    "loss and the Fourier transforms are computed anew for every length "
     "until a run has forgotten its start. Windows are searched for in runs of two or three "
     "lengths, whose plans all other lengths share, and the noise is split in few ways, so that "
     "the losses of the steps are kept. With a schedule every length has other moduli in its "
