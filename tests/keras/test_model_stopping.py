@@ -103,6 +103,26 @@ def test_weights_that_come_back():
         model.get_epsilon(DELTA)
 
 
+def test_other_weights_that_are_put_in_when_it_stops():
+    """Only an iterate that was shown may come back."""
+    model = make(**AUTO)
+
+    def put(epoch, logs):
+        model.layers[0].kernel.assign_add(tf.ones_like(model.layers[0].kernel))
+
+    fit(model, stops(), Late(put))
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+        model.get_epsilon(DELTA)
+
+
+class Late(callbacks.Callback):
+    """Acts after EarlyStopping, once it has stopped."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.on_epoch_end = lambda epoch, logs: act(epoch, logs) if self.model.stop_training else 0
+
+
 def test_a_run_that_was_stopped_is_over():
     model = make(**AUTO)
     fit(model, stops())
@@ -156,9 +176,11 @@ def test_a_target_whose_event_knows_no_releases():
 
 
 def test_the_best_file_is_kept(tmp_path):
-    model = make(**AUTO)
+    model = make(target_delta=DELTA, **AUTO)
     path = str(tmp_path / "best.weights.h5")
-    fit(model, callbacks.ModelCheckpoint(path, save_best_only=True, save_weights_only=True))
+    best = callbacks.ModelCheckpoint(path, save_best_only=True, save_weights_only=True)
+    shown = fit(model, best).history["epsilon_if_released_now"]
+    assert shown == [pytest.approx(model.get_epsilon(DELTA), rel=1e-9)] * EPOCHS
     assert model.privacy_event.release_steps == tuple(range(STEPS, EPOCHS * STEPS, STEPS))
 
 

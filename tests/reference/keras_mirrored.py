@@ -163,6 +163,7 @@ def compiled(strategy):
 CASES = {
     "linear": difference,
     "rows": lambda strategy: difference(strategy, normalised),
+    "microbatches": lambda strategy: difference(strategy, num_microbatches=1),  # of two replicas
     "poisson": poisson,
     "dice": lambda strategy: difference(strategy, optimizer=dice),
     "noise": noise,
