@@ -197,6 +197,18 @@ def test_it_goes_on_and_is_saved(tmp_path, without_graphs, row_by_row):
         fit(alone)
 
 
+def test_it_does_not_go_on_with_others(without_graphs, row_by_row):
+    """As many of another size: an example would be in another record, and in another batch."""
+    same = {"num_microbatches": 1, "batch_order": "cyclic", "drop_remainder": True}
+    examples = {"x": X[:11], "y": Y[:11]}
+    model = fit(make(**same), batch_size=4, **examples)
+    other = make(**same)
+    other.set_weights(model.get_weights())
+    other.resume(model.state(stays_private=True))
+    with pytest.raises(hsa.UnsupportedRunError, match=r"microbatches of 4 .*microbatches of 5 "):
+        fit(other, batch_size=5, **examples)
+
+
 def test_a_run_after_it_needs_its_relation(without_graphs, row_by_row):
     """Its event says nothing about an example that is left out."""
     model = fit(make(batch_order="cyclic"))

@@ -415,8 +415,10 @@ class OwnedSteps(Mechanism):
 
     @property
     def kind(self) -> str:
-        """The model's steps, with their update rule."""
-        return f"HiddenStateModel with {self._update.name}"
+        """The model's steps, with their update rule, and the microbatches that are its records."""
+        each = self.examples_of_record
+        grouping = f" on microbatches of {each} examples" if each > 1 else ""
+        return f"HiddenStateModel with {self._update.name}{grouping}"
 
     @property
     def hidden_state(self) -> str:  # type: ignore[override]
