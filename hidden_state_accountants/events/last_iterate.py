@@ -34,7 +34,7 @@ from hidden_state_accountants.events.batch_order import (
     unequal_batches,
     unmet_relation,
 )
-from hidden_state_accountants.events.loss_geometry import LossGeometry
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import (
     arguments_of,
     construct,
@@ -105,7 +105,8 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         is_microbatched: Whether a record is a microbatch: several examples, always the same ones,
             whose mean gradient is clipped as one. Neighbouring data sets differ in one example,
             which makes one record another one and never takes it away: REPLACE_ONE is the only
-            relation under which such a run has a guarantee. `loss` is about the mean loss.
+            relation under which such a run has a guarantee. `loss` is about the mean loss, which is
+            no generalized linear one: what a clip leaves of its gradient need not be monotone.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -161,6 +162,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             raise TypeError(
                 f"Expected is_microbatched to be True or False, got {self.is_microbatched!r}."
             )
+        self._check_loss_of_records()
         self._check_batches()
         self._check_decay()
 
@@ -199,6 +201,17 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
             for step in self.release_steps
         }
         return tuple(sorted(steps - {self.num_steps}))  # the last iterate always is released
+
+    def _check_loss_of_records(self) -> None:
+        loss = self.loss
+        if self.is_microbatched and loss is not None and loss.kind is LossKind.GENERALIZED_LINEAR:
+            lipschitz = "" if loss.lipschitz is None else f", lipschitz={loss.lipschitz:g}"
+            raise ValueError(
+                f"Expected the loss of a microbatch with is_microbatched=True, got {loss!r}: the "
+                "mean of the losses of several examples is a function of several products, not of "
+                "one, and clipping its gradient may stretch a step. Use "
+                f"LossGeometry.convex({loss.smoothness:g}{lipschitz})."
+            )
 
     def _check_batches(self) -> None:
         order = self.batch_order

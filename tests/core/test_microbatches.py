@@ -57,3 +57,24 @@ def test_a_recorder_says_so():
             recorder.check_relation(relation)
         with pytest.raises(hsa.UnsupportedRunError):
             recorder.guarantee(relation)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [hsa.LossGeometry.logistic(2.0), hsa.LossGeometry.generalized_linear(1.0).with_curvature(0.1)],
+    ids=lambda loss: loss.kind.value,
+)
+def test_the_mean_loss_of_a_microbatch_is_no_generalized_linear_one(loss):
+    """Its clipped gradient stretches a step; as that of single examples it would cost 6.3."""
+    run = {"learning_rate": 1.9, "clip_norm": 0.3, "weight_decay": 0.01, "num_steps": 2000}
+    with pytest.raises(ValueError, match=r"is_microbatched=True.*Use LossGeometry.convex\(1"):
+        cyclic_run(loss=loss, is_microbatched=True, **run)
+    convex = hsa.LossGeometry.convex(loss.smoothness, loss.lipschitz)
+    event = cyclic_run(loss=convex, is_microbatched=True, **run)
+    with pytest.raises(ValueError, match="is_microbatched=True"):
+        attrs.evolve(event, loss=loss)
+    costs = [
+        hsa.LastIterateAccountant(ONE).compose(one).get_epsilon(1e-5)
+        for one in (event, cyclic_run(loss=loss, **run))
+    ]
+    assert costs[0] > 5 * costs[1]
