@@ -259,12 +259,13 @@ class _SampledRun:
 
     def window(self, start: int, stop: int) -> Curve | None:
         """About the best window of a segment; None if the whole segment is better."""
-        num_steps, steps = stop - start, self.segment(start, stop)
+        steps = self.segment(start, stop)
         if self.process.is_constant:
-            plans = self._for_plans().plans_of_equal(num_steps)
+            plans = self._for_plans().plans_of_equal(stop - start)
         else:
             plans = [self.plan(start, stop, steps)]
-        found = [plan for plan in dict.fromkeys(plans) if plan and plan.length < num_steps]
+        most = len(steps.step_mu)  # fewer than were planned with, if the past is forgotten sooner
+        found = [plan for plan in dict.fromkeys(plans) if plan and plan.length < most]
         if not found:
             return None
         plan = best_of(found, steps, step_profile(self.event, self.relation), _DELTA)

@@ -206,9 +206,7 @@ class _Search:
             beta = split(number + n)
             moves.append(attrs.evolve(plan, beta=beta))
             moves.append(attrs.evolve(plan, shifted=shifted))
-            moves.append(
-                attrs.evolve(plan, shifted=shifted, beta=beta)
-            )  # more steps hide less each
+            moves.append(attrs.evolve(plan, shifted=shifted, beta=beta))
             moves.append(attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)))
         return [
             move
