@@ -26,7 +26,8 @@ CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds so
 FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
     keras/test_cyclic_optimizer.py keras/test_data.py))
 # Those that need neither TensorFlow Privacy nor its optimizers.
-KERAS3_TESTS := $(wildcard tests/keras/test_model.py tests/keras/test_steps_per_execution.py)
+KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_model.py test_model_attacks.py test_model_microbatches.py \
+    test_model_weights.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
