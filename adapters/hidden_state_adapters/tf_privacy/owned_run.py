@@ -32,7 +32,13 @@ from hidden_state_adapters.tf_privacy.owned.clipping import (
     RowByRow,
     ThroughLinearLayers,
 )
-from hidden_state_adapters.tf_privacy.owned.data import HeldExamples, dealt, padding, plan_of
+from hidden_state_adapters.tf_privacy.owned.data import (
+    HeldExamples,
+    dealt,
+    filled,
+    multiple_of_sizes,
+    plan_of,
+)
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
@@ -48,6 +54,7 @@ _EPSILON = "epsilon_if_released_now"
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
 _LONGEST_PACE = 64  # steps between them
+_LARGEST_JUMP = 8  # times as many: the first ones may have been short
 
 
 @attrs.frozen
@@ -157,8 +164,9 @@ class OwnedRun:
         self.is_padded = (
             settings.batch_order is BatchOrder.POISSON or self.plan.batch_size < self._replicas
         )
-        self._has_steady_sizes = uses_xla and self.is_padded
-        self._pad = padding(is_compiled=self._has_steady_sizes, expected=self.plan.batch_size)
+        self._multiple = multiple_of_sizes(
+            is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size
+        )
         if self._period != self.plan.num_batches and not self.plan.draws_every_step:
             raise refusal(
                 f"Expected {self.plan.num_batches} steps in an epoch, got steps_per_epoch = "
@@ -197,6 +205,7 @@ class OwnedRun:
         first = next(self._batches())
         self.clipping = [self._clipping(part, *first) for part in steps.blocks or (variables,)]
         self.steps, self.planned = steps, 0  # by the end of the call of fit
+        self.pace = 1  # steps between two looks, where nobody says how many
         steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
@@ -387,7 +396,7 @@ class OwnedRun:
         def batches(epochs: int) -> tf.data.Dataset:
             done = self.record
             return dealt(
-                self.plan, self._period, lambda: done.num_batches, self._pad, epochs=epochs
+                self.plan, self._period, lambda: done.num_batches, self._multiple, epochs=epochs
             )
 
         if strategy is None:
@@ -407,8 +416,7 @@ class OwnedRun:
             The losses, the targets and the outputs of its examples.
         """
         step, rows, indices = data
-        if not self._has_steady_sizes:  # what stands there has the size of another batch
-            indices = indices[: tf.maximum(rows, 1)]
+        indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
         if self._strategy is not None:
             indices, rows = self._part(indices, rows)
         x, y, *weights = self._examples.taken(indices)
@@ -550,6 +558,11 @@ class Recording(tf.keras.callbacks.Callback):
         self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back
         self.foreign = {type(c).__name__ for c in others if not is_of_keras(c)}
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Goes on at the pace that an earlier fit of the run has found."""
+        if self._pace is not None:
+            self._pace.assign(self._run.pace)
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Notes the time."""
         self._began = time.monotonic()
@@ -560,8 +573,16 @@ class Recording(tf.keras.callbacks.Callback):
             self._record.add(self._record.next_batch, entry)
         if self.releases[1]:
             self._record.release()
-        if self._pace is not None and time.monotonic() - self._began < _MOMENT:
-            self._pace.assign(min(2 * int(self._pace.numpy()), _LONGEST_PACE))
+        if self._pace is not None:
+            self._quicken(self._pace, time.monotonic() - self._began)
+
+    def _quicken(self, pace: tf.Variable, seconds: float) -> None:
+        """Makes more steps until the next look, if that is only a moment away, too."""
+        faster = min(_MOMENT / max(seconds, 1e-9), _LARGEST_JUMP)
+        if faster > 1:
+            found = min(int(max(faster, 2) * int(pace.numpy())), _LONGEST_PACE)
+            pace.assign(found)
+            self._run.pace = max(found, self._run.pace)  # the last steps of an epoch are few
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the epsilon to the logs, and notes a checkpoint as released."""

@@ -189,8 +189,8 @@ class ThroughLinearLayers:
             sums = {}
             for layer, feature, slope in zip(self._layers, features, slopes, strict=True):
                 kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
-                weighted = tf.where(tf.not_equal(kept, 0), kept * slope, tf.zeros_like(slope))
-                feature = tf.where(tf.not_equal(kept, 0), feature, tf.zeros_like(feature))
+                weighted = tf.math.multiply_no_nan(slope, kept)
+                feature = tf.math.multiply_no_nan(feature, _is_not_zero(kept))
                 sums[layer.kernel.ref()] = tf.matmul(feature, weighted, transpose_a=True)
                 if layer.use_bias:
                     sums[layer.bias.ref()] = tf.reduce_sum(weighted, 0)
@@ -281,4 +281,9 @@ def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
     """The sum of rows, each times its factor; those with factor 0 are left out."""
     kept = tf.cast(factors, rows.dtype)
     shaped = tf.reshape(kept, [-1, *[1] * (rows.shape.rank - 1)])
-    return sum_of_rows(tf.where(tf.not_equal(shaped, 0), rows, tf.zeros_like(rows)), kept)
+    return sum_of_rows(tf.math.multiply_no_nan(rows, _is_not_zero(shaped)), kept)
+
+
+def _is_not_zero(factors: tf.Tensor) -> tf.Tensor:
+    """1 or 0; 0 times what is not finite is 0 in tf.math.multiply_no_nan."""
+    return tf.cast(tf.not_equal(factors, 0), factors.dtype)

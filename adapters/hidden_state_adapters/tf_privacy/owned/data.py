@@ -159,7 +159,7 @@ def dealt(
     plan: BatchPlan,
     period: int,
     done: Callable[[], int],
-    pad: Callable[[int], int],
+    multiple: int,
     *,
     epochs: int = 1,
 ) -> tf.data.Dataset:
@@ -171,10 +171,10 @@ def dealt(
         plan: Which examples each step uses.
         period: Batches of the epoch.
         done: The number of steps so far, asked when an epoch begins.
-        pad: How many indices those of a batch are filled up to; at least one.
+        multiple: Indices of a batch are `filled` up to one of it.
         epochs: That are iterated as one.
     """
-    dealer, count = _Dealer(plan, done, pad, period), period * epochs
+    dealer, count = _Dealer(plan, done, multiple, period), period * epochs
 
     def of_steps(first: tf.Tensor) -> Any:
         kinds = (tf.int64, tf.int64, tf.int64)
@@ -201,10 +201,8 @@ def dealt(
 class _Dealer:
     """Draws the batch of a step when the pipeline asks for it, once."""
 
-    def __init__(
-        self, plan: BatchPlan, done: Callable[[], int], pad: Callable[[int], int], period: int
-    ):
-        self._plan, self._done, self._pad, self._period = plan, done, pad, period
+    def __init__(self, plan: BatchPlan, done: Callable[[], int], multiple: int, period: int):
+        self._plan, self._done, self._multiple, self._period = plan, done, multiple, period
         self._first = 0
         self._lock = threading.Lock()  # Keras begins the first epoch's pipeline twice
 
@@ -222,7 +220,7 @@ class _Dealer:
             step = self._first + int(index)
             chosen = self._plan.batch(step)
         rows = len(chosen)
-        indices = np.zeros(self._pad(rows), np.int64)
+        indices = np.zeros(filled(rows, self._multiple), np.int64)
         indices[:rows] = chosen
         return np.int64(step), np.int64(rows), indices
 
@@ -300,20 +298,26 @@ def plan_of(
     return FixedPlan(records, size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None)
 
 
-def padding(*, is_compiled: bool, expected: int) -> Callable[[int], int]:
-    """How many rows a batch is filled up to.
+def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
+    """What the rows of every batch are filled up to a multiple of.
 
-    A batch is never empty on the device, where not every operation takes none. XLA compiles every
-    size anew, so that there random sizes become one that few batches exceed, or a multiple of it.
+    XLA compiles every size anew, so that random sizes, which spread by the root of their mean, are
+    filled up to a few: more than 7 are rare, and half a spread of rows is in vain.
 
     Args:
-        is_compiled: Whether XLA compiles the step.
+        is_compiled: Whether XLA compiles the step, and sizes are random.
         expected: Rows of a batch, on average.
     """
-    if not is_compiled:
-        return lambda rows: max(rows, 1)
-    size = expected + math.ceil(4 * math.sqrt(expected))
-    return lambda rows: size * max(1, -(-rows // size))
+    return math.ceil(math.sqrt(expected)) if is_compiled else 1
+
+
+def filled(rows: Any, multiple: int) -> Any:
+    """How many rows a batch is filled up to, as a tensor if `rows` is one; see above.
+
+    A batch is never empty on the device, where not every operation takes none.
+    """
+    parts = -(-rows // multiple)
+    return multiple * (tf.maximum(parts, 1) if tf.is_tensor(parts) else max(parts, 1))
 
 
 def _copied(name: str, structure: Any) -> Any:

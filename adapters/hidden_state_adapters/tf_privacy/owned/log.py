@@ -48,8 +48,7 @@ class OwnedLog(StepLog):
         before = self.steps
         super().write(rows=rows, problem=problem, variables=variables, values=values)
         entry = tf.stack([as_double(value) for value in (before + 1, rows, *values)])
-        is_there = tf.range(MOST_STEPS, dtype=tf.int64)[:, tf.newaxis] == before % MOST_STEPS
-        self._entries.assign(tf.where(is_there, entry, self._entries.read_value()))
+        self._entries.scatter_nd_update([[before % MOST_STEPS]], [entry])
 
     def read_since(self, steps: int) -> list[StepEntry]:
         """The steps after the first `steps`, `MOST_STEPS` at most; a refused one is the last.
