@@ -9,6 +9,9 @@ other programs on the machine do not), and the ratio of both. Epochs that trace,
 which ours looks at model and loss again (1, 2, 4, 8, ...), are left out.
 
 "one step" has steps_per_execution=1 for both, "32 steps" 32; else both have what is given without.
+"eager" has run_eagerly=True for both, beside a plain model with `VectorizedDPKerasSGDOptimizer`.
+After the models come the optimizers: a loop of one's own with `CyclicDPKerasSGDOptimizer` beside
+that one, without a record of the run.
 """
 
 import argparse
@@ -26,9 +29,9 @@ from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer, HiddenSt
 
 layers = tf.keras.layers
 STEPS = 64  # of an epoch
+EAGER_STEPS = 8
 ROUNDS = 7
 MEASURED = (2, 4, 5, 6)  # the first ones trace, and after 1, 2, 4, 8, ... epochs ours looks again
-OPTIMIZER_STEPS = 12
 CLIP_AND_NOISE = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0}
 
 
@@ -58,17 +61,19 @@ def cnn():
     return (28, 28, 1), 10, stack
 
 
-CASES = {  # name: what is trained, batch size
-    "probe 512 x 10": (probe(512, 10), 256),
-    "probe 2048 x 100": (probe(2048, 100), 256),
-    "network 784-256-256-10": (network, 256),
-    "CNN of the MNIST tutorial": (cnn, 64),
-}
 MODES = {
     "graph": {},
     "graph, one step": {"steps_per_execution": 1},
     "graph, 32 steps": {"steps_per_execution": 32},
     "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+}
+MOST_MODES = ("graph", "XLA", "eager")
+CASES = {  # name: what is trained, batch size, modes
+    "probe 512 x 10": (probe(512, 10), 256, tuple(MODES)),
+    "probe 2048 x 100": (probe(2048, 100), 256, ("graph", "XLA")),
+    "network 784-256-256-10": (network, 256, ("graph", "XLA")),
+    "CNN of the MNIST tutorial": (cnn, 64, MOST_MODES),
 }
 
 
@@ -79,53 +84,58 @@ class Clock(tf.keras.callbacks.Callback):
         self.start = time.process_time()
 
     def on_epoch_end(self, epoch, logs=None):
-        self.per_step = (time.process_time() - self.start) / STEPS
+        self.seconds = time.process_time() - self.start
 
 
-def contestants(make, compile):
-    """By name, compiled models."""
-    use_xla, pace = "jit_compile" in compile, compile.get("steps_per_execution")
-    models = {
-        "DPSequential": DPSequential(use_xla=use_xla, layers=make()[2], **CLIP_AND_NOISE),
-        "ours": HiddenStateSequential(make()[2], **CLIP_AND_NOISE),
-    }
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    for name, model in models.items():
-        own = compile if name == "ours" else {"steps_per_execution": pace}
-        model.compile(tf.keras.optimizers.legacy.SGD(0.1), loss, **own)
-    return models
+def crossentropy(**kwargs):
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
 
-def measure(make, batch_size, compile):
-    """CPU seconds of a step, by contestant."""
+def vectorized():
+    return VectorizedDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1)
+
+
+def contestants(make, mode):
+    """Compiled models: TensorFlow Privacy's, and ours."""
+    compile, sgd = MODES[mode], tf.keras.optimizers.legacy.SGD
+    ours = HiddenStateSequential(make()[2], **CLIP_AND_NOISE)
+    ours.compile(sgd(0.1), crossentropy(), **compile)
+    if mode == "eager":
+        theirs = tf.keras.Sequential(make()[2])
+        theirs.compile(vectorized(), crossentropy(reduction="none"), **compile)
+    else:
+        theirs = DPSequential(use_xla=mode == "XLA", layers=make()[2], **CLIP_AND_NOISE)
+        pace = compile.get("steps_per_execution")
+        theirs.compile(sgd(0.1), crossentropy(), steps_per_execution=pace)
+    return theirs, ours
+
+
+def arrays(make, rows):
     shape, classes, _ = make()
     random = np.random.default_rng(0)
-    rows = batch_size * STEPS
-    x = random.normal(size=(rows, *shape)).astype("float32")
-    y = random.integers(0, classes, rows)
-    models = contestants(make, compile)
-    times = {name: [] for name in models}
-    for _ in range(ROUNDS):
-        for name, model in models.items():
-            clock = Clock()
-            model.fit(x, y, batch_size=batch_size, callbacks=[clock], verbose=0)
-            times[name].append(clock.per_step)
-    return {
-        name: statistics.median(values[place] for place in MEASURED)
-        for name, values in times.items()
-    }
+    return random.normal(size=(rows, *shape)).astype("float32"), random.integers(0, classes, rows)
+
+
+def measure(make, batch_size, mode):
+    """CPU seconds of a step of a model: TensorFlow Privacy's, and ours."""
+    steps = EAGER_STEPS if mode == "eager" else STEPS
+    x, y = arrays(make, batch_size * steps)
+
+    def epoch_of(model):
+        clock = Clock()
+        model.fit(x, y, batch_size=batch_size, callbacks=[clock], verbose=0)
+        return clock.seconds / steps
+
+    return in_turn(epoch_of, contestants(make, mode), MEASURED)
 
 
 def measure_optimizers(make, batch_size, mode):
     """CPU seconds of a step of one's own loop with an optimizer, without a record of the run."""
-    shape, classes, _ = make()
-    random = np.random.default_rng(0)
-    x = tf.constant(random.normal(size=(batch_size, *shape)), tf.float32)
-    y = tf.constant(random.integers(0, classes, batch_size))
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    x, y = map(tf.constant, arrays(make, batch_size))
+    steps = EAGER_STEPS if mode == "eager" else STEPS // 4
 
-    def step_of(optimizer):
-        model = tf.keras.Sequential(make()[2])
+    def loop(optimizer):
+        model, loss = tf.keras.Sequential(make()[2]), crossentropy(reduction="none")
         model(x)
 
         def step():
@@ -136,53 +146,40 @@ def measure_optimizers(make, batch_size, mode):
 
         return step if mode == "eager" else tf.function(step, jit_compile=mode == "XLA")
 
-    steps = {
-        "Vectorized": step_of(VectorizedDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1)),
-        "ours": step_of(CyclicDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1)),
-    }
-    times = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            start = time.process_time()
-            for _ in range(OPTIMIZER_STEPS):
-                step()
-            times[name].append((time.process_time() - start) / OPTIMIZER_STEPS)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    def round_of(step):
+        start = time.process_time()
+        for _ in range(steps):
+            step()
+        return (time.process_time() - start) / steps
+
+    both = loop(vectorized()), loop(CyclicDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1))
+    return in_turn(round_of, both, range(1, ROUNDS))
 
 
-def main_of_optimizers():
-    print("| model, batch | mode | Vectorized | ours | ratio |\n|---|---|---|---|---|")
-    for case in ("probe 512 x 10", "CNN of the MNIST tutorial"):
-        make, batch_size = CASES[case]
-        for mode in ("graph", "XLA", "eager"):
-            found = measure_optimizers(make, batch_size, mode)
-            theirs, ours = found["Vectorized"], found["ours"]
-            print(
-                f"| {case}, {batch_size} | {mode} | {1e3 * theirs:.2f} ms | {1e3 * ours:.2f} ms | "
-                f"{ours / theirs:.2f} |",
-                flush=True,
-            )
+def in_turn(act, both, measured):
+    """The medians of what is found of the one and of the other, in these rounds."""
+    found = [[act(one) for one in both] for _ in range(ROUNDS)]
+    return [statistics.median(found[place][i] for place in measured) for i in range(2)]
+
+
+def print_row(case, batch_size, mode, theirs, ours):
+    milliseconds = f"{1e3 * theirs:.2f} ms | {1e3 * ours:.2f} ms"
+    print(f"| {case}, {batch_size} | {mode} | {milliseconds} | {ours / theirs:.2f} |", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--optimizers", action="store_true", help="loops, beside Vectorized")
     parser.add_argument("cases", nargs="*", default=list(CASES))
-    arguments = parser.parse_args()
-    if arguments.optimizers:
-        main_of_optimizers()
-        return
-    print("| model, batch | mode | DPSequential | ours | ratio |\n|---|---|---|---|---|")
-    for case in arguments.cases:
-        make, batch_size = CASES[case]
-        for mode, compile in MODES.items():
-            found = measure(make, batch_size, compile)
-            theirs, ours = found["DPSequential"], found["ours"]
-            print(
-                f"| {case}, {batch_size} | {mode} | {1e3 * theirs:.2f} ms | {1e3 * ours:.2f} ms | "
-                f"{ours / theirs:.2f} |",
-                flush=True,
-            )
+    cases = {name: CASES[name] for name in parser.parse_args().cases}
+    print("| model, batch | mode | TF Privacy | ours | ratio |\n|---|---|---|---|---|")
+    for name, (make, batch_size, modes) in cases.items():
+        for mode in modes:
+            print_row(name, batch_size, mode, *measure(make, batch_size, mode))
+    print("\n| optimizer | mode | Vectorized | ours | ratio |\n|---|---|---|---|---|")
+    for name, (make, batch_size, modes) in cases.items():
+        if "eager" in modes:
+            for mode in MOST_MODES:
+                print_row(name, batch_size, mode, *measure_optimizers(make, batch_size, mode))
 
 
 if __name__ == "__main__":
