@@ -79,10 +79,14 @@ class RowByRow:
             return [tf.convert_to_tensor(g) for g in found], loss, outputs
 
         gradients, losses, outputs = tf.vectorized_map(of_row, rows)
-        squares = tf.add_n([squared_lengths(gradient) for gradient in gradients])
+        lengths = [squared_lengths(gradient) for gradient in gradients]
+        squares = tf.add_n(lengths)
 
         def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-            return [_weighted(gradient, factors) for gradient in gradients]
+            return [
+                sum_of_rows(_left_out(gradient, length, factors), factors)
+                for gradient, length in zip(gradients, lengths, strict=True)
+            ]
 
         return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
 
@@ -178,19 +182,21 @@ class ThroughLinearLayers:
         calls.sort(key=lambda call: call[0])
         features = [call[1] for call in calls]
         slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
+        lengths = [_at_least(feature) for feature in features]
         squares = tf.add_n(
             [
-                _at_least(slope) * (_at_least(feature) + (1.0 if layer.use_bias else 0.0))
-                for layer, feature, slope in zip(self._layers, features, slopes, strict=True)
+                _at_least(slope) * (length + (1.0 if layer.use_bias else 0.0))
+                for layer, length, slope in zip(self._layers, lengths, slopes, strict=True)
             ]
         )
 
         def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
             sums = {}
-            for layer, feature, slope in zip(self._layers, features, slopes, strict=True):
+            calls = zip(self._layers, features, lengths, slopes, strict=True)
+            for layer, feature, length, slope in calls:
                 kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
-                weighted = tf.math.multiply_no_nan(slope, kept)
-                feature = tf.math.multiply_no_nan(feature, _is_not_zero(kept))
+                weighted = tf.math.multiply_no_nan(slope, kept)  # 0 times NaN is 0
+                feature = _left_out(feature, length, factors)
                 sums[layer.kernel.ref()] = tf.matmul(feature, weighted, transpose_a=True)
                 if layer.use_bias:
                     sums[layer.bias.ref()] = tf.reduce_sum(weighted, 0)
@@ -277,13 +283,18 @@ def _at_least(rows: tf.Tensor) -> tf.Tensor:
     return squared_lengths(rows) + tiny * tf.cast(tf.shape(rows)[-1], tf.float64)
 
 
-def _weighted(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """The sum of rows, each times its factor; those with factor 0 are left out."""
-    kept = tf.cast(factors, rows.dtype)
-    shaped = tf.reshape(kept, [-1, *[1] * (rows.shape.rank - 1)])
-    return sum_of_rows(tf.math.multiply_no_nan(rows, _is_not_zero(shaped)), kept)
+def _left_out(rows: tf.Tensor, lengths: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+    """The rows, with 0 in those of factor 0 that are not finite, so that 0 times them is 0.
 
+    Args:
+        rows: Shape (rows, ...).
+        lengths: Of the rows, which tell whether they are finite; shape (rows,).
+        factors: Likewise.
+    """
 
-def _is_not_zero(factors: tf.Tensor) -> tf.Tensor:
-    """1 or 0; 0 times what is not finite is 0 in tf.math.multiply_no_nan."""
-    return tf.cast(tf.not_equal(factors, 0), factors.dtype)
+    def masked() -> tf.Tensor:
+        is_kept = tf.reshape(tf.not_equal(factors, 0), [-1, *[1] * (rows.shape.rank - 1)])
+        return tf.where(is_kept, rows, tf.zeros_like(rows))
+
+    # To write all rows anew takes as long as what they are for.
+    return tf.cond(tf.reduce_all(tf.math.is_finite(lengths)), lambda: rows, masked)
