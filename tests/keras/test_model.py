@@ -15,6 +15,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateSequential,
     make_private,
 )
+from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
 from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
@@ -191,6 +192,39 @@ def test_a_number_is_a_variable_of_every_example_alone():
     np.testing.assert_allclose(found.norms, abs(own), rtol=1e-5)
     (total,) = found.weighted_sum(tf.cast(own > 0, tf.float64))
     assert float(total) == pytest.approx(own[own > 0].sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rows", "layers"])
+def test_a_row_of_factor_zero_is_left_out_though_it_is_not_finite(kind):
+    model = make()
+    model.build((None, FEATURES))
+    arguments = model, RowLosses(crossentropy())
+    if kind == "rows":
+        clipping = RowByRow(*arguments, model.trainable_variables)
+    else:
+        clipping = ThroughLinearLayers(*arguments, model.layers, model.trainable_variables)
+    x, factors = X.copy(), tf.constant([0.0, *np.ones(RECORDS - 1)], tf.float64)
+    expected = clipping.gradients(tf.constant(x), tf.constant(Y)).weighted_sum(factors)
+    x[0] = np.nan
+    found = clipping.gradients(tf.constant(x), tf.constant(Y)).weighted_sum(factors)
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (512, 10), (2, 3, 256), (10007,)])
+def test_squared_lengths_are_those_of_double_precision(shape):
+    rows = np.random.default_rng(0).normal(size=(3, *shape)).astype("float32")
+    expected = (rows.astype(float) ** 2).reshape(3, -1).sum(1)
+    unknown = tf.TensorSpec([None] * rows.ndim)
+    for of in (squared_lengths, tf.function(squared_lengths, input_signature=[unknown])):
+        np.testing.assert_allclose(of(tf.constant(rows)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "full"), [(0, 8), (1, 8), (8, 8), (9, 16)])
+def test_sizes_are_filled_up_to_a_few(rows, full):
+    multiple = owned_data.multiple_of_sizes(is_compiled=True, expected=64)
+    assert owned_data.filled(rows, multiple) == full
+    assert int(owned_data.filled(tf.constant(rows, tf.int64), multiple)) == full
 
 
 @pytest.mark.parametrize("order", ORDERS)

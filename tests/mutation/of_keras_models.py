@@ -105,4 +105,25 @@ MUTATIONS = (
         '"num_blocks": 1,',
         "keras/test_model_blocks.py::test_the_account_is_that_of_the_event",
     ),
+    Mutation(
+        "padding_that_is_not_finite_counts",
+        f"{_TF}/owned/clipping.py",
+        "tf.reduce_all(tf.math.is_finite(lengths))",
+        "tf.constant(True)",
+        "keras/test_model.py::test_a_row_of_factor_zero_is_left_out_though_it_is_not_finite",
+    ),
+    Mutation(
+        "an_example_is_as_long_as_its_last_block",
+        f"{_TF}/gradient_rows.py",
+        "tf.reduce_sum(tf.cast(tf.reduce_sum(tf.square(blocks), 2), tf.float64), 1)",
+        "tf.reduce_max(tf.cast(tf.reduce_sum(tf.square(blocks), 2), tf.float64), 1)",
+        "keras/test_model.py::test_squared_lengths_are_those_of_double_precision",
+    ),
+    Mutation(
+        "the_optimizer_does_not_clip",
+        f"{_TF}/query.py",
+        "factors = clip / tf.maximum(norms, clip)",
+        "factors = tf.ones_like(norms)",
+        "keras/test_dice_optimizers.py::test_the_bias_of_clipping_vanishes",
+    ),
 )
