@@ -16,9 +16,12 @@ def squared_lengths(rows: tf.Tensor) -> tf.Tensor:
     Args:
         rows: Shape (rows, ...).
     """
-    entries = rows.shape[1:].num_elements() or 1  # 1 divides what is not known
-    block = max(size for size in range(1, _LONGEST_BLOCK + 1) if entries % size == 0)
-    blocks = tf.reshape(rows, [tf.shape(rows)[0], -1, block])
+    entries = rows.shape[1:].num_elements()
+    count, block = -1, 1  # where the shape is not known
+    if entries is not None:
+        block = max(size for size in range(1, _LONGEST_BLOCK + 1) if entries % size == 0)
+        count = entries // block  # -1 is none where there are no rows
+    blocks = tf.reshape(rows, [tf.shape(rows)[0], count, block])
     return tf.reduce_sum(tf.cast(tf.reduce_sum(tf.square(blocks), 2), tf.float64), 1)
 
 

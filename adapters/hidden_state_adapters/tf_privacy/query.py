@@ -62,8 +62,9 @@ class WatchedGaussianSumQuery(GaussianSumQuery):
 
     def _noted(self, norms: tf.Tensor) -> tf.Tensor:
         """The norms of the records, of which the largest one is kept."""
-        infinite = tf.constant(math.inf, tf.float64)
-        self.largest_norm = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
+        infinite, none = tf.constant(math.inf, tf.float64), tf.zeros([], tf.float64)
+        largest = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
+        self.largest_norm = tf.maximum(largest, none)  # of no rows it is none
         return norms
 
     def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
