@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
 
@@ -89,6 +90,20 @@ def without_graphs():
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
+
+
+@pytest.fixture
+def dealt(monkeypatch):
+    """The records of every step of a model that owns its run, by step."""
+    batches, deal = {}, owned_data._Dealer.deal
+
+    def noted(dealer, index):
+        step, rows, indices = deal(dealer, index)
+        batches[int(step)] = indices[:rows]
+        return step, rows, indices
+
+    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
+    return batches
 
 
 @pytest.fixture(autouse=True)

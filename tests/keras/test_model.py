@@ -73,20 +73,6 @@ def clipped_steps(kernel, bias, batches, *, clip=0.5, rate=0.5, decay=0.1, divis
     return kernel, bias
 
 
-@pytest.fixture
-def dealt(monkeypatch):
-    """The examples of every step, by step."""
-    batches, deal = {}, owned_data._Dealer.deal
-
-    def noted(dealer, index):
-        step, rows, indices = deal(dealer, index)
-        batches[int(step)] = indices[:rows]
-        return step, rows, indices
-
-    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
-    return batches
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_step_is_the_one_of_the_event(order, dealt):
     model = make(noise_multiplier=0.0, batch_order=order)

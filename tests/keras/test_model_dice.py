@@ -67,20 +67,6 @@ def in_float64(restored_precision):
     tf.keras.mixed_precision.set_global_policy("float64")
 
 
-@pytest.fixture
-def dealt(monkeypatch):
-    """The examples of every step, by step."""
-    batches, deal = {}, owned_data._Dealer.deal
-
-    def noted(dealer, index):
-        step, rows, indices = deal(dealer, index)
-        batches[int(step)] = indices[:rows]
-        return step, rows, indices
-
-    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
-    return batches
-
-
 @pytest.mark.parametrize("variant", shared_runs.DICE)
 def test_the_steps_are_those_of_the_paper_and_of_opacus(variant, in_float64):
     """The run that the optimizers of both frameworks are compared with, too."""

@@ -14,7 +14,6 @@ from hidden_state_adapters.tf_privacy import (
     DiceUpdate,
     HiddenStateSequential,
 )
-from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 SGD, DELTA, ONE = tf.keras.optimizers.SGD, 1e-5, NeighboringRelation.REPLACE_ONE
 RECORDS, FEATURES, CLASSES, BATCH, EACH = 24, 4, 3, 6, 2
@@ -41,20 +40,6 @@ def make(*, optimizer=None, eager=True, jit_compile=False, **kwargs):
 def fit(model, **kwargs):
     model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "epochs": 2, "verbose": 0, **kwargs})
     return model
-
-
-@pytest.fixture
-def dealt(monkeypatch):
-    """The records of every step, by step."""
-    batches, deal = {}, owned_data._Dealer.deal
-
-    def noted(dealer, index):
-        step, rows, indices = deal(dealer, index)
-        batches[int(step)] = indices[:rows]
-        return step, rows, indices
-
-    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
-    return batches
 
 
 def clipped_means(batches, weights=None, *, each=EACH, clip=0.4, rate=0.5, decay=0.1):
