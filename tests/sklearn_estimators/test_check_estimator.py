@@ -23,6 +23,8 @@ SHARED = {
     "check_sample_weight_equivalence_on_sparse_data": WEIGHTS,
     "check_all_zero_sample_weights_error": "asks to refuse what only the private weights show",
 }
+# Not among those of scikit-learn 1.7, the last one for Python 3.10.
+NEW = {"check_all_zero_sample_weights_error"}
 CASES = [
     (
         PrivateClassifier(epsilon=100.0, classes="from_labels", batch_order="full", epochs=16),
@@ -54,7 +56,7 @@ def test_scikit_learns_checks(estimator, excepted):
     failed = {r["check_name"]: r["exception"] for r in results if r["status"] == "failed"}
     assert not failed
     assert sum(r["status"] == "passed" for r in results) >= 40
-    assert set(excepted) <= {r["check_name"] for r in results}
+    assert set(excepted) - NEW <= {r["check_name"] for r in results}
 
 
 def test_the_page_names_every_exception():
