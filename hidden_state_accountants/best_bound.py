@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.base import BestOfCurves, failure, is_hopeless
+from hidden_state_accountants.curves.base import BestOfCurves, delta_to_compare, is_hopeless
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee, Topic
@@ -19,8 +19,6 @@ from hidden_state_accountants.process.conditions import UnmetCondition
 
 RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 """The kinds of runs that some bound is about."""
-
-_DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 
 
 @functools.lru_cache(maxsize=64)  # compose() asks twice: once to check, once to compose
@@ -100,8 +98,7 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
     if candidate.mu is not None and best.mu is not None:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
-    # What may fail says nothing at a delta below its failure, and may still be smaller above.
-    delta = min(1.0, _DELTA + max(failure(guarantee.curve) for guarantee in (candidate, best)))
+    delta = delta_to_compare(candidate.curve, best.curve)
     epsilon = candidate.epsilon(delta)
     return is_hopeless(best.curve, delta, epsilon) or epsilon < best.epsilon(delta)
 

@@ -248,6 +248,14 @@ def failure(curve: Curve) -> float:
     return curve.extra if isinstance(curve, CurveWithDelta) else 0.0
 
 
+def delta_to_compare(*curves: Curve) -> float:
+    """Where curves of any kind are compared: a delta at which all of them say something.
+
+    What may fail says nothing at a delta below its failure, and may still be smaller above.
+    """
+    return min(1.0, _DELTA + max(map(failure, curves)))
+
+
 @attrs.frozen(eq=False)
 class BestOfCurves:
     """Several curves that all hold: at every point the smallest counts.
@@ -287,7 +295,7 @@ class BestOfCurves:
 
     def best(self) -> Curve:
         """The curve to compose with others: the smallest at a delta at which all say something."""
-        return self._smallest(min(1.0, _DELTA + max(map(failure, self.curves))))[1]
+        return self._smallest(delta_to_compare(*self.curves))[1]
 
     def certain(self) -> Curve | None:
         """The smallest of the curves that do not fail, or hardly, if there are some."""

@@ -171,19 +171,21 @@ def best_profile(
         delta: What is compared is epsilon there.
         most: Windows.
     """
-    profile, length = start, first
+    profile, length, now = start, first, start.curve.epsilon(delta)
     for _ in range(most):
-        now = profile.curve.epsilon(delta)
         if now == 0:
             break
+        before = now
         after = profile.after(*windows(length))
+        epsilon = after.curve.epsilon(delta)
         if length > 1:
             shorter = profile.after(*windows(length // 2))
-            if not after.curve.epsilon(delta) < shorter.curve.epsilon(delta):
-                length, after = length // 2, shorter
-        if after.curve.epsilon(delta) < now:
-            profile = after
-        if not after.curve.epsilon(delta) < _ENOUGH * now:
+            of_shorter = shorter.curve.epsilon(delta)
+            if not epsilon < of_shorter:
+                length, after, epsilon = length // 2, shorter, of_shorter
+        if epsilon < before:
+            profile, now = after, epsilon
+        if not epsilon < _ENOUGH * before:
             if length == 1:
                 break
             length //= 2
