@@ -146,6 +146,7 @@ class BatchPlan:
 
     Attributes:
         share: What this process uses of every batch; all of it, unless another one is assigned.
+        max_batch_size: The cap of POISSON batches, or None.
 
     Args:
         records: The indices of all records, in an order that does not depend on them; public.
@@ -155,6 +156,7 @@ class BatchPlan:
     """
 
     share = Share()
+    max_batch_size: int | None = None
     draws_every_step = False  # a step is not one of l steps of an epoch
 
     def __init__(

@@ -18,7 +18,7 @@ MUTATIONS = (
         "microbatches_are_accounted_under_the_relation_that_was_asked_for",
         f"{_TF}/owned_run.py",
         "            self.relation = NeighboringRelation.REPLACE_ONE\n",
-        "",
+        "            self.relation = settings.neighboring_relation\n",
         "keras/test_model_microbatches.py::test_the_event_is_the_run",
     ),
     Mutation(

@@ -147,15 +147,12 @@ class OwnedRun:
         self.relation = settings.neighboring_relation
         if self._microbatch > 1:
             self.relation = NeighboringRelation.REPLACE_ONE
-            if settings.max_batch_size is not None:  # of records, from here on
-                cap = settings.max_batch_size // self._microbatch
-                settings = attrs.evolve(settings, max_batch_size=cap)
         self._examples.microbatch = self._microbatch
         self.plan = plan_of(
             settings.batch_order,
             self._examples.number,
             size,
-            max_batch_size=self._settings.max_batch_size,
+            max_batch_size=settings.max_batch_size,
             drop_remainder=settings.drop_remainder,
             microbatch=self._microbatch,
         )

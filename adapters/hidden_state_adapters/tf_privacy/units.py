@@ -112,3 +112,19 @@ def of_means(loss: LossGeometry | None) -> LossGeometry | None:
     if loss is None or loss.kind is not LossKind.GENERALIZED_LINEAR:
         return loss
     return LossGeometry.convex(loss.smoothness, loss.lipschitz)
+
+
+def checked_norms(loss: LossGeometry | None, examples: int) -> list[str]:
+    """What is said of the gradients of a run in which none was longer than the bound.
+
+    Args:
+        loss: Of the run.
+        examples: Of a microbatch.
+
+    Returns:
+        One sentence, or none where no bound is known.
+    """
+    if loss is None or loss.lipschitz is None:
+        return []
+    of = "per-example" if examples == 1 else "microbatches'"
+    return [f"{of} gradient norms at most {loss.lipschitz:g}"]

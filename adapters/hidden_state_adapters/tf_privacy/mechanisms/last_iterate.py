@@ -35,7 +35,7 @@ from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
-from hidden_state_adapters.tf_privacy.units import Units
+from hidden_state_adapters.tf_privacy.units import Units, checked_norms
 
 
 class _DecayedSGD(CheckedSGD):
@@ -283,10 +283,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
     def checked(self, units: Units) -> list[str]:
         """The values of the steps, and what holds for the variables."""
         checked = ["learning rate, weight decay, clip norm and noise as recorded, in every step"]
-        radius, geometry = self._projection_radius, self.loss_geometry
-        if geometry is not None and geometry.lipschitz is not None:
-            of = "per-example" if units.microbatch == 1 else "microbatches'"
-            checked.append(f"{of} gradient norms at most {geometry.lipschitz:g}")
+        radius = self._projection_radius
+        checked += checked_norms(self.loss_geometry, units.microbatch)
         if units.microbatch > 1:
             checked.append(
                 f"fixed microbatches of {units.microbatch} examples: each is a record of the "

@@ -33,7 +33,7 @@ from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
 from hidden_state_adapters.tf_privacy.training import Training
-from hidden_state_adapters.tf_privacy.units import Units, of_means
+from hidden_state_adapters.tf_privacy.units import Units, checked_norms, of_means
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
 _SMALLEST_CLIP = 1.1e-11
@@ -501,7 +501,7 @@ class OwnedSteps(Mechanism):
             prox_strong_convexity=proximal.strong_convexity(self._settings.prox),
             domain_diameter=math.inf if radius is None else 2 * radius,
             sampling_rate=plan.sampling_rate,
-            max_batch_size=self._settings.max_batch_size,
+            max_batch_size=plan.max_batch_size,
             is_microbatched=is_microbatched,
         )
 
@@ -550,7 +550,7 @@ class OwnedSteps(Mechanism):
         def step(number: int) -> Step:
             entry = attrs.evolve(
                 log,
-                rows=min(units.batch_size, self._settings.max_batch_size or units.batch_size),
+                rows=min(units.batch_size, self._plan.max_batch_size or units.batch_size),
                 learning_rate=rates[number - first],
                 l2_norm_clip=self.l2_norm_clip,
                 noise_multiplier=self.noise_multiplier,
@@ -596,9 +596,7 @@ class OwnedSteps(Mechanism):
             else f"clip norm and noise as recorded, in every step; {self._update.name} along the "
             "noisy gradients, its moments as the last step left them"
         ]
-        if self._loss is not None and self._loss.lipschitz is not None:
-            of = "per-example" if self.examples_of_record == 1 else "microbatches'"
-            checked.append(f"{of} gradient norms at most {self._loss.lipschitz:g}")
+        checked += checked_norms(self._loss, self.examples_of_record)
         if self.examples_of_record > 1:
             checked.append(
                 f"fixed microbatches of {self.examples_of_record} examples, in the order of the "
