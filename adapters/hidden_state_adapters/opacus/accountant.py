@@ -34,6 +34,7 @@ from hidden_state_adapters.opacus.accounted import (
     nothing,
     undeclared_guarantee,
 )
+from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewhere, note_trained
 from hidden_state_adapters.opacus.stock.checks import check_finite, refuse_adaptive_clipping
@@ -314,6 +315,7 @@ class HiddenStateAccountant(IAccountant):
         self._leave(self._loop)
         self._loop = loop
         if made is not None:
+            keep_in_place(loop.module)
             self._watch(loop, made)
             if loop.run is None:
                 loop.follow()

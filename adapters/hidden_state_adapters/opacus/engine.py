@@ -43,7 +43,7 @@ from hidden_state_adapters.opacus.advice import advice_after, advice_before
 from hidden_state_adapters.opacus.data.loaders import private_loader
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
-from hidden_state_adapters.opacus.gradients.hooks_module import HooksGradSampleModule
+from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import check_parameters
@@ -469,18 +469,18 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         is_ghost = grad_sample_mode == "ghost" or self._clips_by_ghost(module)
         is_plain = not isinstance(module, AbstractGradSampleModule)
-        own = GhostGradSampleModule if is_ghost else HooksGradSampleModule
-        is_ours = grad_sample_mode == "hooks" and kwargs.get("wrap_model", True)
-        if not is_ghost and not (is_ours and (is_plain or type(module) is own)):
+        if not is_ghost:
             mode = {"grad_sample_mode": grad_sample_mode}
-            return super()._prepare_model(module, **mode, **options, **kwargs)
+            made = super()._prepare_model(module, **mode, **options, **kwargs)
+            keep_in_place(made)
+            return made
         if is_plain:
             self.validate(module=module, optimizer=None, data_loader=None)
-            return own(module, **options)
+            return GhostGradSampleModule(module, **options)
         given = {name: getattr(module, name) for name in options}
-        if type(module) is not own or given != options:
+        if type(module) is not GhostGradSampleModule or given != options:
             raise ValueError(
-                f"Expected a plain module or a {own.__name__} with {options}, got "
+                f"Expected a plain module or a GhostGradSampleModule with {options}, got "
                 f"{type(module).__name__} with {given}. Pass the plain module."
             )
         return module

@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
 from opacus.utils.module_utils import trainable_parameters
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.gradients.ghost import LayerGradients, LayerUse, gradients_of
-from hidden_state_adapters.opacus.gradients.hooks_module import sampler_of
+from hidden_state_adapters.opacus.gradients.ghost import (
+    LayerGradients,
+    LayerUse,
+    Sampler,
+    gradients_of,
+)
 from hidden_state_adapters.opacus.gradients.linear_pass import LinearPass
 
 
@@ -150,13 +155,19 @@ class GhostGradSampleModule(GradSampleModule):
     def _keep(
         self, module: nn.Module, activations: list[torch.Tensor], backprops: torch.Tensor
     ) -> None:
-        gradients = gradients_of(LayerUse(module, activations, backprops, sampler_of(self, module)))
+        gradients = gradients_of(LayerUse(module, activations, backprops, self._rule(module)))
         for _, p in trainable_parameters(module):
             p._current_grad_sample = [*getattr(p, "_current_grad_sample", ()), gradients]
             p._forward_counter -= 1
             if p._forward_counter == 0:
                 p._current_grad_sample = GhostSample(p._current_grad_sample)
                 promote_current_grad_sample(p)
+
+    def _rule(self, layer: nn.Module) -> Sampler:
+        """Opacus' rule for the per-example gradients of a layer."""
+        if self.force_functorch:
+            return ft_compute_per_sample_gradient
+        return self.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)
 
 
 def pass_that_keeps(layer: nn.Module) -> LinearPass | None:

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from opacus import GradSampleModule
+from opacus import GradSampleModule, PrivacyEngine
+from opacus.grad_sample import grad_sample_module
 from opacus.layers import DPLSTM
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus.gradients.hooks_module import HooksGradSampleModule
+from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -56,6 +58,12 @@ class Own(nn.Module):
         return self.out(x * self.scale) * self.scale.sum()
 
 
+def in_place(*args, **kwargs):
+    private = GradSampleModule(*args, **kwargs)
+    keep_in_place(private)
+    return private
+
+
 MODELS = {
     "plain": lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 3)),
     "convolution": lambda: nn.Sequential(
@@ -72,7 +80,7 @@ def test_the_gradients_are_those_of_opacus(name, reduction):
     model = MODELS[name]()
     data, targets = torch.randn(6, 5), torch.arange(6) % 3
     found = []
-    for kind in (GradSampleModule, HooksGradSampleModule):
+    for kind in (GradSampleModule, in_place):
         private = kind(copy.deepcopy(model), loss_reduction=reduction)
         for _ in range(2):  # the second time beside those of the first batch
             nn.CrossEntropyLoss(reduction=reduction)(private(data), targets).backward()
@@ -83,14 +91,35 @@ def test_the_gradients_are_those_of_opacus(name, reduction):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "hidden_state"])
+def test_a_stock_engine_copies_nothing_once_it_is_accounted_here(accountant, monkeypatch):
+    model, copied = nn.Linear(5, 3), []
+    private, *_ = PrivacyEngine(accountant=accountant).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.ones(8, 5)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    own = grad_sample_module.create_or_accumulate_grad_sample
+    monkeypatch.setattr(
+        grad_sample_module,
+        own.__name__,
+        lambda **arguments: (copied.append(arguments["param"]), own(**arguments)),
+    )
+    private(torch.ones(4, 5)).sum().backward()
+    assert [p.grad_sample.shape for p in model.parameters()] == [(4, 3, 5), (4, 3)]
+    assert bool(copied) == (accountant == "rdp")
+
+
 def test_an_empty_batch():
-    private = HooksGradSampleModule(nn.Linear(5, 3))
+    private = in_place(nn.Linear(5, 3))
     private(torch.zeros(0, 5)).sum().backward()
     assert [p.grad_sample.shape for p in private.parameters()] == [(0, 3, 5), (0, 3)]
 
 
 def test_accumulation_is_forbidden_where_opacus_forbids_it():
-    private = HooksGradSampleModule(nn.Linear(5, 3))
+    private = in_place(nn.Linear(5, 3))
     private.forbid_grad_accumulation()
     private(torch.ones(2, 5)).sum().backward()
     with pytest.raises(ValueError, match="grad accumulation"):
