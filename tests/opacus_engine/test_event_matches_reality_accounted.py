@@ -295,6 +295,58 @@ def test_epsilon_is_refused_for_a_model_that_is_not_the_last_iterate(make_run):
         run.engine.release()
 
 
+def other_weights(model):
+    model.weight = nn.Parameter(torch.zeros_like(model.weight))
+
+
+def weights_under_another_name(model):
+    model.old = model.weight
+    model.weight = nn.Parameter(torch.zeros_like(model.weight))
+
+
+def no_weights(model):
+    del model.weight
+
+
+def weights_of_another_type(model):
+    model.weight = nn.Parameter(model.weight.detach().double())
+
+
+REPLACEMENTS = [other_weights, weights_under_another_name, no_weights, weights_of_another_type]
+
+
+@pytest.mark.parametrize("change", REPLACEMENTS)
+def test_row200_weights_that_are_replaced_after_the_last_step(make_run, change):
+    run = make_run()
+    run.epoch()
+    change(run.plain_model)
+    with pytest.raises(hsa.UnsupportedRunError, match="after step 6"):
+        run.engine.get_epsilon(DELTA)
+
+
+def test_row200_equal_weights_in_their_place_are_fine(make_run):
+    run = make_run()
+    run.epoch()
+    epsilon = run.engine.get_epsilon(DELTA)
+    run.plain_model.weight = nn.Parameter(run.plain_model.weight.detach().clone())
+    assert run.engine.get_epsilon(DELTA) == epsilon
+
+
+def test_row201_a_layer_that_is_called_by_itself_at_other_weights(make_run):
+    run = make_run(model=nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), loss_geometry=None)
+    head = run.plain_model[1]
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        before = head.weight.detach().clone()
+        head.weight.data.add_(1.0)
+        loss = run.criterion(head(features), labels)
+        head.weight.data.copy_(before)
+        loss.backward()
+        with pytest.raises(hsa.UnsupportedRunError, match="step 1 has gradients at other param"):
+            run.optimizer.step()
+        break
+
+
 def test_row2_selection_among_released_iterates(make_run):
     """Every candidate is released: what public data select is post-processing."""
     run = make_run()

@@ -81,9 +81,7 @@ class ForwardGuard(Guard):
         if not self._is_training():
             return
         self.inputs = tuple(tensors_of((args, kwargs)))
-        self._frozen.hold()
-        self._parts.refresh()
-        self._frozen.check_batch_norm(self._parts.modules)
+        self._begin()
         self._check_unfrozen(module)
         precision.check_arithmetic(self._trainable)
         if self._checks_convolutions:
@@ -91,6 +89,12 @@ class ForwardGuard(Guard):
         if self._head is not None:
             self._head.start_pass()
         self._is_inside = True
+
+    def _begin(self) -> None:
+        """Looks at the model at the start of a pass."""
+        self._frozen.hold()
+        self._parts.refresh()
+        self._frozen.check_batch_norm(self._parts.modules)
         self.passes += 1
         if self._parameters is not None:
             self._has_other_parameters = any_of(
@@ -120,7 +124,7 @@ class ForwardGuard(Guard):
         self._check_unfrozen(module)
         precision.check_arithmetic(module.parameters(recurse=False))
         if not self._is_inside:
-            self.passes += 1  # the loop calls a layer by itself
+            self._begin()  # the loop calls a layer by itself
 
     @property
     def assumptions(self) -> Iterable[Assumption]:

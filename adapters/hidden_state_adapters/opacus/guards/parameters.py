@@ -20,7 +20,6 @@ from hidden_state_adapters.opacus.guards.records import counted_writes, counts_o
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _IS_TRAINED = operator.attrgetter("requires_grad")
-_GRADIENT = operator.attrgetter("grad")
 _CHUNK = 2**22  # numbers at a time
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -60,7 +59,9 @@ class ParameterGuard(Guard):
     the gradient of the theorems. Values that are changed and restored with neither in between
     (evaluation with averaged weights) do no harm. Buffers and frozen parameters must not change at
     all during a run. Their values (of frozen parameters a fingerprint) are compared before a step
-    if torch counted a write, and for every epsilon.
+    if torch counted a write, and for every epsilon. Whether other objects are in the places of all
+    these is looked at in every training pass (by `ForwardGuard`) and for every epsilon: only a pass
+    uses what it finds there.
 
     It cannot see a model that was copied out, trained elsewhere and released, nor values that were
     changed through `.data` between forward and backward pass and restored.
@@ -80,7 +81,7 @@ class ParameterGuard(Guard):
         self._take_structure()
         self._names = self._trainable()
         self.params = [param for _, param in self._names]
-        self._managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._managed = [p for group in optimizer.param_groups for p in group["params"]]
         self._known: list[_Known] = []
         self._buffers: dict[str, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
         self._frozen: dict[str, tuple[torch.Tensor, tuple[int, int], int]] = {}
@@ -110,7 +111,8 @@ class ParameterGuard(Guard):
     def iterate_figures(self) -> Mapping[str, Figure]:
         """Whether a parameter or a buffer holds other values, also where no write was counted."""
         self.parts.refresh()
-        return {"changed": self.changed(), "buffers": self._buffers_changed(is_thorough=True)}
+        changed = any_of([self.changed(), self._replaced()])
+        return {"changed": changed, "buffers": self._buffers_changed(is_thorough=True)}
 
     def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if one was, or a frozen parameter."""
@@ -203,13 +205,14 @@ class ParameterGuard(Guard):
 
     def _check_structure(self, step: int) -> None:
         """Raises UnsupportedRunError if parameters were added, replaced, frozen or unfrozen."""
-        self.parts.refresh()
         is_same = self.parts.parameters is self._structure
+        if not is_same:
+            self.parts.refresh()  # a pass may put others in their places and restore them
         if not is_same or list(map(_IS_TRAINED, self._held)) != self._flags:
             self._check_trainable(step)
             self._take_structure()
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if set(map(id, params)) != self._managed:
+        if not _are_the_same(params, self._managed) and {*params} != {*self._managed}:
             raise UnsupportedRunError(
                 f"step {step} optimizes {len(params)} parameters, expected the "
                 f"{len(self._managed)} of the start: parameter groups are fixed for a run."
@@ -259,6 +262,15 @@ class ParameterGuard(Guard):
     def changed(self) -> Figure:
         """Whether a value differs from what the last step left."""
         return any_of([known.changed() for known in self._known])
+
+    def _replaced(self) -> Figure:
+        """Whether the model has another value in the place of a parameter, or lost one."""
+        now = dict(self.parts.parameters)
+        return any_of(
+            name not in now or _differ(now[name], known.copy)
+            for (name, param), known in zip(self._names, self._known, strict=True)
+            if now.get(name) is not param
+        )
 
 
 class _Known:
@@ -319,6 +331,11 @@ def _writes(value: torch.Tensor) -> tuple[int, int]:
     return counted_writes(value), value.data_ptr()
 
 
+def _are_the_same(values: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether these are the same objects in the same order."""
+    return len(values) == len(others) and all(map(operator.is_, values, others))
+
+
 def _check_precision(params: Sequence[nn.Parameter]) -> None:
     for param in params:
         if param.requires_grad:
@@ -326,12 +343,12 @@ def _check_precision(params: Sequence[nn.Parameter]) -> None:
 
 
 def _refuse_moving_frozen(step: int, params: Sequence[nn.Parameter]) -> None:
-    for param, grad in zip(params, map(_GRADIENT, params), strict=True):
-        if grad is not None and not param.requires_grad:
-            raise UnsupportedRunError(
-                f"step {step} would move a frozen parameter by its old gradient, without noise. "
-                "Set its .grad to None."
-            )
+    with_gradients = (param for param in params if param.grad is not None)
+    if not all(map(_IS_TRAINED, with_gradients)):
+        raise UnsupportedRunError(
+            f"step {step} would move a frozen parameter by its old gradient, without noise. Set "
+            "its .grad to None."
+        )
 
 
 def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
