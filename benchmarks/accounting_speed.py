@@ -62,7 +62,7 @@ REMAINING = (
 )
 
 
-def make_run(order, kind, steps):
+def make_run(order, kind, steps, longest):
     size = RUN.dataset_size if order == "full" else RUN.batch_size
     run = attrs.evolve(RUN, num_steps=steps, batch_order=order, batch_size=size)
     if kind == LARGE:
@@ -71,7 +71,7 @@ def make_run(order, kind, steps):
     if kind == DOMAIN:
         run = attrs.evolve(run, domain_diameter=1.0)
     if kind == SCHEDULE:
-        rates = 0.25 * (1 + np.cos(np.pi * np.arange(steps) / steps)) + 0.005
+        rates = 0.25 * (1 + np.cos(np.pi * np.arange(steps) / longest)) + 0.005
         run = attrs.evolve(run, learning_rate=rates)
     return run
 
@@ -111,7 +111,8 @@ def measure_here(name, kind, steps, sender):
 
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT + 5, LIMIT + 5))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 2**30, MEMORY * 2**30))
-    runs = [make_run(order, kind, number) for number in (steps, steps + EPOCH)]
+    lengths = steps, steps + EPOCH
+    runs = [make_run(order, kind, length, lengths[-1]) for length in lengths]
     before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for run in runs:
         start = time.process_time()  # other work on the machine does not count
@@ -151,7 +152,7 @@ def lines():
         f"noise multiplier 2), delta = {DELTA:g}: seconds for compose and get_epsilon, the same "
         "for a run that is one epoch longer, asked next in the same process, and the memory that "
         "both needed; the runs before these have another noise. The cosine schedule has another "
-        "learning rate in every step, and a run that is longer has another cosine; the projected "
+        "learning rate in every step and ends with the longer run; the projected "
         "run stays in a ball of diameter 1; `calibrate_noise` finds the noise multiplier for an "
         "epsilon of 1. The last rows account for the same steps with every iterate released: "
         "first ours, then the stock accountants. A dash: not measured."
@@ -174,7 +175,7 @@ def lines():
 
 def main():
     for order in ORDERS:  # loads what is loaded late
-        run = attrs.evolve(make_run(order, CONSTANT, 2), noise_multiplier=3.3)
+        run = attrs.evolve(make_run(order, CONSTANT, 2, 2), noise_multiplier=3.3)
         hsa.calibrate_noise(1.0, DELTA, run)
     for name in STOCK:
         if name != "Opacus PRV":

@@ -11,7 +11,12 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.base import BestOfCurves, delta_to_compare, is_hopeless
+from hidden_state_accountants.curves.base import (
+    BestOfCurves,
+    delta_to_compare,
+    is_hopeless,
+    rough_epsilon,
+)
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee, Topic
@@ -99,6 +104,9 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
     delta = delta_to_compare(candidate.curve, best.curve)
+    rough = rough_epsilon(candidate.curve, delta)
+    if rough and is_hopeless(best.curve, delta, rough):
+        return True
     epsilon = candidate.epsilon(delta)
     return is_hopeless(best.curve, delta, epsilon) or epsilon < best.epsilon(delta)
 

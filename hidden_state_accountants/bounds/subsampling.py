@@ -154,7 +154,10 @@ def _settled_window(run: _SampledRun, num_steps: int) -> Curve | None:
 
 
 class _Plans:
-    """The latest plans that were searched for. Their arguments hold no array of a schedule."""
+    """The latest plans that were searched for.
+
+    Of an event the hash is kept, as a schedule can take many megabytes: any plan is valid.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Plan | None] = {}
@@ -313,7 +316,7 @@ class _SampledRun:
             scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
             return best_plan(scaled, step_profile(event, self.relation), _DELTA)
 
-        return _PLANS.of((event, self.relation, start, stop), search)
+        return _PLANS.of((hash(event), self.relation, start, stop), search)
 
     def segment(self, start: int, stop: int) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""

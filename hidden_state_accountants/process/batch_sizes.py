@@ -8,7 +8,7 @@ the largest batch that may occur (docs/theory/random_distance.md).
 from __future__ import annotations
 
 import bisect
-import functools
+import math
 
 import attrs
 import numpy as np
@@ -19,7 +19,8 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process import geometry
 from hidden_state_accountants.process.noisy_process import clips_act
 
-_MOST_MODULI = 4_000_000  # distinct steps times sizes
+_MOST_MODULI = 4_000_000  # steps that are looked at, times sizes
+_NODES = 512  # steps of a schedule that are looked at
 _SAME = 1e-12  # moduli whose logarithms differ by less do not depend on the size
 
 
@@ -100,26 +101,28 @@ def modulus_lines(
     The modulus is that of the run without the record, whose batch is R_t; where the record is
     replaced, both data sets have it, and the larger one of |R_t| and |R_t| + 1 gradients counts.
 
-    Any line above is valid: the chord and the slope at the expected size are tried. None, too,
-    where there are too many different steps to look at every size.
+    Any line above is valid: the chord and the slope at the expected size are tried. In a long
+    schedule a few steps are looked at, and those between them follow, as moduli are convex in the
+    learning rate. None, too, where there are too many different steps to look at every size.
     """
-    num_steps = event.num_steps
-    event = event.one_step_if_constant()
-    assert event.loss is not None
-    steps = np.stack(
-        [event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)]
-    )
+    steps = event.one_step_if_constant()
+    assert steps.loss is not None
+    eta, decay, clipped = (
+        steps.per_step("learning_rate"), steps.per_step("weight_decay"), clips_act(steps)
+    )  # fmt: skip
+    order = np.lexsort((eta, decay, clipped))
+    eta, decay, clipped = eta[order], decay[order], clipped[order]
+    is_node = _are_nodes(decay, clipped)
+    nodes = np.flatnonzero(is_node)
     number = np.arange(sizes.smallest, sizes.largest + 1)
-    most = _MOST_MODULI // len(number)
-    if max(len(np.unique(row)) for row in steps) > most:  # rows are slow to sort
+    if len(nodes) * len(number) > _MOST_MODULI:
         return None
-    rows, index = np.unique(steps, axis=1, return_inverse=True)
-    if rows.shape[1] > most:
-        return None
-    eta, decay, clipped = (row[:, None] for row in rows)
     share = np.maximum(number, 1) / event.batch_size
-    moduli = geometry.update_lipschitz(event.loss, eta * share, decay / share, clipped > 0)
-    moduli = np.where(number > 0, moduli, np.abs(1 - eta * decay))
+    rates, decays = eta[nodes, None], decay[nodes, None]
+    moduli = geometry.update_lipschitz(
+        steps.loss, rates * share, decays / share, clipped[nodes, None]
+    )
+    moduli = np.where(number > 0, moduli, np.abs(1 - rates * decays))
     if relation is NeighboringRelation.REPLACE_ONE:
         moduli = np.maximum(moduli[:, :-1], moduli[:, 1:])
     else:
@@ -127,12 +130,29 @@ def modulus_lines(
     logs = np.log(np.maximum(moduli, geometry.SMALLEST_MODULUS))
     if np.ptp(logs, axis=1).max() < _SAME:
         return None
-    number = number[:-1]
-    intercept, slope = _lines(number, logs, sizes.others * sizes.rate)
+    intercept, slope = _lines(number[:-1], logs, sizes.others * sizes.rate)
     if not slope.any():
         return None
-    per_step = functools.partial(np.broadcast_to, shape=(num_steps,))
-    return ModulusLines(per_step(intercept[index.ravel()]), per_step(slope[index.ravel()]))
+    left = np.cumsum(is_node) - 1
+    right = np.where(is_node, left, left + 1)
+    low, high = eta[nodes[left]], eta[nodes[right]]
+    share = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
+    found = np.empty((2, len(eta)))
+    found[:, order] = _between(
+        (intercept[left], slope[left]), (intercept[right], slope[right]), share, number[[0, -2]]
+    )
+    return ModulusLines(*np.broadcast_to(found, (2, event.num_steps)))
+
+
+def _are_nodes(decay: np.ndarray, clipped: np.ndarray) -> np.ndarray:
+    """Of steps in the order of their learning rates, which ones are looked at.
+
+    Those between two of them have the same decay and the same clip.
+    """
+    changes = np.flatnonzero((decay[1:] != decay[:-1]) | (clipped[1:] != clipped[:-1]))
+    is_node = np.arange(len(decay)) % math.ceil(len(decay) / _NODES) == 0
+    is_node[changes] = is_node[changes + 1] = is_node[-1] = True
+    return is_node
 
 
 def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
@@ -148,3 +168,23 @@ def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarra
     best = np.argmin(heights, axis=0)
     rows = np.arange(len(logs))
     return np.stack(intercepts)[best, rows], np.stack(slopes)[best, rows]
+
+
+def _between(
+    line: tuple[np.ndarray, np.ndarray],
+    other: tuple[np.ndarray, np.ndarray],
+    share: np.ndarray,
+    ends: np.ndarray,
+) -> np.ndarray:
+    """Intercepts and slopes of lines above log((1 - share) exp(line) + share exp(other)).
+
+    It is convex in the size, so that the chord between the two ends is above.
+    """
+    with np.errstate(divide="ignore"):  # a share of 0: the line itself
+        weights = np.log1p(-share), np.log(share)
+    first, last = (
+        np.logaddexp(weights[0] + line[0] + line[1] * size, weights[1] + other[0] + other[1] * size)
+        for size in ends.tolist()
+    )
+    slope = (last - first) / max(1, ends[1] - ends[0])
+    return np.stack([first - slope * ends[0], slope])

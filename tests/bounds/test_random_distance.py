@@ -194,6 +194,14 @@ class TestModulusLines:
         "strongly convex": {"loss": hsa.LossGeometry.strongly_convex(0.5, 0.3, lipschitz=1.0)},
         "large steps": {"learning_rate": 4.0},
         "schedule": {"learning_rate": [0.5] * 100 + [1.0] * 300},
+        "long schedules": {
+            "learning_rate": np.geomspace(3.9, 0.03, 2500), "num_steps": 2500,
+            "weight_decay": [0.1] * 1300 + [0.02] * 1200, "noise_multiplier": 2.0,
+        },
+        "long schedule, strongly convex": {
+            "learning_rate": 2.2 + 2 * np.sin(np.arange(1500) / 100), "num_steps": 1500,
+            "loss": hsa.LossGeometry.strongly_convex(0.5, 0.3, lipschitz=1.0),
+        },
     }  # fmt: skip
 
     @pytest.mark.parametrize("relation", list(NeighboringRelation))
@@ -203,7 +211,8 @@ class TestModulusLines:
         sizes = BatchSizes.of(event, relation, 1e-12)
         lines = modulus_lines(event, relation, sizes)
         touched = math.inf
-        for t in (0, event.num_steps - 1):
+        steps = (0, *range(1, event.num_steps, 173), event.num_steps - 1)
+        for t in steps if event.num_steps > 400 else (0, -1):
             for k in range(sizes.smallest, sizes.largest):
                 terms = (k, k + 1) if relation is ONE else (k,)
                 c = max(self.modulus(event, t, n) for n in terms)
@@ -218,7 +227,7 @@ class TestModulusLines:
     @staticmethod
     def modulus(event, t, terms):
         """Of one step that sums `terms` gradients: the formulas of docs/theory/moduli.md."""
-        eta, w = event.per_step("learning_rate")[t], event.weight_decay
+        eta, w = (event.per_step(name)[t] for name in ("learning_rate", "weight_decay"))
         if not terms:
             return abs(1 - eta * w)
         loss, share = event.loss, terms / event.batch_size
@@ -227,6 +236,18 @@ class TestModulusLines:
         return hsa.clipped_update_lipschitz(
             eta * share, loss.smoothness, loss.weak_convexity, w / share
         )
+
+    def test_steps_between_those_that_are_looked_at_lose_nothing(self, monkeypatch):
+        event = clipped(**self.CASES["long schedules"])
+        sizes = BatchSizes.of(event, SPECIAL, 1e-12)
+        few = modulus_lines(event, SPECIAL, sizes)
+        monkeypatch.setattr("hidden_state_accountants.process.batch_sizes._NODES", 2500)
+        all_of_them = modulus_lines(event, SPECIAL, sizes)
+        mean = sizes.others * sizes.rate
+        heights = [lines.intercept + lines.slope * mean for lines in (few, all_of_them)]
+        gaps = np.abs(heights[0] - heights[1])
+        assert 0 < gaps.mean() < 1e-4
+        assert gaps.max() < 0.01  # where one neighbour has the chord and the other the slope
 
     def test_none_where_the_size_does_not_matter(self):
         event = clipped(loss=hsa.LossGeometry.generalized_linear(0.5))
@@ -286,6 +307,22 @@ class TestReferenceValues:
         event = clipped(batch_size=500, dataset_size=50_000, num_steps=20_000,
                         loss=hsa.LossGeometry.softmax_cross_entropy(1.0))  # fmt: skip
         assert Subsampling().guarantee(event, SPECIAL).epsilon(1e-5) <= 0.2593
+
+
+def test_long_schedules_level_off_too():
+    """More steps than there are moduli to look at: it was 1.17 for the longer one."""
+    short, long = (
+        Subsampling().guarantee(
+            clipped(
+                batch_size=500, dataset_size=50_000, num_steps=steps,
+                learning_rate=np.linspace(0.5, 0.25, steps),
+                loss=hsa.LossGeometry.softmax_cross_entropy(1.0),
+            ),
+            SPECIAL,
+        ).epsilon(1e-5)
+        for steps in (4000, 40_000)
+    )  # fmt: skip
+    assert short == pytest.approx(long, rel=0.02)
 
 
 def test_longer_runs_of_equal_steps_level_off():

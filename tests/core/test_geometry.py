@@ -47,6 +47,17 @@ def test_clipped_row_values(eta, big, small, expected):
     assert hsa.clipped_update_lipschitz(eta, big, small) == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.parametrize("weak_convexity", [0.0, 0.02, 0.4, 0.999])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_moduli_are_convex_in_the_learning_rate(weak_convexity, weight_decay):
+    """Steps of a schedule between two others follow from them (theory/random_distance.md)."""
+    rates = np.linspace(0, 6, 2001)
+    clipped = hsa.clipped_update_lipschitz(rates, 1.0, weak_convexity, weight_decay)
+    free = geometry.unclipped_update_lipschitz(rates, 1.0, -weak_convexity, weight_decay)
+    for c in (clipped, free):
+        assert (c[:-2] + c[2:] - 2 * c[1:-1] >= -1e-13).all()
+
+
 def test_clipped_convex_row_is_attained():
     # Rank-one Hessian, gradient just outside the clip ball: I - eta (I - n n^T) H.
     best = 0.0

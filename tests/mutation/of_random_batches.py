@@ -25,6 +25,27 @@ MUTATIONS = (
         "means = sizes.others * each",
         _SAMPLED_TESTS,
     ),
+    Mutation(
+        "steps_of_a_schedule_are_as_those_before_them",
+        SIZES,
+        "share = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)",
+        "share = np.zeros(len(eta))",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "steps_of_a_schedule_are_nearer_to_the_other_ones",
+        SIZES,
+        "weights = np.log1p(-share), np.log(share)",
+        "weights = np.log(share), np.log1p(-share)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "steps_with_another_decay_are_not_looked_at",
+        SIZES,
+        "is_node[changes] = is_node[changes + 1] = is_node[-1] = True",
+        "is_node[-1] = True",
+        _DISTANCE_TESTS,
+    ),
     # One step.
     Mutation(
         "sampled_record_replaces_nobody",

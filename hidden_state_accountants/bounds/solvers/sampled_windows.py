@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -96,7 +97,7 @@ def best_plan(
         profile_of: The sampled mechanism of a step, by its mu.
         delta: Where the candidates are compared.
     """
-    windows = Windows(steps)
+    windows = Windows(attrs.evolve(steps, stretching=steps.stretching.rough()))
     if windows.total < 2 and not steps.before:
         return None
     plan: Plan | None = None
@@ -171,19 +172,31 @@ class _Search:
 
     def __init__(self, windows: Windows, quick: QuickLosses):
         self._windows, self._quick = windows, quick
+        self._known: dict[Plan, float] = {}
 
     def on_grid(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
-        """The best plan of a grid; given are the epsilon to beat and what has it."""
+        """The best plan of a grid; given are the epsilon to beat and what has it.
+
+        Every second length is tried, and those beside the best one.
+        """
         total = self._windows.total
         number = 2 + int(_LENGTHS * math.log(total, 4))
-        for length in np.unique(np.geomspace(1, total - 1, number).round().astype(int)).tolist():
-            for share in _SHARES:
-                for number in _SPLITS:
-                    candidate = Plan(length, max(1, round(share * length)), split(number))
-                    found = self.epsilon(candidate)
-                    if found < epsilon:
-                        epsilon, plan = found, candidate
-        return math.inf if plan is None else self.epsilon(plan), plan
+        lengths = np.unique(np.geomspace(1, total - 1, number).round().astype(int))
+        epsilon, plan = self._best_of(lengths[::2].tolist(), epsilon, plan)
+        if plan is None:
+            return math.inf, None
+        place = int(np.searchsorted(lengths, plan.length))
+        return self._best_of(lengths[max(0, place - 1) : place + 2].tolist(), epsilon, plan)
+
+    def _best_of(
+        self, lengths: list[int], epsilon: float, plan: Plan | None
+    ) -> tuple[float, Plan | None]:
+        for length, share, number in itertools.product(lengths, _SHARES, _SPLITS):
+            candidate = Plan(length, max(1, round(share * length)), split(number))
+            found = self.epsilon(candidate)
+            if found < epsilon:
+                epsilon, plan = found, candidate
+        return epsilon, plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
         """Ever smaller moves of one coordinate, or of the steps with shifts and their split."""
@@ -216,7 +229,9 @@ class _Search:
 
     def epsilon(self, plan: Plan) -> float:
         """Of one window, roughly."""
-        return self._quick.epsilon(self._windows.rough(plan))
+        if plan not in self._known:
+            self._known[plan] = self._quick.epsilon(self._windows.rough(plan))
+        return self._known[plan]
 
 
 def _times(number: int, factor: float) -> int:

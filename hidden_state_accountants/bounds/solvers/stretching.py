@@ -23,6 +23,8 @@ from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLine
 from hidden_state_accountants.process.geometry import SMALLEST_MODULUS
 
 _RATIO = 1.3  # of neighbouring thetas
+_COARSER = 3  # lines for one of a rough bound
+_MOST_LOGS = 8_000_000  # thetas times steps
 
 
 @attrs.frozen(eq=False)
@@ -82,6 +84,7 @@ class Stretching:
         high = math.sqrt(2 * needed) / float(spread.min())
         low = math.sqrt(2 * needed / num_steps) / float(spread.max()) / _RATIO
         number = 2 + math.ceil(math.log(high / low) / math.log(_RATIO))
+        number = min(number, max(2, _MOST_LOGS // len(intercept)))
         thetas = np.geomspace(low, high, number)[:, None]
         with np.errstate(over="ignore"):
             each = np.log1p(sizes.rate * np.expm1(thetas * slope))
@@ -96,6 +99,11 @@ class Stretching:
         """The same for steps start + 1 .. stop alone."""
         logs = self.logs if self._sums is None else self.logs[:, start:stop]
         return Stretching(logs, self.offsets, stop - start)
+
+    def rough(self) -> Stretching:
+        """Somewhat larger bounds by fewer lines, good enough to choose a window."""
+        kept = np.arange(len(self.logs)) % _COARSER == 0
+        return Stretching(self.logs[kept], self.offsets[kept], self.num_steps)
 
     def log_product(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """The bound for the windows (start, stop]; integer arrays that broadcast."""
