@@ -1,10 +1,11 @@
 """Step time and peak memory of the private optimizers against Opacus' own.
 
-    python benchmarks/opacus_step.py [--device cpu|cuda] [--seconds 8] [--only TEXT]
+    python benchmarks/opacus_step.py [--device cpu|cuda] [--seconds 1.2] [--only TEXT]
 
-One process trains the same model on the same batches with each optimizer in turn. Writes
-docs/benchmarks/opacus_step.md (with --device cuda: opacus_step_cuda.md), without it for --only.
-"make gpu" does the latter, after the tests that need a GPU.
+One process trains the same model on the same batches with each optimizer in turn. Writes all of
+docs/benchmarks/opacus_step.md (with --device cuda: opacus_step_cuda.md). What was measured is kept
+in build/ until then, so that a second start goes on; of another code it is measured again. --only
+prints some rows and writes nothing. "make gpu" measures a GPU, after the tests that need one.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import collections
 import datetime
 import functools
 import gc
+import hashlib
+import json
 import logging
 import pathlib
 import platform
@@ -34,9 +37,10 @@ from hidden_state_adapters.opacus import (
 )
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 
-FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 BATCHES = 8  # per epoch
 RECORDS = 10**6  # of the samplers
+SLICE = {"cpu": 0.005, "cuda": 0.02}  # seconds that one optimizer trains before the next one does
 
 # What is compared with what, each group in turn in one process: Adam does more than SGD, random
 # batches are of several sizes, and ghost clipping forms no per-example gradients.
@@ -220,7 +224,7 @@ def times_of(trainers, device, seconds, *, overlaps=False):
     for kind, trainer in trainers.items():
         seconds_of(trainer, sources[kind], 6, device)  # warm up
     once = sum(seconds_of(t, sources[k], 2, device) for k, t in trainers.items())
-    steps = max(1, int(0.02 * len(trainers) / once))
+    steps = max(1, int(SLICE[device] * len(trainers) / once))
     rounds = max(10, int(seconds / (once * steps)))
     times = {kind: [] for kind in trainers}
     kinds = list(trainers)
@@ -232,22 +236,12 @@ def times_of(trainers, device, seconds, *, overlaps=False):
     return times
 
 
-def loop_times(options):
-    """Per probe and batch size, per loop its seconds for a batch, loading included."""
-    found = {}
-    for name, (make, batch_sizes) in cases(options.device).items():
-        for batch_size in batch_sizes if "probe" in name else ():
-            _, shape, classes = make()
-            dataset = make_data(shape, classes, batch_size, options.device)
-            trainers = {
-                kind: Trainer(kind, make, dataset, options.device, shuffles=True) for kind in LOOPS
-            }
-            found[name, batch_size] = times_of_loops(trainers, options)
-            print(*list(loop_rows(found))[-1:])
-    return found
-
-
-def times_of_loops(trainers, options):
+def loop_times(name, batch_size, options):
+    """Per loop its seconds for a batch, loading included."""
+    make = cases(options.device)[name][0]
+    _, shape, classes = make()
+    dataset = make_data(shape, classes, batch_size, options.device)
+    trainers = {kind: Trainer(kind, make, dataset, options.device, shuffles=True) for kind in LOOPS}
     times = {kind: [] for kind in trainers}
     stop = time.monotonic() + options.seconds / 2
     while time.monotonic() < stop or len(times["plain SGD"]) < 5:
@@ -338,7 +332,7 @@ def profile_rows():
     yield "|---" * (1 + len(PARTS)) + "|"
     for batch_size in (64, 256):
         dataset = make_data((512,), 10, batch_size, "cpu")
-        for kind in ("plain SGD", "our default"):
+        for kind in ("plain SGD", "Opacus", "stock + ours", "our default"):
             trainer = Trainer(kind, lambda: probe(512, 10), dataset, "cpu")
             times = profile_of(trainer)
             cells = [f"{1e6 * times[part]:.0f}" if part in times else "" for part in PARTS]
@@ -540,7 +534,7 @@ def device_name(device):
     return f"{names[0] if names else platform.processor()}, one thread"
 
 
-def page(results, loops, samplers, options):
+def page(results, loops, parts, samplers, options):
     is_cuda = options.device == "cuda"
     clock = "CUDA events" if is_cuda else "CPU time of the one thread"
     return [
@@ -550,119 +544,177 @@ def page(results, loops, samplers, options):
         f"({options.device}); torch {torch.__version__}, opacus {opacus.__version__}, Python "
         f"{platform.python_version()}, {datetime.date.today().isoformat()}; float32.",
         "",
-        "A step is `zero_grad`, forward pass, loss, backward pass and `optimizer.step()`; loading "
-        "is left out. Everything is measured in turn in one process on the same model and batches, "
-        '"Opacus" and "Opacus again" being the same stock optimizer twice: the distance of their '
-        "ratio from 1 is noise. The linear probes are runs with everything declared "
-        '(`loss_geometry="auto"`, feature norm), so that norms, features, loss and parameters are '
-        "checked in every step; the other models declare nothing, as no theorem contracts them. "
-        "Only the ratios count: other programs ran on the machine.",
+        INTRODUCTION,
+        "## Time of a step",
         "",
-        '- "our default": `HiddenStatePrivacyEngine` in a fixed order, which clips a linear head '
-        'without its per-example gradients; "our hooks": with `grad_sample_mode="hooks"`;',
-        '- "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`;',
-        "- DiceSGD, DiceAdam: of the engine, every record clipped, DiceAdam against Opacus' Adam;",
-        '- "our ghost" against Opacus\' own ghost clipping, "our Poisson" against Opacus\' Poisson '
-        "batches with hooks.",
-        "",
-        f"Time ({clock}): ratio of the minima / median of the ratio by round (quartiles).",
+        f"{clock}, ratio of the minima / median of the ratio by round (quartiles).",
         "",
         *time_rows(results),
+        "",
+        "The goals, for the ratio of the minima:",
         "",
         *verdicts(results),
         "",
         *(overlap_lines(results) if is_cuda else []),
-        "The whole loop of the probes, as people write it, per batch and with loading: "
-        "plain SGD on `DataLoader(TensorDataset(...), shuffle=True)`, Opacus' engine and ours with "
-        "the same loader and Poisson batches, and ours in an order that is drawn anew for every "
-        "epoch. torch collates record by record; our loader reads a batch of a `TensorDataset` at "
-        "once. (Who indexes the tensors instead of using a loader has the times of the step.)",
+        WHAT_A_STEP_COSTS,
+        "Where the time of a step of the probe 512 x 10 goes (the least CPU time of each part, on "
+        'the host; the columns after "step" are parts of it, of our engine only):',
         "",
+        *parts,
+        "",
+        "## Time of a whole loop",
+        "",
+        ABOUT_LOOPS,
         *loop_rows(loops),
         "",
         *loop_verdict(loops),
         "",
-        "Where the time of a step of the probe 512 x 10 goes (the least CPU time of each part, on "
-        'the host; the columns after "step" are parts of it):',
+        "## Memory",
         "",
-        *profile_rows(),
-        "",
-        "Peak of the tensors' memory, with model, batch, activations and per-example gradients, "
-        "against the same bases; in brackets the difference in sizes of the parameters. The first "
-        "step, which looks at whether records act on each other, is among them:",
-        "",
+        ABOUT_MEMORY,
         *memory_rows(results),
         "",
-        f"Drawing the batches of an epoch, {RECORDS:,} records in batches of {RECORDS // 1000:,}:",
+        "## Drawing the batches",
+        "",
+        f"An epoch of {RECORDS:,} records in batches of {RECORDS // 1000:,}:",
         "",
         *sampler_rows(samplers),
-        "",
-        *REASONS,
     ]
 
 
-REASONS = """\
-What ours adds:
+INTRODUCTION = """\
+A step is `zero_grad`, forward pass, loss, backward pass and `optimizer.step()`; loading is left
+out. Everything is measured in turn in one process on the same model and batches, and only the
+ratios count. "Opacus" and "Opacus again" are the same stock optimizer twice: the distance of their
+ratio from 1 is noise.
 
-- All kinds: small operations and Python in every step, whatever the size of the batch. That is a
-  third of a stock step that takes a millisecond, and vanishes in steps of tens of milliseconds.
-  Plain SGD of a probe of 512 x 10 is two matrix products and as little Python; the table of the
-  parts says what each of ours adds to it. No part is large, and none can be left out: the clip
-  (norms, weighted product), the noise, the hooks that see features, output and gradient, the
-  comparison of the parameters (twice) and the record. 1.6 times plain SGD is out of reach of a
-  step in Python where plain SGD takes a fraction of a millisecond; it is met where the products
-  take milliseconds, and by whole loops of 512 x 10 with batches of 256 and more, because of what
-  loading saves. For 2048 x 100 at b = 64 the noise alone (204,900 normal numbers from torch's
-  generator, some 0.6 ms) takes about half as long as a step of plain SGD.
-- cyclic: the parameters are read three times (compared in the training pass and at the step, copied
-  after it). Norms of features and of per-example gradients are computed once, for the checks and
-  for the clip; a linear layer keeps what they follow from in its own backward pass, without hooks
-  of Opacus. All checks of a step together are one transfer from the device. Whether the parts of
-  the model are the same objects is looked at in the training pass and at the step: of 200 modules
-  some 4 % of a step. (torch counts no writes to a module, so nothing cheaper would see them all.)
-- The wrapper of torch around `SGD.step` (profiler, hooks) could be left out, for at most 20
-  microseconds. It is not: plain SGD pays the same, and programs hang counters and schedulers there.
-- stock + ours: norms are computed once, here, for Opacus' clip and for the check against the
-  declared bound. What is left is a constant of some 0.3 ms in a step, whatever its size, in a
-  hundred small operations: of 512 x 10 at b = 64 a fifth is around the forward pass (features and
-  their norms), an eighth in the criterion (that its output is the model's, and the loss nothing
-  else), a tenth in hooks of the backward pass, an eighth in the clip, and the rest in the step hook
-  (batch, rows, norms, noise, options, record). So 1.02 of a step is out of reach below 15 ms.
-- our hooks: Opacus copies the per-example gradients of every layer into zeros; here they stay where
-  the layer's rule puts them. That pays for the checks in all models but the smallest.
-- Ghost clipping makes one backward pass where Opacus makes two, and gradients of convolutions once.
-- DiceSGD: the sum of what the clip cuts off is one more pass over the per-example gradients, after
-  the two of Opacus (norms, clipped sum). It costs most where the model around it costs least: in
-  linear layers, whose backward pass is cheap compared with a pass over the per-example gradients.
-  `grad_sample_mode="ghost"` makes no such passes there.
-- Memory: cyclic keeps a copy of the parameters, and with a known criterion the model's output and
-  its gradient until the step. DiceSGD keeps the error, and from the clip to the noise the rest of
-  the batch.
-""".splitlines()
+- "our default": `HiddenStatePrivacyEngine` in a fixed order, which clips a linear head without its
+  per-example gradients; "our hooks": with `grad_sample_mode="hooks"`;
+- "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`;
+- DiceSGD, DiceAdam: of the engine, every record clipped, DiceAdam against Opacus' Adam;
+- "our ghost" against Opacus' own ghost clipping, "our Poisson" against Opacus' Poisson batches with
+  hooks.
+
+The linear probes are runs with everything declared (`loss_geometry="auto"`, feature norm), so that
+norms, features, loss and parameters are checked in every step; the other models declare nothing, as
+no theorem contracts them.
+"""
+
+WHAT_A_STEP_COSTS = """\
+What makes a step shorter:
+
+- A linear head is clipped without its per-example gradients: their norms follow from what went into
+  the layer and from the gradient that came back, and the clipped sum is one product.
+- Elsewhere, and behind a stock engine, per-example gradients stay where the rule of the layer puts
+  them. Opacus copies them into zeros, which takes a third of a step in linear layers.
+- Norms are computed once, for the checks and for the clip. Ghost clipping makes one backward pass
+  where Opacus makes two.
+
+What makes it longer:
+
+- Every check costs a few small operations and some Python, whatever the size of the batch: what
+  went into the head and came out, the criterion, the parameters (compared in the training pass and
+  at the step, copied after it), the batch, the settings, the record. It shows in steps of less than
+  a millisecond, and is why a step of a small probe is several steps of plain SGD, which is two
+  products of matrices there. All checks of a step are one transfer from the device.
+- In large heads with small batches it is the noise, which takes as long as a step of plain SGD for
+  every 200,000 weights or so.
+- Hundreds of frozen modules: whether they are the same objects is looked at in every training pass.
+- DiceSGD: what the clip cuts off is summed in one more pass over the per-example gradients. It
+  costs most where the backward pass is cheap, in linear layers.
+"""
+
+ABOUT_LOOPS = """\
+The probes as people train them, per batch and with loading: plain SGD on
+`DataLoader(TensorDataset(...), shuffle=True)`, Opacus' engine and ours with the same loader and
+Poisson batches, and ours in an order that is drawn anew for every epoch. torch collates record by
+record; our loader reads a batch of a `TensorDataset` at once. (Who indexes the tensors instead of
+using a loader has the times of the step.)
+"""
+
+ABOUT_MEMORY = """\
+Peak of the tensors' memory, with model, batch, activations and per-example gradients, against the
+same bases; in brackets the difference in sizes of the parameters. The first step, which looks at
+whether records act on each other, is among them: it makes versions of the batch, so that a peak
+above 1 beside ghost clipping is that of one step. A fixed order keeps a copy of the parameters, and
+with a known criterion the model's output and its gradient until the step. DiceSGD keeps the error,
+and from the clip to the noise the rest of the batch.
+"""
+
+
+class Kept:
+    """What was measured, in build/: a second start goes on. Of other code it is forgotten."""
+
+    def __init__(self, options):
+        self._path = ROOT / "build" / f"opacus_step_{options.device}.json"
+        self._of = [code(), options.seconds, torch.__version__, opacus.__version__]
+        known = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._found = known["found"] if known.get("of") == self._of else {}
+
+    def get(self, name, measure):
+        """What is called `name`; measured if it is not known."""
+        if name not in self._found:
+            start = time.monotonic()
+            self._found[name] = measure()
+            self._path.parent.mkdir(exist_ok=True)
+            self._path.write_text(json.dumps({"of": self._of, "found": self._found}))
+            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+        return self._found[name]
+
+    def forget(self):
+        self._path.unlink()
+
+
+def code():
+    """Changes with every line of what is measured."""
+    folders = ROOT / "hidden_state_accountants", ROOT / "adapters"
+    files = [pathlib.Path(__file__), *(p for f in folders for p in sorted(f.rglob("*.py")))]
+    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
+
+
+def all_cases(options):
+    for name, (_, batch_sizes) in cases(options.device).items():
+        for batch_size in batch_sizes:
+            if options.only in name:
+                yield name, batch_size
+
+
+def write_page(options):
+    kept, results, loops = Kept(options), {}, {}
+    for name, size in all_cases(options):
+        measured = functools.partial(measure, name, size, options)
+        results[name, size] = kept.get(f"steps of {name}, b = {size}", measured)
+    for name, size in all_cases(options):
+        if "probe" in name:
+            measured = functools.partial(loop_times, name, size, options)
+            loops[name, size] = kept.get(f"loops of {name}, b = {size}", measured)
+    parts = kept.get("parts of a step", lambda: list(profile_rows()))
+    samplers = kept.get("samplers", sampler_times)
+    suffix = "" if options.device == "cpu" else f"_{options.device}"
+    path = ROOT / "docs" / "benchmarks" / f"opacus_step{suffix}.md"
+    path.write_text("\n".join(page(results, loops, parts, samplers, options)) + "\n")
+    kept.forget()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each model and batch size")
+    parser.add_argument(
+        "--seconds", type=float, default=1.2, help="for each model, batch size and base"
+    )
     parser.add_argument("--only", default="", help="part of a model's name; prints only")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus: secure mode is off
     logging.disable(logging.WARNING)  # no contraction
     torch.set_num_threads(1)
-    results = {}
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("Expected a CUDA device with --device cuda, got none that torch can use.")
-    for name, (_, batch_sizes) in cases(options.device).items():
-        for batch_size in batch_sizes if options.only in name else ():
-            results[name, batch_size] = measure(name, batch_size, options)
-            print(*list(time_rows(results))[-1:], *list(memory_rows(results))[-1:], sep="\n")
-            sys.stdout.flush()
     if not options.only:
-        suffix = "" if options.device == "cpu" else f"_{options.device}"
-        path = FOLDER / f"opacus_step{suffix}.md"
-        lines = page(results, loop_times(options), sampler_times(), options)
-        path.write_text("\n".join(lines) + "\n")
+        write_page(options)
+        return
+    for name, size in all_cases(options):
+        found = {(name, size): measure(name, size, options)}
+        print(*list(time_rows(found))[-1:], *list(memory_rows(found))[-1:], sep="\n", flush=True)
 
 
 if __name__ == "__main__":
