@@ -72,4 +72,19 @@ MUTATIONS = (
         "return 2 * self.l2",
         _REGULARISER_TESTS,
     ),
+    # Rows that are not in the order of the batch.
+    Mutation(
+        "packed_sequences_that_are_frozen_only_are_refused",
+        "../adapters/hidden_state_adapters/opacus/guards/packed.py",
+        "any(p.requires_grad for p in layer.parameters())",
+        "not any(p.requires_grad for p in layer.parameters())",
+        "opacus_engine/test_packed_sequences.py",
+    ),
+    Mutation(
+        "packed_sequences_of_a_stock_engine_pass",
+        "../adapters/hidden_state_adapters/opacus/stock/model.py",
+        "    refuse_packed_sequences(inner)",
+        "",
+        "opacus_engine/test_packed_sequences.py",
+    ),
 )

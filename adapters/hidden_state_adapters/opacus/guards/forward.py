@@ -17,6 +17,7 @@ from hidden_state_adapters.opacus.guards import precision
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import HeadWatch
+from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
 from hidden_state_adapters.opacus.guards.parts import ModelParts
 
@@ -64,6 +65,7 @@ class ForwardGuard(Guard):
         self._handles = [
             module.register_forward_pre_hook(self._count, with_kwargs=True),
             module.register_forward_hook(self._leave, always_call=True),
+            *refuse_packed_sequences(module),
         ]
         for part in self._owners:
             if part is not module:

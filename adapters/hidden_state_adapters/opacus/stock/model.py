@@ -7,12 +7,18 @@ from typing import Any
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences
 
 
 def check_model(module: Any) -> None:
-    """Raises UnsupportedRunError for layers that write to their parameters in a forward pass."""
+    """Raises UnsupportedRunError for layers that write to their parameters in a forward pass.
+
+    Recurrent layers raise it from then on when they are called with packed sequences.
+    """
     inner = getattr(module, "_module", module)  # behind Opacus' wrapper, or its hooks
-    for name, layer in inner.named_modules() if isinstance(inner, nn.Module) else ():
+    if not isinstance(inner, nn.Module):
+        return
+    for name, layer in inner.named_modules():
         if getattr(layer, "max_norm", None) is not None and isinstance(
             layer, nn.Embedding | nn.EmbeddingBag
         ):
@@ -21,6 +27,7 @@ def check_model(module: Any) -> None:
                 f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
                 "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
             )
+    refuse_packed_sequences(inner)
 
 
 def check_collate(data_loader: Any) -> None:
