@@ -74,7 +74,11 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     others += [
         (bound.name, "not smaller for this run") for bound, _ in found if bound is not best[0]
     ]
-    curves = [g.curve for _, g in found if g is best[1] or _may_be_joined(g, best[1])]
+    known = [guarantee for _, guarantee in found]
+    surely = _without_what_may_fail(event)
+    if surely is not None:
+        known.append(best_guarantee(surely, relation))
+    curves = [g.curve for g in known if g is best[1] or _may_be_joined(g, best[1])]
     curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
     best_of_all = attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
     if not best_of_all.only_for:
@@ -82,6 +86,16 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     everywhere = attrs.evolve(event, record_position=None)
     of_all_records = functools.partial(best_guarantee, everywhere, relation)
     return attrs.evolve(best_of_all, of_all_records=of_all_records)
+
+
+def _without_what_may_fail(event: dp_accounting.DpEvent) -> LastIterateDpEvent | None:
+    """The run without a released curvature, which says nothing at deltas below its failure."""
+    if not isinstance(event, LastIterateDpEvent) or event.loss is None:
+        return None
+    if event.loss.curvature_failure is None:
+        return None
+    loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)
+    return attrs.evolve(event, loss=loss)
 
 
 def _may_be_joined(guarantee: Guarantee, best: Guarantee) -> bool:

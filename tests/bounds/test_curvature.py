@@ -160,25 +160,30 @@ class TestWhereItIsUsed:
 
     @pytest.mark.parametrize("order", ["cyclic", "shuffled_once", "reshuffled"])
     def test_a_released_bound_counts_at_every_delta_above_its_failure(self, order):
-        """At a failure of 1e-6, the default, composition used to be all that was left of it."""
+        """At a failure of 1e-6, the default, composition used to be all that was left of it.
+
+        Below its failure the run counts as if nothing had been released.
+        """
         unsure = CONVEX.with_curvature(0.5, failure=1e-6)
         event = cyclic_run(
             batch_order=order, learning_rate=3.0, weight_decay=0.1, num_steps=200, loss=unsure
         )
         sure = attrs.evolve(event, loss=CONVEX.with_curvature(0.5))
-        composed = attrs.evolve(event, loss=None)
-        alone, certain, every = (
-            hsa.LastIterateAccountant(SPECIAL).compose(e) for e in (event, sure, composed)
+        plain, composed = (attrs.evolve(event, loss=loss) for loss in (CONVEX, None))
+        alone, certain, less, every = (
+            hsa.LastIterateAccountant(SPECIAL).compose(e) for e in (event, sure, plain, composed)
         )
         assert alone.get_epsilon(1e-5) == pytest.approx(certain.get_epsilon(9e-6), rel=1e-6)
         assert alone.get_epsilon(1e-5) < 0.5 * every.get_epsilon(1e-5)
-        assert alone.get_epsilon(1e-6) == every.get_epsilon(1e-6)
+        assert alone.get_epsilon(1e-6) == less.get_epsilon(1e-6) <= every.get_epsilon(1e-6)
+        if order == "cyclic":
+            assert less.get_epsilon(1e-6) < 0.9 * every.get_epsilon(1e-6)
 
         release = dp_accounting.LaplaceDpEvent(20.0)
-        both, certain, every = (a.compose(release) for a in (alone, certain, every))
+        both, certain, less, every = (a.compose(release) for a in (alone, certain, less, every))
         assert both.get_epsilon(1e-5) == pytest.approx(certain.get_epsilon(9e-6), rel=1e-6)
         assert both.get_epsilon(1e-5) < 0.6 * every.get_epsilon(1e-5)
-        assert both.get_epsilon(1e-6) == every.get_epsilon(1e-6)
+        assert both.get_epsilon(1e-6) == pytest.approx(less.get_epsilon(1e-6), rel=1e-9)
 
         twice = hsa.LastIterateAccountant(SPECIAL).compose(event, 2)
         assert twice.get_epsilon(3e-6) < 0.5 * twice.get_epsilon(2e-6) < math.inf
