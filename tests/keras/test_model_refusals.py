@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
+from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras_vectorized import (
+    VectorizedDPKerasSGDOptimizer,
+)
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import (
-    CyclicDPKerasSGDOptimizer,
-    HiddenStateSequential,
-)
+from hidden_state_adapters.tf_privacy import HiddenStateSequential
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
 layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
@@ -137,7 +137,7 @@ class OwnLoss(HiddenStateSequential):
 
 
 def noisy():
-    return CyclicDPKerasSGDOptimizer(1.0, 1.0)
+    return VectorizedDPKerasSGDOptimizer(1.0, 1.0)
 
 
 def penalty():

@@ -8,6 +8,27 @@ _TF = "../adapters/hidden_state_adapters/tf_privacy"
 
 MUTATIONS = (
     Mutation(
+        "the_optimizer_adds_noise_as_well",
+        f"{_TF}/mechanisms/last_iterate.py",
+        "return UpdateRule(sgd), {",
+        "return UpdateRule(self), {",
+        "keras/test_model_with_optimizers.py::test_it_is_the_same_run",
+    ),
+    Mutation(
+        "an_optimizer_may_contradict_the_model",
+        f"{_TF}/owned/settings.py",
+        "if own is not None and own != value:",
+        "if False:",
+        "keras/test_model_with_optimizers.py::test_they_contradict_each_other",
+    ),
+    Mutation(
+        "batches_of_a_noisy_optimizer_are_accounted_as_poisson",
+        f"{_TF}/owned/settings.py",
+        "batch_order=self.batch_order or BatchOrder.CYCLIC)",
+        "batch_order=self.order)",
+        "keras/test_model_with_optimizers.py::test_it_is_the_same_run",
+    ),
+    Mutation(
         "microbatches_have_the_sensitivity_of_one_example",
         f"{_TF}/owned/steps.py",
         "is_microbatched = self.examples_of_record > 1",

@@ -15,7 +15,7 @@ from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
 from hidden_state_adapters.tf_privacy.owned.log import MOST_STEPS
-from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
+from hidden_state_adapters.tf_privacy.owned.rule import rule_and_settings
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
@@ -47,7 +47,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     def __init__(self, *args: Any, **kwargs: Any):
         settings = Settings(**{name: kwargs.pop(name) for name in _NAMES if name in kwargs})
         super().__init__(*args, **kwargs)
-        self._settings = settings
+        self._given = self._settings = settings  # those that it trains with
         self._target_delta = settings.target_delta
         # Past Keras' bookkeeping: it is no variable of the model, and in no file of it.
         self.__dict__["_loss_mean"] = tf.keras.metrics.Mean(name="loss")
@@ -74,7 +74,10 @@ class PrivateTraining(tf.keras.Model, Figures):
         Args:
             optimizer: Plain `SGD` (with weight_decay) where a `loss_geometry` hides the iterates;
                 any optimizer of Keras otherwise; a `DiceUpdate` for DiceSGD, a
-                `BlockCoordinateUpdate` for DP-MBCD.
+                `BlockCoordinateUpdate` for DP-MBCD. Or one of the optimizers with noise of this
+                package: its clip, noise and all that it was made with are the model's then, which
+                adds the noise, once, and compiles its plain update. Where the model says no
+                batch_order its batches are cyclic.
             loss: A name, a function or an object of Keras with one loss for each example. Its
                 reduction over the batch does not matter: every example is clipped alone.
             metrics: As in Keras. What they show of the training data has no guarantee.
@@ -89,8 +92,10 @@ class PrivateTraining(tf.keras.Model, Figures):
             **kwargs: As in Keras.
 
         Raises:
-            UnsupportedRunError: Losses are weighted.
-            TypeError, ValueError: steps_per_execution is not a number in 1 to 256.
+            UnsupportedRunError: Losses are weighted; optimizer and model say something else; or
+                both would add noise.
+            TypeError, ValueError: steps_per_execution is not a number in 1 to 256, or neither
+                optimizer nor model says l2_norm_clip.
         """
         for name, value in (("loss_weights", loss_weights), ("weighted_metrics", weighted_metrics)):
             if value is not None:
@@ -101,7 +106,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             )
         if self._is_fitting:
             raise refusal("Expected compile outside of fit, got a call by a callback.")
-        rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
+        rule, settings = rule_and_settings(optimizer, self._given)
         super().compile(
             optimizer=rule.optimizer,
             loss=loss,
@@ -112,7 +117,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             **kwargs,
         )
         self.__dict__["_loaded_runs"] = self._runs_behind()
-        self._rule, self._uses_xla = rule, bool(jit_compile)
+        self._rule, self._settings, self._uses_xla = rule, settings, bool(jit_compile)
         self._given_pace = steps_per_execution
         self._run = self._record = None
         self._calls, self._may_stop, self._foreign = 0, False, frozenset()
@@ -249,7 +254,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             raise TypeError(
                 f"Expected target_epsilon = None, got {epsilon!r} with noise_multiplier = "
                 f"{self._settings.noise_multiplier:g}. Make the model without noise_multiplier, "
-                "and fit finds it."
+                "compile with an optimizer without noise, and fit finds it."
             )
         if is_found or self._continued is not None:
             raise refusal(
@@ -553,9 +558,9 @@ class HiddenStateModel(PrivateTraining):
     Args:
         *args: Of tf.keras.Model: inputs and outputs, or none in a subclass that overrides `call`.
         l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
-            together.
+            together; None if the optimizer that it is compiled with says it.
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C;
-            None if `fit` is to find it, for a target_epsilon.
+            None if `fit` is to find it, for a target_epsilon, or the optimizer says it.
         num_microbatches: Of a batch, each of the same number m of examples (batch_size over it)
             whose mean gradient is clipped as one; None, or the batch size, for one example each.
             Every m examples that follow each other in the data set are a microbatch, in all steps,
@@ -564,8 +569,9 @@ class HiddenStateModel(PrivateTraining):
         num_steps: Of the whole run, declared before the first one: fit takes no more, and that
             their number was fixed in advance is checked. Without it that is checked for a run of
             one call of fit, whose epochs say it.
-        batch_order: A `BatchOrder` or its value: "poisson" (the default), "cyclic", "reshuffled",
-            "shuffled_once", "without_replacement" or "full".
+        batch_order: A `BatchOrder` or its value: "poisson", "cyclic", "reshuffled",
+            "shuffled_once", "without_replacement" or "full". None for "poisson", and for "cyclic"
+            if it is compiled with one of the optimizers that have noise.
         max_batch_size: Of Poisson batches: beyond it examples are left out, uniformly, which is
             accounted.
         drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
@@ -691,7 +697,7 @@ def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> Non
     if shuffle is not True:
         raise refusal(
             f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by batch_order "
-            f'= "{settings.batch_order.value}". For a fixed order say batch_order="cyclic".'
+            f'= "{settings.order.value}". For a fixed order say batch_order="cyclic".'
         )
 
 

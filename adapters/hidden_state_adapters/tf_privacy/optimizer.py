@@ -134,6 +134,44 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
     def _decay_of_step(self) -> float:
         return 0.0
 
+    # Where a model makes its steps
+
+    def _leave_to_model(self) -> dict[str, Any]:
+        """The arguments of a model that every private optimizer says.
+
+        Raises:
+            UnsupportedRunError: The steps would not be those of this optimizer.
+        """
+        kind = type(self)
+        if "for_model" not in vars(kind):
+            raise refusal(
+                f"Expected one of this package's optimizers in compile, got {kind.__name__}, a "
+                "subclass: the model makes the steps itself, and would not call it. Train it with "
+                "HiddenStateCallback."
+            )
+        if self.has_stepped:
+            raise refusal(
+                f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
+                "some: the model makes its own, with another count. Pass a new one."
+            )
+        settings.refuse_changed_options(self, self._neutral_options)
+        if self.gradient_accumulation_steps != 1:
+            raise refusal(
+                "Expected gradient_accumulation_steps = 1, got "
+                f"{self.gradient_accumulation_steps}: every batch of a model is a step. Give fit a "
+                "batch_size that many times as large."
+            )
+        return {
+            "l2_norm_clip": self.l2_norm_clip,
+            "noise_multiplier": self.noise_multiplier,
+            "num_microbatches": self._num_microbatches,
+        }
+
+    @property
+    def _given_rate(self) -> Any:
+        """The learning rate as it was given: a number, a schedule, or a function."""
+        return self._hyper["learning_rate"]
+
     # Its settings
 
     @property

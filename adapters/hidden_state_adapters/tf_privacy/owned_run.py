@@ -141,7 +141,7 @@ class OwnedRun:
             batch_size = self._examples.batch_size
         self._asked = _batches(batch_size, steps_per_epoch)
         size, number = self._asked
-        if settings.batch_order is BatchOrder.FULL:
+        if settings.order is BatchOrder.FULL:
             size = self._examples.number
         self._microbatch = _microbatch(settings, rule, size)
         self.relation = settings.neighboring_relation
@@ -149,7 +149,7 @@ class OwnedRun:
             self.relation = NeighboringRelation.REPLACE_ONE
         self._examples.microbatch = self._microbatch
         self.plan = plan_of(
-            settings.batch_order,
+            settings.order,
             self._examples.number,
             size,
             max_batch_size=settings.max_batch_size,
@@ -159,7 +159,7 @@ class OwnedRun:
         self._period = number or self.plan.num_batches
         self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
         self.is_padded = (
-            settings.batch_order is BatchOrder.POISSON or self.plan.batch_size < self._replicas
+            settings.order is BatchOrder.POISSON or self.plan.batch_size < self._replicas
         )
         self._multiple = multiple_of_sizes(
             is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size

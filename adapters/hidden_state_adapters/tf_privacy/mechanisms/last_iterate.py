@@ -30,6 +30,7 @@ from hidden_state_adapters.tf_privacy.guards.step import (
     refuse_tensor_float_32,
 )
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD, Gradients
+from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.projection import check_within, project
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
@@ -302,7 +303,30 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
 
     def declared(self, event: LastIterateDpEvent) -> list[str]:
         """Where the learning rates come from, unless it is a number or a schedule of Keras."""
-        return declared_rates(self._hyper["learning_rate"], event.learning_rate)
+        return declared_rates(self._given_rate, event.learning_rate)
+
+    def for_model(self) -> tuple[UpdateRule, dict[str, Any]]:
+        """Plain SGD with its rate and decay, and what a model is told for it.
+
+        Raises:
+            UnsupportedRunError: It accumulates gradients, took steps, is of a subclass, or its rate
+                is a function.
+        """
+        told, rate = self._leave_to_model(), self._given_rate
+        if callable(rate) and not isinstance(
+            rate, tf.keras.optimizers.schedules.LearningRateSchedule
+        ):
+            raise refusal(
+                "Expected a number or a schedule of Keras as learning_rate of an optimizer that a "
+                "model is compiled with, got a function. Use tf.keras.optimizers.schedules."
+            )
+        sgd = tf.keras.optimizers.SGD(rate, weight_decay=self._weight_decay or None)
+        return UpdateRule(sgd), {
+            **told,
+            "prox": self._prox,
+            "projection_radius": self._projection_radius,
+            "loss_geometry": self._loss_geometry,
+        }
 
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""

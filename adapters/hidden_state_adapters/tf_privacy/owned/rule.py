@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
+from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update, refuse_noise
 
 
 class UpdateRule:
@@ -49,3 +49,40 @@ class UpdateRule:
             UnsupportedRunError: No such run can be accounted.
         """
         return OwnedSteps(settings, Update(optimizer, variables), plan, variables)
+
+
+@runtime_checkable
+class WithNoise(Protocol):
+    """An optimizer that clips and adds noise, and leaves both to a model that does so itself."""
+
+    def for_model(self) -> tuple[UpdateRule, Mapping[str, Any]]:
+        """The rule of its updates, without noise, and the `Settings` that it was made with.
+
+        Raises:
+            UnsupportedRunError: A model would not make the steps that it makes.
+        """
+
+
+def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Settings]:
+    """What a model that is compiled with an optimizer trains by.
+
+    Args:
+        optimizer: An `UpdateRule`, an optimizer of Keras or its name, or one `WithNoise`.
+        given: What the model was made with.
+
+    Raises:
+        UnsupportedRunError: The optimizer says something else than the model, or would add noise a
+            second time.
+        ValueError: None of the two says how long a gradient may be.
+    """
+    if isinstance(optimizer, WithNoise):
+        rule, told = optimizer.for_model()
+        return rule, given.joined_by(type(optimizer).__name__, told)
+    rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
+    refuse_noise(rule.optimizer)
+    if given.l2_norm_clip is None:
+        raise ValueError(
+            "Expected l2_norm_clip of the model, got none. Give it to the model, or compile with "
+            "an optimizer that has it, such as CyclicDPKerasSGDOptimizer."
+        )
+    return rule, given

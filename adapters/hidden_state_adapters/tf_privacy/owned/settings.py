@@ -25,6 +25,10 @@ def _optional(value: Any, check: Any) -> Any:
     return None if value is None else check(value)
 
 
+def _order(value: Any) -> BatchOrder | None:
+    return _optional(value, parse_batch_order)  # type: ignore[no-any-return]
+
+
 @attrs.frozen(kw_only=True)
 class Settings:
     """The arguments of `HiddenStateModel`, checked; see there.
@@ -34,11 +38,11 @@ class Settings:
         UnsupportedRunError: Two do not go together.
     """
 
-    l2_norm_clip: float
+    l2_norm_clip: float | None = None
     noise_multiplier: float | None = None
     num_microbatches: int | None = None
     num_steps: int | None = None
-    batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
+    batch_order: BatchOrder | None = attrs.field(default=None, converter=_order)
     max_batch_size: int | None = None
     drop_remainder: bool = False
     prox: Regulariser | None = attrs.field(default=None, converter=prox_of)
@@ -58,10 +62,11 @@ class Settings:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        is_known = self.noise_multiplier is not None  # else fit finds it
-        clip, noise = clip_and_noise(self.l2_norm_clip, self.noise_multiplier if is_known else 1.0)
-        put("l2_norm_clip", clip)
-        put("noise_multiplier", noise if is_known else None)
+        # The compiled optimizer may say what is missing; fit finds noise.
+        given = self.l2_norm_clip, self.noise_multiplier
+        clip, noise = clip_and_noise(*(1.0 if value is None else value for value in given))
+        put("l2_norm_clip", _optional(self.l2_norm_clip, lambda _: clip))
+        put("noise_multiplier", _optional(self.noise_multiplier, lambda _: noise))
         put("num_microbatches", microbatches(self.num_microbatches))
         put(
             "num_steps",
@@ -92,22 +97,51 @@ class Settings:
         put("target_delta", _optional(self.target_delta, validate.target_delta))
         if isinstance(self.loss_geometry, Mapping):  # of a configuration
             put("loss_geometry", LossGeometry(**self.loss_geometry))
-        if self.max_batch_size is not None and self.batch_order is not BatchOrder.POISSON:
+        if self.max_batch_size is not None and self.order is not BatchOrder.POISSON:
             raise UnsupportedRunError(
                 'Expected max_batch_size = None unless batch_order = "poisson", got '
-                f'{self.max_batch_size} with "{self.batch_order.value}": its batches have one '
-                "size. Leave it out."
+                f'{self.max_batch_size} with "{self.order.value}": its batches have one '
+                'size. Leave it out, or say batch_order="poisson".'
             )
         if (
             self.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-            and self.batch_order is not BatchOrder.POISSON
+            and self.order is not BatchOrder.POISSON
         ):
             raise UnsupportedRunError(
                 "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
-                f'ADD_OR_REMOVE_ONE: with batch_order="{self.batch_order.value}" one example more '
+                f'ADD_OR_REMOVE_ONE: with batch_order="{self.order.value}" one example more '
                 "or less changes other batches as well. Poisson batches have that relation."
             )
         _ = self.declared  # raises
+
+    @property
+    def order(self) -> BatchOrder:
+        """Of the batches: what was said, or Poisson."""
+        return self.batch_order or BatchOrder.POISSON
+
+    def joined_by(self, optimizer: str, told: Mapping[str, Any]) -> Settings:
+        """These, and what an optimizer with noise says in their place.
+
+        Where these say no order, batches are cyclic: so they are for such an optimizer elsewhere.
+
+        Args:
+            optimizer: Its name.
+            told: Arguments by name; None says nothing.
+
+        Raises:
+            UnsupportedRunError: These say something else.
+        """
+        theirs = Settings(**{name: value for name, value in told.items() if value is not None})
+        said = {name: getattr(theirs, name) for name in told if told[name] is not None}
+        for name, value in said.items():
+            own = getattr(self, name)
+            if own is not None and own != value:
+                raise UnsupportedRunError(
+                    f"Expected {name} = {own!r}, as the model was made with, got {value!r} of "
+                    f"{optimizer}. Leave it out of the model; or compile with an optimizer without "
+                    "noise."
+                )
+        return attrs.evolve(self, **said, batch_order=self.batch_order or BatchOrder.CYCLIC)
 
     @property
     def declared(self) -> Declared:
@@ -131,7 +165,7 @@ class Settings:
         return {
             **plain,
             "prox": plain_prox(self.prox),
-            "batch_order": self.batch_order.value,
+            "batch_order": self.batch_order and self.batch_order.value,
             "neighboring_relation": self.neighboring_relation.name,
             "loss_geometry": plain_geometry(geometry)
             if isinstance(geometry, LossGeometry)

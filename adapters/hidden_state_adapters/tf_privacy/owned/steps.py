@@ -55,6 +55,29 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         optimizer.build(list(variables))
 
 
+def refuse_noise(optimizer: Any) -> None:
+    """Raises UnsupportedRunError if an optimizer would clip and add noise a second time."""
+    kinds = type(optimizer).__mro__
+    is_theirs = any(kind.__module__.startswith("tensorflow_privacy.") for kind in kinds)
+    if isinstance(optimizer, Mechanism):
+        what = f"{type(optimizer).__name__} within another rule, or after compile"
+        remedy = "Pass it to compile alone; or "
+    elif is_theirs or hasattr(optimizer, "_dp_sum_query"):
+        what = f"one of TensorFlow Privacy, {type(optimizer).__name__}"
+        remedy = (
+            "Pass CyclicDPKerasSGDOptimizer(...) with the same arguments, which leaves both to the "
+            "model; or "
+        )
+    else:
+        return
+    raise refusal(
+        f"Expected an optimizer without noise in compile, got {what}: the model clips and adds the "
+        f"noise itself, and noise would be added twice. {remedy}tf.keras.optimizers.SGD(...), "
+        "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip and "
+        "noise_multiplier to the model."
+    )
+
+
 class Update:
     """What an optimizer of Keras makes of noisy gradients.
 
@@ -75,13 +98,7 @@ class Update:
             raise refusal(
                 f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
             )
-        if isinstance(optimizer, Mechanism) or hasattr(optimizer, "_dp_sum_query"):
-            raise refusal(
-                f"Expected an optimizer without noise in compile, got {type(optimizer).__name__}: "
-                "the model clips and adds the noise itself. Pass tf.keras.optimizers.SGD(...), "
-                "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip "
-                "and noise_multiplier to the model."
-            )
+        refuse_noise(optimizer)
         if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
             raise refusal(
                 "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
@@ -241,10 +258,12 @@ class OwnedSteps(Mechanism):
         if self._strategy is not None:
             self._check_replicas(update)
         single = variables[0].dtype.base_dtype == tf.float32
-        if single and settings.l2_norm_clip < _SMALLEST_CLIP:
+        assert settings.l2_norm_clip is not None  # compile has asked for it
+        self._clip = settings.l2_norm_clip
+        if single and self._clip < _SMALLEST_CLIP:
             raise refusal(
                 f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got "
-                f"{settings.l2_norm_clip:g}: squares of shorter gradients underflow, and they are "
+                f"{self._clip:g}: squares of shorter gradients underflow, and they are "
                 "not clipped. Scale the loss up, or train in float64."
             )
         self._settings, self._update, self._plan = settings, update, plan
@@ -329,14 +348,13 @@ class OwnedSteps(Mechanism):
     def _write(
         self, rows: tf.Tensor, problem: tf.Tensor, rate: tf.Tensor, largest: tf.Tensor
     ) -> None:
-        settings = self._settings
         self._log.write(
             rows=rows,
             problem=problem,
             variables=self._tracked,
             values=[
                 rate,
-                settings.l2_norm_clip,
+                self.l2_norm_clip,
                 self.noise_multiplier,
                 self._update.weight_decay,
                 largest,
@@ -439,7 +457,7 @@ class OwnedSteps(Mechanism):
     @property
     def l2_norm_clip(self) -> float:
         """C."""
-        return self._settings.l2_norm_clip
+        return self._clip
 
     @property
     def noise_multiplier(self) -> float:

@@ -28,6 +28,9 @@ from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.blocks import 
     check_together,
 )
 from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.log import BlockLog
+from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.model_steps import (
+    BlockCoordinateUpdate,
+)
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.proximal import after_prox
 from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
@@ -340,6 +343,18 @@ class BlockCoordinateKerasOptimizer(
     def checked(self, units: Units) -> list[str]:
         """What every update checks."""
         return [self._checked]
+
+    def for_model(self) -> tuple[BlockCoordinateUpdate, dict[str, Any]]:
+        """A `BlockCoordinateUpdate` of one block, as in `Model.fit`, and what a model is told.
+
+        Raises:
+            UnsupportedRunError: It took steps, or is of a subclass.
+        """
+        told = self._leave_to_model()
+        low = 0.0 if self._nonnegative else -math.inf
+        prox = Regulariser(l1=self._l1, l2=self._l2, low=low)
+        rule = BlockCoordinateUpdate(tf.keras.optimizers.SGD(self._given_rate))
+        return rule, {**told, "prox": None if prox == Regulariser() else prox}
 
     # What is said about a run that nobody recorded
 

@@ -68,6 +68,7 @@ class DiceUpdate(UpdateRule):
     """
 
     knows_microbatches = False
+    _divisor: int | None = None  # that an optimizer was told
 
     def __init__(
         self,
@@ -86,6 +87,21 @@ class DiceUpdate(UpdateRule):
         self.error_l2_norm_clip, self.automatic = error_l2_norm_clip, automatic
         self.gradient_bound = Declared(gradient_bound=gradient_bound).gradient_bound
 
+    @classmethod
+    def of_optimizer(
+        cls, optimizer: Any, *, expected_batch_size: int | None, **arguments: Any
+    ) -> DiceUpdate:
+        """As of an optimizer with noise.
+
+        Args:
+            optimizer: Without noise.
+            expected_batch_size: That the run has to have; None for any.
+            **arguments: As for the class.
+        """
+        rule = cls(optimizer, **arguments)
+        rule._divisor = expected_batch_size
+        return rule
+
     def declared(self, settings: Settings) -> Declared:
         """Of the loss, and the bound on its gradients."""
         return attrs.evolve(settings.declared, gradient_bound=self.gradient_bound)
@@ -94,13 +110,17 @@ class DiceUpdate(UpdateRule):
         self, settings: Settings, optimizer: Any, plan: BatchPlan, variables: Sequence[Any]
     ) -> DiceSteps:
         """Those of DiceSGD."""
-        clip = self.error_l2_norm_clip
+        if self._divisor not in (None, plan.batch_size):
+            raise refusal(
+                f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
+                f"batch, got {self._divisor}. Leave it out."
+            )
         return DiceSteps(
             settings,
             Update(optimizer, variables),
             plan,
             variables,
-            error_l2_norm_clip=settings.l2_norm_clip if clip is None else float(clip),
+            error_l2_norm_clip=self.error_l2_norm_clip,
             automatic=self.automatic,
         )
 
@@ -113,7 +133,7 @@ class DiceSteps(DiceAccount, OwnedSteps):
         update: Of the compiled optimizer.
         plan: The batches.
         variables: Those that are trained.
-        error_l2_norm_clip: C_2.
+        error_l2_norm_clip: C_2, or None for C_1.
         automatic: Whether both clips normalise.
 
     Raises:
@@ -127,11 +147,12 @@ class DiceSteps(DiceAccount, OwnedSteps):
         plan: BatchPlan,
         variables: Sequence[Any],
         *,
-        error_l2_norm_clip: float,
+        error_l2_norm_clip: float | None,
         automatic: bool,
     ):
         super().__init__(settings, update, plan, variables)
-        self._error_clip, self._automatic = error_l2_norm_clip, automatic
+        self._error_clip = self.l2_norm_clip if error_l2_norm_clip is None else error_l2_norm_clip
+        self._automatic = automatic
         self._error = HiddenError()
         self._error.belongs_to(variables)
         self._error_norm: Any = None

@@ -24,6 +24,7 @@ from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.account import CHECKED, DiceAccount
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.model_steps import DiceUpdate
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.sums import DiceSumQuery
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, Gradients
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -213,6 +214,25 @@ class DiceOptimizer(DiceAccount, CheckedOptimizer):
                 "may depend on the examples, and the bound is about a number of steps that does "
                 f"not. Start again with another optimizer. {entry.problem}".rstrip()
             )
+
+    def _update_of(self, optimizer: Any, *hypers: str, **options: Any) -> tuple[Any, Any]:
+        """What `for_model` returns.
+
+        Args:
+            optimizer: A class of Keras.
+            *hypers: Of its arguments, those that are numbers.
+            **options: Others, by value.
+        """
+        told = self._leave_to_model()
+        self._check_settings()
+        numbers = {name: self._serialize_hyperparameter(name) for name in ("decay", *hypers)}
+        rule = DiceUpdate.of_optimizer(
+            optimizer(self._given_rate, **numbers, **options),
+            error_l2_norm_clip=self.error_l2_norm_clip,
+            automatic=self.automatic,
+            expected_batch_size=self.expected_batch_size,
+        )
+        return rule, told
 
     # What is said about a run that nobody recorded
 

@@ -112,6 +112,15 @@ class DiceKerasSGDOptimizer(DiceOptimizer, GenericDPSGDOptimizer):
         names = ("name", "learning_rate", "momentum", "nesterov", "decay")
         return self._with_runs({**self._settings, **{name: base[name] for name in names}})
 
+    def for_model(self) -> tuple[Any, dict[str, Any]]:
+        """A `DiceUpdate` of Keras' SGD, and what a model is told for it.
+
+        Raises:
+            UnsupportedRunError: It took steps, or is of a subclass.
+        """
+        sgd = tf.keras.optimizers.legacy.SGD
+        return self._update_of(sgd, "momentum", nesterov=self.nesterov)
+
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class DiceKerasAdamOptimizer(DiceOptimizer, GenericDPAdamOptimizer):
@@ -191,3 +200,9 @@ class DiceKerasAdamOptimizer(DiceOptimizer, GenericDPAdamOptimizer):
         base: dict[str, Any] = tf.keras.optimizers.legacy.Adam.get_config(self)
         names = ("name", "learning_rate", "beta_1", "beta_2", "epsilon", "amsgrad", "decay")
         return self._with_runs({**self._settings, **{name: base[name] for name in names}})
+
+    def for_model(self) -> tuple[Any, dict[str, Any]]:
+        """As `DiceKerasSGDOptimizer`, of Keras' Adam."""
+        adam = tf.keras.optimizers.legacy.Adam
+        options = {"epsilon": self.epsilon, "amsgrad": self.amsgrad}
+        return self._update_of(adam, "beta_1", "beta_2", **options)
