@@ -635,10 +635,12 @@ using a loader has the times of the step.)
 ABOUT_MEMORY = """\
 Peak of the tensors' memory, with model, batch, activations and per-example gradients, against the
 same bases; in brackets the difference in sizes of the parameters. The first step, which looks at
-whether records act on each other, is among them: it makes versions of the batch, so that a peak
-above 1 beside ghost clipping is that of one step. A fixed order keeps a copy of the parameters, and
-with a known criterion the model's output and its gradient until the step. DiceSGD keeps the error,
-and from the clip to the noise the rest of the batch.
+whether records act on each other, is among them: it makes one version of the batch at a time, so
+that a peak above 1 beside ghost clipping is that of one step, and above 2 where the batch takes
+more memory than the model. (Versions of a part of the batch would take less, but a model that mixes
+records is given away by those that it sees together.) A fixed order keeps a copy of the parameters,
+and with a known criterion the model's output and its gradient until the step. DiceSGD keeps the
+error, and from the clip to the noise the rest of the batch.
 """
 
 

@@ -426,7 +426,7 @@ def test_what_is_shown(keeps_whole):
     for half in halves(((rows, labels), {"other": "text"}), 4, 0, keeps_whole=keeps_whole):
         seen.add(tuple(half.kept.tolist()))
         first = half.version(0)[0][0]
-        for number in range(half.count):
+        for number in (0, *half.numbers):
             (version, targets), others = half.version(number)
             assert others == {"other": "text"}
             assert version[:, 0].abs().max() <= 1.0
@@ -436,6 +436,7 @@ def test_what_is_shown(keeps_whole):
             assert set(targets.tolist()) <= {0, 1, 2, -100}
             assert torch.equal(version[half.kept], first[half.kept])
             assert torch.equal(version, first) == (number == 0)
+            assert bool(half.differs(number)) == (number > 0)
     assert len(seen) == 2
     assert sorted(place for kept in seen for place in kept) == [0, 1, 2, 3]
 

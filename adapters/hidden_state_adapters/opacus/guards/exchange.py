@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -22,26 +22,79 @@ _SMALL = 2**13  # numbers that are not worth a part of their own
 
 @attrs.frozen(eq=False)
 class Half:
-    """A half of the records of a batch that is kept, and batches that agree in it.
+    """A half of the records of a batch that is kept, and versions of the batch that agree in it.
 
     Attributes:
+        call: The arguments of which some are tensors with an entry for every record.
         rows: Records of the batch.
         dim: The dimension that counts them, in every tensor that has one entry for each.
         kept: Positions of the half that is kept.
-        count: Of the versions.
-        version: The arguments of a call in version 0, 1, ..., count - 1. All agree in the half that
-            is kept, and in the other one version 0 has the records themselves.
+        others: What stands in place of the other half: positions, of shape (rows,), for each
+            version.
+        keeps_whole: Whether whole numbers are not scaled at all.
     """
 
+    call: Call
     rows: int
     dim: int
     kept: torch.Tensor
-    count: int
-    version: Callable[[int], Call]
+    others: Sequence[torch.Tensor]
+    keeps_whole: bool
 
-    def differ(self, before: Call, after: Call) -> Figure:
-        """Whether two versions differ at all: with equal rows there is nothing to see."""
-        return any_of((a != b).any() for a, b in self._pairs(before, after))
+    @property
+    def numbers(self) -> range:
+        """Of the versions in which the other half of the records are others."""
+        return range(1, 1 + len(self.others))
+
+    def version(self, number: int) -> Call:
+        """The arguments in version `number`.
+
+        In version 0 the other half are the records themselves. All agree in the half that is kept.
+        """
+
+        def exchanged(value: Any) -> Any:
+            if not holds_records(value, self.rows, self.dim):
+                return value
+            made = torch.empty_like(value.detach())
+            for part, kept, old, new in self._parts(value, number):
+                mixed = torch.where(kept, _scaled(old, 0.5, self.keeps_whole), new)
+                made.narrow(self.dim, part.start, len(part)).copy_(mixed)
+            return made.requires_grad_(value.requires_grad)
+
+        found: Call = tree_map(exchanged, self.call)
+        return found
+
+    def differs(self, number: int) -> Figure:
+        """Whether version `number` is not version 0: with equal rows there is nothing to see."""
+        return any_of(
+            ((new != old) & ~kept).any()
+            for value in tree_leaves(self.call)
+            if holds_records(value, self.rows, self.dim)
+            for _, kept, old, new in self._parts(value, number)
+        )
+
+    def _parts(
+        self, value: torch.Tensor, number: int
+    ) -> Iterator[tuple[range, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Some records at a time: what lies between takes several times the memory.
+
+        Gives their positions, which of them are kept, the records, and those of the version.
+        """
+        whole = value.detach()
+        is_kept = torch.zeros(self.rows, dtype=torch.bool).index_fill_(0, self.kept, True)
+        shape = [1] * value.dim()
+        shape[self.dim] = -1
+        size = _part_size(whole, self.rows)
+        for start in range(0, self.rows, size):
+            part = range(start, min(start + size, self.rows))
+            old = new = whole.narrow(self.dim, start, len(part))
+            if number > 0:
+                positions = self.others[number - 1][part.start : part.stop]
+                new = whole.index_select(self.dim, positions.to(whole.device))
+            if number == 1:
+                new = _scaled(new, 0.25, self.keeps_whole)
+            kept = is_kept[part.start : part.stop].to(whole.device).reshape(shape)
+            yield part, kept, old, new
 
     def moved(self, before: Any, after: Any) -> Figure:
         """Whether results for records that were kept differ, by more than rounding.
@@ -49,7 +102,11 @@ class Half:
         Raises:
             ValueError: No result has an entry for every record.
         """
-        pairs = [(a, b) for a, b in self._pairs(before, after) if a.is_floating_point()]
+        pairs = [
+            (a, b)
+            for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True)
+            if holds_records(a, self.rows, self.dim) and a.is_floating_point()
+        ]
         if not pairs:
             raise ValueError("Expected a result with an entry for every record, got none.")
         return any_of(
@@ -59,10 +116,10 @@ class Half:
     def _rows_kept(self, value: torch.Tensor) -> torch.Tensor:
         return value.index_select(self.dim, self.kept.to(value.device))
 
-    def _pairs(self, before: Any, after: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
-            if holds_records(a, self.rows, self.dim):
-                yield a, b
+
+def _part_size(value: torch.Tensor, rows: int) -> int:
+    """Of how many records a part is."""
+    return max(-(-rows // _PARTS), _SMALL * rows // max(1, value.numel()))
 
 
 def holds_records(value: Any, rows: int, dim: int) -> bool:
@@ -92,35 +149,8 @@ def halves(call: Call, rows: int, dim: int, *, keeps_whole: bool = False) -> Ite
     places = np.random.default_rng(0).permutation(rows)
     others = [torch.arange(rows).roll(1), *_copies(call, rows, dim)]
     for is_kept in (places >= rows // 2, places < rows // 2):
-        mask = torch.from_numpy(is_kept)
-
-        def version(number: int, mask: torch.Tensor = mask) -> Call:
-            def exchanged(value: Any) -> Any:
-                if not holds_records(value, rows, dim):
-                    return value
-                whole = value.detach()
-                made = torch.empty_like(whole)
-                shape = [1] * value.dim()
-                shape[dim] = -1
-                # Some records at a time: what lies between takes several times the memory.
-                size = max(-(-rows // _PARTS), _SMALL * rows // max(1, whole.numel()))
-                for start in range(0, rows, size):
-                    part = slice(start, start + size)
-                    old = new = whole.narrow(dim, start, min(size, rows - start))
-                    if number > 0:
-                        new = whole.index_select(dim, others[number - 1][part].to(whole.device))
-                    if number == 1:
-                        new = _scaled(new, 0.25, keeps_whole)
-                    kept = mask[part].to(whole.device).reshape(shape)
-                    made.narrow(dim, start, len(mask[part])).copy_(
-                        torch.where(kept, _scaled(old, 0.5, keeps_whole), new)
-                    )
-                return made.requires_grad_(value.requires_grad)
-
-            found: Call = tree_map(exchanged, call)
-            return found
-
-        yield Half(rows, dim, torch.from_numpy(np.flatnonzero(is_kept)), 1 + len(others), version)
+        kept = torch.from_numpy(np.flatnonzero(is_kept))
+        yield Half(call, rows, dim, kept, others, keeps_whole)
 
 
 def _copies(call: Call, rows: int, dim: int) -> list[torch.Tensor]:
@@ -130,7 +160,9 @@ def _copies(call: Call, rows: int, dim: int) -> list[torch.Tensor]:
         if holds_records(value, rows, dim) and value.numel():
             entries = value.detach().transpose(0, dim).reshape(rows, -1)
             if value.is_floating_point():
-                sizes = torch.linalg.vector_norm(entries, dim=1, dtype=torch.float64)
+                parts = entries.split(_part_size(entries, rows))  # each is copied into float64
+                norms = [torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in parts]
+                sizes = torch.cat(norms)
             else:
                 whole = entries.real if value.is_complex() else entries
                 sizes = whole.sum(1, dtype=torch.float64)

@@ -65,15 +65,11 @@ class Probe:
 
     def _compared(self, parts: Iterable[Half]) -> Iterator[_Comparison]:
         for half in parts:
-            first = half.version(0)
-            result = self._computed(first)
-            for number in range(1, half.count):
-                other = half.version(number)
-                moved = half.moved(result, self._computed(other))
-                differ = half.differ(first, other)
-                del other  # before the next one is made: each is as large as the batch
-                yield _Comparison(half, number, moved, differ)
-            del first, result
+            # One version at a time: each is as large as the batch.
+            result = self._computed(half.version(0))
+            for number in half.numbers:
+                moved = half.moved(result, self._computed(half.version(number)))
+                yield _Comparison(half, number, moved, half.differs(number))
 
     def judge(self, values: Mapping[str, float]) -> bool:
         """Whether records act on each other; reads what `figures` returned."""
