@@ -190,6 +190,7 @@ def test_a_refused_step_moves_no_block():
             "a weight_decay or a schedule",
         ),
         ({"blocks": lambda model: of_layers(model)[:1]}, "together the trainable variables"),
+        ({"blocks": lambda model: [[0], [1]]}, "blocks of variables, got 0"),
         ({"blocks": lambda model: of_layers(model) * 2}, "each variable in one block"),
         ({"blocks": lambda model: [*of_layers(model)[0], []]}, "got both in one list"),
     ],

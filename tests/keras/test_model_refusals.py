@@ -68,8 +68,8 @@ def test_arguments(arguments, error, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"loss_weights": [2.0]}, "loss_weights = None"),
-        ({"weighted_metrics": ["accuracy"]}, "weighted_metrics = None"),
+        ({"loss_weights": [2.0]}, "loss_weights = None.*there is one loss"),
+        ({"weighted_metrics": ["accuracy"]}, "weighted_metrics = None.*Pass metrics="),
     ],
 )
 def test_compile(arguments, text):
@@ -154,6 +154,7 @@ def penalty():
         ({"optimizer": optimizers.Adam(), "projection_radius": 1.0}, "plain SGD with projection"),
         ({"stack": [layers.BatchNormalization(), layers.Dense(2)]}, "batch normalisation"),
         ({"stack": [AddsLoss(), layers.Dense(2)]}, "no regularisation losses"),
+        ({"stack": [layers.Reshape((-1, 1)), layers.GRU(2), layers.Dense(2)]}, "unroll=True, got"),
         ({"stack": [layers.Dense(2, kernel_regularizer="penalty")]}, "no regularisation losses"),
         ({"stack": [layers.Dense(2, activity_regularizer="penalty")]}, "no regularisation"),
         ({"stack": [layers.Lambda(lambda x: x - tf.reduce_mean(x, 0)), layers.Dense(2)]},

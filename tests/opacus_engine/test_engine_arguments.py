@@ -1,6 +1,7 @@
 """Optimizers and arguments that make_private refuses."""
 
 import importlib.util
+import math
 import re
 import sys
 import types
@@ -9,6 +10,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
@@ -182,6 +184,34 @@ def test_every_argument_is_known_to_type_checkers_and_explained():
     explained = HiddenStatePrivacyEngine.make_private.__doc__
     for name in (typed | required | {"noise_multiplier"}) - {"rand_on_empty"}:  # always refused
         assert re.search(rf"\b{name}\b", explained), name
+
+
+def test_calls_that_opacus_takes():
+    """`epsilon_tolerance`, and the criterion that Opacus has by default."""
+    model = nn.Linear(5, 3)
+    _, optimizer, criterion, _ = HiddenStatePrivacyEngine().make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4),
+        target_epsilon=3.0,
+        target_delta=1e-4,
+        epochs=2,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+        epsilon_tolerance=0.001,
+    )
+    assert isinstance(criterion, nn.CrossEntropyLoss)
+    assert 0 < optimizer.noise_multiplier < math.inf
+
+
+def test_a_look_at_gradients_that_there_are_not(make_run):
+    run = make_run()
+    features, labels = next(iter(run.loader))
+    nn.functional.cross_entropy(run.model(features), labels).backward()
+    weight = next(run.model.parameters())
+    assert not hasattr(weight.grad_sample, "flatten")
+    with pytest.raises(AttributeError, match="no norm: with ghost clipping"):
+        weight.grad_sample.norm()
 
 
 def test_options_that_belong_to_another_optimizer(make_run):

@@ -274,6 +274,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         target_epsilon: float,
         target_delta: float,
         epochs: int,
+        epsilon_tolerance: float = 0.01,
         **arguments: Any,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
@@ -288,6 +289,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             target_delta: In (0, 1).
             epochs: Passes over the private loader that will be trained. Must agree with num_steps
                 and learning_rate_schedule.
+            epsilon_tolerance: How far below the target Opacus may stay. The noise that is found
+                here is the smallest in any case; there for the calls of stock scripts.
             **arguments: Of `make_private`, without noise_multiplier.
 
         Returns:

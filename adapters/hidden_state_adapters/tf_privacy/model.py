@@ -97,9 +97,16 @@ class PrivateTraining(tf.keras.Model, Figures):
             TypeError, ValueError: steps_per_execution is not a number in 1 to 256, or neither
                 optimizer nor model says l2_norm_clip.
         """
-        for name, value in (("loss_weights", loss_weights), ("weighted_metrics", weighted_metrics)):
-            if value is not None:
-                raise refusal(f"Expected {name} = None, got {value!r}: losses have no weights.")
+        if loss_weights is not None:
+            raise refusal(
+                f"Expected loss_weights = None, got {loss_weights!r}: there is one loss. Scale it, "
+                "or add several losses up in one function."
+            )
+        if weighted_metrics is not None:
+            raise refusal(
+                f"Expected weighted_metrics = None, got {weighted_metrics!r}: the weights of fit "
+                "are factors of the losses, and of nothing else here. Pass metrics=."
+            )
         if steps_per_execution is not None:
             steps_per_execution = validate.integer(
                 "steps_per_execution", steps_per_execution, minimum=1, maximum=MOST_STEPS

@@ -67,6 +67,13 @@ class GhostSample:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"p.grad_sample has no {name}: with ghost clipping, the default for a linear head, "
+            "there are no per-example gradients. Pass "
+            'grad_sample_mode="hooks" to make_private to have them.'
+        )
+
 
 class GhostGradSampleModule(GradSampleModule):
     r"""Opacus' GradSampleModule without the memory for per-example gradients.

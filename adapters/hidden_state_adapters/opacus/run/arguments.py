@@ -125,6 +125,8 @@ class RunArguments:
                 f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
                 "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
             )
+        if opacus.get("grad_sample_mode") == "ghost" and "loss_geometry" not in own:
+            own.setdefault("criterion", nn.CrossEntropyLoss())  # Opacus' default, which is returned
         unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
         if unknown:
             raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")

@@ -57,6 +57,7 @@ class RowByRow:
 
     def __init__(self, model: Any, losses: RowLosses, variables: Sequence[Any]):
         self._model, self._losses, self._variables = model, losses, list(variables)
+        _refuse_loops(model)
 
     def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
         """Of a batch of at least one row."""
@@ -253,6 +254,18 @@ def refuse_added_losses(model: Any) -> None:
             f"{len(model.losses)} added in the forward pass: they are outside of the loss of an "
             "example. Drop them, or use the weight_decay of SGD."
         )
+
+
+def _refuse_loops(model: Any) -> None:
+    """Raises UnsupportedRunError for recurrent layers that train in a loop of TensorFlow."""
+    for layer in model._flatten_layers(include_self=False):
+        if isinstance(layer, tf.keras.layers.RNN) and layer.trainable_weights and not layer.unroll:
+            raise refusal(
+                f"Expected recurrent layers with unroll=True, got {layer.name} without: their "
+                "steps are a loop of TensorFlow, whose gradients vectorized_map, which clips every "
+                f"example by itself, cannot take. Pass {type(layer).__name__}(..., unroll=True), "
+                "for sequences of a length that is known."
+            )
 
 
 def _is_linear(layer: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from hidden_state_adapters.tf_privacy.guards.step import check_variables
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
@@ -26,6 +28,12 @@ def blocks_of(given: Any) -> Blocks:
 
 def check_blocks(blocks: Blocks) -> None:
     """Raises UnsupportedRunError unless every block has variables, and every variable one block."""
+    others = [item for block in blocks for item in block if not isinstance(item, tf.Variable)]
+    if others:
+        raise refusal(
+            f"Expected blocks of variables, got {others[0]!r}. Pass layer.trainable_variables of "
+            "one layer, or of several, for each block."
+        )
     seen = [variable.ref() for block in blocks for variable in block]
     if not blocks or not all(blocks) or len(set(seen)) < len(seen):
         raise refusal(
