@@ -473,6 +473,7 @@ class ModelTrial(Trial):
         said: What the model is told of the loss.
         decay: Of the weights.
         has_bound: See `Trial`.
+        batch, grouping, sample_weight: What `group` and `weigh` have changed.
     """
 
     layer: str
@@ -482,6 +483,9 @@ class ModelTrial(Trial):
     said: dict = attrs.Factory(lambda: {"loss_geometry": LOGISTIC})
     decay: float | None = 0.1
     has_bound: bool = True
+    batch: int = BATCH
+    grouping: dict = attrs.Factory(dict)
+    sample_weight: np.ndarray | None = None
 
     def __attrs_post_init__(self):
         if self.layer == "half_squared_error" and self.rule is dice_update:
@@ -508,8 +512,7 @@ class ModelTrial(Trial):
             [before, self.backbone, self.buffer, *head],
             l2_norm_clip=self.start["clip_norm"],
             noise_multiplier=self.start["noise_multiplier"],
-            batch_order="cyclic",
-            **said,
+            **{"batch_order": "cyclic", **said, **self.grouping},
         )
         self.model.build((None, FEATURES))
         self.loss = loss
@@ -535,7 +538,24 @@ class ModelTrial(Trial):
                 between()
 
         act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
-        self.model.fit(self.x, self.y, batch_size=BATCH, callbacks=[act], verbose=0)
+        self.model.fit(
+            self.x,
+            self.y,
+            batch_size=self.batch,
+            sample_weight=self.sample_weight,
+            callbacks=[act],
+            verbose=0,
+        )
+
+    def group(self, number, *, batch=BATCH, **settings):
+        self.batch, self.grouping = batch, {"num_microbatches": number, **settings}
+        self.build()
+
+    def weigh(self, weights):
+        self.sample_weight = np.resize(weights, RECORDS)
+
+    def take_arrays(self, change):
+        self.x, self.y = change(self.x, self.y)
 
     def evaluate(self):
         self.model(self.x)
@@ -659,7 +679,7 @@ OPTIMIZERS = {
     },
     "model": {
         "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
-        "records": {"learning_rate"},
+        "records": {"learning_rate", "num_microbatches"},
     },
     "model_dice": {
         "start": DICE["start"],

@@ -18,6 +18,7 @@ import attrs
 import pytest
 from misuse_of_runs import (
     a_second_pass,
+    a_smaller_last_microbatch,
     batch_doubled,
     batch_skipped,
     batch_used_after_the_pass,
@@ -26,12 +27,21 @@ from misuse_of_runs import (
     data_batched,
     data_batched_to_known_shapes,
     data_repeated,
+    examples_in_other_microbatches,
     fewer_rows,
     gone_on_elsewhere,
     gone_on_here_and_elsewhere,
     gone_on_twice,
     gone_on_with_other_weights,
     last_batch_skipped,
+    microbatches,
+    microbatches_above_the_cap,
+    microbatches_of_another_size,
+    microbatches_of_one_example,
+    microbatches_of_sorted_arrays,
+    microbatches_that_do_not_fill_a_batch,
+    microbatches_under_add_or_remove,
+    more_microbatches_than_examples,
     more_rows,
     moved_and_trained_again,
     no_rows,
@@ -40,11 +50,13 @@ from misuse_of_runs import (
     one_batch_ahead_and_an_older_one_again,
     one_batch_ahead_and_the_newer_one_used,
     other_loader,
+    other_weights_later,
     pass_left_and_begun_again,
     records_written,
     trained_again,
     trained_again_elsewhere,
     two_passes_at_once,
+    weights_without_bound,
 )
 from trial import STEPS, Trial
 
@@ -441,6 +453,7 @@ REPEATED = "generator of the noise was set|Earlier noisy gradients"
 CONSTANT = "as at construction|constant values|Earlier noisy gradients"
 OWN_ROWS = "a loss of its own|outputs of its own"
 OTHER_LOSSES = "The losses are not those of the known loss"
+ALONE = "|its bound is about gradients of single examples"
 
 MISUSES = (
     # What is right: the table can fail.
@@ -562,6 +575,26 @@ MISUSES = (
     Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
     Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),
     Misuse(81, data_repeated, None, r"got one with repeat\(\)", goes_on=KERAS),
+    # Records that are several examples.
+    Misuse(0, microbatches, None, ALONE[1:], setting="num_microbatches", goes_on=KERAS),
+    Misuse(0, microbatches_of_one_example, None, ACCOUNTED),
+    Misuse(0, microbatches_of_sorted_arrays, None, ALONE[1:], setting="num_microbatches",
+           goes_on=KERAS),
+    Misuse(183, microbatches_that_do_not_fill_a_batch, None, "batch_size = 3, got 2",
+           goes_on=KERAS),
+    Misuse(183, more_microbatches_than_examples, None, "batch_size = 2, got 3", goes_on=KERAS),
+    Misuse(183, a_smaller_last_microbatch, None, "the last 2 would make a smaller one" + ALONE,
+           goes_on=KERAS),
+    Misuse(183, microbatches_under_add_or_remove, None, "all microbatches after it" + ALONE,
+           goes_on=KERAS),
+    Misuse(183, microbatches_above_the_cap, None, "no microbatch fits" + ALONE, goes_on=KERAS),
+    Misuse(183, examples_in_other_microbatches, None, "examples of the run so far" + ALONE,
+           goes_on=KERAS),
+    Misuse(183, microbatches_of_another_size, None, "steps_per_epoch.*as in the run so far" + ALONE,
+           goes_on=KERAS),
+    Misuse(164, weights_without_bound, None, "Expected weight_bound=" + ALONE, goes_on=KERAS),
+    Misuse(164, other_weights_later, None, "of the run so far" + ALONE,
+           goes_on=KERAS),
     Misuse(36, optimizer_copied, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(36, optimizer_pickled, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
 )  # fmt: skip

@@ -191,3 +191,83 @@ def gone_on_with_other_weights(trial):
     state, weights = trial.save()
     trial.go_on_from((state, [w + 1e-6 for w in weights]))
     trial.epoch()
+
+
+# --- row 183: microbatches ------------------------------------------------------------------------
+
+
+def microbatches(trial):
+    """Both examples of a batch are one record."""
+    trial.group(1)
+    trial.epoch()
+    assert trial.event().is_microbatched
+    return {"num_steps": STEPS}
+
+
+def microbatches_of_one_example(trial):
+    """Which are no microbatches."""
+    trial.group(BATCH)
+    trial.epoch()
+    assert not getattr(trial.event(), "is_microbatched", False)
+    return {"num_steps": STEPS}
+
+
+def microbatches_of_sorted_arrays(trial):
+    """Who is in a microbatch with whom is no secret."""
+    trial.take_arrays(lambda x, y: (x[(order := y[:, 0].argsort())], y[order]))
+    return microbatches(trial)
+
+
+def microbatches_that_do_not_fill_a_batch(trial):
+    trial.group(2, batch=3)
+    trial.epoch()
+
+
+def more_microbatches_than_examples(trial):
+    trial.group(BATCH + 1)
+    trial.epoch()
+
+
+def a_smaller_last_microbatch(trial):
+    trial.group(1, batch=RECORDS - 2)
+    trial.epoch()
+
+
+def microbatches_under_add_or_remove(trial):
+    trial.group(1, batch_order="poisson", neighboring_relation="add_or_remove_one")
+    trial.epoch()
+
+
+def microbatches_above_the_cap(trial):
+    trial.group(1, batch_order="poisson", max_batch_size=1)
+    trial.epoch()
+
+
+def examples_in_other_microbatches(trial):
+    """Between two calls of fit the arrays are turned around."""
+    trial.group(1)
+    trial.epoch()
+    trial.take_arrays(lambda x, y: (x[::-1], y[::-1]))
+    trial.epoch()
+
+
+def microbatches_of_another_size(trial):
+    trial.group(1)
+    trial.epoch()
+    trial.batch = RECORDS
+    trial.epoch()
+
+
+def weights_without_bound(trial):
+    """The mean of a microbatch is as long as its weights say."""
+    trial.group(1)
+    trial.weigh([1.0, 2.0])
+    trial.epoch()
+
+
+def other_weights_later(trial):
+    trial.group(1, weight_bound=2.0)
+    trial.weigh([1.0, 2.0])
+    trial.epoch()
+    trial.weigh([2.0, 1.0])
+    trial.epoch()

@@ -201,6 +201,24 @@ class Trial:
         """Takes the data of the run from a Dataset of single examples that was changed."""
         raise NotImplementedError("has no Dataset")
 
+    def group(self, number, *, batch=BATCH, **settings):
+        """Begins anew, with batches of several microbatches.
+
+        Args:
+            number: Of a batch.
+            batch: Its size.
+            **settings: Others.
+        """
+        raise NotImplementedError("microbatches are those of an optimizer")
+
+    def weigh(self, weights):
+        """Trains on with weights of the examples, which repeat."""
+        raise NotImplementedError("weights are refused")
+
+    def take_arrays(self, change):
+        """Trains on with what `change` makes of the arrays of examples and targets."""
+        raise NotImplementedError("has no arrays")
+
     # The account
 
     def get_epsilon(self):
