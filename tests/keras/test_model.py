@@ -13,6 +13,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceUpdate,
     HiddenStateModel,
     HiddenStateSequential,
+    keras_api,
     make_private,
 )
 from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths
@@ -132,7 +133,7 @@ def test_linear_layers_give_the_gradients_of_rows(stack):
         crossentropy() if stack != "softmax" else losses.SparseCategoricalCrossentropy()
     )
     x, y = tf.constant(X), tf.constant(Y)
-    trained = model.trainable_variables
+    trained = keras_api.trained(model)
     fast = ThroughLinearLayers.of(model, row_losses, trained, x, y)
     factors = tf.constant(np.linspace(0, 1, RECORDS))
     found, rows = fast.gradients(x, y), RowByRow(model, row_losses, trained).gradients(x, y)
@@ -147,7 +148,7 @@ def test_lengths_whose_squares_underflow():
     model = make([head(use_bias=False)])
     model.build((None, FEATURES))
     row_losses = RowLosses(lambda targets, outputs: 1e-25 * tf.reduce_sum(outputs, 1))
-    fast = ThroughLinearLayers(model, row_losses, model.layers, model.trainable_variables)
+    fast = ThroughLinearLayers(model, row_losses, model.layers, keras_api.trained(model))
     norms = fast.gradients(tf.constant(1e18 * X), tf.constant(Y)).norms
     assert (norms.numpy() >= 1e-7 * math.sqrt(CLASSES)).all()
 
@@ -165,7 +166,7 @@ def test_other_layers_go_row_by_row(stack):
     model = make(stack())
     x, y, row_losses = tf.constant(abs(X)), tf.constant(Y), RowLosses(crossentropy())
     model(x)
-    assert ThroughLinearLayers.of(model, row_losses, model.trainable_variables, x, y) is None
+    assert ThroughLinearLayers.of(model, row_losses, keras_api.trained(model), x, y) is None
 
 
 def test_a_number_is_a_variable_of_every_example_alone():
@@ -186,9 +187,9 @@ def test_a_row_of_factor_zero_is_left_out_though_it_is_not_finite(kind):
     model.build((None, FEATURES))
     arguments = model, RowLosses(crossentropy())
     if kind == "rows":
-        clipping = RowByRow(*arguments, model.trainable_variables)
+        clipping = RowByRow(*arguments, keras_api.trained(model))
     else:
-        clipping = ThroughLinearLayers(*arguments, model.layers, model.trainable_variables)
+        clipping = ThroughLinearLayers(*arguments, model.layers, keras_api.trained(model))
     x, factors = X.copy(), tf.constant([0.0, *np.ones(RECORDS - 1)], tf.float64)
     expected = clipping.gradients(tf.constant(x), tf.constant(Y)).weighted_sum(factors)
     x[0] = np.nan

@@ -4,7 +4,7 @@ import block_coordinate as reference
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorflow_privacy")
+pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa

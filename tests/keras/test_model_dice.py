@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import io
+import zipfile
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from cyclic_sgd import logistic_gradient
 from dice import normalise, update
 from shared_runs import BATCH, BETAS, CLIP, ERROR_CLIP, FEATURES, RATE, RECORDS, START
 
-pytest.importorskip("tensorflow_privacy")
+pytest.importorskip("tensorflow")
+import h5py
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential
+from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, keras_api
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
 from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow
 
@@ -208,15 +211,27 @@ def test_arguments(arguments, error, text):
         DiceUpdate("sgd", **arguments)
 
 
+def stored_in(model, folder):
+    """The arrays of a file of the weights, in the format that holds most."""
+    if not keras_api.IS_KERAS_3:
+        model.save_weights(folder / "all")
+        names = [name for name, _ in tf.train.list_variables(str(folder))]
+        stored = [tf.train.load_variable(str(folder), name) for name in names]
+        return [part for part in stored if isinstance(part, np.ndarray)]
+    stored, path = [], folder / "all.keras"
+    model.save(path)
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
+        with h5py.File(io.BytesIO(file.read())) as arrays:
+            arrays.visititems(
+                lambda _, part: stored.append(part[()]) if isinstance(part, h5py.Dataset) else None
+            )
+    return stored
+
+
 def test_the_error_is_in_no_file(tmp_path):
     model = make(compile={"run_eagerly": True})
     fit(model)
-    model.save_weights(tmp_path / "all")
-    stored = [
-        tf.train.load_variable(str(tmp_path), name)
-        for name, _ in tf.train.list_variables(str(tmp_path))
-    ]
-    numbers = np.concatenate([np.ravel(v) for v in stored if isinstance(v, np.ndarray)])
+    numbers = np.concatenate([np.ravel(v) for v in stored_in(model, tmp_path)])
     error = held_error(model)
     assert weights(model)[0] in numbers
     assert np.count_nonzero(error) == len(error)

@@ -55,7 +55,7 @@ def steps_of(model):
 
 
 def interrupt(hook):
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     return callbacks.LambdaCallback(**{hook: stop})

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorflow_privacy")
+pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorflow_privacy")
+pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
@@ -55,7 +55,7 @@ RUNS = {
 def test_callbacks_that_end_the_data(hook):
     """Keras takes a StopIteration for the end of the data, and fit returns."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise StopIteration
 
     model = make(**AUTO)
@@ -191,7 +191,11 @@ def test_the_best_file_is_kept(tmp_path):
         (lambda: stops(monitor="loss"), {}, "depends on the data"),
         (stops, {"validation_data": None}, "depends on the data"),
         (lambda: type("Mine", (callbacks.EarlyStopping,), {})("val_loss"), {}, "got Mine"),
-        (lambda: callbacks.ModelCheckpoint("a", save_best_only=True, monitor="loss"), {}, "metric"),
+        (
+            lambda: callbacks.ModelCheckpoint("a.keras", save_best_only=True, monitor="loss"),
+            {},
+            "metric",
+        ),
         (lambda: callbacks.ReduceLROnPlateau(), {}, "ReduceLROnPlateau"),
     ],
     ids=["private", "training loss", "no data", "own", "best by loss", "rates"],

@@ -10,6 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.runs.base import run_of
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.lineage import PastRun, digest
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -93,10 +94,10 @@ class RunState:
                 "include_private_state=True, stays_private=True."
             )
         of_state = {
-            "weights that the last recorded step left": (self.weights, model.trainable_variables),
+            "weights that the last recorded step left": (self.weights, keras_api.trained(model)),
             "variables that are not trained as they were": (
                 self.fixed,
-                model.non_trainable_variables,
+                keras_api.fixed(model),
             ),
         }
         for name, (digests, variables) in of_state.items():

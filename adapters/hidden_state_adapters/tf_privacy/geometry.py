@@ -11,9 +11,9 @@ from typing import Any
 
 import attrs
 import numpy as np
-import tensorflow as tf
 
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.losses import ENVELOPES, OF_ONE_OUTPUT, EnvelopeLoss
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
@@ -22,7 +22,7 @@ DECLARE = (
     "for example LossGeometry.convex(smoothness)."
 )
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
-_losses = tf.keras.losses
+_losses = keras_api.losses
 
 Targets = Callable[[np.ndarray], np.ndarray]
 
@@ -170,8 +170,8 @@ def rule_of(loss: Any) -> tuple[LossRule, Mapping[str, Any]]:
             f'loss_geometry="auto" knows the envelope losses of this package, and {known} of '
             f"Keras, got {name}. {DECLARE}"
         )
-    options = dict(loss.get_config()) if type(loss) is kind else {"reduction": "none"}
-    if options["reduction"] != tf.keras.losses.Reduction.NONE:
+    options = keras_api.options_of(loss) if type(loss) is kind else {"reduction": "none"}
+    if options["reduction"] != keras_api.NO_REDUCTION:
         raise refusal(
             f'Expected {kind.__name__}(reduction="none"), got {options["reduction"]!r}: the '
             "examples are averaged before their gradients can be clipped. Pass the object with "

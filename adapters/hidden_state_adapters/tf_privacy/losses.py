@@ -31,8 +31,8 @@ from hidden_state_accountants.losses.softmax import (
     Point,
     SoftmaxEnvelope,
 )
+from hidden_state_adapters.tf_privacy import keras_api
 
-_AUTO = tf.keras.losses.Reduction.AUTO
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 
 _TENSORFLOW = Arrays(
@@ -67,7 +67,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
         self,
         clip_norm: float,
         smoothing: float = 0.0,
-        reduction: str = _AUTO,
+        reduction: str = keras_api.DEFAULT_REDUCTION,
         name: str | None = None,
     ):
         super().__init__(reduction=reduction, name=name)
@@ -315,7 +315,7 @@ class EnvelopeSquaredError(EnvelopeLoss):
         clip_norm: float,
         smoothing: float = 0.0,
         scale: float = 1.0,
-        reduction: str = _AUTO,
+        reduction: str = keras_api.DEFAULT_REDUCTION,
         name: str | None = None,
     ):
         super().__init__(clip_norm, smoothing, reduction, name)

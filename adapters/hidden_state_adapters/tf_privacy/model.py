@@ -10,6 +10,7 @@ import attrs
 import tensorflow as tf
 
 from hidden_state_accountants import Comparison, UnsupportedRunError, compare, validate
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
@@ -50,7 +51,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._given = self._settings = settings  # those that it trains with
         self._target_delta = settings.target_delta
         # Past Keras' bookkeeping: it is no variable of the model, and in no file of it.
-        self.__dict__["_loss_mean"] = tf.keras.metrics.Mean(name="loss")
+        self.__dict__["_loss_mean"] = keras_api.loss_mean()
         self.__dict__["_loaded_runs"] = {}
 
     # Keras' seams
@@ -64,7 +65,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         weighted_metrics: Any = None,
         run_eagerly: bool | None = None,
         steps_per_execution: Any = None,
-        jit_compile: bool | None = None,
+        jit_compile: bool | str | None = None,
         **kwargs: Any,
     ) -> None:
         """Configures training, as Keras' compile; whoever trains next begins another run.
@@ -87,8 +88,9 @@ class PrivateTraining(tf.keras.Model, Figures):
             steps_per_execution: How many steps are made between two looks of the callbacks, 256 at
                 most. None for as many as take a moment, where no callback waits for every batch;
                 every step is recorded all the same.
-            jit_compile: Whether XLA compiles clip, noise and update. Poisson batches are filled up
-                to a few sizes then; what fills them up has no influence.
+            jit_compile: Whether XLA compiles clip, noise and update; "auto", as Keras 3 says by
+                default, is False. Poisson batches are filled up to a few sizes with it; what fills
+                them up has no influence.
             **kwargs: As in Keras.
 
         Raises:
@@ -118,13 +120,13 @@ class PrivateTraining(tf.keras.Model, Figures):
             optimizer=rule.optimizer,
             loss=loss,
             metrics=metrics,
-            run_eagerly=run_eagerly,
-            steps_per_execution=steps_per_execution,
             jit_compile=False,  # of the rest of the step
+            **keras_api.compile_arguments(run_eagerly, steps_per_execution),
             **kwargs,
         )
         self.__dict__["_loaded_runs"] = self._runs_behind()
-        self._rule, self._settings, self._uses_xla = rule, settings, bool(jit_compile)
+        self._rule, self._settings = rule, settings
+        self._uses_xla = jit_compile not in (None, False, "auto")
         self._given_pace = steps_per_execution
         self._run = self._record = None
         self._calls, self._may_stop, self._foreign = 0, False, frozenset()
@@ -197,7 +199,7 @@ class PrivateTraining(tf.keras.Model, Figures):
                 there is no figure for it any more.
             TypeError, ValueError: An argument has an impossible value.
         """
-        self._assert_compile_was_called()
+        keras_api.check_is_compiled(self)
         self._check_own_step()
         _check_fit(validation_split, shuffle, self._settings)
         weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
@@ -222,12 +224,13 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._calls += 1
         self._is_fitting = True
         try:
-            return super().fit(
+            history = super().fit(
                 run.epochs(epochs - initial_epoch),
                 epochs=epochs,
                 steps_per_epoch=run.steps_per_epoch,
                 verbose=verbose,
                 callbacks=[recording, *others],
+                shuffle=False,  # which Keras cannot, of a Dataset
                 validation_data=validation_data,
                 initial_epoch=initial_epoch,
                 validation_steps=validation_steps,
@@ -235,13 +238,16 @@ class PrivateTraining(tf.keras.Model, Figures):
                 validation_freq=validation_freq,
                 **kwargs,
             )
+            recording.after_fit()
+            return history
         except BaseException:
             with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
                 run.end_interrupted(steps)
             raise
         finally:
             self._is_fitting = False
-            self._steps_per_execution.assign(self._given_pace or 1)
+            if (pace := keras_api.pace_of(self)) is not None:
+                pace.assign(self._given_pace or 1)
             self.reset_metrics()
 
     def _target(self, epsilon: float | None, delta: float | None) -> Target | None:
@@ -284,18 +290,23 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     def _pace(self, callbacks: list[Any]) -> tf.Variable | None:
         """Keras' number of steps between two looks, if it is for `Recording` to choose."""
+        pace = keras_api.pace_of(self)
+        if pace is None or self._given_pace is not None or self.run_eagerly:
+            return None
         waits = any(callback._implements_train_batch_hooks() for callback in callbacks)
-        is_free = self._given_pace is None and not self.run_eagerly and not waits
-        return self._steps_per_execution if is_free else None
+        return None if waits else pace
 
     def make_train_function(self, force: bool = False) -> Any:
         """As in Keras, for any number of steps between two looks."""
-        given = self._steps_per_execution.numpy()
-        self._steps_per_execution.assign(2)  # of 1 Keras makes a function for ever single steps
+        pace = keras_api.pace_of(self)
+        if pace is None:
+            return super().make_train_function(force)
+        given = pace.numpy()
+        pace.assign(2)  # of 1 Keras makes a function for ever single steps
         try:
             return super().make_train_function(force)
         finally:
-            self._steps_per_execution.assign(given)
+            pace.assign(given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As in Keras."""
@@ -310,7 +321,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     @contextlib.contextmanager
     def _given_steps_per_execution(self) -> Iterator[None]:
         """Within fit, what is not training has the number of steps that was compiled."""
-        pace = self._steps_per_execution
+        pace = keras_api.pace_of(self)
         if not self._is_fitting or pace is None:
             yield
             return
@@ -353,15 +364,13 @@ class PrivateTraining(tf.keras.Model, Figures):
                 "that the model dealt. Use fit; for an own loop use HiddenStateRecorder."
             )
         losses, targets, outputs = self._run.step(data)
-        self._loss_mean.update_state(losses)
-        self.compiled_metrics.update_state(targets, outputs)
-        shown = {metric.name: metric.result() for metric in self.compiled_metrics.metrics}
-        return {"loss": self._loss_mean.result(), **shown}
+        return keras_api.shown(self, self._loss_mean, losses, targets, outputs)
 
     def reset_metrics(self) -> None:
         """As in Keras."""
         super().reset_metrics()
-        self._loss_mean.reset_state()
+        if self._loss_mean is not None:
+            self._loss_mean.reset_state()
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported.
@@ -490,7 +499,7 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     def compile_from_config(self, config: Mapping[str, Any]) -> None:
         """As in Keras, which would leave out a model whose `compile` is not its own."""
-        self.compile(**tf.keras.saving.deserialize_keras_object(dict(config)))
+        self.compile(**keras_api.saving.deserialize_keras_object(dict(config)))
         if self.built and hasattr(self.optimizer, "build"):
             self.optimizer.build(self.trainable_variables)
 
@@ -498,7 +507,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         """As in Keras, with the private settings and the runs behind the weights."""
         runs = self._runs_behind()
         return {
-            **super().get_config(),
+            **keras_api.config_of(self, super().get_config()),
             _CONFIG: {**self._settings.to_plain(), "noise_multiplier": self.noise_multiplier},
             **({_RUNS: runs} if runs else {}),
         }
@@ -508,7 +517,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         noted = {} if self._run is None else self._run.steps.training.note()
         if not noted:  # no step was taken since
             return dict(self._loaded_runs)
-        frozen = [digest(v) for v in self.non_trainable_variables if origin_of(v) is not None]
+        frozen = [digest(v) for v in keras_api.fixed(self) if origin_of(v) is not None]
         return {**noted, "weights": list(dict.fromkeys([*noted["weights"], *frozen]))}
 
     @classmethod
@@ -624,7 +633,7 @@ class HiddenStateModel(PrivateTraining):
         return super().__new__(cls, *args, **kwargs)
 
 
-_Functional: Any = tf.keras.Sequential.__bases__[0]
+_Functional: Any = keras_api.Functional
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -680,14 +689,13 @@ def make_private(model: Any, **settings: Any) -> PrivateTraining:
         TypeError: It is neither; subclass `HiddenStateModel` instead of tf.keras.Model then.
     """
     if type(model) is tf.keras.Sequential:
-        private = HiddenStateSequential(model.layers, name=model.name, **settings)
+        private = HiddenStateSequential(keras_api.stack_of(model), name=model.name, **settings)
         if model.built:
             private.build(model.input_shape)
         return private
     if type(model) is _Functional:
-        return HiddenStateModel(
-            inputs=model.inputs, outputs=model.outputs, name=model.name, **settings
-        )
+        inputs, outputs = keras_api.as_given(model)
+        return HiddenStateModel(inputs=inputs, outputs=outputs, name=model.name, **settings)
     raise TypeError(
         f"Expected a tf.keras.Sequential or a model of inputs and outputs, got "
         f"{type(model).__name__}. Let your class inherit from HiddenStateModel instead of "

@@ -13,6 +13,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, validate
 from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.callbacks import (
@@ -43,7 +44,6 @@ from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.steps import build_optimizer
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -175,10 +175,10 @@ class OwnedRun:
             self._restore_order(continued.state)
         with model.distribute_strategy.scope():  # variables of Keras are those of its replicas
             build(model, self._examples.x)
-            check_made_in(strategy, model.variables)
-            if strategy is not None:
-                build_optimizer(model.optimizer, model.trainable_variables)
-        variables = model.trainable_variables
+            check_made_in(strategy, keras_api.variables(model))
+            if strategy is not None or keras_api.IS_KERAS_3:
+                keras_api.build_optimizer(model.optimizer, model.trainable_variables)
+        variables = keras_api.trained(model)
         declared = self._weighted(rule.declared(settings))
         steps = rule.steps(settings, model.optimizer, self.plan, variables)
         steps.examples_of_record = self._microbatch
@@ -440,7 +440,7 @@ class OwnedRun:
         return tf.concat([own, indices[:1]], 0)[: tf.maximum(count, 1)], count
 
     def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
-        if not self.steps.trains(self._model.trainable_variables):
+        if not self.steps.trains(keras_api.trained(self._model)):
             raise refusal(str(Problem.WEIGHTS))
 
         def gradients_by(clipping: Any) -> ExampleGradients:
@@ -607,5 +607,16 @@ class Recording(tf.keras.callbacks.Callback):
                 "depend on the data. Fix it in advance."
             )
 
+    def after_fit(self) -> None:
+        """Takes weights that EarlyStopping has put back for the newest, where it was late to.
+
+        In Keras 3 it does so in its own on_train_end, also if it has not stopped the run.
+        """
+        steps = self._run.steps
+        if self.stopping and not steps.is_iterate(keras_api.trained(self.model)):
+            if self._digests() in self._released:
+                steps.goes_back()
+                self._record.is_over()
+
     def _digests(self) -> tuple[str, ...]:
-        return tuple(map(digest, self.model.trainable_variables))
+        return tuple(map(digest, keras_api.trained(self.model)))

@@ -23,6 +23,7 @@ from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, Step, run_of
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.derived import (
@@ -179,7 +180,7 @@ class RecordedRun:
         """What the run is accounted with, and the optimizer is told."""
         known = resolved(declared, self._trained)
         self.optimizer.begin(known)
-        self.optimizer.check_start(self.units, self.model.trainable_variables, known)
+        self.optimizer.check_start(self.units, keras_api.trained(self.model), known)
         geometry = self.optimizer.known_loss(known)
         if geometry is not None and not known.source:
             of_loss = geometry if known.largest_weight == 1 else known.of_loss
@@ -213,7 +214,7 @@ class RecordedRun:
         """
         if self.has_begun:  # steps that were not recorded have no figure anyway
             return
-        self._take_over(self.optimizer.training.past_runs(self.model.variables))
+        self._take_over(self.optimizer.training.past_runs(keras_api.variables(self.model)))
         before = int(self.optimizer.iterations.numpy())
         if before and not self._earlier:
             raise refusal(
@@ -256,7 +257,7 @@ class RecordedRun:
         self.check()
         self.check_variables()
         assert self._run is not None
-        optimizer, variables = self.optimizer, list(self.model.trainable_variables)
+        optimizer, variables = self.optimizer, keras_api.trained(self.model)
         if optimizer.hidden_state and not include_private_state:
             raise refusal(
                 f"Expected include_private_state=True, got False: a run of {optimizer.kind} cannot "
@@ -280,7 +281,7 @@ class RecordedRun:
             run=self._run.state_dict(),
             earlier=self._live.earlier,
             weights=tuple(map(digest, variables)),
-            fixed=tuple(map(digest, self.model.non_trainable_variables)),
+            fixed=tuple(map(digest, keras_api.fixed(self.model))),
             blocks=tuple(tuple(places[id(v)] for v in block) for block in optimizer.blocks),
             private=optimizer.private_state() if include_private_state else None,
         )
@@ -288,7 +289,7 @@ class RecordedRun:
     def _resume(self, state: RunState, discard_later_steps: bool) -> None:
         self._live = live_run(state.run_id)
         self._live.check_newest(state.num_batches, discard_later_steps)
-        self.optimizer.resume(state, self.model.trainable_variables)
+        self.optimizer.resume(state, keras_api.trained(self.model))
         self._run = self.optimizer.new_run(self.units, self._declared)
         self._run.load_state_dict(state.run)  # names the field that differs
         self.num_batches, self._live.run = state.num_batches, self._run
@@ -469,7 +470,7 @@ class RecordedRun:
         self._trained.go_on(trained)
         self.model = model
         self.check_iterate()
-        optimizer.check_start(self.units, model.trainable_variables, self._declared)
+        optimizer.check_start(self.units, keras_api.trained(model), self._declared)
         self._look_again()
 
     # What must hold for a figure
@@ -522,7 +523,7 @@ class RecordedRun:
 
     def check_variables(self) -> None:
         """Likewise, also while gradients are accumulated."""
-        if not self.optimizer.is_iterate(self.model.trainable_variables):
+        if not self.optimizer.is_iterate(keras_api.trained(self.model)):
             raise refusal(
                 "The trainable variables were changed outside the private optimizer, so the model "
                 "is not the iterate that was accounted. Release the model that fit left."
@@ -598,6 +599,10 @@ class RecordedRun:
         self._is_over = early
         self._run = self._live.run = self._whole_run()
         self._complete, self._live.whole, self._live.ended = None, None, ""
+
+    def is_over(self) -> None:
+        """No step follows: the weights are those of an earlier one, which were released."""
+        self._is_over = True
 
     def _whole_run(self) -> Run:
         assert self._run is not None

@@ -15,8 +15,13 @@ _FRESH = (
 )
 _LEGACY = (
     "TensorFlow Privacy's optimizers, and those here, need Keras 2: Keras 3 never shows an "
-    "optimizer the loss of one example. Use TensorFlow 2.15, or set the environment variable "
-    "TF_USE_LEGACY_KERAS=1 before the first import of TensorFlow"
+    "optimizer the loss of one example. Use TensorFlow 2.15, or HiddenStateModel, which trains "
+    "with Keras 3; or set the environment variable TF_USE_LEGACY_KERAS=1 before the first import "
+    "of TensorFlow"
+)
+_BACKEND = (
+    "variables, gradients and steps are TensorFlow's. Set the environment variable "
+    "KERAS_BACKEND=tensorflow before the first import of Keras, or leave it out"
 )
 _SKIP = (
     "tensorflow-privacy imports Estimators, which TensorFlow {} has not. Use TensorFlow 2.15, or, "
@@ -26,7 +31,7 @@ _SKIP = (
 
 
 def check(name: str, *, needs_privacy: bool = True) -> None:
-    """Makes sure that TensorFlow Privacy's Keras optimizers, or only Keras 2, are there for `name`.
+    """Makes sure that TensorFlow Privacy's Keras optimizers, or only a Keras, are there for `name`.
 
     Nothing is set: both switches of newer versions of TensorFlow act on the whole process.
 
@@ -43,7 +48,7 @@ def check(name: str, *, needs_privacy: bool = True) -> None:
     if release < _TESTED:
         raise ImportError(f"{name} needs TensorFlow 2.15, got {version}. {_FRESH}")
     if release > _TESTED:
-        _check_legacy(name, version, tensorflow)
+        _check_keras(name, version, tensorflow, needs_privacy=needs_privacy)
     if not needs_privacy:
         return
     if release > _TESTED and not hasattr(sys, "skip_tf_privacy_import"):
@@ -51,7 +56,7 @@ def check(name: str, *, needs_privacy: bool = True) -> None:
     _imported(name, "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras")
 
 
-def _check_legacy(name: str, version: str, tensorflow: Any) -> None:
+def _check_keras(name: str, version: str, tensorflow: Any, *, needs_privacy: bool) -> None:
     try:
         keras = tensorflow.keras.layers.Layer.__module__.partition(".")[0]
     except (AttributeError, ImportError) as error:  # TF_USE_LEGACY_KERAS=1 without tf_keras
@@ -59,10 +64,17 @@ def _check_legacy(name: str, version: str, tensorflow: Any) -> None:
             f"{name}: TensorFlow {version} has no Keras 2 here ({error}). {_LEGACY}, and install "
             f"{_tf_keras(version)}."
         ) from error
-    if keras != "tf_keras":
+    if keras == "tf_keras":
+        return
+    if needs_privacy:
         has_it = importlib.util.find_spec("tf_keras") is not None
         install = "" if has_it else f", and install {_tf_keras(version)}"
         raise ImportError(f"{name}: TensorFlow {version} uses Keras 3. {_LEGACY}{install}.")
+    backend = tensorflow.keras.config.backend()
+    if backend != "tensorflow":
+        raise ImportError(
+            f"{name} needs Keras 3 on TensorFlow, got KERAS_BACKEND={backend}: {_BACKEND}."
+        )
 
 
 def _tf_keras(version: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _callbacks = tf.keras.callbacks
@@ -47,6 +48,11 @@ def check_callbacks(
                 "model, by a metric that depends on the data. Drop it. (A model that owns its run "
                 "takes EarlyStopping on a val_ metric with validation_data that are declared "
                 "public: validation_data_is_public=True.)"
+            )
+        if isinstance(callback, keras_api.OTHER_CALLBACKS):
+            raise refusal(
+                f"Expected no {name}: the files that it writes, or the weights that it puts in, "
+                "are not followed here. Drop it, or use ModelCheckpoint."
             )
         if isinstance(callback, _callbacks.BackupAndRestore):
             raise refusal(
@@ -116,4 +122,4 @@ def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
 def is_of_keras(thing: Any) -> bool:
     """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
     is_lambda = isinstance(thing, _callbacks.LambdaCallback)
-    return not is_lambda and type(thing).__module__.startswith(("keras.src.", "tf_keras.src."))
+    return not is_lambda and keras_api.is_of_keras(thing)

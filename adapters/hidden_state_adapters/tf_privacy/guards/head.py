@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants.runs.base import SLACK
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.geometry import DECLARE, LinearPrediction, LossRule
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
@@ -34,16 +35,15 @@ class LinearHead:
     """
 
     def __init__(self, model: Any):
-        trained = {variable.ref() for variable in model.trainable_variables}
+        trained = {variable.ref() for variable in keras_api.trained(model)}
         heads = [
             layer
             for layer in model._flatten_layers()
-            if type(layer) is tf.keras.layers.Dense
-            and "call" not in vars(layer)
-            and trained == {variable.ref() for variable in layer.trainable_variables}
+            if keras_api.is_plain_dense(layer)
+            and trained == {variable.ref() for variable in keras_api.trained(layer)}
         ]
         if len(heads) != 1:
-            names = ", ".join(sorted(variable.name for variable in model.trainable_variables))
+            names = ", ".join(sorted(variable.name for variable in keras_api.trained(model)))
             raise refusal(
                 'loss_geometry="auto" and feature_norm need a model in which one Dense layer is '
                 "trained and the rest is frozen (layer.trainable = False), got trainable variables "
@@ -151,8 +151,8 @@ class LinearHead:
         calls: list[tuple[Any, Any]] = []
         call = self._layer.call
 
-        def watched(features: Any) -> Any:
-            output = call(features)
+        def watched(features: Any, **mode: Any) -> Any:
+            output = call(features, **mode)
             calls.append((features, output))
             return output
 

@@ -7,14 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy.guards.step import check_variables
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.guards.step import check_constraints, check_variables
 from hidden_state_adapters.tf_privacy.refusals import refusal
-
-_BATCH_NORMALIZATIONS = (  # three classes, of which none is a base of another
-    tf.keras.layers.BatchNormalization,
-    tf.keras.layers.experimental.SyncBatchNormalization,
-    tf.compat.v1.keras.layers.BatchNormalization,
-)
 
 
 def build(model: Any, x: Any) -> None:
@@ -24,7 +19,7 @@ def build(model: Any, x: Any) -> None:
         model: A Keras model or layer.
         x: Arrays of examples, or a Dataset of batches.
     """
-    if model.built:
+    if keras_api.is_built(model):
         return
     if isinstance(x, tf.data.Dataset):
         spec = x.element_spec
@@ -57,7 +52,7 @@ def check_layers(model: Any) -> None:
         UnsupportedRunError: The text names the layer or variable.
     """
     for layer in model._flatten_layers():
-        if isinstance(layer, _BATCH_NORMALIZATIONS) and layer.trainable:
+        if isinstance(layer, keras_api.BATCH_NORMALIZATIONS) and layer.trainable:
             raise refusal(
                 f"Expected no trainable batch normalisation, got {layer.name}: it mixes the "
                 "examples of a batch and keeps statistics of them without noise. Use "
@@ -68,6 +63,12 @@ def check_layers(model: Any) -> None:
                 f"Expected layers without state, got {layer.name} with stateful=True: it carries "
                 "examples into later steps without noise."
             )
+        if keras_api.computes_otherwise(layer):
+            raise refusal(
+                f"Expected {layer.name} to use its variables in their own precision, got a "
+                "mixed-precision or quantized policy: coarse rounding makes the update expand "
+                'small distances. Train with the policy "float32" or "float64".'
+            )
     if model.losses:
         raise refusal(
             "Expected no regularisation losses (kernel_regularizer, add_loss), got "
@@ -75,7 +76,8 @@ def check_layers(model: Any) -> None:
             "use the weight_decay of CyclicDPKerasSGDOptimizer or the prox of "
             "BlockCoordinateKerasOptimizer."
         )
-    check_variables(model.trainable_variables)
+    check_constraints(model.trainable_variables)  # of which Keras' own know
+    check_variables(keras_api.trained(model))
 
 
 class FixedVariables:
@@ -95,4 +97,4 @@ class FixedVariables:
 
 
 def _values(model: Any) -> list[np.ndarray]:
-    return [variable.numpy() for variable in model.non_trainable_variables]
+    return [variable.numpy() for variable in keras_api.fixed(model)]

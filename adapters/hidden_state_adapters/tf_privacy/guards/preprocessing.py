@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensorflow as tf
-
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _GIVEN = {"input_mean": "mean=..., variance=...", "input_bin_boundaries": "bin_boundaries=..."}
@@ -21,7 +20,7 @@ def check_preprocessing(model: Any) -> None:
         UnsupportedRunError: The text names the layer.
     """
     for layer in model._flatten_layers():
-        if isinstance(layer, tf.keras.layers.experimental.preprocessing.PreprocessingLayer):
+        if isinstance(layer, keras_api.ADAPTED_LAYERS):
             argument = _fitted(layer)
             if argument:
                 raise refusal(

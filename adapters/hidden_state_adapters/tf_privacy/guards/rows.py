@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from hidden_state_adapters.tf_privacy import keras_api
+
 _FACTOR = 1e3  # by which the changed row sticks out: it moves a mean of a million rows visibly
 _RELATIVE = 1e-5  # rounding of a row that was computed twice in the same place of equal batches
 
@@ -70,14 +72,20 @@ def rows_that_move(
 
 
 @contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """TensorFlow draws the same random numbers whenever this is entered, and goes on as before."""
+def same_random_numbers(model: Any) -> Iterator[None]:
+    """A model draws the same random numbers whenever this is entered, and goes on as before."""
     state = context.context()
     seed, generator = state._seed, getattr(state, "_rng", None)  # of seeds; None without a seed
     tf.random.set_seed(0)
+    own = keras_api.random_states(model)
+    before = [variable.numpy() for variable in own]
+    for variable in own:
+        variable.assign(tf.zeros_like(variable))
     try:
         yield
     finally:
+        for variable, value in zip(own, before, strict=True):
+            variable.assign(value)
         state._seed, state._rng = seed, generator
 
 

@@ -100,13 +100,19 @@ def check_variables(variables: Sequence[Any]) -> None:
                 f"Expected {variable.name} in float32 or float64, got {variable.dtype.name}: "
                 "coarse rounding makes the update expand small distances."
             )
+    check_constraints(variables)
+    if len({variable.dtype.base_dtype for variable in variables}) > 1:
+        raise refusal("Expected trainable variables of one precision, got float32 and float64.")
+
+
+def check_constraints(variables: Sequence[Any]) -> None:
+    """Refuses variables that an optimizer of Keras maps to something else after every update."""
+    for variable in variables:
         if getattr(variable, "constraint", None) is not None:
             raise refusal(
                 f"Expected {variable.name} without a constraint, got {variable.constraint!r}: it "
                 "is no part of the event. Use projection_radius."
             )
-    if len({variable.dtype.base_dtype for variable in variables}) > 1:
-        raise refusal("Expected trainable variables of one precision, got float32 and float64.")
 
 
 def refuse_tensor_float_32() -> None:

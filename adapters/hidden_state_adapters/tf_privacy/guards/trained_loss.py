@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.guards.rows import (
     are_equal,
     number_of_rows,
@@ -140,11 +141,11 @@ class TrainedLoss:
         if rows is None:
             return
         is_training, shapes = True, ""
-        variables = self.model.trainable_variables
-        randomness: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        variables = keras_api.trained(self.model)
+        randomness: Callable[[Any], AbstractContextManager[None]] = contextlib.nullcontext
 
         def results(examples: Any, targets: Any) -> list[tf.Tensor]:
-            with randomness():
+            with randomness(self.model):
                 return parts_of(examples, targets)
 
         def parts_of(examples: Any, targets: Any) -> list[tf.Tensor]:

@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths, sum_of_rows
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -155,8 +156,9 @@ class ThroughLinearLayers:
         if not all(map(_is_linear, layers)) or not (len(layers) == 1 or _is_known(model)):
             return None
         wanted = {v.ref() for v in variables}
-        layers = [layer for layer in layers if any(v.ref() in wanted for v in layer.weights)]
-        if {v.ref() for layer in layers for v in layer.trainable_weights} != wanted:
+        own = [(layer, {v.ref() for v in keras_api.trained(layer)}) for layer in layers]
+        layers = [layer for layer, refs in own if refs & wanted]
+        if set().union(*(refs for _, refs in own if refs & wanted)) != wanted:
             return None
         found = cls(model, losses, layers, variables)
         return found if found._agrees(examples, targets) else None
@@ -198,9 +200,9 @@ class ThroughLinearLayers:
                 kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
                 weighted = tf.math.multiply_no_nan(slope, kept)  # 0 times NaN is 0
                 feature = _left_out(feature, length, factors)
-                sums[layer.kernel.ref()] = tf.matmul(feature, weighted, transpose_a=True)
+                sums[_kernel(layer).ref()] = tf.matmul(feature, weighted, transpose_a=True)
                 if layer.use_bias:
-                    sums[layer.bias.ref()] = tf.reduce_sum(weighted, 0)
+                    sums[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(weighted, 0)
             return [sums[variable.ref()] for variable in self._variables]
 
         found = ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
@@ -212,11 +214,11 @@ class ThroughLinearLayers:
         calls: list[tuple[int, Any, Any]] = []
 
         def watched(index: int, layer: Any) -> Callable[[Any], Any]:
-            def call(inputs: Any) -> Any:
-                inputs = tf.cast(inputs, layer.kernel.dtype.base_dtype)
-                linear = tf.matmul(inputs, layer.kernel)
+            def call(inputs: Any, **_: Any) -> Any:
+                inputs = tf.cast(inputs, _kernel(layer).dtype.base_dtype)
+                linear = tf.matmul(inputs, _kernel(layer))
                 if layer.use_bias:
-                    linear = tf.nn.bias_add(linear, layer.bias)
+                    linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
                 tape.watch(linear)
                 calls.append((index, inputs, linear))
                 return linear if layer.activation is None else layer.activation(linear)
@@ -268,10 +270,13 @@ def _refuse_loops(model: Any) -> None:
             )
 
 
+def _kernel(layer: Any) -> Any:
+    return keras_api.tensor_of(layer.kernel)
+
+
 def _is_linear(layer: Any) -> bool:
     return (
-        type(layer) is tf.keras.layers.Dense
-        and "call" not in vars(layer)
+        keras_api.is_plain_dense(layer)
         and layer.kernel.trainable
         and len(layer.trainable_weights) == 1 + bool(layer.use_bias)
     )
@@ -279,10 +284,8 @@ def _is_linear(layer: Any) -> bool:
 
 def _is_known(model: Any) -> bool:
     """Whether nothing but Keras' own layers is in the model."""
-    known = tf.keras.layers.Dense.__module__.partition(".")[0]
-    return all(
-        type(layer).__module__.startswith(f"{known}.src.")
-        and not isinstance(layer, tf.keras.layers.Lambda)
+    return not keras_api.has_other_operations(model) and all(
+        keras_api.is_of_keras(layer) and not isinstance(layer, tf.keras.layers.Lambda)
         for layer in model._flatten_layers(include_self=False)
     )
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.guards.step import check_loss
 from hidden_state_adapters.tf_privacy.refusals import refusal
-
-_Reduction = tf.keras.losses.Reduction
 
 
 class RowLosses:
@@ -36,10 +34,9 @@ class RowLosses:
             )
         self.given = given
         loss = tf.keras.losses.get(given)
-        self._sums = getattr(loss, "reduction", None) == _Reduction.SUM
+        self._sums = getattr(loss, "reduction", None) == "sum"
         if isinstance(loss, tf.keras.losses.Loss):
-            loss = copy.copy(loss)
-            loss.reduction = _Reduction.NONE
+            loss = keras_api.without_reduction(loss)
         self.keras_loss = loss
 
     def __call__(self, targets: Any, outputs: Any) -> tf.Tensor:

@@ -16,7 +16,7 @@ from hidden_state_accountants.runs.base import SLACK, Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
-from hidden_state_adapters.tf_privacy import proximal
+from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
@@ -45,14 +45,6 @@ _PLAIN: Mapping[str, Any] = {
     "global_clipnorm": None,
 }
 _PRECISIONS = (tf.float32, tf.float64)
-
-
-def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes the variables of an optimizer of Keras, in the current scope; nothing of others."""
-    if isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer):
-        optimizer._create_all_weights(list(variables))
-    elif isinstance(optimizer, tf.keras.optimizers.Optimizer):
-        optimizer.build(list(variables))
 
 
 def refuse_noise(optimizer: Any) -> None:
@@ -92,9 +84,7 @@ class Update:
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
-        legacy = tf.keras.optimizers.legacy
-        is_legacy = isinstance(optimizer, legacy.Optimizer)
-        if not is_legacy and not isinstance(optimizer, tf.keras.optimizers.Optimizer):
+        if not keras_api.is_optimizer(optimizer):
             raise refusal(
                 f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
             )
@@ -109,26 +99,24 @@ class Update:
                 "Expected use_ema = False, got True: Keras overwrites the weights with their "
                 "average after the last step, so that the model is not the iterate. Drop it."
             )
-        self.optimizer, self._is_legacy = optimizer, is_legacy
-        build_optimizer(optimizer, variables)
+        if getattr(optimizer, "loss_scale_factor", None) is not None:
+            raise refusal(
+                f"Expected loss_scale_factor = None, got {optimizer.loss_scale_factor}: the "
+                "optimizer would divide the noisy gradients by it, of losses that were not scaled. "
+                "Leave it out."
+            )
+        self.optimizer = optimizer
+        keras_api.build_optimizer(optimizer, variables)
         self.options = self._options()
-        kinds = (tf.keras.optimizers.SGD, legacy.SGD)
-        self.is_plain_sgd = type(optimizer) in kinds and self.why_not_plain == ""
-        self.slots = self._slots()
+        self.is_plain_sgd = keras_api.is_sgd(optimizer) and self.why_not_plain == ""
+        state = keras_api.state_of(optimizer)
+        self.slots = [v for v in state if v.dtype.base_dtype in _PRECISIONS]
 
     def _options(self) -> dict[str, Any]:
         own = self.optimizer
         options = {name: getattr(own, name, None) for name in _PLAIN}
-        if self._is_legacy:
-            options["decay"] = float(own._initial_decay)
-            options["momentum"] = (
-                float(own._get_hyper("momentum")) if "momentum" in own._hyper else 0.0
-            )
-            options["gradient_transformers"] = len(own.gradient_transformers)
         options["weight_decay"] = getattr(own, "weight_decay", None)
-        excluded = getattr(own, "_exclude_from_weight_decay", None)
-        options["exclude_from_weight_decay"] = tuple(sorted(map(str, excluded or ())))
-        return options
+        return {**options, **keras_api.update_options(own)}
 
     @property
     def why_not_plain(self) -> str:
@@ -149,11 +137,7 @@ class Update:
     @property
     def given_rate(self) -> Any:
         """The learning rate as it was given: a number (a variable), a schedule, or a function."""
-        return (
-            self.optimizer._hyper["learning_rate"]
-            if self._is_legacy
-            else self.optimizer._learning_rate
-        )
+        return keras_api.given_rate(self.optimizer)
 
     @property
     def weight_decay(self) -> float:
@@ -163,15 +147,11 @@ class Update:
     @property
     def iterations(self) -> Any:
         """The count of Keras."""
-        return self.optimizer.iterations
+        return keras_api.iterations_of(self.optimizer)
 
     def rate(self) -> tf.Tensor:
         """The learning rate of the next update."""
-        if self._is_legacy:
-            return self.optimizer._decayed_lr(tf.float32)
-        rate = self.given_rate
-        is_schedule = isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule)
-        return tf.convert_to_tensor(rate(self.iterations) if is_schedule else rate)
+        return keras_api.rate_of(self.optimizer)
 
     def check_options(self) -> None:
         """Raises UnsupportedRunError if an option was changed since the run began."""
@@ -216,19 +196,7 @@ class Update:
     def count(self, fine: tf.Tensor) -> None:
         """Counts an update that was made by hand."""
         self.iterations.assign_add(tf.cast(fine, self.iterations.dtype))
-        if not self._is_legacy:
-            self.optimizer._compute_current_learning_rate()  # for whoever reads a schedule
-
-    def _slots(self) -> list[Any]:
-        """Its variables but the count and the learning rate: moments, averages."""
-        own = self.optimizer
-        variables = own.variables() if callable(own.variables) else own.variables
-        apart = (self.iterations, getattr(own, "_learning_rate", None))
-        return [
-            v
-            for v in variables
-            if not any(v is other for other in apart) and v.dtype.base_dtype in _PRECISIONS
-        ]
+        keras_api.note_update(self.optimizer)
 
 
 class OwnedSteps(Mechanism):
@@ -660,7 +628,7 @@ class OwnedSteps(Mechanism):
 
     def _declared_of_optimizer(self) -> list[str]:
         kind = type(self._update.optimizer)
-        if kind.__module__.startswith(("keras.src.", "tf_keras.src.")):
+        if keras_api.is_of_keras(self._update.optimizer):
             return []
         return [f"of the examples {kind.__name__} sees only the noisy gradients"]
 

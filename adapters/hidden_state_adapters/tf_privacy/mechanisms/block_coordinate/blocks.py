@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.guards.step import check_variables
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
@@ -23,7 +24,8 @@ def blocks_of(given: Any) -> Blocks:
     nested = [isinstance(item, list | tuple) for item in items]
     if any(nested) and not all(nested):
         raise refusal("Expected a list of variables or a list of such lists, got both in one list.")
-    return tuple(tuple(block) for block in (items if any(nested) else [items]))
+    blocks = items if any(nested) else [items]
+    return tuple(tuple(map(keras_api.tensor_of, block)) for block in blocks)
 
 
 def check_blocks(blocks: Blocks) -> None:

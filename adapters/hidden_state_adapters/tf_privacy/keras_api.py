@@ -1,0 +1,323 @@
+"""The only place that knows which Keras runs: Keras 2, or Keras 3 on its TensorFlow backend.
+
+Everything else here is about `tf.Variable`s: the log of the steps, copies of the weights, what a
+process remembers of a run. A variable of Keras 3 holds one; optimizers, losses, files and the loop
+of fit have other names there for what is asked of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+IS_KERAS_3 = str(getattr(tf.keras, "__version__", "")).startswith("3.")
+
+if IS_KERAS_3:
+    import keras
+    from keras.src.models import functional
+    from keras.src.random.seed_generator import global_seed_generator
+
+    layers, losses, saving = keras.layers, keras.losses, keras.saving
+    Functional: Any = functional.Functional
+    NO_REDUCTION, DEFAULT_REDUCTION = "none", "sum_over_batch_size"
+    BATCH_NORMALIZATIONS: tuple[Any, ...] = (layers.BatchNormalization,)
+    ADAPTED_LAYERS: tuple[Any, ...] = (
+        layers.Discretization,
+        layers.IntegerLookup,
+        layers.Normalization,
+        layers.StringLookup,
+        layers.TextVectorization,
+    )
+    # One writes the weights of every epoch by itself, one puts averages in their place.
+    OTHER_CALLBACKS: tuple[Any, ...] = (
+        keras.callbacks.OrbaxCheckpoint,
+        keras.callbacks.SwapEMAWeights,
+    )
+else:
+    layers, losses, saving = tf.keras.layers, tf.keras.losses, tf.keras.saving
+    Functional = tf.keras.Sequential.__bases__[0]
+    NO_REDUCTION, DEFAULT_REDUCTION = losses.Reduction.NONE, losses.Reduction.AUTO
+    BATCH_NORMALIZATIONS = (  # three classes, of which none is a base of another
+        layers.BatchNormalization,
+        layers.experimental.SyncBatchNormalization,
+        tf.compat.v1.keras.layers.BatchNormalization,
+    )
+    ADAPTED_LAYERS = (layers.experimental.preprocessing.PreprocessingLayer,)
+    OTHER_CALLBACKS = ()
+
+
+def is_of_keras(thing: Any) -> bool:
+    """Whether Keras wrote the class of it."""
+    return type(thing).__module__.startswith(("keras.src.", "tf_keras.src."))
+
+
+# Variables
+
+
+def tensor_of(variable: Any) -> Any:
+    """The `tf.Variable` that a variable of Keras 3 holds; others as they are."""
+    return variable.value if IS_KERAS_3 and isinstance(variable, keras.Variable) else variable
+
+
+def trained(model: Any) -> list[Any]:
+    """The variables of a model or layer that are trained."""
+    return [tensor_of(variable) for variable in model.trainable_variables]
+
+
+def fixed(model: Any) -> list[Any]:
+    """All other variables, which only something else than a step can change.
+
+    Of Keras 3 also what it does not count as variables of the model: those of metrics that a layer
+    updates, and TensorFlow's own in attributes. The states of its random numbers are apart.
+    """
+    if not IS_KERAS_3:
+        return list(model.non_trainable_variables)
+    found = [tensor_of(variable) for variable in model.non_trainable_weights]
+    known = {id(variable) for variable in [*found, *trained(model)]}
+    for layer in model._flatten_layers():
+        metrics = [tensor_of(v) for metric in layer._metrics for v in metric.variables]
+        for variable in [*metrics, *_own_variables(list(vars(layer).values()))]:
+            if id(variable) not in known:
+                known.add(id(variable))
+                found.append(variable)
+    return found
+
+
+def _own_variables(value: Any) -> Iterator[Any]:
+    """The variables of TensorFlow in an attribute of a layer, or in a container in one."""
+    if isinstance(value, tf.Variable):
+        yield value
+    elif isinstance(value, list | tuple | set):
+        for part in value:
+            yield from _own_variables(part)
+    elif isinstance(value, dict):
+        yield from _own_variables(list(value.values()))
+    elif isinstance(value, tf.Module) and not isinstance(value, keras.layers.Layer):
+        yield from value.variables
+
+
+def variables(model: Any) -> list[Any]:
+    """All variables of a model."""
+    return [*trained(model), *fixed(model)] if IS_KERAS_3 else list(model.variables)
+
+
+def random_states(model: Any) -> list[Any]:
+    """Where Keras 3 keeps what its next random numbers are made of; Keras 2 asks TensorFlow."""
+    if not IS_KERAS_3:
+        return []
+    own = {id(v): tensor_of(v) for v in model.variables}
+    for weight in model.weights:
+        own.pop(id(weight), None)
+    return [*own.values(), tensor_of(global_seed_generator().state)]
+
+
+# Layers
+
+
+def computes_otherwise(layer: Any) -> bool:
+    """Whether a layer of Keras 3 rounds the variables that it trains, or replaces them in use.
+
+    Keras 2 says so of every single variable (`guards.step.check_variables`).
+    """
+    if not IS_KERAS_3 or not (layer._trainable_variables and layer.trainable):
+        return False
+    is_quantized = getattr(layer, "quantization_mode", None) is not None
+    return is_quantized or layer.compute_dtype != layer.variable_dtype
+
+
+def is_plain_dense(layer: Any) -> bool:
+    """Whether it is a Dense layer that multiplies with the one kernel that it trains."""
+    if type(layer) is not layers.Dense or "call" in vars(layer):
+        return False
+    return not IS_KERAS_3 or not (layer.lora_enabled or layer.quantization_mode)
+
+
+def is_built(model: Any) -> bool:
+    """Whether a model has all its variables."""
+    if not IS_KERAS_3:
+        return bool(model.built)
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def has_other_operations(model: Any) -> bool:
+    """Whether something but layers is in the graph of a model of inputs and outputs.
+
+    Keras 2 makes layers of operations; in Keras 3 they may use the variables of a layer, unseen.
+    """
+    if not IS_KERAS_3:
+        return False
+    graphs = [layer for layer in model._flatten_layers() if isinstance(layer, Functional)]
+    return not all(isinstance(one, layers.Layer) for graph in graphs for one in graph.operations)
+
+
+def as_given(model: Any) -> tuple[Any, Any]:
+    """Inputs and outputs of a functional model, for another one."""
+    return (model.input, model.output) if IS_KERAS_3 else (model.inputs, model.outputs)
+
+
+def config_of(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a model, with its graph, which Keras 3 writes down of no subclass.
+
+    Args:
+        model: Of inputs and outputs, or another one.
+        config: What Keras says.
+    """
+    if not IS_KERAS_3 or not isinstance(model, Functional):
+        return config
+    return {**Functional(*as_given(model), name=model.name).get_config(), **config}
+
+
+def stack_of(model: Any) -> list[Any]:
+    """The layers of a Sequential model, for another one."""
+    return list(model._layers if IS_KERAS_3 else model.layers)
+
+
+# Losses
+
+
+def without_reduction(loss: Any) -> Any:
+    """A loss object of Keras that gives the losses of single examples."""
+    plain = object.__new__(type(loss))  # Keras 3 copies through a file
+    vars(plain).update(vars(loss))
+    plain.reduction = NO_REDUCTION
+    return plain
+
+
+def options_of(loss: Any) -> dict[str, Any]:
+    """The arguments of a loss object of Keras; in Keras 3 configurations lack some."""
+    return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
+
+
+# Optimizers
+
+
+def is_legacy(optimizer: Any) -> bool:
+    """Whether it is an optimizer of before Keras 2.11."""
+    return not IS_KERAS_3 and isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
+
+
+def is_optimizer(optimizer: Any) -> bool:
+    """Whether it is an optimizer of Keras."""
+    return isinstance(optimizer, tf.keras.optimizers.Optimizer) or is_legacy(optimizer)
+
+
+def is_sgd(optimizer: Any) -> bool:
+    """Whether it is Keras' SGD and no class of somebody else."""
+    own = (tf.keras.optimizers.SGD,)
+    return type(optimizer) in (own if IS_KERAS_3 else (*own, tf.keras.optimizers.legacy.SGD))
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes the variables of an optimizer of Keras, in the current scope; nothing of others."""
+    if is_legacy(optimizer):
+        optimizer._create_all_weights(list(variables))
+    elif is_optimizer(optimizer) and not (IS_KERAS_3 and optimizer.built):
+        optimizer.build(list(variables))
+
+
+def update_options(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer does beside a step along the gradient, by names; falsy if nothing."""
+    if is_legacy(optimizer):
+        hyper = optimizer._hyper
+        return {
+            "decay": float(optimizer._initial_decay),
+            "momentum": float(optimizer._get_hyper("momentum")) if "momentum" in hyper else 0.0,
+            "gradient_transformers": len(optimizer.gradient_transformers),
+        }
+    excluded = [*(getattr(optimizer, "_exclude_from_weight_decay", None) or ())]
+    if IS_KERAS_3:
+        by_name = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+        excluded += [by_name.pattern] if by_name else []
+    else:
+        excluded += getattr(optimizer, "_exclude_from_weight_decay_names", None) or []
+    options: dict[str, Any] = {"exclude_from_weight_decay": tuple(sorted(map(str, excluded)))}
+    if IS_KERAS_3:
+        options["gradient_accumulation_steps"] = optimizer.gradient_accumulation_steps
+    return options
+
+
+def given_rate(optimizer: Any) -> Any:
+    """The learning rate as it was given: a number (a variable), a schedule, or a function."""
+    if is_legacy(optimizer):
+        return optimizer._hyper["learning_rate"]
+    return tensor_of(optimizer._learning_rate)
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """The variable that counts the updates."""
+    return tensor_of(optimizer._iterations) if IS_KERAS_3 else optimizer.iterations
+
+
+def rate_of(optimizer: Any) -> tf.Tensor:
+    """The learning rate of the next update."""
+    if is_legacy(optimizer):
+        return optimizer._decayed_lr(tf.float32)
+    rate = given_rate(optimizer)
+    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        rate = rate(iterations_of(optimizer))
+    elif IS_KERAS_3 and callable(rate):
+        rate = rate()
+    return tf.convert_to_tensor(rate)
+
+
+def note_update(optimizer: Any) -> None:
+    """Lets whoever reads the learning rate of a schedule see it after an update made by hand."""
+    if not IS_KERAS_3 and not is_legacy(optimizer):
+        optimizer._compute_current_learning_rate()
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer but the count and the learning rate: moments, averages."""
+    own = optimizer.variables
+    own = [tensor_of(variable) for variable in (own() if callable(own) else own)]
+    apart = (iterations_of(optimizer), given_rate(optimizer) if not is_legacy(optimizer) else None)
+    return [variable for variable in own if not any(variable is other for other in apart)]
+
+
+# The loop of fit
+
+
+def pace_of(model: Any) -> Any:
+    """The variable with the steps between two looks; None where fit has compiled their number."""
+    return None if IS_KERAS_3 else model._steps_per_execution
+
+
+def loss_mean() -> Any:
+    """The mean of the losses of an epoch; None where Keras keeps one for the model."""
+    return None if IS_KERAS_3 else tf.keras.metrics.Mean(name="loss")
+
+
+def shown(model: Any, mean: Any, losses: Any, targets: Any, outputs: Any) -> dict[str, Any]:
+    """What a step shows: the mean loss of the epoch so far, and the compiled metrics.
+
+    Args:
+        model: It is compiled.
+        mean: What `loss_mean` gave it.
+        losses: Of the batch, one for each example.
+        targets: Likewise.
+        outputs: Likewise.
+    """
+    if IS_KERAS_3:
+        model._loss_tracker.update_state(losses)
+        return dict(model.compute_metrics(None, targets, outputs))
+    mean.update_state(losses)
+    model.compiled_metrics.update_state(targets, outputs)
+    found = {metric.name: metric.result() for metric in model.compiled_metrics.metrics}
+    return {"loss": mean.result(), **found}
+
+
+def check_is_compiled(model: Any) -> None:
+    """Raises the error of Keras unless the model is compiled."""
+    if IS_KERAS_3:
+        model._assert_compile_called("fit")
+    else:
+        model._assert_compile_was_called()
+
+
+def compile_arguments(run_eagerly: Any, steps_per_execution: Any) -> dict[str, Any]:
+    """Of Model.compile, where nothing is said."""
+    if IS_KERAS_3:
+        run_eagerly, steps_per_execution = bool(run_eagerly), steps_per_execution or 1
+    return {"run_eagerly": run_eagerly, "steps_per_execution": steps_per_execution}
