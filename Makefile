@@ -26,8 +26,7 @@ CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds so
 FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
     keras/test_cyclic_optimizer.py keras/test_data.py))
 # Those that need neither TensorFlow Privacy nor its optimizers.
-KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_model.py test_model_attacks.py test_model_microbatches.py \
-    test_model_weights.py test_steps_per_execution.py))
+KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_model.py test_model_*.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 
@@ -35,7 +34,7 @@ DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'
 PYTHON_VENV := .venv-$(notdir $(PYTHON))
 DOCS_REQUIREMENTS := -e '.[docs]'
-KERAS3_REQUIREMENTS := -e '.[keras3,dev]'
+KERAS3_REQUIREMENTS := -e '.[keras2,keras3,dev]'
 NUMPY2_REQUIREMENTS := -e '.[cli,opacus,dev]' scikit-learn
 
 # An environment whose Python is gone (upgraded, moved) is not an installed one.
@@ -60,7 +59,7 @@ help:
 	@echo "make test-all     the whole test suite"
 	@echo "make test-fast    quick tests of the core, the command line and both adapters; under three minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
-	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow and its Keras 2, without TensorFlow Privacy"
+	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow: with Keras 3, then with Keras 2"
 	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"
 	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
@@ -93,6 +92,7 @@ test-numpy2: .venv-numpy2/.test-installed
 	$(call PYTEST,.venv-numpy2) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
 
 test-keras3: .venv-keras3/.test-installed
+	TF_USE_LEGACY_KERAS=0 $(call PYTEST,.venv-keras3) $(PYTEST_ARGS) $(KERAS3_TESTS)
 	TF_USE_LEGACY_KERAS=1 $(call PYTEST,.venv-keras3) $(PYTEST_ARGS) $(KERAS3_TESTS)
 
 test-python: $(PYTHON_VENV)/.test-installed

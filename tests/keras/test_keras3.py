@@ -183,6 +183,8 @@ def test_losses_that_are_scaled():
 
 @pytest.mark.parametrize("name", ["OrbaxCheckpoint", "SwapEMAWeights"])
 def test_callbacks_that_keras_2_has_not(name):
+    if not hasattr(callbacks, name):
+        pytest.skip("this Keras has it not")
     callback = object.__new__(getattr(callbacks, name))  # OrbaxCheckpoint needs a package
     callbacks.Callback.__init__(callback)
     with refused(f"Expected no {name}"):

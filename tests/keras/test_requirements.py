@@ -12,12 +12,13 @@ from hidden_state_adapters.tf_privacy import requirements
 OPTIMIZERS = "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras"
 
 
-def keras(package):
+def keras(package, backend=None):
     layer = type("Layer", (), {"__module__": f"{package}.src.engine.base_layer"})
-    return types.SimpleNamespace(layers=types.SimpleNamespace(Layer=layer))
+    config = types.SimpleNamespace(backend=lambda: backend)
+    return types.SimpleNamespace(layers=types.SimpleNamespace(Layer=layer), config=config)
 
 
-Keras2, Keras3 = keras("tf_keras"), keras("keras")
+Keras2, Keras3 = keras("tf_keras"), keras("keras", "tensorflow")
 
 
 class Broken(types.ModuleType):
@@ -138,12 +139,23 @@ def test_newer_versions_with_both_switches_pass(install):
     requirements.check("cyclic_dataset")
 
 
-def test_a_model_that_owns_its_run_needs_keras_2_only(install):
-    for module in (tensorflow("2.15.0"), tensorflow("2.17.0", Keras2)):
+def test_a_model_that_owns_its_run_needs_keras_only(install):
+    newer = [tensorflow("2.17.0", one) for one in (Keras2, Keras3)]
+    for module in (tensorflow("2.15.0"), *newer):
         install(module)
         requirements.check("HiddenStateModel", needs_privacy=False)
-        with pytest.raises(ImportError, match="privacy"):
+        with pytest.raises(ImportError, match=r"[Pp]rivacy"):
             requirements.check("cyclic_dataset")
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_other_backends_of_keras_3(install, backend):
+    install(tensorflow("2.21.0", keras("keras", backend)), PRIVACY)
+    text = f"HiddenStateModel needs Keras 3 on TensorFlow, got KERAS_BACKEND={backend}: "
+    with pytest.raises(ImportError, match=text):
+        requirements.check("HiddenStateModel", needs_privacy=False)
+    with pytest.raises(ImportError, match="HiddenStateModel, which trains with Keras 3"):
+        requirements.check("cyclic_dataset")
 
 
 def test_every_name_is_checked_before_it_is_imported(install, monkeypatch):

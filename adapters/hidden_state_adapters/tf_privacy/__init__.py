@@ -1,4 +1,4 @@
-"""Hidden-state accounting for TensorFlow Privacy (TensorFlow 2.15, Keras 2).
+"""Hidden-state accounting for TensorFlow Privacy: Keras 2, and for its model Keras 3 as well.
 
     data = cyclic_dataset(x, y, batch_size=100)
     model.compile(

@@ -31,9 +31,10 @@ if IS_KERAS_3:
         layers.TextVectorization,
     )
     # One writes the weights of every epoch by itself, one puts averages in their place.
-    OTHER_CALLBACKS: tuple[Any, ...] = (
-        keras.callbacks.OrbaxCheckpoint,
-        keras.callbacks.SwapEMAWeights,
+    OTHER_CALLBACKS: tuple[Any, ...] = tuple(
+        getattr(keras.callbacks, name)
+        for name in ("OrbaxCheckpoint", "SwapEMAWeights")
+        if hasattr(keras.callbacks, name)  # the first is new
     )
 else:
     layers, losses, saving = tf.keras.layers, tf.keras.losses, tf.keras.saving
