@@ -6,6 +6,8 @@ from mutation import Mutation
 
 _RUN_TESTS = "core/test_runs.py"
 _REGULARISER_TESTS = "core/test_regulariser.py"
+_PARAMETERS = "../adapters/hidden_state_adapters/opacus/guards/parameters.py"
+_ITERATE_TESTS = "opacus_engine/test_event_matches_reality_accounted.py"
 
 MUTATIONS = (
     Mutation(
@@ -86,5 +88,34 @@ MUTATIONS = (
         "    refuse_packed_sequences(inner)",
         "",
         "opacus_engine/test_packed_sequences.py",
+    ),
+    # What a step leaves to the next training pass, or to the next epsilon.
+    Mutation(
+        "weights_that_are_replaced_after_the_last_step_are_the_iterate",
+        _PARAMETERS,
+        "any_of([self.changed(), self._replaced()])",
+        "self.changed()",
+        _ITERATE_TESTS,
+    ),
+    Mutation(
+        "layer_that_is_called_by_itself_has_any_weights",
+        "../adapters/hidden_state_adapters/opacus/guards/forward.py",
+        "self._begin()  #",
+        "self.passes += 1  #",
+        _ITERATE_TESTS,
+    ),
+    Mutation(
+        "parts_of_a_model_are_not_looked_for_in_a_pass",
+        "../adapters/hidden_state_adapters/opacus/guards/forward.py",
+        "        self._parts.refresh()\n",
+        "",
+        "opacus_engine/test_frozen_backbone.py",
+    ),
+    Mutation(
+        "parts_of_a_model_are_not_looked_for_before_an_epsilon",
+        _PARAMETERS,
+        "        self.parts.refresh()\n        changed",
+        "        changed",
+        _ITERATE_TESTS,
     ),
 )
