@@ -85,6 +85,45 @@ def test_losses_in_low_precision():
         fit(make(loss=crossentropy(dtype="bfloat16")))
 
 
+@pytest.fixture
+def policy():
+    yield tf.keras.config.set_dtype_policy
+    tf.keras.config.set_dtype_policy("float32")
+
+
+CLASSIFIERS = {
+    "softmax": (2, losses.SparseCategoricalCrossentropy, Y, 2**0.5),
+    "sigmoid": (1, losses.BinaryCrossentropy, np.zeros((RECORDS, 1), "float32"), 1.0),
+}
+
+
+@pytest.mark.parametrize("activation", CLASSIFIERS)
+def test_probabilities_that_are_nearly_one(activation, policy):
+    """The loss is that of what went into the activation, unless it is cast to another precision.
+
+    Of a copy the probabilities are clipped, and a wrong answer has no gradient any more.
+    """
+    units, loss, targets, slope = CLASSIFIERS[activation]
+    x = np.abs(np.eye(RECORDS, FEATURES)) + (np.arange(RECORDS)[:, None] >= FEATURES) * X[:1]
+
+    def trained(**options):
+        head = layers.Dense(units, activation=activation, use_bias=False)
+        model = make([head], loss=loss(**options), compile={"run_eagerly": True}, **AUTO)
+        model.build((None, FEATURES))
+        weights = np.zeros((FEATURES, units))
+        weights[:, 0] = 60.0
+        model.set_weights([weights])
+        model.fit(x, targets, batch_size=BATCH, verbose=0)
+        return model
+
+    longest = pytest.approx(slope, rel=1e-5)
+    assert trained()._run.steps.last_step.largest_norm == longest
+    policy("float64")
+    with refused("in which it clips the probabilities"):
+        trained()
+    assert trained(dtype="float64")._run.steps.last_step.largest_norm == longest
+
+
 def test_constraints():
     with refused("without a constraint"):
         fit(make([layers.Dense(2, kernel_constraint=tf.keras.constraints.NonNeg())]))

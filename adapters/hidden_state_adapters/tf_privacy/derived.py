@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
 from hidden_state_accountants.runs.base import SLACK
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.declared import AUTO, Declared
 from hidden_state_adapters.tf_privacy.geometry import (
     DECLARE,
@@ -147,19 +148,22 @@ def _check_certain(trained: TrainedLoss, prediction: LinearPrediction) -> None:
             "has no gradient beyond. Use from_logits=True and Dense(...) without activation."
         )
     examples, _ = next(iter(trained.batches()))
-    if not _fit_gives_logits(trained.model, examples):
+    if not _fit_gives_logits(trained, examples):
         raise refusal(
             f"Expected a model in which Keras finds what goes into {prediction.activation}, got "
-            "one in which it clips the probabilities (a call within a tf.function?): the loss has "
-            "no gradient beyond. Use from_logits=True and Dense(...) without activation."
+            "one in which it clips the probabilities (a call within a tf.function? a loss of "
+            "another dtype than the model's?): the loss has no gradient beyond. Use "
+            "from_logits=True and Dense(...) without activation."
         )
 
 
-def _fit_gives_logits(model: Any, examples: Any) -> bool:
+def _fit_gives_logits(trained: TrainedLoss, examples: Any) -> bool:
+    model, loss = trained.model, trained.keras_loss
     found: list[bool] = []
 
     def step(batch: Any) -> None:
-        found.append(gives_logits(model(batch, training=True)))
+        outputs = model(batch, training=True)
+        found.append(gives_logits(outputs) and keras_api.takes_as_they_are(loss, outputs))
 
     (step if model.run_eagerly else tf.function(step))(examples)
     return all(found)
