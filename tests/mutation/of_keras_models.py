@@ -8,6 +8,21 @@ _TF = "../adapters/hidden_state_adapters/tf_privacy"
 
 MUTATIONS = (
     Mutation(
+        "the_bias_of_a_microbatch_is_not_measured",
+        f"{_TF}/owned/clipping.py",
+        "of_features = products(features) + (1.0 if layer.use_bias else 0.0)",
+        "of_features = products(features)",
+        "keras/test_model_microbatches.py::test_products_of_examples_give_the_lengths_of_means",
+    ),
+    Mutation(
+        "products_of_a_microbatch_have_too_few_digits",
+        f"{_TF}/owned/clipping.py",
+        "return tf.matmul(rows, rows, transpose_b=True)",
+        "rows = tf.cast(rows, tf.float32)\n"
+        "            return tf.cast(tf.matmul(rows, rows, transpose_b=True), tf.float64)",
+        "keras/test_model_microbatches.py::test_lengths_of_gradients_that_cancel_each_other",
+    ),
+    Mutation(
         "the_optimizer_adds_noise_as_well",
         f"{_TF}/mechanisms/last_iterate.py",
         "return UpdateRule(sgd), {",

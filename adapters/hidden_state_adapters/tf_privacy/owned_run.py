@@ -209,10 +209,9 @@ class OwnedRun:
         self._uses_xla = uses_xla
 
     def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
-        if self._microbatch > 1:
-            return MeansOfSeveral(self._model, self._losses, variables)
-        linear = ThroughLinearLayers.of(self._model, self._losses, variables, examples, targets)
-        return linear or RowByRow(self._model, self._losses, variables)
+        of_run = self._model, self._losses, variables
+        linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
+        return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
 
     def check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""

@@ -4,11 +4,15 @@ The gradient of one example for the kernel of a linear layer is an outer product
 :math:`x_i d_i^T` of what goes into the layer and of the gradient of its loss by what comes out. So
 its length is :math:`|x_i|\,|d_i|`, and the sum of all, each times a factor, a product of matrices.
 One backward pass gives the :math:`d_i` of all layers. (Goodfellow 2015, arXiv:1510.01799v2.)
+
+The gradient of several examples together is a sum of such products, and its squared length
+:math:`\sum_{jk} (x_j \cdot x_k)(d_j \cdot d_k)`, without the sum itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -124,15 +128,21 @@ class ThroughLinearLayers:
         losses: Of the model.
         layers: The layers, each called once with features of shape (rows, entries).
         variables: Theirs, that the gradients are of.
+        each: The examples of a record, of whose mean loss the gradients are.
     """
 
     name = "from the linear layers"
 
     def __init__(
-        self, model: Any, losses: RowLosses, layers: Sequence[Any], variables: Sequence[Any]
+        self,
+        model: Any,
+        losses: RowLosses,
+        layers: Sequence[Any],
+        variables: Sequence[Any],
+        each: int = 1,
     ):
         self._model, self._losses, self._layers = model, losses, layers
-        self._variables = list(variables)
+        self._variables, self._each = list(variables), each
 
     @classmethod
     def of(
@@ -142,11 +152,13 @@ class ThroughLinearLayers:
         variables: Sequence[Any],
         examples: Any,
         targets: Any,
+        each: int = 1,
     ) -> ThroughLinearLayers | None:
-        """It, if it gives the gradients of this batch; else None.
+        """It, if it gives the gradients of this batch of examples; else None.
 
         Only models of Keras' own layers, or with a single trained layer, are taken: in others a
-        kernel may be used in two places.
+        kernel may be used in two places. With many examples in a record their products take longer
+        than gradients row by row.
         """
         layers = [
             layer
@@ -160,15 +172,28 @@ class ThroughLinearLayers:
         layers = [layer for layer, refs in own if refs & wanted]
         if set().union(*(refs for _, refs in own if refs & wanted)) != wanted:
             return None
-        found = cls(model, losses, layers, variables)
+        shapes = [layer.kernel.shape for layer in layers]
+        of_products, of_rows = (sum(map(size, shapes)) for size in (sum, math.prod))
+        if each > 1 and 2 * each * of_products > of_rows:
+            return None
+        found = cls(model, losses, layers, variables, each)
         return found if found._agrees(examples, targets) else None
 
-    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
-        """Of a batch."""
-        return self._gradients(examples, targets)[0]
+    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
+        """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
+        if self._each == 1:
+            return self._gradients(examples, targets)[0]
+
+        def one_by_one(part: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(part, [-1, *part.shape[2:]])
+
+        rows = tf.nest.map_structure(one_by_one, (examples, targets, *weights))
+        found = self._gradients(*rows)[0]
+        outputs = tf.reshape(found.outputs, [-1, self._each, *found.outputs.shape[1:]])
+        return attrs.evolve(found, outputs=outputs)
 
     def _gradients(
-        self, examples: Any, targets: Any, *, of_variables: bool = False
+        self, examples: Any, targets: Any, *weights: Any, of_variables: bool = False
     ) -> tuple[ExampleGradients, list[Any]]:
         with tf.GradientTape(
             persistent=of_variables, watch_accessed_variables=of_variables
@@ -176,6 +201,10 @@ class ThroughLinearLayers:
             with self._watched(tape) as calls:
                 outputs = self._model(examples, training=True)
             losses = self._losses(targets, outputs)
+            for of_examples in weights:
+                losses *= tf.cast(of_examples, losses.dtype)
+            if self._each > 1:
+                losses = tf.reduce_mean(tf.reshape(losses, [-1, self._each]), 1)
         refuse_added_losses(self._model)
         if sorted(index for index, *_ in calls) != list(range(len(self._layers))):
             raise refusal(
@@ -188,13 +217,15 @@ class ThroughLinearLayers:
         lengths = [_at_least(feature) for feature in features]
         squares = tf.add_n(
             [
-                _at_least(slope) * (length + (1.0 if layer.use_bias else 0.0))
-                for layer, length, slope in zip(self._layers, lengths, slopes, strict=True)
+                self._squares(layer, feature, length + (1.0 if layer.use_bias else 0.0), slope)
+                for layer, feature, length, slope in zip(
+                    self._layers, features, lengths, slopes, strict=True
+                )
             ]
         )
 
         def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-            sums = {}
+            sums, factors = {}, tf.repeat(factors, self._each) if self._each > 1 else factors
             calls = zip(self._layers, features, lengths, slopes, strict=True)
             for layer, feature, length, slope in calls:
                 kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
@@ -207,6 +238,33 @@ class ThroughLinearLayers:
 
         found = ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
         return found, tape.gradient(losses, self._variables) if of_variables else []
+
+    def _squares(
+        self, layer: Any, features: tf.Tensor, lengths: tf.Tensor, slopes: tf.Tensor
+    ) -> tf.Tensor:
+        """The squared lengths of the gradients of every record for one layer, in float64.
+
+        Args:
+            layer: The layer.
+            features: That go into it, of every example.
+            lengths: Squared, of features and what goes into the bias.
+            slopes: Of the losses by what comes out, of every example.
+        """
+        squares = _at_least(slopes) * lengths
+        if self._each == 1:
+            return squares
+
+        def products(part: tf.Tensor) -> tf.Tensor:
+            # In float64: where gradients cancel each other, half of the digits are lost.
+            rows = tf.cast(tf.reshape(part, [-1, self._each, part.shape[-1]]), tf.float64)
+            return tf.matmul(rows, rows, transpose_b=True)
+
+        of_features = products(features) + (1.0 if layer.use_bias else 0.0)
+        together = tf.reduce_sum(of_features * products(slopes), [1, 2])
+        longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, self._each]), 1)
+        # What rounding may have taken off, so that no length is too small.
+        terms = sum(layer.kernel.shape) + self._each**2
+        return together + np.finfo(float).eps * terms * tf.square(longest)
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
@@ -235,6 +293,8 @@ class ThroughLinearLayers:
 
     def _agrees(self, examples: Any, targets: Any) -> bool:
         """Whether the sums are the gradients that TensorFlow finds."""
+        rows = tf.nest.flatten(examples)[0].shape[0] // self._each * self._each
+        examples, targets = tf.nest.map_structure(lambda part: part[:rows], (examples, targets))
         try:
             found, expected = self._gradients(examples, targets, of_variables=True)
             if any(e is None for e in expected):
