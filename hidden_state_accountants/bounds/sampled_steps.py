@@ -65,6 +65,8 @@ def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: flo
         mu: The gradient bound over the noise of the step, in (0, inf).
     """
     rate = event.sampling_probability
+    if rate == 1:  # nothing is drawn
+        return GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)
     if event.batch_order is BatchOrder.POISSON:
         if relation is _REPLACE_ONE:
             return ReplacedInPoissonBatchCurve(mu, rate)

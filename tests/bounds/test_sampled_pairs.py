@@ -15,6 +15,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Composition
 from hidden_state_accountants.bounds.sampled_steps import step_curve, step_profile
 from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.sampled_pairs import (
@@ -37,6 +38,19 @@ def divergence(p, q, epsilon):
 
 def mixture(rate, base, joined):
     return (1 - rate) * stats.norm.pdf(X - base) + rate * stats.norm.pdf(X - joined)
+
+
+@pytest.mark.parametrize("order", ["poisson", "without_replacement"])
+@pytest.mark.parametrize("relation", [SPECIAL, ONE])
+def test_a_batch_of_all_records_is_no_sample(order, relation):
+    """Three Gaussians of epsilon 73.62: divergences gave 77.37."""
+    event = probe_run(
+        batch_order=order, batch_size=25, dataset_size=25, num_steps=3, noise_multiplier=0.2,
+        loss=None, clip_norm=1.0,
+    )  # fmt: skip
+    apart = 2 if relation is ONE else 1
+    exact = GaussianCurve(apart * math.sqrt(3) / 0.2).epsilon(1e-5)
+    assert Composition().guarantee(event, relation).epsilon(1e-5) == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 2.5])

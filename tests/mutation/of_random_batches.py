@@ -249,4 +249,11 @@ MUTATIONS = (
         "return rate * rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
         _SAMPLED_TESTS,
     ),
+    Mutation(
+        "a_replaced_record_in_a_batch_of_all_records_counts_once",
+        STEPS,
+        "GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)",
+        "GaussianCurve(mu)",
+        "bounds/test_sampled_pairs.py",
+    ),
 )
