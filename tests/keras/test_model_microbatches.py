@@ -9,7 +9,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
 from hidden_state_adapters.tf_privacy.owned.clipping import MeansOfSeveral, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 
@@ -82,7 +82,7 @@ def wide(*, stack=None, loss=None, targets=Y, each=EACH):
     model = tf.keras.Sequential(stack or [tf.keras.layers.Dense(12)])
     model.build((None, 60))
     row_losses = RowLosses(loss or tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    arguments = model, row_losses, model.trainable_variables
+    arguments = model, row_losses, keras_api.trained(model)
     return ThroughLinearLayers.of(*arguments, WIDE, targets, each), MeansOfSeveral(*arguments)
 
 
