@@ -125,8 +125,9 @@ class ParameterGuard(Guard):
                 f"The parameters were changed outside the private optimizer after step {steps}, so "
                 "the model is not the iterate that was accounted (load_state_dict, an average of "
                 "weights, another optimizer?). Load weights before make_private, or a run with "
-                "engine.load_checkpoint, and leave them alone then; an earlier iterate may be used "
-                "only if engine.release() was called there."
+                "engine.load_checkpoint, and leave them alone then. To end with an earlier iterate "
+                "(or an average), call engine.release() where it is the current one, and ask for "
+                "epsilon before it is put in."
             )
         if values["buffers"]:
             raise UnsupportedRunError(
