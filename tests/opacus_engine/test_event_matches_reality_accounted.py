@@ -320,7 +320,7 @@ def test_row200_weights_that_are_replaced_after_the_last_step(make_run, change):
     run = make_run()
     run.epoch()
     change(run.plain_model)
-    with pytest.raises(hsa.UnsupportedRunError, match="after step 6.*ask for epsilon before"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"after step 6.*ask for epsilon before"):
         run.engine.get_epsilon(DELTA)
 
 
