@@ -15,6 +15,7 @@ from hidden_state_adapters.tf_privacy import (
     keras_api,
     make_private,
 )
+from hidden_state_adapters.tf_privacy.guards import broken_products
 from hidden_state_adapters.tf_privacy.guards.rows import same_random_numbers
 from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
 
@@ -122,6 +123,26 @@ def test_probabilities_that_are_nearly_one(activation, policy):
     with refused("in which it clips the probabilities"):
         trained()
     assert trained(dtype="float64")._run.steps.last_step.largest_norm == longest
+
+
+def test_products_that_tensorflow_computes_of_foreign_memory(monkeypatch):
+    """A layer of attention, of a batch of one, with TensorFlow 2.21 and oneDNN (#117700)."""
+    is_broken = (2, 15) < tuple(map(int, tf.__version__.split(".")[:2])) < (2, 22)
+    rows, parts = (
+        layers.Reshape((FEATURES, 1)),
+        layers.EinsumDense("abc,cde->abde", (FEATURES, 2, 2)),
+    )
+    stack = [rows, parts, layers.Flatten(), layers.Dense(2)]
+    monkeypatch.setattr(broken_products._pywrap_util_port, "IsMklEnabled", lambda: True)
+    if is_broken:
+        with refused("TF_ENABLE_ONEDNN_OPTS=0"):
+            fit(make(stack))
+    fit(make([layers.Dense(4, activation="relu"), layers.Dense(2)]))
+    fit(
+        make(
+            [layers.Reshape((FEATURES, 1)), layers.Conv1D(2, 2), layers.Flatten(), layers.Dense(2)]
+        )
+    )
 
 
 def test_constraints():

@@ -271,6 +271,14 @@ def rate_of(optimizer: Any) -> tf.Tensor:
     return tf.convert_to_tensor(rate)
 
 
+def apply_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Lets an optimizer update variables; those of Keras 3 may ask for more than a tensor knows."""
+    if IS_KERAS_3:
+        own = {id(tensor_of(variable)): variable for variable in optimizer._trainable_variables}
+        variables = [own.get(id(variable), variable) for variable in variables]
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
 def note_update(optimizer: Any) -> None:
     """Lets whoever reads the learning rate of a schedule see it after an update made by hand."""
     if not IS_KERAS_3 and not is_legacy(optimizer):

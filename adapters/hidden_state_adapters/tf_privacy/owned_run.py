@@ -16,6 +16,7 @@ from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
 from hidden_state_adapters.tf_privacy.guards.callbacks import (
     check_callbacks,
     is_of_keras,
@@ -201,6 +202,7 @@ class OwnedRun:
         self._examples.warn_of_equal()
         first = next(self._batches())
         self.clipping = [self._clipping(part, *first) for part in steps.blocks or (variables,)]
+        self._refuse_broken_products()
         self.steps, self.planned = steps, 0  # by the end of the call of fit
         self.pace = 1  # steps between two looks, where nobody says how many
         steps.training.begin(variables)
@@ -212,6 +214,17 @@ class OwnedRun:
         of_run = self._model, self._losses, variables
         linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
         return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
+
+    def _refuse_broken_products(self) -> None:
+        """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""
+        x, y, *weights = self._examples.taken(tf.constant([0, 0], tf.int64))
+        rows = (x, y, *weights) if self._microbatch > 1 else (x, y)
+        for clipping in self.clipping:
+
+            def norms(*rows: Any, of: Any = clipping) -> tf.Tensor:
+                return of.gradients(*rows).norms
+
+            refuse_broken_products(norms, *rows)
 
     def check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""

@@ -175,7 +175,7 @@ class Update:
             return
 
         def update() -> tf.Tensor:
-            self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            keras_api.apply_gradients(self.optimizer, gradients, variables)
             return tf.constant(True)
 
         tf.cond(fine, update, lambda: tf.constant(False))
