@@ -148,6 +148,14 @@ def test_a_model_that_owns_its_run_needs_keras_only(install):
             requirements.check("cyclic_dataset")
 
 
+def test_a_backend_that_is_not_installed(install, monkeypatch):
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    install(tensorflow("2.21.0", kind=Broken))
+    with pytest.raises(ImportError, match="needs Keras 3 on TensorFlow, got KERAS_BACKEND=jax"):
+        requirements.check("HiddenStateModel", needs_privacy=False)
+
+
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_other_backends_of_keras_3(install, backend):
     install(tensorflow("2.21.0", keras("keras", backend)), PRIVACY)

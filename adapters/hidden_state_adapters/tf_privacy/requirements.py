@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -60,6 +61,9 @@ def _check_keras(name: str, version: str, tensorflow: Any, *, needs_privacy: boo
     try:
         keras = tensorflow.keras.layers.Layer.__module__.partition(".")[0]
     except (AttributeError, ImportError) as error:  # TF_USE_LEGACY_KERAS=1 without tf_keras
+        backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+        if backend != "tensorflow" and "TF_USE_LEGACY_KERAS" not in os.environ:
+            raise _other_backend(name, backend) from error  # one that is not installed
         raise ImportError(
             f"{name}: TensorFlow {version} has no Keras 2 here ({error}). {_LEGACY}, and install "
             f"{_tf_keras(version)}."
@@ -72,9 +76,13 @@ def _check_keras(name: str, version: str, tensorflow: Any, *, needs_privacy: boo
         raise ImportError(f"{name}: TensorFlow {version} uses Keras 3. {_LEGACY}{install}.")
     backend = tensorflow.keras.config.backend()
     if backend != "tensorflow":
-        raise ImportError(
-            f"{name} needs Keras 3 on TensorFlow, got KERAS_BACKEND={backend}: {_BACKEND}."
-        )
+        raise _other_backend(name, backend)
+
+
+def _other_backend(name: str, backend: str) -> ImportError:
+    return ImportError(
+        f"{name} needs Keras 3 on TensorFlow, got KERAS_BACKEND={backend}: {_BACKEND}."
+    )
 
 
 def _tf_keras(version: str) -> str:
