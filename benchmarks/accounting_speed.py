@@ -57,7 +57,10 @@ REMAINING = (
     "until a run has forgotten its start. Windows are searched for in runs of two or three "
     "lengths, whose plans all other lengths share, and the noise is split in few ways, so that "
     "the losses of the steps are kept. With a schedule every length has other moduli in its "
-    "window, and is searched. `calibrate_noise` asks for seven to ten noise multipliers, whose "
+    "window, and is searched: that is about 40 % of the time when it is asked again. The law is "
+    "15 %, and the losses of the window that was found the rest: two transforms of 1e5 "
+    "cells in either direction, and some divergences. "
+    "`calibrate_noise` asks for seven to ten noise multipliers, whose "
     "losses have nothing in common."
 )
 
