@@ -117,7 +117,26 @@ def test_lengths_of_gradients_that_cancel_each_other():
     biases = np.float64(slopes).mean(1)
     exact = np.sqrt((means**2).sum((1, 2)) + (biases**2).sum(1))
     assert (norms.numpy() >= exact * (1 - 1e-9)).all()
-    assert (norms.numpy() <= 1.1 * exact).all()
+    assert (norms.numpy() <= 1.6 * exact).all()
+
+
+def test_what_a_record_adds_to_the_sum_is_no_longer_than_its_length():
+    """The sum of gradients that cancel each other is rounded as each of them is."""
+    rng, records = np.random.default_rng(0), 60
+    model = tf.keras.Sequential([tf.keras.layers.Dense(20, use_bias=False)])
+    model.build((None, 12))
+    x = 1e4 * np.repeat(rng.normal(size=(records, 12)), 2, axis=0).astype("float32")
+    slopes = np.repeat(rng.normal(size=(records, 20)), 2, axis=0).astype("float32")
+    x[1::2] *= 1 - np.float32(2**-16) * rng.random((records, 12), dtype="float32")
+    slopes[1::2] *= -1
+    losses = RowLosses(lambda y, outputs: tf.reduce_sum(y * outputs, 1))
+    fast = ThroughLinearLayers.of(model, losses, model.trainable_variables, x, slopes, 2)
+    found = fast.gradients(*(tf.constant(part.reshape(records, 2, -1)) for part in (x, slopes)))
+    added = []
+    for record, norm in enumerate(found.norms.numpy()):
+        (total,) = found.weighted_sum(tf.constant(np.eye(records)[record] / norm))
+        added.append(float(np.linalg.norm(np.float64(total))))
+    assert 0.9 < max(added) <= 1
 
 
 def test_a_run_by_products_is_that_of_rows(monkeypatch, without_graphs):

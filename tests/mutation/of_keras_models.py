@@ -15,6 +15,14 @@ MUTATIONS = (
         "keras/test_model_microbatches.py::test_products_of_examples_give_the_lengths_of_means",
     ),
     Mutation(
+        "a_sum_of_gradients_that_cancel_is_exact",
+        f"{_TF}/owned/clipping.py",
+        "return tf.square(length + of_sums * longest)",
+        "return tf.square(length)",
+        "keras/test_model_microbatches.py::"
+        "test_what_a_record_adds_to_the_sum_is_no_longer_than_its_length",
+    ),
+    Mutation(
         "products_of_a_microbatch_have_too_few_digits",
         f"{_TF}/owned/clipping.py",
         "return tf.matmul(rows, rows, transpose_b=True)",

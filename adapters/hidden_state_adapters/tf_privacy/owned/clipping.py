@@ -262,9 +262,12 @@ class ThroughLinearLayers:
         of_features = products(features) + (1.0 if layer.use_bias else 0.0)
         together = tf.reduce_sum(of_features * products(slopes), [1, 2])
         longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, self._each]), 1)
-        # What rounding may have taken off, so that no length is too small.
+        # What rounding may have taken off the products, and what it may add to the sum of the
+        # gradients themselves, so that no length is too small.
         terms = sum(layer.kernel.shape) + self._each**2
-        return together + np.finfo(float).eps * terms * tf.square(longest)
+        length = tf.sqrt(together + np.finfo(float).eps * terms * tf.square(longest))
+        of_sums = self._each * np.finfo(slopes.dtype.as_numpy_dtype).eps
+        return tf.square(length + of_sums * longest)
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
