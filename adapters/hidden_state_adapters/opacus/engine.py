@@ -62,6 +62,7 @@ from hidden_state_adapters.opacus.run.registry import (
     note_trained,
 )
 
+_NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
 _NOT_SEEN = (
@@ -91,7 +92,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             REPLACE_ONE, or for Poisson batches ADD_OR_REMOVE_ONE.
         secure_mode: As for Opacus; needs torchcsprng. Secret orders come from the operating
             system's random source either way.
-        accountant: "hidden_state"; there for the signature of PrivacyEngine.
+        accountant: "hidden_state"; there for the signature of PrivacyEngine. "prv" and "rdp" of a
+            stock script are taken for it: epsilon is at most theirs.
     """
 
     # While make_private runs.
@@ -105,10 +107,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         secure_mode: bool = False,
         accountant: str = MECHANISM,
     ):
-        if accountant != MECHANISM:
+        if accountant not in (MECHANISM, *_NEVER_BELOW):
             raise ValueError(
-                f"Expected accountant = {MECHANISM!r}, got {accountant!r}. For another accountant "
-                "use opacus.PrivacyEngine."
+                f"Expected accountant = {MECHANISM!r} (or 'prv' or 'rdp', whose epsilon is never "
+                f"the smaller one), got {accountant!r}. For another accountant use "
+                "opacus.PrivacyEngine."
             )
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
         self._accountant = HiddenStateAccountant(neighboring_relation)
