@@ -169,6 +169,40 @@ def test_other_layers_go_row_by_row(stack):
     assert ThroughLinearLayers.of(model, row_losses, keras_api.trained(model), x, y) is None
 
 
+class OneLayerForAll(HiddenStateModel):
+    """Calls its one layer with the parts of all examples as rows, or with the examples turned."""
+
+    def __init__(self, parts, **kwargs):
+        super().__init__(l2_norm_clip=0.5, noise_multiplier=0.0, batch_order="full", **kwargs)
+        self.parts, self.head = parts, head(use_bias=False)
+
+    def call(self, x):
+        if self.parts == 1:
+            return tf.reverse(self.head(tf.reverse(x, [0])), [0])
+        outputs = self.head(tf.reshape(x, [-1, FEATURES // self.parts]))
+        return tf.reduce_mean(tf.reshape(outputs, [-1, self.parts, CLASSES]), 1)
+
+
+@pytest.mark.parametrize(("parts", "rows"), [(2, RECORDS), (2, 1), (1, RECORDS)])
+def test_rows_of_a_layer_that_are_not_those_of_the_examples(parts, rows):
+    """Each part was clipped by itself, and all but the first rows of them were left out."""
+    model, x, y = OneLayerForAll(parts), tf.constant(X[:rows]), tf.constant(Y[:rows])
+    model(x)
+    row_losses = RowLosses(crossentropy())
+    assert ThroughLinearLayers.of(model, row_losses, keras_api.trained(model), x, y) is None
+    model.compile(tf.keras.optimizers.SGD(1.0), crossentropy())
+    before = keras_api.trained(model)[0].numpy()
+    model.fit(X[:rows], Y[:rows], verbose=0)
+    stack = [layers.Input((FEATURES // parts,)), head(use_bias=False)]
+    plain = make(
+        stack, optimizer=tf.keras.optimizers.SGD(1.0), noise_multiplier=0.0, batch_order="full"
+    )
+    # The mean over the parts is the layer of the mean of the parts.
+    plain.fit(X[:rows].reshape(rows, parts, -1).mean(1), Y[:rows], verbose=0)
+    moved, expected = (keras_api.trained(one)[0].numpy() - before for one in (model, plain))
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
+
+
 def test_a_number_is_a_variable_of_every_example_alone():
     """Its gradients have no axis but that of the examples, whose lengths must not mix."""
     scale = tf.Variable(2.0)

@@ -130,7 +130,7 @@ def test_what_a_record_adds_to_the_sum_is_no_longer_than_its_length():
     x[1::2] *= 1 - np.float32(2**-16) * rng.random((records, 12), dtype="float32")
     slopes[1::2] *= -1
     losses = RowLosses(lambda y, outputs: tf.reduce_sum(y * outputs, 1))
-    fast = ThroughLinearLayers.of(model, losses, model.trainable_variables, x, slopes, 2)
+    fast = ThroughLinearLayers.of(model, losses, keras_api.trained(model), x, slopes, 2)
     found = fast.gradients(*(tf.constant(part.reshape(records, 2, -1)) for part in (x, slopes)))
     added = []
     for record, norm in enumerate(found.norms.numpy()):

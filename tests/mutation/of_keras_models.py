@@ -8,6 +8,20 @@ _TF = "../adapters/hidden_state_adapters/tf_privacy"
 
 MUTATIONS = (
     Mutation(
+        "several_rows_of_an_example_are_clipped_one_by_one",
+        f"{_TF}/owned/clipping.py",
+        "if found.norms.shape != found.losses.shape or any(",
+        "if any(",
+        "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples",
+    ),
+    Mutation(
+        "a_row_may_be_that_of_another_example",
+        f"{_TF}/owned/clipping.py",
+        "tf.constant(np.random.default_rng(0).normal(size=rows))",
+        "tf.ones(rows, tf.float64)",
+        "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples",
+    ),
+    Mutation(
         "the_bias_of_a_microbatch_is_not_measured",
         f"{_TF}/owned/clipping.py",
         "of_features = products(features) + (1.0 if layer.use_bias else 0.0)",

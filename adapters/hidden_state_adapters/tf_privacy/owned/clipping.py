@@ -193,11 +193,10 @@ class ThroughLinearLayers:
         return attrs.evolve(found, outputs=outputs)
 
     def _gradients(
-        self, examples: Any, targets: Any, *weights: Any, of_variables: bool = False
+        self, examples: Any, targets: Any, *weights: Any, of_variables: Any = None
     ) -> tuple[ExampleGradients, list[Any]]:
-        with tf.GradientTape(
-            persistent=of_variables, watch_accessed_variables=of_variables
-        ) as tape:
+        is_compared = of_variables is not None
+        with tf.GradientTape(persistent=is_compared, watch_accessed_variables=is_compared) as tape:
             with self._watched(tape) as calls:
                 outputs = self._model(examples, training=True)
             losses = self._losses(targets, outputs)
@@ -237,7 +236,10 @@ class ThroughLinearLayers:
             return [sums[variable.ref()] for variable in self._variables]
 
         found = ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
-        return found, tape.gradient(losses, self._variables) if of_variables else []
+        if not is_compared:
+            return found, []
+        factors = tf.cast(of_variables, losses.dtype)
+        return found, tape.gradient(losses, self._variables, factors)
 
     def _squares(
         self, layer: Any, features: tf.Tensor, lengths: tf.Tensor, slopes: tf.Tensor
@@ -295,20 +297,30 @@ class ThroughLinearLayers:
                 vars(layer).pop("call", None)
 
     def _agrees(self, examples: Any, targets: Any) -> bool:
-        """Whether the sums are the gradients that TensorFlow finds."""
-        rows = tf.nest.flatten(examples)[0].shape[0] // self._each * self._each
-        examples, targets = tf.nest.map_structure(lambda part: part[:rows], (examples, targets))
+        """Whether the weighted sums are the gradients that TensorFlow finds.
+
+        Every record has a factor of its own, and one row: a model may call a layer with several
+        rows of each, which would be clipped one by one, or with the records in another order.
+        """
+        rows = tf.nest.flatten(examples)[0].shape[0] // self._each
+        examples, targets = tf.nest.map_structure(
+            lambda part: part[: rows * self._each], (examples, targets)
+        )
+        factors = tf.constant(np.random.default_rng(0).normal(size=rows))
         try:
-            found, expected = self._gradients(examples, targets, of_variables=True)
-            if any(e is None for e in expected):
+            found, expected = self._gradients(examples, targets, of_variables=factors)
+            if found.norms.shape != found.losses.shape or any(e is None for e in expected):
                 return False
-            own = found.weighted_sum(tf.ones_like(found.norms))
+            own = found.weighted_sum(factors)
         except Exception:  # of a model that calls its layers in another way
             return False
-        return all(
-            np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * float(tf.reduce_max(tf.abs(b))))
-            for a, b in zip(own, map(tf.convert_to_tensor, expected), strict=True)
-        )
+        pairs = zip(own, map(tf.convert_to_tensor, expected), strict=True)
+        return all(a.shape == b.shape and _are_close(a, b) for a, b in pairs)
+
+
+def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:
+    room = _TOLERANCE * float(tf.reduce_max(tf.abs(expected)))
+    return np.allclose(found, expected, rtol=_TOLERANCE, atol=room)
 
 
 def refuse_added_losses(model: Any) -> None:
