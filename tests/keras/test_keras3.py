@@ -186,6 +186,18 @@ def test_what_a_layer_keeps_of_the_examples(place):
         fit(make([Keeps(place), layers.Dense(2)], compile={"run_eagerly": True}))
 
 
+@pytest.mark.parametrize("name", ["MixUp", "CutMix"])
+def test_images_that_are_mixed_with_others_of_the_batch(name):
+    if not hasattr(layers, name):
+        pytest.skip("this Keras has it not")
+    images = np.random.default_rng(0).uniform(size=(RECORDS, 4, 4, 1)).astype("float32")
+    model = make(
+        [layers.Input((4, 4, 1)), getattr(layers, name)(), layers.Flatten(), layers.Dense(2)]
+    )
+    with refused("when another example of it is changed"):
+        model.fit(images, Y, batch_size=BATCH, verbose=0)
+
+
 def test_random_numbers_of_a_layer():
     """Their state moves with every step, and is no memory of the examples."""
     model = make([layers.Dropout(0.5), layers.Dense(2)])

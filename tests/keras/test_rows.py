@@ -178,6 +178,16 @@ def test_noise_of_ones_own_is_not_taken_for_other_examples(kernel):
         look([Sampled(), mean, head], squares, LABELS)
 
 
+class MixedInTraining(layers.Layer):
+    def call(self, x, training=None):
+        return x + tf.random.uniform([]) * tf.reverse(x, [0]) if training else x
+
+
+def test_random_mixtures_of_the_examples_of_a_training_pass():
+    with pytest.raises(hsa.UnsupportedRunError, match="a loss of its own"):
+        look([MixedInTraining(), layers.Dense(1, kernel_initializer="ones")], squares, LABELS)
+
+
 def test_looking_does_not_disturb_the_random_numbers_of_the_program():
     tf.random.set_seed(3)
     expected = [float(tf.random.normal([])) for _ in range(2)]

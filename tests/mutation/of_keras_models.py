@@ -8,6 +8,13 @@ _TF = "../adapters/hidden_state_adapters/tf_privacy"
 
 MUTATIONS = (
     Mutation(
+        "random_layers_may_mix_the_examples_of_a_training_pass",
+        f"{_TF}/guards/trained_loss.py",
+        "if self._is_random and not moved:",
+        "if False:",
+        "keras/test_rows.py::test_random_mixtures_of_the_examples_of_a_training_pass",
+    ),
+    Mutation(
         "several_rows_of_an_example_are_clipped_one_by_one",
         f"{_TF}/owned/clipping.py",
         "if found.norms.shape != found.losses.shape or any(",

@@ -182,6 +182,10 @@ class TrainedLoss:
         if self._is_random and not are_equal(results, examples, targets, variables):
             randomness = same_random_numbers  # drawn in inference mode, too (a sampling layer)
         moved = rows_that_move(results, examples, targets, variables)
+        if self._is_random and not moved:  # a layer may mix the rows of a training pass (MixUp)
+            is_training, randomness = True, same_random_numbers
+            if are_equal(results, examples, targets, variables):
+                moved = rows_that_move(results, examples, targets, variables)
         if moved:
             raise refusal(
                 f"Expected every example to have {'a loss' if self.loss else 'outputs'} of its "
