@@ -322,6 +322,15 @@ def test_learning_rates_are_recorded():
     assert list(model.privacy_event.per_step("learning_rate")) == [0.5] * 3 + [0.25]
 
 
+@pytest.mark.parametrize("rows", [4, 1])
+def test_batches_of_one_example(rows):
+    """Keras 2 makes the graph of a Sequential model anew when it first sees another number."""
+    model = make([tf.keras.layers.Dense(3)], batch_order="cyclic")
+    model.fit(X[:rows], Y[:rows], batch_size=1, epochs=2, verbose=0)
+    assert model.privacy_event.num_steps == 2 * rows
+    assert type(model._run.clipping[0]) is ThroughLinearLayers
+
+
 def test_several_calls_of_fit_are_one_run():
     model = make(target_delta=1e-5, **AUTO)
     first = fit(model, epochs=2).history["epsilon_if_released_now"]
