@@ -136,10 +136,10 @@ def modulus_lines(
     left = np.cumsum(is_node) - 1
     right = np.where(is_node, left, left + 1)
     low, high = eta[nodes[left]], eta[nodes[right]]
-    share = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
+    way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
     found = np.empty((2, len(eta)))
     found[:, order] = _between(
-        (intercept[left], slope[left]), (intercept[right], slope[right]), share, number[[0, -2]]
+        (intercept[left], slope[left]), (intercept[right], slope[right]), way, number[[0, -2]]
     )
     return ModulusLines(*np.broadcast_to(found, (2, event.num_steps)))
 
@@ -173,15 +173,15 @@ def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarra
 def _between(
     line: tuple[np.ndarray, np.ndarray],
     other: tuple[np.ndarray, np.ndarray],
-    share: np.ndarray,
+    way: np.ndarray,
     ends: np.ndarray,
 ) -> np.ndarray:
-    """Intercepts and slopes of lines above log((1 - share) exp(line) + share exp(other)).
+    """Intercepts and slopes of lines above log((1 - way) exp(line) + way exp(other)).
 
     It is convex in the size, so that the chord between the two ends is above.
     """
-    with np.errstate(divide="ignore"):  # a share of 0: the line itself
-        weights = np.log1p(-share), np.log(share)
+    with np.errstate(divide="ignore"):  # at 0: the line itself
+        weights = np.log1p(-way), np.log(way)
     first, last = (
         np.logaddexp(weights[0] + line[0] + line[1] * size, weights[1] + other[0] + other[1] * size)
         for size in ends.tolist()

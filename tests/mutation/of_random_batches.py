@@ -28,15 +28,15 @@ MUTATIONS = (
     Mutation(
         "steps_of_a_schedule_are_as_those_before_them",
         SIZES,
-        "share = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)",
-        "share = np.zeros(len(eta))",
+        "way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)",
+        "way = np.zeros(len(eta))",
         _DISTANCE_TESTS,
     ),
     Mutation(
         "steps_of_a_schedule_are_nearer_to_the_other_ones",
         SIZES,
-        "weights = np.log1p(-share), np.log(share)",
-        "weights = np.log(share), np.log1p(-share)",
+        "weights = np.log1p(-way), np.log(way)",
+        "weights = np.log(way), np.log1p(-way)",
         _DISTANCE_TESTS,
     ),
     Mutation(

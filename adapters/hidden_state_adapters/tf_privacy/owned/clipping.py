@@ -307,10 +307,10 @@ class ThroughLinearLayers:
             lambda part: part[: rows * self._each], (examples, targets)
         )
         factors = tf.constant(np.random.default_rng(0).normal(size=rows))
-        twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
         try:
             # Keras 2 calls the layers of a Sequential model once more when it first sees another
             # number of rows, which a batch of one example is.
+            twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
             self._model(twice, training=False)
             found, expected = self._gradients(examples, targets, of_variables=factors)
             if found.norms.shape != found.losses.shape or any(e is None for e in expected):
