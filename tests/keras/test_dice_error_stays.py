@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("restored_precision")
 
 
 MARK = 777.25  # the error of the one record below: a value that stands out
+# With its point: addresses and digests have digits of their own, at random.
+SHOWN = re.compile(r"77[78]\.25")
 NEEDLES = [kind(MARK).tobytes() for kind in (np.float32, np.float64)]
 
 
@@ -90,9 +92,7 @@ def test_the_error_is_in_no_text_and_no_config():
     report = optimizer.report(1e-5, dataset_size=1, batch_order="full")
     config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
     for text in (repr(optimizer), str(optimizer), vars(optimizer), report, config):
-        shown = re.sub(r"0x[0-9a-f]+", "", str(text))  # addresses have digits of their own
-        assert "777" not in shown
-        assert "778" not in shown
+        assert not SHOWN.search(str(text))
 
 
 def test_copies_and_pickles_start_anew():

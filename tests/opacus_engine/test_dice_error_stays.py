@@ -4,7 +4,6 @@ import copy
 import io
 import math
 import pickle
-import re
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from opacus import GradSampleModule, PrivacyEngine
 from opacus_dice import (
     MARK,
     NEEDLE,
+    SHOWN,
     VARIANTS,
     batches,
     error_of,
@@ -59,7 +59,7 @@ def test_the_error_is_in_no_text():
     _, optimizer = marked()
     report = optimizer.report(1e-5, dataset_size=1, batch_order="full")
     for text in (repr(optimizer), str(optimizer), str(vars(optimizer)), report):
-        assert "777" not in re.sub(r"0x[0-9a-f]+", "", text)  # addresses have digits of their own
+        assert not SHOWN.search(text)
 
 
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.copy, copy.deepcopy, saved])
