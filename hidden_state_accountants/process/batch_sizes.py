@@ -106,53 +106,98 @@ def modulus_lines(
     learning rate. None, too, where there are too many different steps to look at every size.
     """
     steps = event.one_step_if_constant()
-    assert steps.loss is not None
-    eta, decay, clipped = (
-        steps.per_step("learning_rate"), steps.per_step("weight_decay"), clips_act(steps)
-    )  # fmt: skip
-    order = np.lexsort((eta, decay, clipped))
-    eta, decay, clipped = eta[order], decay[order], clipped[order]
-    is_node = _are_nodes(decay, clipped)
-    nodes = np.flatnonzero(is_node)
+    nodes = _Nodes.of(steps)
     number = np.arange(sizes.smallest, sizes.largest + 1)
-    if len(nodes) * len(number) > _MOST_MODULI:
+    if len(nodes.places) * len(number) > _MOST_MODULI:
         return None
+    logs = _log_moduli(steps, relation, nodes.steps, number)
+    if np.ptp(logs, axis=1).max() < _SAME:
+        return None
+    lines = _lines(number[:-1], logs, sizes.others * sizes.rate)
+    if not lines[1].any():
+        return None
+    found = _of_all_steps(nodes, lines, number[[0, -2]])
+    return ModulusLines(*np.broadcast_to(found, (2, event.num_steps)))
+
+
+@attrs.frozen(eq=False)
+class _Nodes:
+    """Which steps are looked at, of steps in the order of their learning rates.
+
+    Attributes:
+        order: The steps in that order, shape (T,).
+        rates: Their learning rates, in that order.
+        is_node: Whether a step is looked at, in that order. Those between two of these have the
+            same decay and the same clip.
+    """
+
+    order: np.ndarray
+    rates: np.ndarray
+    is_node: np.ndarray
+
+    @classmethod
+    def of(cls, event: LastIterateDpEvent) -> _Nodes:
+        """Evenly spread ones, and those at which the decay or the clip changes."""
+        eta, decay, clipped = (
+            event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)
+        )  # fmt: skip
+        order = np.lexsort((eta, decay, clipped))
+        decay, clipped = decay[order], clipped[order]
+        changes = np.flatnonzero((decay[1:] != decay[:-1]) | (clipped[1:] != clipped[:-1]))
+        is_node = np.arange(len(decay)) % math.ceil(len(decay) / _NODES) == 0
+        is_node[changes] = is_node[changes + 1] = is_node[-1] = True
+        return cls(order, eta[order], is_node)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where the nodes are, in the order of the learning rates."""
+        return np.flatnonzero(self.is_node)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Which steps the nodes are."""
+        return self.order[self.is_node]
+
+
+def _log_moduli(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    steps: np.ndarray,
+    number: np.ndarray,
+) -> np.ndarray:
+    """log c of some steps at every number of gradients but the last, shape (steps, numbers - 1)."""
+    assert event.loss is not None
+    rates, decays, clipped = (
+        values[steps, None]
+        for values in (
+            event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)
+        )
+    )  # fmt: skip
     share = np.maximum(number, 1) / event.batch_size
-    rates, decays = eta[nodes, None], decay[nodes, None]
-    moduli = geometry.update_lipschitz(
-        steps.loss, rates * share, decays / share, clipped[nodes, None]
-    )
+    moduli = geometry.update_lipschitz(event.loss, rates * share, decays / share, clipped)
     moduli = np.where(number > 0, moduli, np.abs(1 - rates * decays))
     if relation is NeighboringRelation.REPLACE_ONE:
         moduli = np.maximum(moduli[:, :-1], moduli[:, 1:])
     else:
         moduli = moduli[:, :-1]
-    logs = np.log(np.maximum(moduli, geometry.SMALLEST_MODULUS))
-    if np.ptp(logs, axis=1).max() < _SAME:
-        return None
-    intercept, slope = _lines(number[:-1], logs, sizes.others * sizes.rate)
-    if not slope.any():
-        return None
-    left = np.cumsum(is_node) - 1
-    right = np.where(is_node, left, left + 1)
-    low, high = eta[nodes[left]], eta[nodes[right]]
+    return np.log(np.maximum(moduli, geometry.SMALLEST_MODULUS))
+
+
+def _of_all_steps(
+    nodes: _Nodes, lines: tuple[np.ndarray, np.ndarray], ends: np.ndarray
+) -> np.ndarray:
+    """Intercepts and slopes of all steps, given those of the nodes, shape (2, T)."""
+    intercept, slope = lines
+    left = np.cumsum(nodes.is_node) - 1
+    right = np.where(nodes.is_node, left, left + 1)
+    eta = nodes.rates
+    low, high = eta[nodes.places[left]], eta[nodes.places[right]]
     way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
     found = np.empty((2, len(eta)))
-    found[:, order] = _between(
-        (intercept[left], slope[left]), (intercept[right], slope[right]), way, number[[0, -2]]
+    found[:, nodes.order] = _between(
+        (intercept[left], slope[left]), (intercept[right], slope[right]), way, ends
     )
-    return ModulusLines(*np.broadcast_to(found, (2, event.num_steps)))
-
-
-def _are_nodes(decay: np.ndarray, clipped: np.ndarray) -> np.ndarray:
-    """Of steps in the order of their learning rates, which ones are looked at.
-
-    Those between two of them have the same decay and the same clip.
-    """
-    changes = np.flatnonzero((decay[1:] != decay[:-1]) | (clipped[1:] != clipped[:-1]))
-    is_node = np.arange(len(decay)) % math.ceil(len(decay) / _NODES) == 0
-    is_node[changes] = is_node[changes + 1] = is_node[-1] = True
-    return is_node
+    return found
 
 
 def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
