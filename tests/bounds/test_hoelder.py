@@ -278,9 +278,9 @@ def test_steps_without_noise():
 def test_ten_thousand_steps_take_seconds():
     loss = hsa.LossGeometry.hoelder(0.1, 0.9)
     event = cyclic_run(loss=loss, dataset_size=500, num_steps=10_000, weight_decay=0.1)
-    start = time.perf_counter()
+    start = time.process_time()
     found = mu(event, REPLACE_ONE)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert 1 < found < 0.15 * math.sqrt(100)
 
 

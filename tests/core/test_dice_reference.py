@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from dice import adam_step, automatic_step, clip, normalise, sgd_step, update
 
-RNG = np.random.default_rng(0)
 COMMON = {"learning_rate": 0.1, "divisor": 4, "clip_norm": 1.0}
 
 
@@ -20,8 +19,9 @@ def test_clips():
 def test_what_is_not_applied_stays_in_the_error():
     """e_T + sum of v = sum of the unclipped means (the telescoped line 7)."""
     x, error, applied, wanted = np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(3)
+    random = np.random.default_rng(0)
     for _ in range(20):
-        gradients = RNG.normal(size=(5, 3)) * 3
+        gradients = random.normal(size=(5, 3)) * 3
         v, _ = update(error, gradients, 4, 1.0, 0.7)
         x, error = sgd_step(x, error, gradients, 0.0, error_clip_norm=0.7, **COMMON)
         applied, wanted = applied + v, wanted + gradients.sum(axis=0) / 4
@@ -40,7 +40,7 @@ def test_the_error_is_used_one_step_later_and_is_clipped():
 
 
 def test_no_clipping_is_sgd():
-    gradients = RNG.normal(size=(4, 3))
+    gradients = np.random.default_rng(0).normal(size=(4, 3))
     x, error = sgd_step(np.ones(3), np.zeros(3), gradients, 0.0,
                         **(COMMON | {"clip_norm": 1e9}), error_clip_norm=1.0)  # fmt: skip
     np.testing.assert_allclose(x, 1 - 0.1 * gradients.mean(axis=0))
@@ -48,7 +48,8 @@ def test_no_clipping_is_sgd():
 
 
 def test_noise_moves_the_iterate_and_not_the_error():
-    gradients, noise = RNG.normal(size=(4, 3)) * 5, RNG.normal(size=3)
+    random = np.random.default_rng(0)
+    gradients, noise = random.normal(size=(4, 3)) * 5, random.normal(size=3)
     for step in (
         lambda w: sgd_step(np.zeros(3), np.ones(3), gradients, w, error_clip_norm=0.5, **COMMON),
         lambda w: automatic_step(np.zeros(3), np.ones(3), gradients, w, **COMMON),
@@ -60,8 +61,9 @@ def test_noise_moves_the_iterate_and_not_the_error():
 
 def test_adam_is_a_function_of_the_noisy_updates():
     moments, error, x, history = (np.zeros(2), np.zeros(2)), np.zeros(2), np.zeros(2), []
+    random = np.random.default_rng(0)
     for step in range(1, 6):
-        gradients, noise = RNG.normal(size=(4, 2)) * 5, RNG.normal(size=2)
+        gradients, noise = random.normal(size=(4, 2)) * 5, random.normal(size=2)
         v, _ = update(error, gradients, 4, 1.0, 0.5)
         history.append(v + noise)
         x, error, moments = adam_step(

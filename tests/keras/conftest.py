@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.tf_privacy import owned_run
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
@@ -104,6 +105,12 @@ def dealt(monkeypatch):
 
     monkeypatch.setattr(owned_data._Dealer, "deal", noted)
     return batches
+
+
+@pytest.fixture(autouse=True)
+def _pace_of_a_fast_machine(monkeypatch):
+    """Where nobody says how many steps are made at once, the clock does."""
+    monkeypatch.setattr(owned_run, "_MOMENT", 1e9)
 
 
 @pytest.fixture(autouse=True)

@@ -220,10 +220,10 @@ def test_the_noise_has_the_stated_deviation(jit_compile):
         compiled()
         draws += [(b[0].numpy() - old).ravel() for b, old in zip(blocks, before, strict=True)]
     draws, std = np.array(draws, dtype=float), RATE * 3.0 * CLIP / 2
-    assert abs(draws.std() / std - 1) < 5 / math.sqrt(2 * draws.size)
-    assert abs(draws.mean()) < 5 * std / math.sqrt(draws.size)
+    assert abs(draws.std() / std - 1) < 6 / math.sqrt(2 * draws.size)
+    assert abs(draws.mean()) < 6 * std / math.sqrt(draws.size)
     correlation = np.corrcoef(draws)[np.triu_indices(len(draws), 1)]
-    assert abs(correlation).max() < 5 / math.sqrt(draws.shape[1])
+    assert abs(correlation).max() < 6 / math.sqrt(draws.shape[1])
 
 
 # --- the event ------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_other_blocks_do_not_go_on():
 
 
 def test_noise_is_drawn_for_every_block():
-    model = make([layers.Dense(40), layers.Dense(50)], noise_multiplier=3.0, prox=None)
+    model = make([layers.Dense(200), layers.Dense(10)], noise_multiplier=3.0, prox=None)
     model.compile(
         BlockCoordinateUpdate(optimizers.SGD(1.0), lambda: of_layers(model)),
         lambda targets, outputs: 0.0 * outputs[:, 0],

@@ -7,7 +7,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api, owned_run
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
 
 RECORDS, FEATURES, BATCH = 24, 4, 2
 PERIOD = RECORDS // BATCH
@@ -63,8 +63,7 @@ def test_callbacks_that_wait_for_batches_see_each():
 
 @pytest.mark.skipif(keras_api.IS_KERAS_3, reason="Keras 3 compiles how many steps there are")
 def test_without_them_several_steps_are_made_at_once(monkeypatch):
-    """As many as take a moment, here an endless one; the next fit knows how many."""
-    monkeypatch.setattr(owned_run, "_MOMENT", 1e9)
+    """As many as take a moment, an endless one in all tests; the next fit knows how many."""
     calls = []
     record = tf.keras.callbacks.CallbackList.on_train_batch_end
 

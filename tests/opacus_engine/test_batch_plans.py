@@ -273,10 +273,10 @@ def test_many_records_are_asked_some_at_a_time(secret, monkeypatch):
     counts = np.bincount(np.concatenate(batches), minlength=205)
     assert not counts[::2].any()
     assert not counts[:5].any()
-    assert abs(counts[5::2].mean() - 100) < 5 * np.sqrt(75 / 100)
-    assert counts[5::2].std() == pytest.approx(np.sqrt(75), rel=0.35)
+    assert abs(counts[5::2].mean() - 100) < 6 * np.sqrt(75 / 100)
+    assert counts[5::2].std() == pytest.approx(np.sqrt(75), rel=0.45)
     neighbours = np.corrcoef(np.array([[r in batch for r in (5, 7, 19)] for batch in batches]).T)
-    assert np.abs(neighbours[np.triu_indices(3, 1)]).max() < 0.2  # 0.05 by chance
+    assert np.abs(neighbours[np.triu_indices(3, 1)]).max() < 0.3  # 0.05 by chance
     again = poisson_plan(range(5, 205, 2), 4, RandomKeys(secret=secret), None)
     assert ([again.batch(step) for step in range(400)] == batches) == (secret is not None)
 

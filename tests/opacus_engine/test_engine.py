@@ -113,8 +113,8 @@ def test_noise_of_a_step(make_run, reduction):
     event = run.engine.privacy_event
     assert event.learning_rate == pytest.approx(0.5)
     expected = 0.5 * noise * clip / b
-    assert float(draws.std()) == pytest.approx(expected, rel=4 / math.sqrt(2 * len(draws)))
-    assert abs(float(draws.mean())) < 4 * expected / math.sqrt(len(draws))
+    assert float(draws.std()) == pytest.approx(expected, rel=6 / math.sqrt(2 * len(draws)))
+    assert abs(float(draws.mean())) < 6 * expected / math.sqrt(len(draws))
 
 
 def test_sum_and_mean_have_one_event(make_run):

@@ -459,7 +459,7 @@ def test_row15_two_processes(tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert "Expected a model in Opacus' DPDDP" in out, err
 
 

@@ -64,13 +64,13 @@ def test_a_trajectory_on_a_gpu(two, of_one):
 
 
 def test_noise_is_that_of_one_process(three):
-    """2500 draws: their standard deviation is known to 1.4 per cent."""
+    """2500 draws: their standard deviation is known to 1.4 per cent; six times that is allowed."""
     found = [np.array(moved) for moved in three.call("first_noise", 3.0, 0.7)]
     assert all(np.array_equal(moved, found[0]) for moved in found)
-    assert found[0].std() == pytest.approx(2.1, rel=0.06)
-    assert abs(found[0].mean()) < 4 * 2.1 / np.sqrt(len(found[0]))
+    assert found[0].std() == pytest.approx(2.1, rel=0.085)
+    assert abs(found[0].mean()) < 6 * 2.1 / np.sqrt(len(found[0]))
     again = np.array(three.call("first_noise", 3.0, 0.7)[0])
-    assert abs(np.corrcoef(again, found[0])[0, 1]) < 0.1
+    assert abs(np.corrcoef(again, found[0])[0, 1]) < 0.12
 
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson"])
@@ -233,7 +233,7 @@ def test_processes_that_load_different_checkpoints(two, tmp_path):
 
 
 def test_a_process_that_is_gone_or_silent_is_an_error_in_the_others():
-    group = Group(2, patience=6)
+    group = Group(2, patience=10)
     try:
         text, has_epsilon = group.call("leaves_early")[0]
         assert "ended or did not answer in time" in text

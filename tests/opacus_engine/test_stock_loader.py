@@ -628,7 +628,7 @@ def test_two_processes(tmp_path):
     ]  # fmt: skip
     truth = event(batch_order="poisson", batch_size=20, dataset_size=120, num_steps=6, loss=None)
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         *refused, accounted = out.splitlines()
         assert len(refused) == 2, err
         assert all("Expected one process, got 2 with DataLoader" in line for line in refused)

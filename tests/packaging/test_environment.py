@@ -103,17 +103,21 @@ def test_one_installation_at_a_time(make_environment):
         waiting = subprocess.Popen(command(folder), stdout=subprocess.PIPE, text=True)
         assert waiting.stdout.readline() == f"Waiting for another installation into {folder}\n"
         assert (folder / ".test-installed").exists()
-    assert waiting.wait(timeout=60) == 0
+    assert waiting.wait(timeout=300) == 0
 
 
 def test_pip_that_outlives_the_program_holds_the_lock(make_environment, tmp_path):
-    folder = make_environment(f"sleep 1; touch {tmp_path}/ended; exit 0")
+    wait = f"while [ ! -e {tmp_path}/may-end ]; do sleep 0.02; done"
+    folder = make_environment(f"{wait}; touch {tmp_path}/ended; exit 0")
     first = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL)
     while not (tmp_path / "arguments").exists():
         time.sleep(0.02)
     first.kill()
     first.wait()
     with open(f"{folder}.lock", "a") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (tmp_path / "may-end").touch()
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert (tmp_path / "ended").exists()
     assert pathlib.Path(f"{folder}.lock").read_text() == "unfinished\n"

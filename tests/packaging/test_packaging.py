@@ -22,12 +22,12 @@ EXTRAS = {"matplotlib", "rich", "sklearn", "typer"}
 
 IMPORT = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()  # of this process only, however busy the machine is
 import dp_accounting
-upstream = time.perf_counter()
+upstream = time.process_time()
 before = set(sys.modules)
 from {package} import *  # a bare import imports nothing yet
-end = time.perf_counter()
+end = time.process_time()
 modules = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})
 print(json.dumps({{"seconds": end - upstream, "upstream": upstream - start, "modules": modules}}))
 """

@@ -73,10 +73,13 @@ def _work(rank, size, store, patience, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     engine_module.advice_before = lambda *arguments: []  # takes seconds, and says nothing here
-    timeout = datetime.timedelta(seconds=patience)
+    # On a busy machine it takes longer until all processes have begun.
+    patience_at_first = datetime.timedelta(seconds=60)
     distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=size, timeout=timeout
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=patience_at_first
     )
+    options = distributed.group.WORLD._get_backend(torch.device("cpu")).options
+    options._timeout = datetime.timedelta(seconds=patience)
     while True:
         name, arguments = pipe.recv()
         try:

@@ -99,7 +99,7 @@ def test_a_class_that_does_not_occur_is_predicted_from():
 
 def test_the_scale_of_a_record_does_not_matter_with_scaling():
     model = classifier().fit(X, NAMES)
-    scales = np.exp(rng.normal(size=(900, 1)))
+    scales = np.exp(np.random.default_rng(2).normal(size=(900, 1)))
     np.testing.assert_allclose(model.predict_proba(X * scales), model.predict_proba(X), atol=1e-9)
 
 
@@ -220,7 +220,7 @@ def test_fits_compose():
 def test_the_first_fit_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fresh = X + 1e-3 * rng.normal(size=X.shape)
+        fresh = X + 1e-3 * np.random.default_rng(3).normal(size=X.shape)
         make_pipeline(FunctionTransformer(np.abs), classifier()).fit(fresh, NAMES).predict(X)
 
 

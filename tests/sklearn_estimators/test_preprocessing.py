@@ -50,7 +50,7 @@ def classifier(**changes):
 @pytest.mark.parametrize("norm", [0.5, 7.0])
 def test_one_record_moves_the_sum_by_no_more_than_its_norm(step, normalization, norm):
     """Records along an axis, along the diagonal, and the longest and shortest there are."""
-    longest = 0.0
+    longest, random = 0.0, np.random.default_rng(4)
     records = [
         *np.eye(4),
         *(10 * np.eye(4)),
@@ -59,9 +59,9 @@ def test_one_record_moves_the_sum_by_no_more_than_its_norm(step, normalization, 
         np.full(4, 1e20),
         np.full(4, 1e-40),
     ]
-    records += [*rng.normal(size=(50, 4)) * np.exp(3 * rng.normal(size=(50, 1)))]
+    records += [*random.normal(size=(50, 4)) * np.exp(3 * random.normal(size=(50, 1)))]
     sums = [column_sums(row[None], step, norm, normalization) for row in records]
-    rest = rng.normal(size=(5, 4))
+    rest = random.normal(size=(5, 4))
     for row, alone in zip(records, sums, strict=True):
         zeroed = column_sums(np.vstack([rest, np.zeros(4)]), step, norm, normalization)
         moved = column_sums(np.vstack([rest, row]), step, norm, normalization) - zeroed
@@ -92,7 +92,7 @@ def test_what_is_used_of_the_records_is_the_noisy_sum_alone():
     other = one[::-1].copy()
     other[0], other[1] = [0.3, 0.3], [0.0, 0.6]
     for step in STEPS:
-        noise = rng.normal(size=(2, 2))
+        noise = np.random.default_rng(4).normal(size=(2, 2))
         found = [
             release_statistics(m, step, 1.0, "clip", 0.1, lambda *_, n=noise: n)
             for m in (one, other)
@@ -119,7 +119,7 @@ def test_without_noise_columns_have_mean_zero_and_equal_scale():
 def test_means_that_are_mostly_noise_move_nothing():
     """Without this, few records with a small epsilon are worse off than without centring."""
     truth, std = np.full(50, 0.1), 0.3
-    noisy = truth + std * rng.normal(size=(200, 50))
+    noisy = truth + std * np.random.default_rng(4).normal(size=(200, 50))
     found = np.array([shrunk(row, std) for row in noisy])
     errors = [np.mean((means - truth) ** 2) for means in (found, noisy, 0 * noisy)]
     assert errors[0] < 0.2 * errors[1]
@@ -129,7 +129,7 @@ def test_means_that_are_mostly_noise_move_nothing():
 
 
 def test_sparse_records_are_scaled_like_dense_ones():
-    dense = X * (rng.random(size=X.shape) < 0.3)
+    dense = X * (np.random.default_rng(4).random(size=X.shape) < 0.3)
     found = [
         release_statistics(kind(dense), "scale", 1.0, "clip", 0.0, silent)
         for kind in (np.asarray, sparse.csr_matrix)
