@@ -21,13 +21,14 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import fft, signal
 
-from hidden_state_accountants.curves.losses import GRID, UNIT, LossMasses, PrivacyLoss
+from hidden_state_accountants.curves.losses import UNIT, LossMasses, PrivacyLoss, grid_for
 from hidden_state_accountants.curves.tilts import Parts, Tilt
 
 _LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, or underflows
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
+_CELLS, _DEVIATIONS = 2**22, 20.0  # what the first window should have, and its length
 
 
 class ComposedLoss:
@@ -59,24 +60,25 @@ class _Direction:
     """The composed loss of one direction: bounds on delta, as far as anybody has asked for them."""
 
     def __init__(self, parts: Sequence[tuple[LossMasses, int]]):
-        self._parts = Parts(parts)
+        self._parts = _with_few_cells(parts)
+        self._grid = self._parts.grid
         self._next = self._parts.rough_tilt(0.0)  # the deltas so far end at its mean
-        self._deltas = np.empty(0)  # at the losses 0, GRID, 2 GRID, ...
+        self._deltas = np.empty(0)  # at the losses 0, grid, 2 grid, ...
         self._is_complete = self._parts.count > _MOST_COUNT  # no further ones can be found
 
     def delta(self, epsilon: float) -> float:
         highest = self._parts.highest
-        if epsilon * (1 - 4 * UNIT) >= highest * GRID:
+        if epsilon * (1 - 4 * UNIT) >= highest * self._grid:
             return self._parts.infinite
-        cell = min(math.floor(epsilon / GRID), highest - 1)
+        cell = min(math.floor(epsilon / self._grid), highest - 1)
         while len(self._deltas) < cell + 2 and not self._is_complete:
             self._extend()
         if len(self._deltas) < cell + 2:
             return float(self._deltas[-1]) if len(self._deltas) else 1.0
         left, right = self._deltas[cell : cell + 2].tolist()
         # The exact delta is a convex function of e^epsilon. The place in the cell is rounded down.
-        share = math.expm1(epsilon - cell * GRID) / math.expm1(GRID)
-        share -= 8 * UNIT * (1 + epsilon) / GRID
+        share = math.expm1(epsilon - cell * self._grid) / math.expm1(self._grid)
+        share -= 8 * UNIT * (1 + epsilon) / self._grid
         return left + min(1.0, max(0.0, share)) * (right - left)
 
     def epsilon(self, delta: float) -> float:
@@ -93,10 +95,10 @@ class _Direction:
             return math.inf
         left, right = self._deltas[cell - 1 : cell + 1].tolist()
         share = (left - delta) / (left - right)
-        epsilon = (cell - 1) * GRID + math.log1p(share * math.expm1(GRID))
+        epsilon = (cell - 1) * self._grid + math.log1p(share * math.expm1(self._grid))
         step = UNIT
         while self.delta(epsilon) > delta:  # round towards more epsilon, never less
-            epsilon += step * max(epsilon, GRID)
+            epsilon += step * max(epsilon, self._grid)
             step *= 2
         return epsilon
 
@@ -109,7 +111,7 @@ class _Direction:
         tilt = self._parts.tilt((before.theta + self._next.theta) / 2)
         highest = self._parts.highest
         first = len(self._deltas)
-        last = max(first, min(highest, math.ceil(self._next.mean / GRID)))
+        last = max(first, min(highest, math.ceil(self._next.mean / self._grid)))
         start, stop = self._parts.window(tilt, first, last)
         if stop - start >= _MOST_CELLS:
             self._is_complete = True
@@ -128,16 +130,18 @@ class _Direction:
     def _finite_part(self, tilt: Tilt, start: int, stop: int, first: int, last: int) -> np.ndarray:
         """What finite losses add to delta at the cells first to last, at most."""
         law, error = self._convolved(tilt, start, stop)
-        decay = math.exp(-tilt.theta * GRID)
+        decay = math.exp(-tilt.theta * self._grid)
         # The sum with the weights w, cell by cell from the right, and without any difference.
         law = law[::-1]
-        later = _discounted(law, decay * math.exp(-GRID))
-        beyond = _discounted(-math.expm1(-GRID) * (later + law), decay)[::-1]
-        losses = np.arange(first, last + 1) * GRID
-        sums = 8 * UNIT * (len(law) * (1 + tilt.theta * GRID) + tilt.theta * float(losses[-1]))
+        later = _discounted(law, decay * math.exp(-self._grid))
+        beyond = _discounted(-math.expm1(-self._grid) * (later + law), decay)[::-1]
+        losses = np.arange(first, last + 1) * self._grid
+        sums = (
+            8 * UNIT * (len(law) * (1 + tilt.theta * self._grid) + tilt.theta * float(losses[-1]))
+        )
         log_scale = tilt.log_mass - tilt.theta * losses + tilt.rounding + sums
         inside = beyond[first - start : last + 1 - start]
-        inside = inside + _norm_of_weights(tilt.theta, len(law)) * error + _LOST
+        inside = inside + _norm_of_weights(tilt.theta, len(law), self._grid) * error + _LOST
         return np.exp(np.minimum(log_scale, 600.0)) * inside
 
     def _convolved(self, tilt: Tilt, start: int, stop: int) -> tuple[np.ndarray, float]:
@@ -160,12 +164,21 @@ class _Direction:
         return np.maximum(law, 0.0), error
 
 
-def _norm_of_weights(theta: float, size: int) -> float:
+def _with_few_cells(parts: Sequence[tuple[LossMasses, int]]) -> Parts:
+    """The losses on a grid on which the first deltas take no window that is too long."""
+    finest = max(masses.grid for masses, _ in parts)
+    found = Parts(parts, finest)
+    tilt = found.next_tilt(found.rough_tilt(0.0))
+    grid = grid_for(max(tilt.mean, 0.0) + _DEVIATIONS * math.sqrt(tilt.variance), _CELLS)
+    return found if grid is None or grid <= finest else Parts(parts, grid)
+
+
+def _norm_of_weights(theta: float, size: int, grid: float) -> float:
     r"""A bound on :math:`\|w\|_2` over the losses above a cell: integral and largest term."""
     if theta == 0:
         return math.sqrt(size)
     integral = 1 / (2 * theta * (2 * theta + 1) * (theta + 1))
-    return math.sqrt(min(size, integral / GRID + 1 / (theta + 1) ** 2))
+    return math.sqrt(min(size, integral / grid + 1 / (theta + 1) ** 2))
 
 
 def _discounted(values: np.ndarray, factor: float) -> np.ndarray:

@@ -17,26 +17,30 @@ from dp_accounting.pld import privacy_loss_distribution
 from hidden_state_accountants.curves.profiles import Profile
 
 GRID = 1e-4
-"""Spacing of the losses."""
+"""Spacing of the losses; that of long ones is wider, by a power of two."""
+_WIDEST_GRID = 2**13 * GRID  # 0.82
 _MOST_CELLS = 5_000_000  # arrays of 40 MB
-_WIDEST = 200  # cells between two nodes of a coarse law: 0.02
+_WIDEST = 0.02  # between two nodes of a coarse law
+_FEWEST = 8  # cells, if these are wider than that
 UNIT = 2.0**-53
 """The unit roundoff of a double."""
 
 
 @attrs.frozen(eq=False, slots=False)
 class LossMasses:
-    """The law of a privacy loss: masses at the losses (lower + i) * GRID, and at infinity.
+    """The law of a privacy loss: masses at the losses (lower + i) * grid, and at infinity.
 
     Attributes:
         lower: The first loss, in cells of the grid.
         masses: >= 0, shape (cells,).
         infinite: The mass at infinity.
+        grid: The spacing of the losses: GRID times a power of two.
     """
 
     lower: int
     masses: np.ndarray
     infinite: float
+    grid: float = GRID
 
     @property
     def highest(self) -> int:
@@ -50,31 +54,56 @@ class LossMasses:
         What lies between two neighbouring nodes is moved to both, its mass and its mean kept, so
         that the mean of no convex function of the loss, such as an exponential, gets smaller.
         """
-        nodes = _nodes(self.lower, self.highest)
+        widest = max(_FEWEST, round(_WIDEST / self.grid))
+        nodes = _nodes(self.lower, self.highest, widest)
         widths = np.diff(nodes)
         if not len(widths):
-            return nodes * GRID, self.masses
+            return nodes * self.grid, self.masses
         starts = nodes[:-1] - self.lower
         inside = self.masses[:-1]
         offsets = np.arange(len(inside)) - np.repeat(starts, widths)
         to_the_right = np.add.reduceat(inside * offsets, starts) / widths
         coarse = np.append(np.add.reduceat(inside, starts) - to_the_right, self.masses[-1])
         coarse[1:] += to_the_right
-        return nodes * GRID, np.maximum(coarse, 0.0)
+        return nodes * self.grid, np.maximum(coarse, 0.0)
+
+    def on_grid(self, grid: float) -> LossMasses:
+        r"""A law on a wider grid with a larger profile: every loss connects the dots beside it.
+
+        A mass at x between two losses a < b of the wider grid is moved to both so that its sum and
+        its mean of :math:`e^{-x}` stay: a divergence is the mean of a convex function of that.
+
+        Args:
+            grid: That of the law, times a power of two.
+        """
+        factor = round(grid / self.grid)
+        if factor == 1:
+            return self
+        lower, offset = divmod(self.lower, factor)
+        rows = -(-(offset + len(self.masses)) // factor)
+        inside = np.zeros(rows * factor)
+        inside[offset : offset + len(self.masses)] = self.masses
+        inside = inside.reshape(rows, factor)
+        places = np.arange(factor) * self.grid
+        to_the_right = np.expm1(-places) / math.expm1(-grid)
+        to_the_left = np.exp(-places) * np.expm1(places - grid) / math.expm1(-grid)
+        masses = np.append((inside * to_the_left).sum(axis=1), 0.0)
+        masses[1:] += (inside * to_the_right).sum(axis=1)
+        return LossMasses(lower, masses * (1 + (factor + 32) * UNIT), self.infinite, grid)
 
 
-def _nodes(lowest: int, highest: int) -> np.ndarray:
-    """Cells, ends included: all near 0, then 1 % apart, but never more than `_WIDEST` cells."""
-    above = _nodes_above_zero(max(-lowest, highest, 1))
+def _nodes(lowest: int, highest: int, widest: int) -> np.ndarray:
+    """Cells, ends included: all near 0, then 1 % apart, but never more than `widest` cells."""
+    above = _nodes_above_zero(max(-lowest, highest, 1), widest)
     cells = np.concatenate([-above[::-1], above, [lowest, highest]])
     return np.unique(cells[(lowest <= cells) & (cells <= highest)])
 
 
 @functools.lru_cache(maxsize=16)
-def _nodes_above_zero(last: int) -> np.ndarray:
-    number = math.ceil(math.log(_WIDEST) / math.log(1.01)) + 1
+def _nodes_above_zero(last: int, widest: int) -> np.ndarray:
+    number = math.ceil(math.log(widest) / math.log(1.01)) + 1
     growing = np.rint(100 * 1.01 ** np.arange(number)).astype(int)
-    wide = np.arange(growing[-1], last + _WIDEST, _WIDEST)
+    wide = np.arange(growing[-1], last + widest, widest)
     return np.concatenate([np.arange(100), growing, wide])
 
 
@@ -98,16 +127,26 @@ class PrivacyLoss:
     @classmethod
     def of(cls, profile: Profile) -> PrivacyLoss | None:
         """A loss whose divergences lie just above those of the profile; None if it is too long."""
-        if profile.largest > _MOST_CELLS * GRID:
+        grid = grid_for(profile.largest, _MOST_CELLS)
+        if grid is None:
             return None
-        cells = math.ceil(profile.largest / GRID) + 1
-        epsilons = np.arange(cells + 1) * GRID
+        cells = math.ceil(profile.largest / grid) + 1
+        epsilons = np.arange(cells + 1) * grid
         forward = _falling(profile.forward(epsilons))
         if profile.is_symmetric:
-            masses = _connect_the_dots(forward, forward)
+            masses = _connect_the_dots(forward, forward, grid)
             return cls(masses, masses)
         backward = _falling(profile.backward(epsilons))
-        return cls(_connect_the_dots(forward, backward), _connect_the_dots(backward, forward))
+        return cls(
+            _connect_the_dots(forward, backward, grid), _connect_the_dots(backward, forward, grid)
+        )
+
+
+def grid_for(span: float, cells: int) -> float | None:
+    """The finest grid on which so many cells reach from 0 to a loss; None if there is none."""
+    if not span <= _WIDEST_GRID * cells:
+        return None
+    return float(GRID * 2 ** max(0, math.ceil(math.log2(max(span, GRID) / (GRID * cells)))))
 
 
 Losses = tuple[tuple[PrivacyLoss, int], ...]
@@ -144,8 +183,8 @@ def _falling(deltas: np.ndarray) -> np.ndarray:
     return np.minimum.accumulate(np.clip(deltas, 0.0, 1.0))
 
 
-def _connect_the_dots(deltas: np.ndarray, opposite: np.ndarray) -> LossMasses:
-    r"""The masses of the polygon through the divergences at epsilon = 0, GRID, 2 GRID, ...
+def _connect_the_dots(deltas: np.ndarray, opposite: np.ndarray, grid: float) -> LossMasses:
+    r"""The masses of the polygon through the divergences at epsilon = 0, grid, 2 grid, ...
 
     Those at losses -x < 0 are :math:`e^{-x}` times the opposite direction's at x: no divergence at
     a negative epsilon is needed, where 1 - delta would have no digits left.
@@ -153,20 +192,21 @@ def _connect_the_dots(deltas: np.ndarray, opposite: np.ndarray) -> LossMasses:
     Args:
         deltas: Divergences of the direction, shape (cells + 1,).
         opposite: Divergences of the opposite direction, the same shape.
+        grid: The spacing of the epsilons.
     """
-    above = _masses_above_zero(deltas)
-    below = _masses_above_zero(opposite)
-    below = below * np.exp(-np.arange(1, len(below) + 1) * GRID)
-    slopes = ((deltas[0] - deltas[1]) + (deltas[0] - opposite[1])) / math.expm1(GRID)
+    above = _masses_above_zero(deltas, grid)
+    below = _masses_above_zero(opposite, grid)
+    below = below * np.exp(-np.arange(1, len(below) + 1) * grid)
+    slopes = ((deltas[0] - deltas[1]) + (deltas[0] - opposite[1])) / math.expm1(grid)
     at_zero = max(0.0, 1 - deltas[0] - slopes) + 16 * UNIT
     masses = np.concatenate([below[::-1], [at_zero], above])
-    return LossMasses(-len(below), masses, float(deltas[-1]))
+    return LossMasses(-len(below), masses, float(deltas[-1]), grid)
 
 
-def _masses_above_zero(deltas: np.ndarray) -> np.ndarray:
-    """The masses at GRID, 2 GRID, ...; each is rounded up."""
+def _masses_above_zero(deltas: np.ndarray, grid: float) -> np.ndarray:
+    """The masses at grid, 2 grid, ...; each is rounded up."""
     falls = deltas[:-1] - deltas[1:]
-    rises = falls / -math.expm1(-GRID)
-    left = np.append(falls[1:], 0.0) / math.expm1(GRID)
+    rises = falls / -math.expm1(-grid)
+    left = np.append(falls[1:], 0.0) / math.expm1(grid)
     masses = np.maximum(rises - left, 0.0) + 4 * UNIT * (rises + left)
     return masses[: 1 + int(np.max(np.flatnonzero(masses), initial=-1))]

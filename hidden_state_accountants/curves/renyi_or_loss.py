@@ -11,7 +11,6 @@ from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.losses import Losses
 from hidden_state_accountants.curves.renyi import delta_from_rdp, epsilon_from_rdp
 
-_LARGEST_EPSILON = 200.0  # beyond it the divergences are good enough, and a loss takes gigabytes
 _FEW = 24  # orders of a first look
 _CLEARLY = 1.3  # times an epsilon by losses: all orders would not give less than it
 _CLEARLY_OF_DELTAS = 1e3
@@ -53,12 +52,6 @@ class RenyiOrLoss:
 
     @functools.cached_property
     def _composed(self) -> ComposedLoss | None:
-        if (
-            self.rough_epsilon(1e-5) > _LARGEST_EPSILON
-            and np.isfinite(self._all_divergences[1]).any()
-        ):
-            if epsilon_from_rdp(*self._all_divergences, 1e-5) > _LARGEST_EPSILON:
-                return None
         parts = self.privacy_losses()
         return None if parts is None else ComposedLoss(parts)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from hidden_state_accountants.curves.losses import GRID, UNIT, LossMasses
+from hidden_state_accountants.curves.losses import UNIT, LossMasses
 from hidden_state_accountants.curves.profiles import RELATIVE_ERROR
 
 _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves out, without sign
@@ -122,18 +122,18 @@ class Part:
         """The tilted law without the cells at either end that have a negligible probability."""
         rough, log_mass = self._coarse(theta)
         # What lies beyond a node has a coarse law on that node and those beyond it.
-        nodes = np.rint(self._masses.coarse[0] / GRID).astype(int)
+        nodes = np.rint(self._masses.coarse[0] / self._masses.grid).astype(int)
         first = max(0, int(np.searchsorted(np.cumsum(rough), negligible)) - 1)
         last = len(nodes) - int(np.searchsorted(np.cumsum(rough[::-1]), negligible))
         cells = np.arange(nodes[first], nodes[min(last, len(nodes) - 1)] + 1)
         start = int(cells[0])
         law = self._masses.masses[start - self.lowest : start - self.lowest + len(cells)]
-        masses = law * np.exp((theta * GRID) * cells - log_mass)
+        masses = law * np.exp((theta * self._masses.grid) * cells - log_mass)
         total = float(masses.sum())
         masses /= total * (1 + _SUMS)
         found = log_mass + math.log(total) + _SUMS
         largest = abs(math.log(float(law[law > 0].min())))
-        largest += theta * max(-self.lowest, self.highest) * GRID
+        largest += theta * max(-self.lowest, self.highest) * self._masses.grid
         rounding = (8 * (largest + abs(log_mass) + abs(found)) + 1000) * UNIT + RELATIVE_ERROR
         return TiltedPart(start, masses, found, rounding)
 
@@ -141,7 +141,12 @@ class Part:
 class Parts:
     """Independent losses.
 
+    Args:
+        parts: Their laws, and how often each runs.
+        grid: That of all of them in here, no finer than any of theirs.
+
     Attributes:
+        grid: The spacing of the losses.
         all: The parts.
         count: How many losses there are.
         lowest: The smallest total loss, in cells of the grid.
@@ -149,8 +154,9 @@ class Parts:
         infinite: The mass of the total loss at infinity, at most.
     """
 
-    def __init__(self, parts: Sequence[tuple[LossMasses, int]]):
-        self.all = [Part(masses, count) for masses, count in parts]
+    def __init__(self, parts: Sequence[tuple[LossMasses, int]], grid: float):
+        self.grid = grid
+        self.all = [Part(masses.on_grid(grid), count) for masses, count in parts]
         self.count = sum(part.count for part in self.all)
         self.lowest = sum(part.count * part.lowest for part in self.all)
         self.highest = sum(part.count * part.highest for part in self.all)
@@ -217,8 +223,8 @@ class Parts:
             high = self._smallest_chernoff(tilt, move)
             low = -self._smallest_chernoff(tilt, -move)
         return (
-            max(self.lowest, min(first, math.floor(low / GRID) - 1)),
-            min(self.highest, max(last, math.ceil(high / GRID) + 1)),
+            max(self.lowest, min(first, math.floor(low / self.grid) - 1)),
+            min(self.highest, max(last, math.ceil(high / self.grid) + 1)),
         )
 
     def _smallest_chernoff(self, tilt: Tilt, move: float) -> float:

@@ -83,7 +83,7 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     else:
         profile = profile_above(curve)
     loss = PrivacyLoss.of(profile)
-    if loss is None:
+    if loss is None or loss.forward.grid != GRID:
         raise ValueError(
             f"Expected privacy losses below 500, got {profile.largest:.0f}: a distribution of them "
             "would take gigabytes. Add noise."

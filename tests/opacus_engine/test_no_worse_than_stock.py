@@ -31,6 +31,7 @@ from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 
 RECORDS, DELTA, STEPS = 60, 1e-5, 7
+SMALL_NOISE = 0.2  # below it dp-accounting's PLD takes ten seconds, and agrees with PRV
 ROUNDING = 1e-3  # what both accountants add to be on the safe side, relative
 
 
@@ -62,6 +63,7 @@ ROWS = [
     ("sgd", {"clipping": "per_layer", "max_grad_norm": [0.5, 0.3, 1.0, 0.1]}, 16, None),
     ("sgd", {"loss_reduction": "sum"}, 10, None),
     ("sgd", {"noise_multiplier": 0.5}, 7, None),
+    ("sgd", {"noise_multiplier": 0.12}, 10, None),  # an epsilon of 228
     ("adam", {"noise_multiplier": 6.0}, 16, None),
     ("adam", {}, 59, None),
     ("sgd", {}, 1, None),
@@ -130,6 +132,8 @@ def stock_epsilons(history):
     for accountant in (PRVAccountant(), RDPAccountant()):
         accountant.history = list(history)
         found[type(accountant).__name__] = accountant.get_epsilon(DELTA)
+    if min(noise for noise, *_ in history) < SMALL_NOISE:
+        return found
     pld = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     for noise, rate, steps in history:
         gaussian = dp_accounting.GaussianDpEvent(noise)
