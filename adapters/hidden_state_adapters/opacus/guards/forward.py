@@ -149,7 +149,9 @@ class ForwardGuard(Guard):
                 "outputs without torch.no_grad(), gradient accumulation, two losses with a pass "
                 "each, a layer that is called by itself, or again by activation checkpointing?) "
                 "Evaluate in eval() mode or under torch.no_grad(), step once per pass, and save "
-                "memory with BatchMemoryManager instead of checkpointing."
+                "memory with BatchMemoryManager instead of checkpointing. Twins, real and made-up "
+                "records: make one module private whose forward() calls the network for each, and "
+                "call it once."
             )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
