@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_adapters.opacus  # registers the accountant
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences
+from hidden_state_adapters.opacus.stock.model import check_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -70,6 +72,18 @@ def test_packed_sequences_are_refused(name, kind, way):
     engine = ENGINES[name]()
     with pytest.raises(UnsupportedRunError, match=f"padded batch at {kind.__name__}, got a Packed"):
         train(engine, Reader(kind, way))
+
+
+def test_loops_of_a_stock_engine_hang_the_check_once():
+    model = Reader()
+    of_a_run = refuse_packed_sequences(model)  # this one goes with its run
+    for _ in range(3):
+        check_model(model)
+    assert len(model.cells._forward_pre_hooks) == 2
+    for handle in of_a_run:
+        handle.remove()
+    with pytest.raises(UnsupportedRunError, match="padded batch at DPRNN, got a Packed"):
+        model(TEXTS, LENGTHS)
 
 
 @pytest.mark.parametrize("name", ENGINES)

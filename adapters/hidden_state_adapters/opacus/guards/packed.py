@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,24 @@ def refuse_packed_sequences(module: nn.Module) -> list[RemovableHandle]:
     bounds what one record does. So it is in Opacus 1.6. Sequences that the model itself sorted are
     not told apart from others, so that all are refused.
     """
-    return [
-        layer.register_forward_pre_hook(_check, with_kwargs=True)
-        for layer in module.modules()
-        if isinstance(layer, DPRNNBase) and any(p.requires_grad for p in layer.parameters())
-    ]
+    return [layer.register_forward_pre_hook(_check, with_kwargs=True) for layer in _trained(module)]
+
+
+def refuse_packed_sequences_for_good(module: nn.Module) -> None:
+    """As `refuse_packed_sequences`, of checks that stay; a layer that has its own gets no other."""
+    for layer in _trained(module):
+        if _check_for_good not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_check_for_good, with_kwargs=True)
+
+
+def _trained(module: nn.Module) -> Iterator[nn.Module]:
+    for layer in module.modules():
+        if isinstance(layer, DPRNNBase) and any(p.requires_grad for p in layer.parameters()):
+            yield layer
+
+
+def _check_for_good(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    _check(layer, args, kwargs)  # a hook of its own: that of an engine's run goes with the run
 
 
 def _check(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences
+from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences_for_good
 
 
 def check_model(module: Any) -> None:
@@ -27,7 +27,7 @@ def check_model(module: Any) -> None:
                 f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
                 "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
             )
-    refuse_packed_sequences(inner)
+    refuse_packed_sequences_for_good(inner)
 
 
 def check_collate(data_loader: Any) -> None:
