@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.binomial import DRAWN_BITS, Binomial
 
 _KEY_RANGE = 2**64
 _AT_ONCE = 2**22  # records: a data set may have far more than there is memory for
+_KEYS, _SIZE, _PLACES = range(3)  # what random integers are for; places are drawn several times
 
 
 @attrs.frozen
@@ -36,73 +38,51 @@ class RandomKeys:
 
     def draw(self, number: int, count: int) -> np.ndarray:
         """Draw number `number`, shape (count,), dtype uint64."""
-        if self.seed is None:
-            return np.frombuffer(self._bytes(number, 8 * count), dtype=np.uint64)
-        sequence = np.random.SeedSequence(self.seed, spawn_key=(number,))
-        return np.random.PCG64(sequence).random_raw(count)
+        return self._words(number, count, _KEYS)
 
-    def _bytes(self, number: int, count: int, use: bytes = b"keys") -> bytes:
-        """Random bytes; with a secret, others for every `number` and every `use`."""
+    def _words(self, number: int, count: int, use: int) -> np.ndarray:
+        """Uniform 64-bit integers; with a seed or a secret, others for every number and use."""
+        if self.seed is not None:
+            spawn_key = (number, use) if use else (number,)
+            sequence = np.random.SeedSequence(self.seed, spawn_key=spawn_key)
+            return np.random.PCG64(sequence).random_raw(count)
         if self.secret is None:
-            return os.urandom(count)
-        told = self.secret + number.to_bytes(16, "big") + use
-        return hashlib.shake_128(told).digest(count)
+            found = os.urandom(8 * count)
+        else:
+            told = self.secret + number.to_bytes(16, "big") + use.to_bytes(16, "big")
+            found = hashlib.shake_128(told).digest(8 * count)
+        return np.frombuffer(found, dtype=np.uint64)
 
-    def below(self, number: int, count: int, threshold: int) -> tuple[np.ndarray, np.ndarray]:
-        """The positions, in their order, of keys of draw `number` below `threshold`, and the keys.
+    def size(self, number: int, law: Binomial) -> int:
+        """How many records join the batch of draw `number`."""
+        words = self._words(number, DRAWN_BITS // 64, _SIZE)
+        return law.at(int.from_bytes(words.tobytes(), "little"))
+
+    def subset(self, number: int, count: int, size: int) -> np.ndarray:
+        """A uniform subset of range(count), in its order: draw `number`.
+
+        Places are drawn until there are `size` different ones, so that no record is asked that is
+        not drawn. What is found has exactly the law of a uniform subset: to exchange two records
+        exchanges draws that are equally likely, and when to stop depends on numbers only.
 
         Args:
             number: Of the draw.
-            count: Keys of it.
-            threshold: 0 to 2**64.
+            count: Records, >= 1.
+            size: 0 to `count`.
+
+        Returns:
+            Shape (size,), dtype int64.
         """
-        if threshold == 0:
-            return np.arange(0), np.arange(0, dtype=np.uint64)
-        largest = threshold - 1
-        at_once = count if self.seed is not None else _AT_ONCE
-        found = []
-        for start in range(0, count, max(1, at_once)):
-            size = min(at_once, count - start)
-            positions, keys = self._from_first_bytes(
-                number, size, lambda _: largest >> 56, largest, start
-            )
-            found.append((start + positions, keys))
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate([p for p, _ in found]), np.concatenate([k for _, k in found])
-
-    def smallest(self, number: int, count: int, wanted: int) -> np.ndarray:
-        """The positions, in their order, of the `wanted` smallest keys of draw `number`."""
-
-        def last_byte(first: np.ndarray) -> int:
-            return int(np.searchsorted(np.bincount(first, minlength=256).cumsum(), wanted))
-
-        positions, keys = self._from_first_bytes(number, count, last_byte, _KEY_RANGE - 1)
-        return np.sort(positions[np.argpartition(keys, wanted - 1)[:wanted]])
-
-    def _from_first_bytes(
-        self,
-        number: int,
-        count: int,
-        largest: Callable[[np.ndarray], int],
-        threshold: int,
-        start: int = 0,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys, from `start` on, of which the first byte is at most `largest` of all first bytes.
-
-        The operating system's source takes most of the time: the other bytes of a key are drawn
-        only where they matter.
-        """
-        if self.seed is not None:
-            positions, keys = np.arange(count), self.draw(number, count)
-        else:
-            first = np.frombuffer(self._bytes(number, count, b"first %d" % start), dtype=np.uint8)
-            positions = np.flatnonzero(first <= largest(first))
-            rest = self._bytes(number, 8 * len(positions), b"others %d" % start)
-            others = np.frombuffer(rest, dtype=np.uint64) >> np.uint64(8)
-            keys = first[positions].astype(np.uint64) << np.uint64(56) | others
-        chosen = keys <= np.uint64(threshold)
-        return positions[chosen], keys[chosen]
+        if 2 * size > count:
+            left_out = self.subset(number, count, count - size)
+            return np.delete(np.arange(count), left_out)
+        last = np.uint64(_KEY_RANGE - _KEY_RANGE % count - 1)  # above it some places were likelier
+        found, use = np.arange(0, dtype=np.uint64), _PLACES
+        while len(found) < size:
+            words = self._words(number, size - len(found), use)
+            places = words[words <= last] % np.uint64(count)
+            found, use = np.unique(np.concatenate([found, places])), use + 1
+        return found.astype(np.int64)
 
     def permutation(self, number: int, count: int) -> np.ndarray:
         """A uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
@@ -345,9 +325,12 @@ class ReshuffledPlan(BatchPlan):
 class SampledPlan(BatchPlan):
     """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT.
 
-    POISSON: every record joins by itself with probability 1/num_batches (rounded down to a multiple
-    of 2**-64). If more than `max_batch_size` join, a uniform subset of that many stays and the
-    others are DROPPED; nothing is drawn again, which would change the law of the batch with the
+    POISSON: every record joins by itself with probability 1/num_batches, rounded down to a multiple
+    of 2**-64. So the size of a batch is binomial, and all batches of one size are equally likely:
+    the size is drawn first, and then a uniform subset, which takes as long as the batch is large,
+    however many records there are. The distance in total variation is that of `Binomial`, below
+    2**-200 for a step. If more than `max_batch_size` join, a uniform subset of that many stays and
+    the others are DROPPED; nothing is drawn again, which would change the law of the batch with the
     data.
 
     WITHOUT_REPLACEMENT: a uniform subset of b records.
@@ -375,6 +358,9 @@ class SampledPlan(BatchPlan):
         super().__init__(records, batch_size, order, keys)
         self._random, self._records, self.max_batch_size = keys, _indexed(records), max_batch_size
         self._num_batches = num_batches or super().num_batches
+        share = _KEY_RANGE // self._num_batches
+        is_poisson = order is BatchOrder.POISSON
+        self._law = Binomial(len(records), share) if is_poisson else None
         self._batches: dict[int, list[int]] = {}
 
     @property
@@ -408,15 +394,10 @@ class SampledPlan(BatchPlan):
         return self._batches[step]
 
     def _draw(self, step: int) -> np.ndarray:
-        n = len(self.records)
-        if self.order is BatchOrder.WITHOUT_REPLACEMENT:
-            return self._random.smallest(step, n, self.batch_size)
-        chosen, keys = self._random.below(step, n, int(_KEY_RANGE / self._num_batches))
-        if self.max_batch_size is not None and len(chosen) > self.max_batch_size:
-            # Given that they are below the threshold, the keys are still independent and uniform.
-            smallest = np.argsort(keys, kind="stable")[: self.max_batch_size]
-            chosen = np.sort(chosen[smallest])
-        return chosen
+        size = self.batch_size if self._law is None else self._random.size(step, self._law)
+        if self.max_batch_size is not None:
+            size = min(size, self.max_batch_size)
+        return self._random.subset(step, len(self.records), size)
 
     def num_rows(self, step: int) -> int:
         """The number of records of a step whose batch was drawn."""

@@ -100,7 +100,7 @@ def test_secret_batches_are_drawn_by_the_operating_system(order, draws, monkeypa
 
         monkeypatch.setattr(batch_plans.RandomKeys, name, method)
 
-    for name in ("below", "smallest", "permutation"):
+    for name in ("subset", "permutation"):
         noted(name)
     fitted(SGD(0.5), batch_order=order)
     assert drawn == draws

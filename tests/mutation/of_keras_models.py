@@ -143,6 +143,20 @@ MUTATIONS = (
         "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system",
     ),
     Mutation(
+        "the_places_of_a_batch_are_drawn_once",
+        "../adapters/hidden_state_adapters/batch_plans.py",
+        "while len(found) < size:",
+        "while len(found) == 0 < size:",
+        "opacus_engine/test_batch_plans.py::test_subsets_of_every_size_are_uniform",
+    ),
+    Mutation(
+        "sizes_of_batches_are_those_of_one_record_less",
+        "../adapters/hidden_state_adapters/batch_plans.py",
+        "Binomial(len(records), share)",
+        "Binomial(len(records) - 1, share)",
+        "opacus_engine/test_batch_plans.py::test_poisson_batches_are_independent_coins",
+    ),
+    Mutation(
         "noise_is_divided_by_the_batch_twice",
         f"{_TF}/owned/steps.py",
         "added_to(sums, self.l2_norm_clip * self.noise_multiplier)",

@@ -4,8 +4,10 @@ import collections
 import copy
 import hashlib
 import itertools
+import math
 import pickle
 import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from hidden_state_adapters.batch_plans import (
     Share,
     poisson_plan,
 )
+from hidden_state_adapters.binomial import DRAWN_BITS, Binomial
 
 RECORDS = (7, 3, 11, 2, 5, 0)  # indices into a larger data set
 
@@ -100,77 +103,68 @@ def test_poisson_batches_are_independent_coins():
     assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("threshold", [0, 1, 3 << 56, (3 << 56) + 7, 255 << 56, 2**64 - 1, 2**64])
-def test_keys_are_drawn_in_two_parts(monkeypatch, threshold):
-    """What is below a threshold, and what is smallest, is what whole keys say."""
-    source = np.random.default_rng(0)
-    drawn = []
-
-    def urandom(count):
-        # Many first bytes are at the edge of what is chosen.
-        few = np.array([0, 2, 3, 3, 3, 254, 255], dtype=np.uint8)
-        found = source.choice(few, count) if not drawn else source.integers(0, 256, count)
-        drawn.append(found.astype(np.uint8).tobytes())
-        return drawn[-1]
-
-    monkeypatch.setattr("hidden_state_adapters.batch_plans.os.urandom", urandom)
-    positions, keys = RandomKeys().below(0, 500, threshold)
-    if threshold == 0:
-        assert len(positions) == len(keys) == 0
-        return
-    first = np.frombuffer(drawn[0], dtype=np.uint8)
-    others = np.frombuffer(drawn[1], dtype=np.uint64) >> np.uint64(8)
-    candidates = np.flatnonzero(first <= (threshold - 1) >> 56)
-    whole = {
-        int(place): (int(first[place]) << 56) + int(rest)
-        for place, rest in zip(candidates, others, strict=True)
-    }
-    assert [int(p) for p in positions] == [p for p, key in whole.items() if key < threshold]
-    assert [int(key) for key in keys] == [key for key in whole.values() if key < threshold]
-    left_out = set(range(500)) - set(whole)
-    assert all((int(first[place]) << 56) >= threshold for place in left_out)
+def weights_of(law):
+    """What at() gives, and for which share of the uniform integers."""
+    ends = [law._upto[0], *(b - a for a, b in itertools.pairwise(law._upto))]
+    return {law._smallest + i: Fraction(end, law._upto[-1]) for i, end in enumerate(ends)}
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 7, 39, 40])
-def test_the_smallest_keys_of_the_system(wanted):
-    """Uniform subsets, also where all first bytes differ."""
-    counts = collections.Counter()
-    for _ in range(4000):
-        chosen = RandomKeys().smallest(0, 40, wanted)
-        assert sorted(set(chosen.tolist())) == chosen.tolist()
-        assert len(chosen) == wanted
-        counts.update(chosen.tolist())
-    expected = 4000 * wanted / 40
-    assert all(abs(counts[k] - expected) <= 6 * expected**0.5 for k in range(40))
+@pytest.mark.parametrize("trials", [1, 2, 7, 200])
+@pytest.mark.parametrize("share", [0, 1, 3, 2**64 // 3, 2**63, 2**64 - 1, 2**64])
+def test_sizes_are_binomial(trials, share):
+    found, q = weights_of(Binomial(trials, share)), Fraction(share, 2**64)
+    law = [math.comb(trials, k) * q**k * (1 - q) ** (trials - k) for k in range(trials + 1)]
+    assert sum(abs(found.get(k, 0) - p) for k, p in enumerate(law)) < Fraction(1, 2**200)
 
 
-def test_coins_of_the_system():
-    """Each with its probability, from one end of the keys to the other."""
-    for share in (0.001, 0.3, 0.9):
-        counts = [len(RandomKeys().below(0, 50_000, int(share * 2**64))[0]) for _ in range(20)]
-        spread = (20 * 50_000 * share * (1 - share)) ** 0.5
-        assert abs(sum(counts) - 20 * 50_000 * share) < 6 * spread
+def test_sizes_of_large_batches_are_binomial():
+    found = weights_of(Binomial(10**9, 2**64 // 1000))
+    sizes = np.arange(996_000, 1_004_001, 500)
+    upto = np.cumsum([float(p) for p in found.values()])[sizes - min(found)]
+    assert upto == pytest.approx(stats.binom.cdf(sizes, 10**9, 1e-3), abs=1e-9)
 
 
-def test_a_cap_drops_uniformly_and_draws_nothing_again():
+def test_a_size_belongs_to_a_uniform_integer():
+    law = Binomial(3, 2**63)  # 1/8, 3/8, 3/8, 1/8
+    eighth = 2 ** (DRAWN_BITS - 3)
+    ends = [0, eighth - 2**10, eighth + 2**10, 4 * eighth - 2**10, 4 * eighth + 2**10]
+    assert [law.at(end) for end in ends] == [0, 0, 1, 1, 2]
+    assert law.at(8 * eighth - 1) == 3
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5])
+def test_subsets_of_every_size_are_uniform(size):
+    drawn = collections.Counter(
+        tuple(RandomKeys(7).subset(number, 5, size).tolist()) for number in range(4000)
+    )
+    assert len(drawn) == math.comb(5, size)
+    assert all(list(chosen) == sorted(set(chosen)) for chosen in drawn)
+    assert size in (0, 5) or uniform_p_value(drawn) > 1e-4
+
+
+def test_places_are_drawn_again_until_there_are_enough(monkeypatch):
+    """Equal ones count once, and integers that are likelier modulo the records are left out."""
+    words = [[5, 15, 2**64 - 1, 7], [7, 2**64 - 7], [2**64 - 6], [30]]  # 2**64 - 6 is 0 modulo 10
+    monkeypatch.setattr(
+        "hidden_state_adapters.batch_plans.os.urandom",
+        lambda count: np.array(words.pop(0), dtype=np.uint64).tobytes(),
+    )
+    assert RandomKeys().subset(0, 10, 4).tolist() == [0, 5, 7, 9]
+    assert not words
+
+
+def test_a_cap_keeps_a_uniform_subset():
     n, b, cap = 4, 2, 2
-    free, capped = poisson(5, range(n), b), poisson(5, range(n), b, cap)
-    kept = collections.Counter()
+    plan = poisson(5, range(n), b, cap)
+    drawn = collections.Counter()
     for step in range(24_000):
-        for plan in (free, capped):
-            plan.start_pass(step)
-        all_of_them, some = free.batch(step), capped.batch(step)
-        if len(all_of_them) <= cap:
-            assert some == all_of_them
-        else:
-            assert len(some) == cap
-            assert set(some) < set(all_of_them)
-            kept[tuple(all_of_them), tuple(some)] += 1
-    by_batch = collections.defaultdict(list)
-    for (everything, _), count in kept.items():
-        by_batch[everything].append(count)
-    assert sorted(map(len, by_batch.values())) == [3, 3, 3, 3, 6]  # all subsets of size 2
-    assert all(stats.chisquare(counts).pvalue > 1e-4 for counts in by_batch.values())
+        plan.start_pass(step)
+        drawn[tuple(plan.batch(step))] += 1
+    expected = {
+        chosen: 24_000 / 16 * (1 if len(chosen) < cap else 11 / 6) for chosen in drawn
+    }  # 11 of 16 batches have two records or more
+    assert len(drawn) == 11
+    assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
 
 
 def test_full_sampling_rate_takes_everything():
@@ -264,9 +258,8 @@ def test_keys_are_those_of_the_operating_system(monkeypatch):
 
 
 @pytest.mark.parametrize("secret", [None, b"32 bytes that nobody ever knows."])
-def test_many_records_are_asked_some_at_a_time(secret, monkeypatch):
-    """The law of a batch does not depend on how many are asked at once, nor on the process."""
-    monkeypatch.setattr(batch_plans, "_AT_ONCE", 7)
+def test_poisson_batches_of_every_source(secret):
+    """Each record joins with its probability, by itself, and every process finds the same ones."""
     plan = poisson_plan(range(5, 205, 2), 4, RandomKeys(secret=secret), None)
     batches = [plan.batch(step) for step in range(400)]
     assert all(batch == sorted(set(batch)) for batch in batches)
