@@ -263,18 +263,22 @@ def test_callbacks_that_keras_2_has_not(name):
         fit(make(), callbacks=[callback])
 
 
-def test_a_kernel_that_the_graph_uses_twice():
-    """An operation of the graph is no layer, and takes the variable past the layer."""
+@pytest.mark.parametrize("batch_size", [BATCH, 1])
+def test_a_kernel_that_the_graph_uses_twice(batch_size):
+    """An operation of the graph is no layer, and takes the variable past the layer.
+
+    TensorFlow 2.21 cannot vectorize this product over a single row.
+    """
     inputs, head = tf.keras.Input((FEATURES,)), layers.Dense(2, kernel_initializer="ones")
     first = layers.Dense(FEATURES, kernel_initializer="zeros")
     hidden = first(inputs)
     outputs = head(hidden) + keras_api.keras.ops.matmul(hidden, head.kernel)
     plain = tf.keras.Model(inputs, outputs)
-    # TensorFlow 2.21 cannot vectorize this product for a single row, which Poisson batches may be.
     model = make_private(plain, l2_norm_clip=0.5, noise_multiplier=2.0, batch_order="cyclic")
     model.compile(optimizers.SGD(0.5), crossentropy())
-    fit(model)
+    fit(model, batch_size=batch_size)
     assert not isinstance(model._run.clipping[0], ThroughLinearLayers)
+    assert model.privacy_event.num_steps == RECORDS // batch_size
 
 
 def test_weights_that_come_back_though_nothing_stopped():

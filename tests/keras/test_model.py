@@ -248,6 +248,12 @@ def test_sizes_are_filled_up_to_a_few(rows, full):
     assert int(owned_data.filled(tf.constant(rows, tf.int64), multiple)) == full
 
 
+@pytest.mark.parametrize(("rows", "full"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_no_batch_has_a_single_row_on_the_device(rows, full):
+    assert owned_data.filled(rows, 1) == full
+    assert int(owned_data.filled(tf.constant(rows, tf.int64), 1)) == full
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_event_is_the_run(order):
     model = make(batch_order=order, compile={"run_eagerly": True}, **AUTO)

@@ -16,7 +16,7 @@ from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
 from hidden_state_adapters.tf_privacy.owned.log import MOST_STEPS
-from hidden_state_adapters.tf_privacy.owned.rule import rule_and_settings
+from hidden_state_adapters.tf_privacy.owned.rule import TakenOver, rule_and_settings
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
@@ -125,7 +125,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             **kwargs,
         )
         self.__dict__["_loaded_runs"] = self._runs_behind()
-        self._rule, self._settings = rule, settings
+        self._rule, self._settings, self._taken_over = rule, settings, TakenOver(optimizer)
         self._uses_xla = jit_compile not in (None, False, "auto")
         self._given_pace = steps_per_execution
         self._run = self._record = None
@@ -201,6 +201,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         """
         keras_api.check_is_compiled(self)
         self._check_own_step()
+        self._taken_over.check_unchanged()
         _check_fit(validation_split, shuffle, self._settings)
         weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
         target = self._target(target_epsilon, target_delta)

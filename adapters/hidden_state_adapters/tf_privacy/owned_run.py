@@ -35,6 +35,7 @@ from hidden_state_adapters.tf_privacy.owned.clipping import (
     ThroughLinearLayers,
 )
 from hidden_state_adapters.tf_privacy.owned.data import (
+    FEWEST_ROWS,
     HeldExamples,
     dealt,
     filled,
@@ -159,9 +160,8 @@ class OwnedRun:
         )
         self._period = number or self.plan.num_batches
         self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-        self.is_padded = (
-            settings.order is BatchOrder.POISSON or self.plan.batch_size < self._replicas
-        )
+        fewest = max(FEWEST_ROWS, self._replicas)
+        self.is_padded = settings.order is BatchOrder.POISSON or self.plan.batch_size < fewest
         self._multiple = multiple_of_sizes(
             is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size
         )

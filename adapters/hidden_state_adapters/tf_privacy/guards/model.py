@@ -76,7 +76,8 @@ def check_layers(model: Any) -> None:
             "use the weight_decay of CyclicDPKerasSGDOptimizer or the prox of "
             "BlockCoordinateKerasOptimizer."
         )
-    check_constraints(model.trainable_variables)  # of which Keras' own know
+    if keras_api.IS_KERAS_3:  # whose own variables know of constraints, and TensorFlow's do not
+        check_constraints(model.trainable_variables)
     check_variables(keras_api.trained(model))
 
 

@@ -30,6 +30,7 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _NO_WEIGHTS = GivenWeights()
 _DRAWN_AT_ONCE = 16  # batches
+FEWEST_ROWS = 2  # of a batch on the device, padding included
 
 
 class HeldExamples:
@@ -314,10 +315,11 @@ def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
 def filled(rows: Any, multiple: int) -> Any:
     """How many rows a batch is filled up to, as a tensor if `rows` is one; see above.
 
-    A batch is never empty on the device, where not every operation takes none.
+    A batch has at least `FEWEST_ROWS` on the device: not every operation takes none, and TensorFlow
+    cannot vectorize every one over a single row.
     """
-    parts = -(-rows // multiple)
-    return multiple * (tf.maximum(parts, 1) if tf.is_tensor(parts) else max(parts, 1))
+    parts, fewest = -(-rows // multiple), -(-FEWEST_ROWS // multiple)
+    return multiple * (tf.maximum(parts, fewest) if tf.is_tensor(parts) else max(parts, fewest))
 
 
 def _copied(name: str, structure: Any) -> Any:

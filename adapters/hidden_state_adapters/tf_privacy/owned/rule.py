@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update, refuse_noise
+from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
 class UpdateRule:
@@ -61,6 +65,43 @@ class WithNoise(Protocol):
         Raises:
             UnsupportedRunError: A model would not make the steps that it makes.
         """
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments that it was made with, as they are now; see Keras."""
+
+
+class TakenOver:
+    """An optimizer with noise as it was when a model was compiled with it.
+
+    Args:
+        optimizer: One `WithNoise`; of any other nothing is remembered.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer if isinstance(optimizer, WithNoise) else None
+        self._config = {} if self._optimizer is None else self._optimizer.get_config()
+
+    def check_unchanged(self) -> None:
+        """Raises UnsupportedRunError if a setting was changed, which the model would not follow."""
+        if self._optimizer is None:
+            return
+        now = self._optimizer.get_config()
+        for name, value in self._config.items():
+            if not _are_same(now.get(name), value):
+                raise refusal(
+                    f"Expected {name} = {value!r} of {type(self._optimizer).__name__}, as when the "
+                    f"model was compiled with it, got {now.get(name)!r}: the model took the "
+                    "settings over in compile, and would not follow. Set the learning rate of "
+                    "model.optimizer in place of this one's; for all else compile again, which "
+                    "begins another run."
+                )
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """Whether settings are equal; numbers as float32, in which Keras may keep them."""
+    if isinstance(first, numbers.Real) and isinstance(second, numbers.Real):
+        return bool(np.float32(first) == np.float32(second))
+    return bool(first == second)
 
 
 def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Settings]:
