@@ -26,7 +26,7 @@ CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds so
 FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
     keras/test_cyclic_optimizer.py keras/test_data.py))
 # Those that need neither TensorFlow Privacy nor its optimizers.
-KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_model.py test_model_*.py test_steps_per_execution.py))
+KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
 

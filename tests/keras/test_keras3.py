@@ -312,13 +312,6 @@ def test_constants_that_the_configuration_lacks():
     assert model.privacy_event.loss.lipschitz == pytest.approx(3 * 2**0.5)
 
 
-def test_a_strategy_is_refused_by_name():
-    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
-        model = make()
-    with refused("no distribution strategy with Keras 3, got MirroredStrategy"):
-        fit(model)
-
-
 def test_xla_is_for_the_user_to_say():
     assert not make(compile={"jit_compile": "auto"})._uses_xla
     assert make(compile={"jit_compile": True})._uses_xla

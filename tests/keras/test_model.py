@@ -557,3 +557,20 @@ def test_what_was_fixed_in_advance(without_graphs):
     with pytest.raises(hsa.UnsupportedRunError, match="8 so far and 4 more"):
         fit(model)
     assert model.get_epsilon(1e-5) == before
+
+
+def test_validation_data_change_nothing_of_what_an_epoch_shows():
+    """Keras 2 showed its own mean loss, 0, in place of that of the steps."""
+    settings = {"noise_multiplier": 0.0, "batch_order": "cyclic"}
+    compile = {"metrics": ["accuracy"]}
+    histories = []
+    for validation in ({}, {"validation_data": (X[:5], Y[:5])}):
+        model = make(compile=compile, **settings)
+        histories.append(fit(model, epochs=3, **validation).history)
+    alone, beside = histories
+    assert min(alone["loss"]) > 0.1
+    for name in ("loss", "accuracy"):
+        assert beside[name] == pytest.approx(alone[name], abs=1e-6)
+    shown = model.evaluate(X[:5], Y[:5], verbose=0)
+    assert shown == pytest.approx([beside["val_loss"][-1], beside["val_accuracy"][-1]])
+    assert abs(beside["val_loss"][-1] - beside["loss"][-1]) > 1e-3

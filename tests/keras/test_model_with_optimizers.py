@@ -241,9 +241,8 @@ def test_what_the_data_has_to_fit():
     ("make_optimizer", "name", "before", "after"),
     [
         (cyclic, "learning_rate", RATE, RATE / 4),
-        (cyclic, "l2_norm_clip", CLIP, CLIP / 2),
-        (dice, "noise_multiplier", NOISE, 2 * NOISE),
         (dice, "momentum", 0.0, 0.9),
+        (dice, "nesterov", False, True),
     ],
 )
 def test_a_setting_that_is_changed_after_compile(make_optimizer, name, before, after):

@@ -13,6 +13,7 @@ from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     DiceUpdate,
     HiddenStateSequential,
+    keras_api,
 )
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
@@ -80,7 +81,7 @@ def difference(strategy, stack=head, **kwargs):
         ends.append([*model.get_weights(), history["loss"], history["accuracy"]])
         event = model.privacy_event
         if where is not None:
-            copies = [v.values for v in model.trainable_variables]
+            copies = [v.values for v in keras_api.trained(model)]
             assert all((first.numpy() == second.numpy()).all() for first, second in copies)
     assert event.num_steps == 3 * (3 if model._settings.batch_order.value == "poisson" else 2)
     return max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in zip(*ends, strict=True))
@@ -133,7 +134,7 @@ def written(strategy):
     model = make(strategy, head, noise_multiplier=2.0)
 
     def write(batch, logs):
-        copy = model.layers[0].kernel.values[1]
+        copy = keras_api.tensor_of(model.layers[0].kernel).values[1]
         copy.assign_add(tf.ones_like(copy))
 
     fit(model, callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=write)])

@@ -37,7 +37,7 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     _how_to_begin = "Call fit."
     _run: OwnedRun | None = None
-    _is_fitting = _uses_xla = False
+    _is_fitting = _is_beside = _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
     _calls = 0  # of fit
     _may_stop = False
@@ -309,29 +309,46 @@ class PrivateTraining(tf.keras.Model, Figures):
         finally:
             pace.assign(given)
 
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """As in Keras 3, which builds metrics in a strategy on what is dealt: here on examples."""
+        if self._is_fitting and self._run is not None:
+            iterator, data_batch = None, self._run.first_batch
+        super()._maybe_symbolic_build(iterator, data_batch)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As in Keras."""
-        with self._given_steps_per_execution():
+        with self._beside_training():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in Keras."""
-        with self._given_steps_per_execution():
+        with self._beside_training():
             return super().predict(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _given_steps_per_execution(self) -> Iterator[None]:
+    def _beside_training(self) -> Iterator[None]:
         """Within fit, what is not training has the number of steps that was compiled."""
-        pace = keras_api.pace_of(self)
-        if not self._is_fitting or pace is None:
-            yield
-            return
-        of_training = pace.numpy()
-        pace.assign(self._given_pace or 1)
+        pace = keras_api.pace_of(self) if self._is_fitting else None
+        of_training = None if pace is None else pace.numpy()
+        if pace is not None:
+            pace.assign(self._given_pace or 1)
+        self._is_beside = True
         try:
             yield
         finally:
-            pace.assign(of_training)
+            self._is_beside = False
+            if pace is not None:
+                pace.assign(of_training)
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """As in Keras; of an epoch of fit the loss is that of its steps.
+
+        Keras 2 would show its own mean, which only evaluate adds to.
+        """
+        found: dict[str, Any] = super().get_metrics_result()
+        if self._loss_mean is None or not self._is_fitting or self._is_beside:
+            return found
+        return {**found, "loss": self._loss_mean.result()}
 
     def _run_on(
         self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any, weights: GivenWeights

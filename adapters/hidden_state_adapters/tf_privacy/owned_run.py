@@ -92,6 +92,7 @@ class OwnedRun:
         relation: That the run is accounted under. An example that is left out, or has no gradient,
             makes another microbatch, and none is left out: for them it is REPLACE_ONE, which
             covers an example without gradient.
+        first_batch: The first examples and their targets, whoever trains on them.
 
     Args:
         model: It is compiled.
@@ -200,8 +201,9 @@ class OwnedRun:
             discard_later_steps=continued is not None and continued.discard_later_steps,
         )
         self._examples.warn_of_equal()
-        first = next(self._batches())
-        self.clipping = [self._clipping(part, *first) for part in steps.blocks or (variables,)]
+        self.first_batch = next(self._batches())
+        parts = steps.blocks or (variables,)
+        self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
         self._refuse_broken_products()
         self.steps, self.planned = steps, 0  # by the end of the call of fit
         self.pace = 1  # steps between two looks, where nobody says how many

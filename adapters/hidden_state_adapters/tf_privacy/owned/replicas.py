@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
@@ -16,8 +15,7 @@ def strategy_of(model: Any) -> Any:
     """The strategy that the model was made in, or None.
 
     Raises:
-        UnsupportedRunError: It is not a MirroredStrategy, fit is called in its scope, or Keras 3
-            runs.
+        UnsupportedRunError: It is not a MirroredStrategy, or fit is called in its scope.
     """
     if tf.distribute.has_strategy():
         raise refusal(
@@ -29,12 +27,6 @@ def strategy_of(model: Any) -> Any:
     with strategy.scope():
         if not tf.distribute.has_strategy():
             return None
-    if keras_api.IS_KERAS_3:
-        raise refusal(
-            f"Expected no distribution strategy with Keras 3, got {type(strategy).__name__}: that "
-            "its replicas make one step together is tested with Keras 2 only. Train on one device; "
-            "or install tf_keras, and set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported."
-        )
     if type(strategy) is not tf.distribute.MirroredStrategy:
         raise refusal(
             f"Expected no distribution strategy or a MirroredStrategy, got "
