@@ -7,6 +7,7 @@ from mutation import Mutation
 _RUN_TESTS = "core/test_runs.py"
 _REGULARISER_TESTS = "core/test_regulariser.py"
 _PARAMETERS = "../adapters/hidden_state_adapters/opacus/guards/parameters.py"
+_UNTOUCHED = "../adapters/hidden_state_adapters/opacus/guards/untouched.py"
 _ITERATE_TESTS = "opacus_engine/test_event_matches_reality_accounted.py"
 
 MUTATIONS = (
@@ -88,6 +89,21 @@ MUTATIONS = (
         "    refuse_packed_sequences(inner)",
         "",
         "opacus_engine/test_packed_sequences.py",
+    ),
+    # Gradients between the backward pass and the step.
+    Mutation(
+        "gradients_that_are_written_in_place_pass",
+        _UNTOUCHED,
+        "now is not then or writes != before",
+        "now is not then",
+        "opacus_engine/test_untouched_gradients.py",
+    ),
+    Mutation(
+        "gradients_that_are_replaced_pass",
+        _UNTOUCHED,
+        "now is not then or writes != before",
+        "writes != before",
+        "opacus_engine/test_untouched_gradients.py",
     ),
     # What a step leaves to the next training pass, or to the next epsilon.
     Mutation(

@@ -29,6 +29,7 @@ from hidden_state_adapters.opacus.guards.projection import ProjectionGuard
 from hidden_state_adapters.opacus.guards.records import RecordsGuard
 from hidden_state_adapters.opacus.guards.schedule import ScheduleGuard
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
+from hidden_state_adapters.opacus.guards.untouched import UntouchedGuard
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import ContinuationGuard
 
@@ -44,6 +45,7 @@ class RunContext:
         parameters: Looks at the parameters between steps.
         forward: Looks at the training passes.
         independence: Looks at whether records act on each other.
+        untouched: Looks at the per-example gradients between backward pass and step.
         batch: Looks at the batches.
         collation: Looked at what the loader makes of records.
         criterion: Looks at the calls of the criterion, or None if its constants were declared.
@@ -56,6 +58,7 @@ class RunContext:
     parameters: ParameterGuard
     forward: ForwardGuard
     independence: IndependenceGuard
+    untouched: UntouchedGuard
     batch: BatchGuard
     collation: CollationGuard
     criterion: CriterionGuard | None
@@ -118,6 +121,7 @@ class RunContext:
             parameters=parameters,
             forward=forward,
             independence=independence,
+            untouched=UntouchedGuard(inner, parameters.params, forward),
             batch=BatchGuard(
                 plan, cursor, lambda: forward.inputs, divisor_is_public=is_add_or_remove
             ),
@@ -146,6 +150,7 @@ class RunContext:
             RecordsGuard(arguments.data_loader.dataset),
             self.collation,
             self.forward,
+            self.untouched,  # before the next one, which makes gradients of its own
             self.independence,
             *([] if criterion is None else [criterion]),
             *own,
@@ -189,6 +194,7 @@ class RunContext:
 
     def close(self) -> None:
         """Leaves the module and the criterion as they were."""
-        for guard in (self.forward, self.independence, self.criterion, self.parameters):
+        hung = (self.forward, self.independence, self.untouched, self.criterion, self.parameters)
+        for guard in hung:
             if guard is not None:
                 guard.close()

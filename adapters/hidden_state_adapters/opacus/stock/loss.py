@@ -15,6 +15,7 @@ from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
 from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
+from hidden_state_adapters.opacus.guards.untouched import UntouchedGuard
 
 
 class WatchedLoss:
@@ -66,10 +67,11 @@ class WatchedLoss:
         # What the loader delivered is not seen here.
         criterion = CriterionGuard(known, forward, head, tuple, divides=divides)
         features = FeatureGuard(float(self._feature_norm), lambda: forward.largest_feature_norm)
-        self._hooks = (forward, independence, criterion)
-        self._guards = Guards(
-            [forward, independence, criterion, features, LossGradientGuard(criterion)]
-        )
+        params = [p for p in self._inner.parameters() if p.requires_grad]
+        untouched = UntouchedGuard(self._inner, params, forward)
+        self._hooks = (forward, independence, untouched, criterion)
+        of_gradients = LossGradientGuard(criterion)
+        self._guards = Guards([forward, untouched, independence, criterion, features, of_gradients])
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
