@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "packed_sequences_of_a_stock_engine_pass",
         "../adapters/hidden_state_adapters/opacus/stock/model.py",
-        "    refuse_packed_sequences(inner)",
+        "    refuse_packed_sequences_for_good(inner)",
         "",
         "opacus_engine/test_packed_sequences.py",
     ),
