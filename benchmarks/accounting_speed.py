@@ -58,8 +58,9 @@ REMAINING = (
     "lengths, whose plans all other lengths share, and the noise is split in few ways, so that "
     "the losses of the steps are kept. With a schedule every length has other moduli in its "
     "window, and is searched: that is about 40 % of the time when it is asked again. The law is "
-    "15 %, and the losses of the window that was found the rest: two transforms of 1e5 "
-    "cells in either direction, and some divergences. "
+    "20 %, the moduli and their products are 20 % under Poisson batches, and the losses of the "
+    "window that was found the rest. Composition, which the window has to beat, is asked about the "
+    "next lower power of two of its steps: if that is no smaller, it cannot be. "
     "`calibrate_noise` asks for seven to ten noise multipliers, whose "
     "losses have nothing in common."
 )

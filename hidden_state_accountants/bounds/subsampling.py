@@ -347,7 +347,7 @@ class _SampledRun:
             by_moduli = largest_distance(c, s, 1, before) * (1 + 1e-9)
             initial = min(by_moduli, distance_before_tail(self.process, before))
             with np.errstate(over="ignore"):
-                kept = np.exp(self.stretching.log_product(np.array(0), np.array(tail)))
+                kept = np.exp(self.stretching.log_product(0, tail))
             if initial * float(kept) <= forgotten * s or tail == _TAILS[-1]:
                 return tail, initial
         return num_steps, 0.0

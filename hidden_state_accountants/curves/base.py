@@ -18,6 +18,8 @@ from hidden_state_accountants.curves.mixtures import many_gaussians
 from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilon_from_rdp
 
 _HOPELESS = 3.0  # times as large by divergences
+_UNLIKELY = 1.8  # times as large: a shorter run is asked, which is known if this one goes on
+_SURELY = 1.001  # more than all rounding of a composed loss
 NEGLIGIBLE = 1e-9  # a failure that is below every delta that is asked for
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
@@ -55,12 +57,25 @@ def rough_epsilon(curve: Curve, delta: float) -> float:
     return 0.0 if by_divergences is None else float(by_divergences(delta))
 
 
+def least_epsilon(curve: Curve, delta: float) -> float:
+    """About a lower bound on the epsilon of a curve that is known if its run goes on, or 0."""
+    if isinstance(curve, CurveWithDelta):
+        return least_epsilon(curve.curve, delta - curve.extra) if delta > curve.extra else math.inf
+    fewer_runs = getattr(curve, "fewer_runs", None)
+    fewer = fewer_runs() if fewer_runs else None
+    return 0.0 if fewer is None else float(fewer.epsilon(delta))
+
+
 def is_hopeless(curve: Curve, delta: float, best: float) -> bool:
     """Whether there is no point in working out an epsilon that is to be smaller than `best`.
 
-    Privacy losses give a smaller epsilon than divergences do, but not a few times smaller.
+    Privacy losses give a smaller epsilon than divergences do, but not a few times smaller. And what
+    is left of a composition without some of its runs has no larger one.
     """
-    return rough_epsilon(curve, delta) > _HOPELESS * best
+    rough = rough_epsilon(curve, delta)
+    if rough > _HOPELESS * best:
+        return True
+    return rough > _UNLIKELY * best and least_epsilon(curve, delta) > _SURELY * best
 
 
 @attrs.frozen

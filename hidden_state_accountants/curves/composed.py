@@ -24,7 +24,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.fewer_mixtures import fewer_mixtures
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
 from hidden_state_accountants.curves.renyi import ORDERS, STOCK_ORDERS
-from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
+from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss, power_of_two_below
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
@@ -128,6 +128,11 @@ def _divergences(curve: Any, orders: tuple[float, ...]) -> np.ndarray:
     return np.asarray(curve.rdp(np.array(orders)))
 
 
+@functools.lru_cache(maxsize=4)
+def _fewer_runs(parts: Any) -> ComposedCurve:
+    return ComposedCurve(parts)
+
+
 @attrs.frozen(slots=False, eq=False)
 class ComposedCurve(RenyiOrLoss):
     """Curves composed by privacy losses or Renyi divergences, whichever gives less.
@@ -160,6 +165,12 @@ class ComposedCurve(RenyiOrLoss):
                 return None
             composed += [(loss, count * times) for loss, times in losses]
         return tuple(composed)
+
+    def fewer_runs(self) -> ComposedCurve | None:
+        """A part of the composition, the same one for many counts; None if there are few runs."""
+        counts = [(curve, power_of_two_below(count)) for curve, count in self.parts]
+        parts = tuple((curve, count) for curve, count in counts if count)
+        return _fewer_runs(parts) if parts else None
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         flat = tuple(np.ravel(orders).tolist())

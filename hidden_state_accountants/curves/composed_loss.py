@@ -25,6 +25,7 @@ from hidden_state_accountants.curves.losses import UNIT, LossMasses, PrivacyLoss
 from hidden_state_accountants.curves.tilts import Parts, Tilt
 
 _LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, or underflows
+_VANISHED = 1e-40  # of a characteristic function: what is smaller is left out
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
@@ -132,7 +133,7 @@ class _Direction:
         law, error = self._convolved(tilt, start, stop)
         decay = math.exp(-tilt.theta * self._grid)
         # The sum with the weights w, cell by cell from the right, and without any difference.
-        law = law[::-1]
+        law = law[first - start :][::-1]
         later = _discounted(law, decay * math.exp(-self._grid))
         beyond = _discounted(-math.expm1(-self._grid) * (later + law), decay)[::-1]
         losses = np.arange(first, last + 1) * self._grid
@@ -140,28 +141,37 @@ class _Direction:
             8 * UNIT * (len(law) * (1 + tilt.theta * self._grid) + tilt.theta * float(losses[-1]))
         )
         log_scale = tilt.log_mass - tilt.theta * losses + tilt.rounding + sums
-        inside = beyond[first - start : last + 1 - start]
+        inside = beyond[: last + 1 - first]
         inside = inside + _norm_of_weights(tilt.theta, len(law), self._grid) * error + _LOST
         return np.exp(np.minimum(log_scale, 600.0)) * inside
 
     def _convolved(self, tilt: Tilt, start: int, stop: int) -> tuple[np.ndarray, float]:
         """The tilted law of the total loss on a window, and a bound on the 2-norm of its error."""
         longest = max(len(part.masses) for part, _ in tilt.parts)
-        # A power of two; wrapping a part adds no more than 64 masses up.
-        size = 2 ** max(stop - start, longest // 64, 1).bit_length()
-        spectrum: np.ndarray | None = None
+        # Wrapping a part adds no more than 64 masses up.
+        size = _size_above(max(stop - start, longest // 64, 1))
+        spectrum = np.ones(size // 2 + 1, dtype=complex)
+        alive = np.ones(len(spectrum), dtype=bool)
         largest, lowest = 0.0, 0
-        for part, count in tilt.parts:
+        for part, count in sorted(tilt.parts, key=lambda part: -part[1]):
             masses = _wrapped(part.masses, size)
             factor = fft.rfft(masses)
+            alive &= np.abs(factor) > _VANISHED ** (1 / count)  # soon few, if it runs often
+            factor = factor[alive]
             factor /= np.maximum(1.0, np.abs(factor))  # where the exact one is: no error grows
-            power = _power(factor, count)
-            spectrum = power if spectrum is None else spectrum * power
+            spectrum[alive] *= _power(factor, count)
             largest = max(largest, float(np.linalg.norm(masses)))
             lowest += count * part.lowest
+        spectrum[~alive] = 0.0
         law = np.roll(fft.irfft(spectrum, size), (lowest - start) % size)
         error = largest * (self._parts.count + 1) * 8 * UNIT * (math.log2(size) + 1)
-        return np.maximum(law, 0.0), error
+        return np.maximum(law, 0.0), error + _VANISHED
+
+
+def _size_above(number: int) -> int:
+    """The smallest larger power of two, or three times one."""
+    power = 2 ** number.bit_length()
+    return power * 3 // 4 if power * 3 // 4 > number else power
 
 
 def _with_few_cells(parts: Sequence[tuple[LossMasses, int]]) -> Parts:

@@ -14,6 +14,12 @@ from hidden_state_accountants.curves.renyi import delta_from_rdp, epsilon_from_r
 _FEW = 24  # orders of a first look
 _CLEARLY = 1.3  # times an epsilon by losses: all orders would not give less than it
 _CLEARLY_OF_DELTAS = 1e3
+_FEWEST = 2**6  # runs of a part that a shorter composition keeps some of
+
+
+def power_of_two_below(count: int) -> int:
+    """The largest power of two that is smaller; 0 if there are few runs."""
+    return 2 ** ((count - 1).bit_length() - 1) if count >= _FEWEST else 0
 
 
 class RenyiOrLoss:

@@ -22,7 +22,7 @@ from hidden_state_accountants.curves.event_losses import (
 )
 from hidden_state_accountants.curves.losses import Losses, losses_of
 from hidden_state_accountants.curves.renyi import STOCK_ORDERS
-from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss
+from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss, power_of_two_below
 
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -115,6 +115,13 @@ class StandardCurve(RenyiOrLoss):
             total = total + accountant.rdp.reshape(orders.shape)
         return total
 
+    def fewer_runs(self) -> StandardCurve | None:
+        """A part of the composition, the same one for many counts; None if there are few runs."""
+        events = [part for part in self.events if is_sampled_gaussian(part.event)]
+        counts = [power_of_two_below(part.count) for part in events]
+        kept = [attrs.evolve(e, count=n) for e, n in zip(events, counts, strict=True) if n]
+        return _fewer_runs(tuple(kept)) if kept else None
+
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         if any(part.relation is not _ADD_OR_REMOVE for part in self.events):
             return None
@@ -127,6 +134,11 @@ class StandardCurve(RenyiOrLoss):
         if self.gaussian_mu:
             parts.append(dp_accounting.GaussianDpEvent(1 / self.gaussian_mu))
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+
+
+@functools.lru_cache(maxsize=4)
+def _fewer_runs(events: tuple[StockEvent, ...]) -> StandardCurve:
+    return StandardCurve(events)
 
 
 @functools.lru_cache(maxsize=64)

@@ -128,12 +128,12 @@ class TestStretching:
         c = np.array([0.5, 2.0, 0.9, 0.0])
         stretching = Stretching.of_moduli(c, is_constant=False)
         for i, j in itertools.combinations(range(4), 2):
-            found = float(stretching.log_product(np.array(i), np.array(j)))
+            found = float(stretching.log_product(i, j))
             assert found == pytest.approx(np.log(c[i:j]).sum())
-        assert stretching.log_product(np.array(2), np.array(2)) == 0
-        assert stretching.log_product(np.array(0), np.array(4)) < -600
+        assert stretching.log_product(2, 2) == 0
+        assert stretching.log_product(0, 4) < -600
         tail = stretching.between(1, 3)
-        assert float(tail.log_product(np.array(0), np.array(2))) == pytest.approx(np.log(1.8))
+        assert float(tail.log_product(0, 2)) == pytest.approx(np.log(1.8))
 
     @pytest.mark.parametrize("slope", [0.03, -0.04])
     def test_fails_as_rarely_as_planned(self, slope):
@@ -146,8 +146,9 @@ class TestStretching:
             for constant in (True, False)
         }
         lengths = np.arange(1, steps + 1)
-        found = bounds[True].log_product(np.array(0), lengths)
-        np.testing.assert_allclose(found, bounds[False].log_product(np.array(0), lengths))
+        stops = range(1, steps + 1)
+        found = bounds[True].log_product(0, stops)
+        np.testing.assert_allclose(found, bounds[False].log_product(0, stops))
         failed = []
         for length, bound in zip(lengths.tolist(), found.tolist(), strict=True):
             size = (bound + 0.7 * length) / slope  # of all batches of the window together
@@ -168,7 +169,7 @@ class TestStretching:
         stretching = Stretching.of_sizes(np.full(3, 9.0), lines, sizes, failure, False)
         law = stats.binom(8, 0.3).pmf(np.arange(9))
         for i, j in itertools.combinations(range(4), 2):
-            bound = float(stretching.log_product(np.array(i), np.array(j)))
+            bound = float(stretching.log_product(i, j))
             beyond = sum(
                 math.prod(law[list(k)])
                 for k in itertools.product(range(9), repeat=j - i)
@@ -271,8 +272,7 @@ class TestModulusLines:
         event = clipped(batch_size=500, dataset_size=50_000, num_steps=20_000,
                         loss=hsa.LossGeometry.softmax_cross_entropy(1.0))  # fmt: skip
         stretching = _SampledRun.of(event, SPECIAL).stretching
-        lengths = np.array([1, 10, 100, 1000])
-        effective = np.exp(stretching.log_product(np.array(0), lengths) / lengths)
+        effective = [np.exp(stretching.log_product(0, k) / k) for k in (1, 10, 100, 1000)]
         np.testing.assert_allclose(effective, [0.9970, 0.9874, 0.9844, 0.9835], atol=1e-4)
 
 
@@ -352,7 +352,7 @@ def epsilon_of_few_batches(order, steps):
     [
         ("without_replacement", 12, 4.2821),  # composition: 4.3031
         ("without_replacement", 16, 4.6031),  # all lengths, all shifts, seven splits: 4.596
-        ("without_replacement", 128, 5.0408),  # was 5.0656
+        ("without_replacement", 128, 5.041),  # was 5.0656
         ("poisson", 20, 3.7466),  # composition: 3.7586
     ],
 )
@@ -431,10 +431,9 @@ def test_segments_between_releases():
     np.testing.assert_array_equal(tail.sensitivity, process.sensitivity[150:])
     np.testing.assert_array_equal(tail.noise_std, process.noise_std[150:])
     assert tail.distance[:2] == pytest.approx([0.0, process.sensitivity[150]], rel=1e-11, abs=0)
-    stops = np.arange(151, 401)
-    whole = run.stretching.log_product(np.array(150), stops)
-    np.testing.assert_allclose(tail.stretching.log_product(np.array(0), stops - 150), whole)
-    assert not np.allclose(run.stretching.log_product(np.array(0), stops - 150), whole)
+    whole = run.stretching.log_product(150, range(151, 401))
+    np.testing.assert_allclose(tail.stretching.log_product(0, range(1, 251)), whole)
+    assert not np.allclose(run.stretching.log_product(0, range(1, 251)), whole)
 
 
 def test_losses_that_are_all_beyond_the_first_reach():

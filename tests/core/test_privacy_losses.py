@@ -16,10 +16,18 @@ from hidden_state_accountants.curves import (
     sampled_pairs,
     standard,
 )
-from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.curves.base import (
+    CurveWithDelta,
+    GaussianCurve,
+    is_hopeless,
+    least_epsilon,
+)
+from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import GRID, UNIT, PrivacyLoss
+from hidden_state_accountants.curves.sampled_pairs import ZeroedWithoutReplacementCurve
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.curves.tilts import Parts
 
 CHOSEN, MU, TIMES = 0.01, 0.5, 2000
@@ -305,7 +313,7 @@ class WorstTransform:
 
 
 @pytest.mark.skipif(not HAS_MORE_DIGITS, reason="long doubles are doubles here")
-@pytest.mark.parametrize("size", [2, 256, 2**13, 2**18])
+@pytest.mark.parametrize("size", [2, 6, 256, 2**13, 3 * 2**16, 2**18])
 def test_the_transform_is_as_exact_as_assumed(size):
     generator = np.random.default_rng(size)
     bell = np.exp(-(np.linspace(-8, 8, size) ** 2))
@@ -399,3 +407,42 @@ def test_divergences_of_steps_are_those_of_dp_accounting(orders):
         curve = sampled_steps(noise, rate, relation, 7)
         stock = rdp.RdpAccountant(orders, relation).compose(curve.events[0].event, 7)
         np.testing.assert_array_equal(curve.rdp(np.array(orders)), stock.rdp)
+
+
+class TestFewerRuns:
+    """A composition of fewer runs has no larger epsilon: it tells what need not be worked out."""
+
+    @staticmethod
+    def composed(count):
+        step = ZeroedWithoutReplacementCurve(0.5, 0.01)
+        return compose_curves([(step, count)])
+
+    def test_it_is_a_lower_bound_that_many_lengths_share(self):
+        fewer = self.composed(20_000).fewer_runs()
+        assert fewer is self.composed(20_100).fewer_runs()
+        assert [count for _, count in fewer.parts] == [2**14]
+        assert fewer.epsilon(1e-5) < self.composed(20_000).epsilon(1e-5)
+        assert self.composed(2**14).fewer_runs().parts[0][1] == 2**13
+        assert self.composed(10).fewer_runs() is None
+
+    def test_failures_and_few_runs(self):
+        curve = self.composed(20_000)
+        known = least_epsilon(curve, 1e-5)
+        assert least_epsilon(CurveWithDelta(curve, 1e-6), 1.1e-5) == pytest.approx(known)
+        assert least_epsilon(CurveWithDelta(curve, 1e-6), 1e-7) == math.inf
+        assert least_epsilon(self.composed(10), 1e-5) == 0
+
+    def test_hopeless_only_if_it_cannot_be_smaller(self):
+        curve = self.composed(20_000)
+        epsilon = curve.epsilon(1e-5)
+        assert curve.rough_epsilon(1e-5) < 3 * epsilon / 2
+        assert is_hopeless(curve, 1e-5, epsilon / 2)
+        assert not is_hopeless(curve, 1e-5, epsilon)
+        assert not is_hopeless(curve, 1e-5, epsilon / 1.05)
+
+    def test_of_standard_events(self):
+        step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(2.0))
+        parts = (StockEvent(step, 20_000, NeighboringRelation.ADD_OR_REMOVE_ONE),)
+        fewer = StandardCurve(parts, gaussian_mu=0.3).fewer_runs()
+        assert fewer.events[0].count == 2**14
+        assert fewer.gaussian_mu == 0

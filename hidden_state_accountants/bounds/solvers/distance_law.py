@@ -18,7 +18,7 @@ from scipy import special
 _ROUNDING = 1e-7  # relative; more than all rounding errors of probabilities and levels together
 _NEGLIGIBLE = 1e-19  # probability that is moved to the largest level, per class of weights
 _REST = 1e-3  # of the mean or the largest weight: weights that are added as if they all counted
-_FINER = 1 / 3  # weights below the largest one by a factor f are rounded f**_FINER times as much
+_FINER = 1 / 2  # weights below the largest one by a factor f are rounded f**_FINER times as much
 _BULK, _TAIL = 1e-6, 1e-16  # survival probabilities where the bulk ends, and where the levels do
 
 

@@ -30,7 +30,7 @@ _SPLIT_MOVES = (2, 1, 1, 1, 1)  # of the split, at the same time
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
-_FEW_LEVELS = 32  # of a rough one
+_FEW_LEVELS = 16  # of a rough one
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _LATE = 2**11  # coins that are looked at first
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
@@ -177,21 +177,31 @@ class _Search:
     def on_grid(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
         """The best plan of a grid; given are the epsilon to beat and what has it.
 
-        Every second length is tried, and those beside the best one.
+        Every second length is tried with one share and one split, with all of them if none of these
+        is better, and then the best one and those beside it with all.
         """
         total = self._windows.total
         number = 2 + int(_LENGTHS * math.log(total, 4))
         lengths = np.unique(np.geomspace(1, total - 1, number).round().astype(int))
-        epsilon, plan = self._best_of(lengths[::2].tolist(), epsilon, plan)
+        every_second = lengths[::2].tolist()
+        epsilon, plan = self._best_of(every_second, _SHARES[:1], _SPLITS[:1], epsilon, plan)
+        if plan is None:
+            epsilon, plan = self._best_of(every_second, _SHARES, _SPLITS, epsilon, plan)
         if plan is None:
             return math.inf, None
         place = int(np.searchsorted(lengths, plan.length))
-        return self._best_of(lengths[max(0, place - 1) : place + 2].tolist(), epsilon, plan)
+        near = lengths[max(0, place - 1) : place + 2].tolist()
+        return self._best_of(near, _SHARES, _SPLITS, epsilon, plan)
 
     def _best_of(
-        self, lengths: list[int], epsilon: float, plan: Plan | None
+        self,
+        lengths: list[int],
+        shares: tuple[float, ...],
+        splits: tuple[int, ...],
+        epsilon: float,
+        plan: Plan | None,
     ) -> tuple[float, Plan | None]:
-        for length, share, number in itertools.product(lengths, _SHARES, _SPLITS):
+        for length, share, number in itertools.product(lengths, shares, splits):
             candidate = Plan(length, max(1, round(share * length)), split(number))
             found = self.epsilon(candidate)
             if found < epsilon:
@@ -201,16 +211,16 @@ class _Search:
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
         """Ever smaller moves of one coordinate, or of the steps with shifts and their split."""
         for factor, splits in zip(_MOVES, _SPLIT_MOVES, strict=True):
-            while True:
-                found, candidate = min(
-                    ((self.epsilon(move), move) for move in self._moves(plan, factor, splits)),
-                    key=lambda pair: pair[0],
-                    default=(math.inf, plan),
-                )
-                if found >= epsilon * (1 - 1e-6):
-                    break
-                epsilon, plan = found, candidate
+            while better := self._first_better(epsilon, self._moves(plan, factor, splits)):
+                epsilon, plan = better
         return epsilon, plan
+
+    def _first_better(self, epsilon: float, plans: list[Plan]) -> tuple[float, Plan] | None:
+        for plan in plans:
+            found = self.epsilon(plan)
+            if found < epsilon * (1 - 1e-6):
+                return found, plan
+        return None
 
     def _moves(self, plan: Plan, factor: float, splits: int) -> list[Plan]:
         number, moves = _number_of(plan.beta), []
@@ -322,14 +332,12 @@ class Windows:
         """
         first = self.total - plan.shifted
         if plan.shifted not in self._log_weights:
-            stops = np.arange(first + 1, self.total + 1)
-            stretched = self._steps.stretching.log_product(np.array(first), stops)
+            stops = range(first + 1, self.total + 1)
+            stretched = self._steps.stretching.log_product(first, stops)
             self._log_weights[plan.shifted] = float(
                 special.logsumexp(self._log_noise[first:] - 2 * stretched)
             )
-        before = self._steps.stretching.log_product(
-            np.array(self.total - plan.length), np.array(first)
-        )
+        before = self._steps.stretching.log_product(self.total - plan.length, first)
         return float(before) - self._log_weights[plan.shifted] / 2
 
     def _coins(self, start: int, first: int = 0) -> tuple[np.ndarray, float, float]:
@@ -339,13 +347,13 @@ class Windows:
             start: Steps before the window.
             first: Of them, how many have coins that are left out.
         """
-        stops = np.arange(first + 1, start + 1)
+        stops = range(first + 1, start + 1)
         with np.errstate(over="ignore"):
             weights = np.exp(
                 self._log_sensitivity[first:start]
-                + self._steps.stretching.log_product(stops, np.array(start))
+                + self._steps.stretching.log_product(stops, start)
             )
-            kept = np.exp(self._steps.stretching.log_product(np.array(0), np.array(start)))
+            kept = np.exp(self._steps.stretching.log_product(0, start))
         certain = float(self._steps.distance[0] * kept) if self._steps.before else 0.0
         return weights, float(self._steps.distance[start]), certain
 
@@ -363,7 +371,7 @@ class Windows:
     @functools.cached_property
     def _memory(self) -> int:
         """The number of equal steps that leave nearly all of the distance that any number does."""
-        stops = np.arange(1, self.total + 1)
+        stops = range(1, self.total + 1)
         with np.errstate(over="ignore"):
-            sums = np.cumsum(np.exp(self._steps.stretching.log_product(np.array(0), stops)))
+            sums = np.cumsum(np.exp(self._steps.stretching.log_product(0, stops)))
         return 1 + int(np.searchsorted(sums, (1 - _FORGOTTEN) * sums[-1]))

@@ -22,8 +22,8 @@ import numpy as np
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines
 from hidden_state_accountants.process.geometry import SMALLEST_MODULUS
 
-_RATIO = 1.3  # of neighbouring thetas
-_COARSER = 3  # lines for one of a rough bound
+_RATIO = 1.7  # of neighbouring thetas
+_COARSER = 2  # lines for one of a rough bound
 _MOST_LOGS = 8_000_000  # thetas times steps
 
 
@@ -105,14 +105,23 @@ class Stretching:
         kept = np.arange(len(self.logs)) % _COARSER == 0
         return Stretching(self.logs[kept], self.offsets[kept], self.num_steps)
 
-    def log_product(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """The bound for the windows (start, stop]; integer arrays that broadcast."""
-        start, stop = np.broadcast_arrays(start, stop)
-        smallest = np.full(start.shape, np.inf)
+    def log_product(self, start: int | range, stop: int | range) -> np.ndarray:
+        """The bound for the windows (start, stop], of the shape of the range if there is one."""
+        starts, stops = _indices(start), _indices(stop)
+        smallest = np.full(np.broadcast_shapes(starts.shape, stops.shape), np.inf)
+        here, there = _places(start), _places(stop)
         for line, offset in enumerate(self.offsets.tolist()):
             if self._sums is None:
-                total = self.logs[line, 0] * (stop - start)
+                total = self.logs[line, 0] * (stops - starts)
             else:
-                total = self._sums[line, stop] - self._sums[line, start]
+                total = self._sums[line, there] - self._sums[line, here]
             np.minimum(smallest, total + offset, out=smallest)
-        return np.where(stop > start, smallest, 0.0)
+        return np.where(stops > starts, smallest, 0.0)
+
+
+def _indices(steps: int | range) -> np.ndarray:
+    return np.arange(steps.start, steps.stop) if isinstance(steps, range) else np.array(steps)
+
+
+def _places(steps: int | range) -> int | slice:
+    return slice(steps.start, steps.stop) if isinstance(steps, range) else steps
