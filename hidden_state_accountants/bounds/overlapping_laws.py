@@ -41,6 +41,7 @@ class OverlappingLaws(HiddenStateBound):
       - Relation: as for `ShiftedInterpolation`.
       - Released: the last iterate alone. Steps that differ all count as the worst one: the largest
         modulus, the largest sensitivity, the least noise.
+      - Steps of learning rate 0 do not count: at both ends of a run; with full batches anywhere.
       - The figure does not depend on the number of steps: no longer run has a larger one.
       - (epsilon, delta) only: no Renyi divergences, no mu-GDP.
       - Assumptions: those of `ShiftedInterpolation`.
@@ -95,7 +96,7 @@ class _Steps:
 
     @classmethod
     def of(cls, process: NoisyProcess) -> _Steps:
-        steps = slice(1 if process.is_constant else None)
+        steps = _steps_that_count(process)
         c = float(process.contraction[steps].max())
         s = float(process.sensitivity[steps].max())
         sigma = float(process.noise_std[steps].min())
@@ -131,6 +132,20 @@ class _Steps:
         if first or not others:
             return [whole] * number
         return [(others, False), *[whole] * (number - 1), (1, True)]
+
+
+def _steps_that_count(process: NoisyProcess) -> slice | np.ndarray:
+    """All but those of learning rate 0, if the others are a run of the same period.
+
+    Such a step is one map for both data sets, which brings no two states farther apart.
+    """
+    if process.is_constant:
+        return slice(1)
+    is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
+    count = np.flatnonzero(~is_idle)
+    if process.period == 1 or not len(count):
+        return count if len(count) else slice(None)
+    return slice(count[0], count[-1] + 1)
 
 
 @functools.lru_cache(maxsize=16)  # a run is asked about after every epoch, and nothing has changed

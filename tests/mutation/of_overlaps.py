@@ -65,4 +65,18 @@ MUTATIONS = (
         "return profile",
         _TESTS,
     ),
+    Mutation(
+        "steps_without_noise_are_pauses",
+        "bounds/overlapping_laws.py",
+        "is_idle = (process.sensitivity == 0) & (process.noise_std == 0)",
+        "is_idle = (process.noise_std == 0)",
+        _TESTS,
+    ),
+    Mutation(
+        "pauses_of_a_cyclic_run_are_passed_over_anywhere",
+        "bounds/overlapping_laws.py",
+        "if process.period == 1 or not len(count):",
+        "if True:",
+        _TESTS,
+    ),
 )
