@@ -40,7 +40,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _is_fitting = _is_beside = _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
     _calls = 0  # of fit
-    _may_stop = False
+    _may_stop = _chose_rates = False
     _loaded_runs: Mapping[str, Any]
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
@@ -130,6 +130,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._given_pace = steps_per_execution
         self._run = self._record = None
         self._calls, self._may_stop, self._foreign = 0, False, frozenset()
+        self._chose_rates = False
 
     def fit(
         self,
@@ -219,6 +220,8 @@ class PrivateTraining(tf.keras.Model, Figures):
             refuse_moved_rates(others)
         run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=may_stop)
         self._may_stop |= may_stop
+        self._chose_rates |= recording.chooses_rates
+        run.steps.rates_are_chosen |= recording.chooses_rates
         steps = run.steps.last_step.steps
         self._run, self._record, self._continued = run, run.record, None
         self._foreign |= recording.foreign
@@ -427,6 +430,11 @@ class PrivateTraining(tf.keras.Model, Figures):
                 "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
                 "asked for count as released, trained or not"
             )
+        if self._chose_rates:
+            yield (
+                "validation data are public; by their metrics ReduceLROnPlateau chose learning "
+                "rates, from iterates that composition covers: every step counts, whatever its rate"
+            )
         if self._settings.checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
         if self._foreign:
@@ -634,6 +642,7 @@ class HiddenStateModel(PrivateTraining):
         validation_data_is_public: Declares that validation_data are not private. EarlyStopping on a
             val_ metric is allowed then, and ModelCheckpoint(save_best_only=True): the iterates
             after all epochs that fit was asked for count as released, and those epochs as trained.
+            Without loss_geometry ReduceLROnPlateau is allowed, too.
         **kwargs: Of tf.keras.Model.
 
     Raises:

@@ -19,6 +19,7 @@ from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
 from hidden_state_adapters.tf_privacy.guards.callbacks import (
     check_callbacks,
+    chooses_rates,
     is_of_keras,
     keeps_the_best,
     stopping,
@@ -533,6 +534,7 @@ class Recording(tf.keras.callbacks.Callback):
         releases: Whether an iterate is seen after every epoch, and after every step.
         stopping: The callbacks that may stop early.
         chooses: Whether validation data choose the number of epochs, or one of them.
+        chooses_rates: Whether they choose the learning rates.
 
     Args:
         run: Of the model.
@@ -563,7 +565,9 @@ class Recording(tf.keras.callbacks.Callback):
             checkpoints_stay_private=settings.checkpoints_stay_private,
             metrics_stay_private=settings.metrics_stay_private,
             public_validation=settings.validation_data_is_public and has_validation,
+            rates_are_free=run.steps.rates_are_free,
         )
+        self.chooses_rates = any(map(chooses_rates, others))
         self.stopping = stopping(others)
         self.chooses = bool(self.stopping) or keeps_the_best(others)
         self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back

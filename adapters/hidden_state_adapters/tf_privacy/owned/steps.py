@@ -205,6 +205,7 @@ class OwnedSteps(Mechanism):
     Attributes:
         asked_for: The steps that the only call of fit so far was asked for; None if there are more.
         examples_of_record: m, the examples of a microbatch; assigned before the run is asked for.
+        rates_are_chosen: Whether released iterates choose the learning rates; assigned likewise.
 
     Args:
         settings: Of the model.
@@ -215,6 +216,8 @@ class OwnedSteps(Mechanism):
     Raises:
         UnsupportedRunError: Something is said of an update that is not plain SGD's.
     """
+
+    _composes = True  # where nothing is known of the loss
 
     def __init__(
         self, settings: Settings, update: Update, plan: BatchPlan, variables: Sequence[Any]
@@ -242,6 +245,7 @@ class OwnedSteps(Mechanism):
         self._loss: LossGeometry | None = None
         self._longest = math.inf
         self.training = Training(self)
+        self.rates_are_chosen = False
         self.asked_for: int | None = None  # steps, by the only call of fit so far
         self._is_resumed = False  # what was declared before the first step is not known
         self.update_rule = update.name
@@ -547,12 +551,22 @@ class OwnedSteps(Mechanism):
 
         return ahead.add_to(run, step)
 
+    @property
+    def rates_are_free(self) -> bool:
+        """Whether epsilon is that of composition: rates may depend on what was released."""
+        geometry = self._settings.loss_geometry
+        return self._composes and self._loss is None and geometry is None
+
     def step_of(self, entry: StepEntry) -> Step:
-        """As every mechanism's; a rule that is not plain SGD's is recorded as a step that moves."""
+        """As every mechanism's; a rule that is not plain SGD's is recorded as a step that moves.
+
+        So is one whose rate was chosen: if steps at a rate of 0 did not count, epsilon would depend
+        on the choice.
+        """
         self._update.check_options()
         step = super().step_of(entry)
         expands = step.learning_rate * step.weight_decay >= 1 and self._loss is None
-        if not self._update.is_plain_sgd or expands:
+        if not self._update.is_plain_sgd or expands or self.rates_are_chosen:
             return attrs.evolve(step, learning_rate=1.0, weight_decay=0.0)
         return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
 

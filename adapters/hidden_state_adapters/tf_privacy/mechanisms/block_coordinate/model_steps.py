@@ -112,6 +112,7 @@ class BlockSteps(OwnedSteps):
     """
 
     _declarable = "block_loss"
+    _composes = False
 
     def __init__(
         self,

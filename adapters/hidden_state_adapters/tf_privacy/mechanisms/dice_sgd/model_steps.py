@@ -140,6 +140,8 @@ class DiceSteps(DiceAccount, OwnedSteps):
         UnsupportedRunError: The bound on DiceSGD does not know such a run.
     """
 
+    _composes = False
+
     def __init__(
         self,
         settings: Settings,
