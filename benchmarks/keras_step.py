@@ -12,6 +12,11 @@ which ours looks at model and loss again (1, 2, 4, 8, ...), are left out.
 "eager" has run_eagerly=True for both, beside a plain model with `VectorizedDPKerasSGDOptimizer`.
 After the models come the optimizers: a loop of one's own with `CyclicDPKerasSGDOptimizer` beside
 that one, without a record of the run.
+
+    TF_USE_LEGACY_KERAS=0 python benchmarks/keras_step.py --only plain
+
+compares ours with a plain model of Keras in place of DPSequential, which needs no TF Privacy: it
+runs with Keras 3, too, of which there is none.
 """
 
 import argparse
@@ -20,12 +25,8 @@ import time
 
 import numpy as np
 import tensorflow as tf
-from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPSequential
-from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras_vectorized import (
-    VectorizedDPKerasSGDOptimizer,
-)
 
-from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer, HiddenStateSequential
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
 
 layers = tf.keras.layers
 EAGER_STEPS = 4  # of an epoch
@@ -69,6 +70,7 @@ MODES = {
     "eager": {"run_eagerly": True},
 }
 MOST_MODES = ("graph", "XLA", "eager")
+PLAIN_MODES = ("graph, one step", "graph, 32 steps")  # Keras 3 makes one unless told otherwise
 CASES = {  # name: what is trained, batch size, steps of an epoch, modes
     "probe 512 x 10": (probe(512, 10), 256, 64, tuple(MODES)),
     "probe 2048 x 100": (probe(2048, 100), 256, 16, ("graph", "XLA")),
@@ -93,11 +95,17 @@ def crossentropy(**kwargs):
 
 
 def vectorized():
+    from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras_vectorized import (
+        VectorizedDPKerasSGDOptimizer,
+    )
+
     return VectorizedDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1)
 
 
 def contestants(make, mode, grouping):
     """Compiled models: TensorFlow Privacy's, and ours."""
+    from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPSequential
+
     compile, sgd = MODES[mode], tf.keras.optimizers.legacy.SGD
     settings = {**CLIP_AND_NOISE, **grouping}
     ours = HiddenStateSequential(make()[2], **settings)
@@ -112,13 +120,24 @@ def contestants(make, mode, grouping):
     return theirs, ours
 
 
+def beside_plain(make, mode, grouping):
+    """Compiled models: a plain one of Keras, and ours."""
+    compile = MODES[mode] if mode == "XLA" else {**MODES[mode], "jit_compile": False}
+    optimizers = tf.keras.optimizers
+    sgd = optimizers.SGD if keras_api.IS_KERAS_3 else optimizers.legacy.SGD
+    both = tf.keras.Sequential(make()[2]), HiddenStateSequential(make()[2], **CLIP_AND_NOISE)
+    for model in both:
+        model.compile(sgd(0.1), crossentropy(), **compile)
+    return both
+
+
 def arrays(make, rows):
     shape, classes, _ = make()
     random = np.random.default_rng(0)
     return random.normal(size=(rows, *shape)).astype("float32"), random.integers(0, classes, rows)
 
 
-def measure(make, batch_size, steps, mode, grouping):
+def measure(make, batch_size, steps, mode, grouping, models=contestants):
     """CPU seconds of a step of a model: TensorFlow Privacy's, and ours."""
     steps = EAGER_STEPS if mode == "eager" else steps
     x, y = arrays(make, batch_size * steps)
@@ -128,11 +147,13 @@ def measure(make, batch_size, steps, mode, grouping):
         model.fit(x, y, batch_size=batch_size, callbacks=[clock], verbose=0)
         return clock.seconds / steps
 
-    return in_turn(epoch_of, contestants(make, mode, grouping), MEASURED)
+    return in_turn(epoch_of, models(make, mode, grouping), MEASURED)
 
 
 def measure_optimizers(make, batch_size, steps, mode):
     """CPU seconds of a step of one's own loop with an optimizer, without a record of the run."""
+    from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer
+
     x, y = map(tf.constant, arrays(make, batch_size))
     steps = EAGER_STEPS if mode == "eager" else steps // 4
 
@@ -171,10 +192,17 @@ def print_row(case, batch_size, mode, theirs, ours):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["models", "optimizers"])
+    parser.add_argument("--only", choices=["models", "optimizers", "plain"])
     parser.add_argument("cases", nargs="*", default=list(CASES))
     arguments = parser.parse_args()
     cases = {name: CASES[name] for name in arguments.cases}
+    if arguments.only == "plain":
+        print("| model, batch | mode | plain Keras | ours | ratio |\n|---|---|---|---|---|")
+        for name, (make, batch_size, steps, _) in cases.items():
+            for mode in PLAIN_MODES if name not in GROUPING else ():
+                found = measure(make, batch_size, steps, mode, {}, beside_plain)
+                print_row(name, batch_size, mode, *found)
+        return
     if arguments.only != "optimizers":
         print("| model, batch | mode | TF Privacy | ours | ratio |\n|---|---|---|---|---|")
         for name, (make, batch_size, steps, modes) in cases.items():

@@ -56,10 +56,10 @@ class OwnedLog(StepLog):
         If none was made, the last step that there was.
         """
         last = self.read()
-        entries = self._entries.numpy().tolist()
+        entries = self._entries.numpy()
         found = []
         for step in range(steps + 1, last.steps + 1):
-            noted, rows, *values = entries[(step - 1) % MOST_STEPS]
+            noted, rows, *values = entries[(step - 1) % MOST_STEPS].tolist()
             if noted == step:  # else the log was written to
                 found.append(StepEntry(step, int(rows), Problem.NONE, last.weights, *values))
         return [*found, last] if last.problem or not found else found
