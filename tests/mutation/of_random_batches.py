@@ -167,8 +167,8 @@ MUTATIONS = (
     Mutation(
         "distance_shrinks_all_through_the_window",
         WINDOWS,
-        "np.array(self.total - plan.length), np.array(first)",
-        "np.array(self.total - plan.length), np.array(self.total)",
+        "log_product(self.total - plan.length, first)",
+        "log_product(self.total - plan.length, self.total)",
         _SAMPLED_TESTS,
     ),
     Mutation(
