@@ -51,6 +51,7 @@ from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.base import (
     BestOfCurves,
     Curve,
+    CurveForSmallDeltas,
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
@@ -68,6 +69,7 @@ from hidden_state_accountants.process.noisy_process import (
 )
 
 _FAILURE = 1e-12  # of what is planned about the sizes of batches: added to delta
+_SMALLER_FAILURE = 1e-18  # of a second plan, for deltas at which the first one says little
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
@@ -117,16 +119,23 @@ class Subsampling(HiddenStateBound):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The best window found, segment by segment."""
-        run = _planned(event, relation)
-        curve = run.released_curve(event)
-        return Proof(
-            curve=CurveWithDelta(curve, run.failure) if run.failure else curve,
-            theorem=f"{self.citation.of('Theorem C')}, sampled batches",
-        )
+        curve = _curve(event, relation, _FAILURE)
+        if isinstance(curve, CurveWithDelta) and curve.extra <= _FAILURE:  # as planned
+            smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)
+            curve = BestOfCurves((curve, CurveForSmallDeltas(curve, smaller)))
+        return Proof(curve=curve, theorem=f"{self.citation.of('Theorem C')}, sampled batches")
 
 
-def _planned(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
-    """What is planned about a run.
+def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, failure: float) -> Curve:
+    run = _planned(event, relation, failure)
+    curve = run.released_curve(event)
+    return CurveWithDelta(curve, run.failure) if run.failure else curve
+
+
+def _planned(
+    event: LastIterateDpEvent, relation: NeighboringRelation, failure: float = _FAILURE
+) -> _SampledRun:
+    """What is planned about a run, and may fail with this probability.
 
     Equal steps are planned up to the next power of two, so that a run that goes on keeps its plan.
     (Not if there is a cap, which acts with a probability that counts.)
@@ -134,18 +143,22 @@ def _planned(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Sampl
     steps = event.num_steps
     if not event.has_schedules and event.max_batch_size is None:
         steps = 2 ** math.ceil(math.log2(steps))
-    return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation)
+    return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation, failure)
 
 
-def _run_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
+def _run_of(
+    event: LastIterateDpEvent, relation: NeighboringRelation, failure: float
+) -> _SampledRun:
     """Kept where all steps are equal; the arrays of a schedule can take a gigabyte."""
     make = _SampledRun.of if event.has_schedules else _equal_steps
-    return make(event, relation)
+    return make(event, relation, failure)
 
 
 @functools.lru_cache(maxsize=16)
-def _equal_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
-    return _SampledRun.of(event, relation)
+def _equal_steps(
+    event: LastIterateDpEvent, relation: NeighboringRelation, failure: float
+) -> _SampledRun:
+    return _SampledRun.of(event, relation, failure)
 
 
 @functools.lru_cache(maxsize=16)
@@ -202,6 +215,7 @@ class _SampledRun:
         process: With the moduli of the largest batch.
         stretching: Bounds on products of moduli.
         failure: The probability that the batches are not as planned.
+        allowed: What it was to be at most, if there is no cap.
     """
 
     event: LastIterateDpEvent
@@ -209,25 +223,29 @@ class _SampledRun:
     process: NoisyProcess
     stretching: Stretching
     failure: float
+    allowed: float
 
     @classmethod
-    def of(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> _SampledRun:
+    def of(
+        cls, event: LastIterateDpEvent, relation: NeighboringRelation, allowed: float = _FAILURE
+    ) -> _SampledRun:
         """The plan: half of what may fail is for the sizes, half for products of moduli."""
         if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
             process = sampled_process(event, relation, event.batch_size)
             stretching = Stretching.of_moduli(process.contraction, process.is_constant)
-            return cls(event, relation, process, stretching, 0.0)
-        sizes = BatchSizes.of(event, relation, _FAILURE / 2)
+            return cls(event, relation, process, stretching, 0.0, allowed)
+        sizes = BatchSizes.of(event, relation, allowed / 2)
         process = sampled_process(event, relation, sizes.largest)
         lines = modulus_lines(event, relation, sizes)
         if lines is None:
             stretching = Stretching.of_moduli(process.contraction, process.is_constant)
             failure = event.overfull_delta(relation, sizes.largest)
-            return cls(event, relation, process, stretching, failure)
+            return cls(event, relation, process, stretching, failure, allowed)
         stretching = Stretching.of_sizes(
-            process.contraction, lines, sizes, _FAILURE / 2, process.is_constant
+            process.contraction, lines, sizes, allowed / 2, process.is_constant
         )
-        return cls(event, relation, process, stretching, sizes.failure + _FAILURE / 2)
+        failure = sizes.failure + allowed / 2
+        return cls(event, relation, process, stretching, failure, allowed)
 
     def released_curve(self, event: LastIterateDpEvent) -> Curve:
         """All segments between the releases of a run that is as planned, composed."""
@@ -278,7 +296,7 @@ class _SampledRun:
         """A run of many more steps, so that runs of all lengths have the same plans."""
         if self.event.max_batch_size is not None or self.event.num_steps >= _MANY:
             return self
-        return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation)
+        return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation, self.allowed)
 
     def plans_of_equal(self, num_steps: int) -> list[Plan | None]:
         """Few plans are searched for, so that a run that goes on is not searched after each epoch.
@@ -316,7 +334,7 @@ class _SampledRun:
             scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
             return best_plan(scaled, step_profile(event, self.relation), _DELTA)
 
-        return _PLANS.of((hash(event), self.relation, start, stop), search)
+        return _PLANS.of((hash(event), self.relation, self.allowed, start, stop), search)
 
     def segment(self, start: int, stop: int) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -21,6 +22,7 @@ _HOPELESS = 3.0  # times as large by divergences
 _UNLIKELY = 1.8  # times as large: a shorter run is asked, which is known if this one goes on
 _SURELY = 1.001  # more than all rounding of a composed loss
 NEGLIGIBLE = 1e-9  # a failure that is below every delta that is asked for
+_LITTLE = 100.0  # times the failure of a curve: a smaller delta is used up by it
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
@@ -240,6 +242,56 @@ class CurveWithDelta:
 
     def delta(self, epsilon: float) -> float:
         return min(1.0, self.curve.delta(epsilon) + self.extra)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return np.full(orders.shape, math.inf)
+
+    def privacy_losses(self) -> None:
+        return None
+
+    def to_dpevent(self) -> None:
+        return None
+
+
+@attrs.frozen(eq=False, slots=False)
+class CurveForSmallDeltas:
+    """A curve that is worked out only at deltas so small that another one says little or nothing.
+
+    Attributes:
+        other: The one that may fail.
+        make: Makes this one.
+    """
+
+    other: CurveWithDelta
+    make: Callable[[], Curve]
+
+    @property
+    def mu(self) -> None:
+        """Not Gaussian."""
+        return None
+
+    @functools.cached_property
+    def made(self) -> Curve:
+        """This curve."""
+        return self.make()
+
+    @property
+    def _largest_delta(self) -> float:
+        return _LITTLE * self.other.extra
+
+    def epsilon(self, delta: float) -> float:
+        if delta > self._largest_delta:
+            return math.inf
+        # No smaller one at a smaller delta, whichever of the two curves is read off.
+        return max(self.made.epsilon(delta), self.other.epsilon(self._largest_delta))
+
+    def rough_epsilon(self, delta: float) -> float:
+        return math.inf if delta > self._largest_delta else rough_epsilon(self.made, delta)
+
+    def delta(self, epsilon: float) -> float:
+        if self.other.delta(epsilon) > self._largest_delta:
+            return 1.0
+        return self.made.delta(epsilon)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.full(orders.shape, math.inf)

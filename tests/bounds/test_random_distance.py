@@ -24,6 +24,7 @@ from hidden_state_accountants.bounds.solvers.quick_laws import quick_law
 from hidden_state_accountants.bounds.solvers.sampled_windows import best_plan
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.subsampling import _planned, _SampledRun
+from hidden_state_accountants.curves.base import CurveWithDelta
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
 from hidden_state_accountants.process.noisy_process import sampled_process
 
@@ -264,8 +265,10 @@ class TestModulusLines:
         assert clipped().num_steps <= run.event.num_steps < 2 * clipped().num_steps
         assert run.failure == sizes.failure + 5e-13 <= 1e-12
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
-        assert curve.extra == run.failure
-        assert curve.epsilon(run.failure) == math.inf
+        first, second = curve.curves
+        assert first.extra == run.failure
+        assert first.epsilon(run.failure) == math.inf
+        assert second.make().extra == _planned(clipped(), SPECIAL, 1e-18).failure <= 1e-18
 
     def test_sizes_that_concentrate_gain(self):
         """The effective modulus of 1, 10, 100 and 1000 steps, between those of b and of k_max."""
@@ -450,3 +453,31 @@ def test_losses_that_are_all_beyond_the_first_reach():
     epsilon = hsa.LastIterateAccountant("replace_special").compose(event).get_epsilon(1e-5)
     mu = 100 * math.sqrt(10)  # of ten Gaussian mechanisms
     assert 0 < epsilon <= mu**2 / 2 + 4.3 * mu
+
+
+class TestSmallDeltas:
+    """Near the failure of a plan about the sizes of batches a second one counts, which is rarer."""
+
+    def test_no_jump_where_the_first_plan_may_fail(self):
+        curve = Subsampling().guarantee(clipped(), SPECIAL).curve
+        first, second = curve.curves
+        deltas = np.geomspace(1e-8, 1e-15, 43)
+        epsilons = np.array([curve.epsilon(d) for d in deltas])
+        assert (np.diff(epsilons) >= 0).all()
+        assert (epsilons[1:] < 1.06 * epsilons[:-1]).all()  # 7 values for a factor of ten
+        for delta, epsilon in zip(deltas.tolist(), epsilons.tolist(), strict=True):
+            assert curve.delta(epsilon) <= delta
+        assert second.epsilon(1e-9) == second.rough_epsilon(1e-9) == math.inf
+        assert second.delta(epsilons[0]) == 1.0
+        assert first.epsilon(5e-13) == math.inf > second.epsilon(5e-13)
+        assert second.epsilon(second.make().extra) == math.inf
+
+    def test_a_usual_delta_does_not_work_it_out(self):
+        curve = Subsampling().guarantee(clipped(learning_rate=0.45), SPECIAL).curve
+        assert curve.epsilon(1e-5) < curve.epsilon(1e-9) < math.inf
+        assert curve.delta(0.1) > 0
+        assert "made" not in vars(curve.curves[1])
+
+    def test_a_cap_that_acts_has_one_plan(self):
+        event = clipped(max_batch_size=clipped().batch_size + 5)
+        assert isinstance(Subsampling().guarantee(event, SPECIAL).curve, CurveWithDelta)

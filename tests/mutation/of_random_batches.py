@@ -33,6 +33,20 @@ MUTATIONS = (
         _DISTANCE_TESTS,
     ),
     Mutation(
+        "what_was_planned_never_fails",
+        SUBSAMPLING,
+        "return CurveWithDelta(curve, run.failure) if run.failure else curve",
+        "return CurveWithDelta(curve, 0.0)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
+        "second_plan_is_the_first_one",
+        SUBSAMPLING,
+        "smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)",
+        "smaller = functools.partial(_curve, event, relation, _FAILURE)",
+        _DISTANCE_TESTS,
+    ),
+    Mutation(
         "steps_of_a_schedule_are_nearer_to_the_other_ones",
         SIZES,
         "weights = np.log1p(-way), np.log(way)",
@@ -203,8 +217,8 @@ MUTATIONS = (
     Mutation(
         "products_of_moduli_never_fail",
         SUBSAMPLING,
-        "return cls(event, relation, process, stretching, sizes.failure + _FAILURE / 2)",
-        "return cls(event, relation, process, stretching, sizes.failure)",
+        "failure = sizes.failure + allowed / 2",
+        "failure = sizes.failure",
         _DISTANCE_TESTS,
     ),
     Mutation(
