@@ -32,6 +32,7 @@ class UntouchedGuard(Guard):
     def __init__(self, module: nn.Module, params: Sequence[nn.Parameter], forward: ForwardGuard):
         self._params, self._forward = params, forward
         self._seen: list[tuple[Any, int]] | None = None
+        self._has_seen_all = True
         self._handle = module.register_forward_hook(self._follow)
 
     def _follow(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -56,12 +57,14 @@ class UntouchedGuard(Guard):
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is verified at every step."""
-        yield Assumption.checked("per-example gradients as the backward pass left them")
+        """What was verified at every step so far."""
+        if self._has_seen_all:
+            yield Assumption.checked("per-example gradients as the backward pass left them")
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if they are others than after the backward pass."""
-        if self._seen is None:  # a loss of something else than the module's outputs
+        if self._seen is None:  # a loss of something else than the tensors that the module returns
+            self._has_seen_all = False
             return
         for (now, writes), (then, before) in zip(self._now(), self._seen, strict=True):
             if now is not then or writes != before:
