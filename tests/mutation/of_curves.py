@@ -41,10 +41,14 @@ MUTATIONS = (
     Mutation(
         "extra_delta_is_forgotten_by_divergences",
         CURVES,
-        """    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        """self.curve.delta(epsilon) + self.extra)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.full(orders.shape, math.inf)
 """,
-        """    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        """self.curve.delta(epsilon) + self.extra)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
         return self.curve.rdp(orders)
 """,
         _DETAILS,
