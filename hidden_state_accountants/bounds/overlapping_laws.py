@@ -143,8 +143,10 @@ def _steps_that_count(process: NoisyProcess) -> slice | np.ndarray:
         return slice(1)
     is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
     count = np.flatnonzero(~is_idle)
-    if process.period == 1 or not len(count):
-        return count if len(count) else slice(None)
+    if not len(count):
+        return slice(None)
+    if process.period == 1:
+        return count
     return slice(count[0], count[-1] + 1)
 
 

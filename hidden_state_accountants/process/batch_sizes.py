@@ -110,7 +110,7 @@ def modulus_lines(
     number = np.arange(sizes.smallest, sizes.largest + 1)
     if len(nodes.places) * len(number) > _MOST_MODULI:
         return None
-    logs = _log_moduli(steps, relation, nodes.steps, number)
+    logs = _log_moduli(steps, relation, nodes, number)
     if np.ptp(logs, axis=1).max() < _SAME:
         return None
     lines = _lines(number[:-1], logs, sizes.others * sizes.rate)
@@ -127,12 +127,16 @@ class _Nodes:
     Attributes:
         order: The steps in that order, shape (T,).
         rates: Their learning rates, in that order.
+        decays: Their weight decays, likewise.
+        clips: Whether their clips act, likewise.
         is_node: Whether a step is looked at, in that order. Those between two of these have the
             same decay and the same clip.
     """
 
     order: np.ndarray
     rates: np.ndarray
+    decays: np.ndarray
+    clips: np.ndarray
     is_node: np.ndarray
 
     @classmethod
@@ -146,33 +150,25 @@ class _Nodes:
         changes = np.flatnonzero((decay[1:] != decay[:-1]) | (clipped[1:] != clipped[:-1]))
         is_node = np.arange(len(decay)) % math.ceil(len(decay) / _NODES) == 0
         is_node[changes] = is_node[changes + 1] = is_node[-1] = True
-        return cls(order, eta[order], is_node)
+        return cls(order, eta[order], decay, clipped, is_node)
 
     @property
     def places(self) -> np.ndarray:
         """Where the nodes are, in the order of the learning rates."""
         return np.flatnonzero(self.is_node)
 
-    @property
-    def steps(self) -> np.ndarray:
-        """Which steps the nodes are."""
-        return self.order[self.is_node]
-
 
 def _log_moduli(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
-    steps: np.ndarray,
+    nodes: _Nodes,
     number: np.ndarray,
 ) -> np.ndarray:
-    """log c of some steps at every number of gradients but the last, shape (steps, numbers - 1)."""
+    """log c of the nodes at every number of gradients but the last, shape (nodes, numbers - 1)."""
     assert event.loss is not None
     rates, decays, clipped = (
-        values[steps, None]
-        for values in (
-            event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)
-        )
-    )  # fmt: skip
+        values[nodes.is_node, None] for values in (nodes.rates, nodes.decays, nodes.clips)
+    )
     share = np.maximum(number, 1) / event.batch_size
     moduli = geometry.update_lipschitz(event.loss, rates * share, decays / share, clipped)
     moduli = np.where(number > 0, moduli, np.abs(1 - rates * decays))

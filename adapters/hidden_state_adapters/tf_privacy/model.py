@@ -40,7 +40,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _is_fitting = _is_beside = _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
     _calls = 0  # of fit
-    _may_stop = _chose_rates = False
+    _may_stop = False
     _loaded_runs: Mapping[str, Any]
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
@@ -130,7 +130,6 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._given_pace = steps_per_execution
         self._run = self._record = None
         self._calls, self._may_stop, self._foreign = 0, False, frozenset()
-        self._chose_rates = False
 
     def fit(
         self,
@@ -220,7 +219,6 @@ class PrivateTraining(tf.keras.Model, Figures):
             refuse_moved_rates(others)
         run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=may_stop)
         self._may_stop |= may_stop
-        self._chose_rates |= recording.chooses_rates
         run.steps.rates_are_chosen |= recording.chooses_rates
         steps = run.steps.last_step.steps
         self._run, self._record, self._continued = run, run.record, None
@@ -430,7 +428,7 @@ class PrivateTraining(tf.keras.Model, Figures):
                 "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
                 "asked for count as released, trained or not"
             )
-        if self._chose_rates:
+        if self._run is not None and self._run.steps.rates_are_chosen:
             yield (
                 "validation data are public; by their metrics ReduceLROnPlateau chose learning "
                 "rates, from iterates that composition covers: every step counts, whatever its rate"

@@ -81,19 +81,20 @@ def _weighted_sum(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
 
 def _stored(param: nn.Parameter) -> torch.Tensor:
     """The per-example gradients of the one batch that `param` holds."""
-    sample = _sample(param)
+    sample = sample_of(param)
     assert isinstance(sample, torch.Tensor)
     return sample
 
 
-def _sample(param: nn.Parameter) -> Any:
+def sample_of(param: nn.Parameter) -> Any:
+    """What it holds as per-example gradients; the only one of a list of them."""
     sample = getattr(param, "grad_sample", None)
     return sample[0] if isinstance(sample, list) and len(sample) == 1 else sample
 
 
 def were_used(params: Sequence[nn.Parameter]) -> bool:
     """Whether the gradients that `params` hold are in a sum already."""
-    samples = [_sample(p) for p in params]
+    samples = [sample_of(p) for p in params]
     return any(
         sample.is_released if isinstance(sample, GhostSample) else hasattr(sample, "_processed")
         for sample in samples
@@ -106,7 +107,7 @@ def is_ghost(params: Sequence[nn.Parameter]) -> bool:
     Raises:
         UnsupportedRunError: Only that of some of them was.
     """
-    kinds = {isinstance(_sample(p), GhostSample) for p in params}
+    kinds = {isinstance(sample_of(p), GhostSample) for p in params}
     if len(kinds) > 1:
         raise UnsupportedRunError(
             "got per-example gradients in some parameters and ghost clipping in others. Make one "
@@ -123,10 +124,10 @@ def ghost_norms(params: Sequence[nn.Parameter]) -> torch.Tensor:
     """
     layers = _by_layer(params)
     for gradients, group in layers:
-        if any(_sample(p).norms is None for p in group):
+        if any(sample_of(p).norms is None for p in group):
             for p, norms in zip(group, gradients.norms(group), strict=True):
-                _sample(p).norms = norms
-    parts = [_sample(p).norms for p in params]
+                sample_of(p).norms = norms
+    parts = [sample_of(p).norms for p in params]
     parts = [part.to(device=parts[0].device, dtype=torch.float64) for part in parts]
     norms = norms_of_norms(parts)
     if all(gradients.are_moderate for gradients, _ in layers):
@@ -146,10 +147,10 @@ def take_ghost_sums(
     """
     sums: dict[int, list[torch.Tensor]] = {}
     for gradients, group in _by_layer(params):
-        totals = gradients.sums(group, weights, [_sample(p).norms for p in group])
+        totals = gradients.sums(group, weights, [sample_of(p).norms for p in group])
         sums.update(zip(map(id, group), totals, strict=True))
     for p in params:
-        _sample(p).release()
+        sample_of(p).release()
     return [sums[id(p)] for p in params]
 
 
@@ -163,7 +164,7 @@ def _by_layer(
     """
     groups: dict[int, tuple[LayerGradients, list[nn.Parameter]]] = {}
     for p in params:
-        gradients = _sample(p).gradients
+        gradients = sample_of(p).gradients
         groups.setdefault(id(gradients), (gradients, []))[1].append(p)
     for gradients, _ in groups.values():
         for use in gradients.uses:

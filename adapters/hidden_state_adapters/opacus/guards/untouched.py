@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.sums import sample_of
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 
@@ -52,7 +53,7 @@ class UntouchedGuard(Guard):
 
     def _now(self) -> list[tuple[Any, int]]:
         """The gradients of every parameter, and how often they were written."""
-        samples = map(_sample, self._params)
+        samples = map(sample_of, self._params)  # of several batches: refused elsewhere
         return [(sample, getattr(sample, "_version", 0)) for sample in samples]
 
     @property
@@ -90,12 +91,6 @@ class UntouchedGuard(Guard):
 
     def __reduce__(self) -> Any:
         return _idle_watch, ()  # a copy of the module trains nothing here
-
-
-def _sample(param: Any) -> Any:
-    """Its per-example gradients. (Those of several batches are refused elsewhere.)"""
-    found = getattr(param, "grad_sample", None)
-    return found[0] if isinstance(found, list) and len(found) == 1 else found
 
 
 def _idle_watch() -> UntouchedGuard:

@@ -10,7 +10,11 @@ import torch
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
-from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums, gradient_norms
+from hidden_state_adapters.opacus.gradients.sums import (
+    add_weighted_sums,
+    gradient_norms,
+    sample_of,
+)
 from hidden_state_adapters.opacus.guards.base import Piece
 from hidden_state_adapters.opacus.guards.gradients import SumsGuard
 from hidden_state_adapters.opacus.stock.checks import hides_rows
@@ -80,7 +84,7 @@ class PieceWatch:
         """The norms of the gradients of one batch; None where Opacus clips, or would raise."""
         if not self._is_known or not all(map(_is_of_one_batch, piece.params)):
             return None
-        are_alike = len({len(_sample(p)) for p in piece.params}) == 1
+        are_alike = len({len(sample_of(p)) for p in piece.params}) == 1
         return gradient_norms(piece.params) if are_alike else None
 
     def take(self) -> tuple[int | None, torch.Tensor | None]:
@@ -112,14 +116,9 @@ def _rows(optimizer: DPOptimizer, piece: Piece) -> int:
 
 
 def _is_of_one_batch(param: Any) -> bool:
-    sample = _sample(param)
+    sample = sample_of(param)
     is_plain = isinstance(sample, torch.Tensor) and sample.dtype in (torch.float32, torch.float64)
     return is_plain and not hasattr(sample, "_processed")
-
-
-def _sample(param: Any) -> Any:
-    sample = getattr(param, "grad_sample", None)
-    return sample[0] if isinstance(sample, list) and len(sample) == 1 else sample
 
 
 def _length(value: Any) -> int:
