@@ -49,14 +49,14 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-all test-fast test-numpy2 test-keras3 test-python test-mutations tightness benchmarks utility papers gpu \
+.PHONY: help demo test test-once test-all test-exhaustive test-fast test-numpy2 test-keras3 test-python test-mutations tightness benchmarks utility papers gpu \
     gpu-wheels docs release lint format clean distclean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo         train a private model with Opacus and print its hidden-state epsilon"
-	@echo "make test         everything that CI runs: lint, test-all, test-numpy2"
-	@echo "make test-all     the whole test suite"
+	@echo "make test         everything that CI runs: lint, then every behaviour once"
+	@echo "make test-all     every case: whole products, all seeds; then test-numpy2 and test-keras3 (nightly)"
 	@echo "make test-fast    quick tests of the core, the command line and both adapters; under three minutes"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow: with Keras 3, then with Keras 2"
@@ -80,10 +80,15 @@ help:
 demo: .venv/.demo-installed
 	.venv/bin/python examples/linear_probe_opacus.py
 
-test: lint test-all test-numpy2
+test: lint test-once
 
-test-all: .venv/.test-installed
+test-once: .venv/.test-installed
 	$(call PYTEST,.venv) $(PYTEST_ARGS) tests
+
+test-all: test-exhaustive test-numpy2 test-keras3
+
+test-exhaustive: .venv/.test-installed
+	$(call PYTEST,.venv) --exhaustive $(PYTEST_ARGS) tests
 
 test-fast: .venv/.test-installed
 	$(call PYTEST,.venv) -m "not slow" $(PYTEST_ARGS) $(FAST_TESTS)

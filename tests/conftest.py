@@ -19,6 +19,24 @@ settings.register_profile("deep", deadline=None, max_examples=deep_examples)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="also the tests that are marked so: further seeds, whole products (make test-all)",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what is marked exhaustive, unless it is asked for."""
+    if config.getoption("exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """In continuous integration a test draws the same numbers in every run and after any other.

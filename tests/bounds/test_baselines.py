@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 from shift_programs import least_squares_mu_squared
@@ -96,7 +97,7 @@ def typed_altschuler_talwar(event, s, c, diameter, position):
     return least
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_baselines_are_what_is_typed_anew_and_never_below_the_best_plan(seed):
     event = random_run(seed)
     process = noisy_process(event, REPLACE_ONE)

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from cases import seeds
 from chien_li import PUBLISHED, REPLACE_ONE, SOUND, per_alpha
 from runs import cyclic_run, full_run, probe_run
 from scipy import optimize, special, stats
@@ -75,7 +76,7 @@ def theorem_3_1(c, tau, beta, big_k, eta, n, steps, diameter, sigma):
     return (first + (distance**2 / second if distance else 0.0)) / (2 * sigma**2)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25))
 @pytest.mark.parametrize("kind", ["smooth", "convex", "strongly_convex"])
 def test_theorem_3_1_is_the_minimum_of_its_formula(kind, seed):
     rng = np.random.default_rng(seed)
@@ -184,7 +185,7 @@ def lemma_a_2(eta_l, exponent, batch, participates, s, drift, diameter):
     return np.minimum(distances, diameter)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("exponent", [1.0, None])
 def test_theorem_a_1_is_the_minimum_of_its_formula(seed, exponent):
     rng = np.random.default_rng(seed)
@@ -229,7 +230,7 @@ def changed(event, **changes):
     return {name: getattr(event, name) for name in names} | changes
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_both_linear_solvers_agree(seed):
     rng = np.random.default_rng(seed)
     steps, period = int(rng.integers(1, 60)), int(rng.integers(1, 6))

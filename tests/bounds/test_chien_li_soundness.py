@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from cases import seeds
 from chien_li import PUBLISHED, REPLACE_ONE, SOUND, per_alpha
 from dp_accounting import NeighboringRelation
 from quadratics import largest_exact_mu, random_hessian
@@ -43,7 +44,7 @@ def quadratic_case(seed):
     return event, largest_exact_mu(rng, event, hessians, 1.6)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_dominates_the_exact_mu_of_quadratics(seed):
     event, exact = quadratic_case(seed)
     guarantee = SOUND.guarantee(event, REPLACE_ONE)
@@ -125,7 +126,7 @@ def random_event(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_the_default_accountant_is_never_larger(seed):
     event, relation = random_event(seed), [REPLACE_SPECIAL, REPLACE_ONE][seed % 2]
     own = hsa.ChienLiAccountant(relation).compose(event).guarantee

@@ -6,6 +6,7 @@ import math
 import attrs
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, probe_run
 from shift_programs import least_squares_mu_squared
@@ -206,7 +207,7 @@ class TestReshuffled:
             assert bound <= everything.get_epsilon(1e-5) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_one_pass_for_all_last_positions(seed):
     rng = np.random.default_rng(seed)
     period, steps = int(rng.integers(1, 6)), int(rng.integers(1, 23))

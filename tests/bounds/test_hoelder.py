@@ -8,6 +8,7 @@ import attrs
 import mpmath
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +42,7 @@ def at_positions(event, relation=REPLACE_SPECIAL):
 
 
 @pytest.mark.parametrize("relation", list(NeighboringRelation))
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_the_modulus_holds_on_simulated_steps(seed, relation):
     """x |x|**(e - 1) has Hölder constant 2**(1 - e); clipped, moved, in two dimensions."""
     rng = np.random.default_rng(seed)
@@ -178,7 +179,7 @@ def nonlinear_program_mu(problem, tries=5):
     return math.sqrt(best)
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", seeds(18))
 def test_general_programs_find_nothing_better(seed):
     rng = np.random.default_rng([7, seed])
     problem = random_problem(rng, int(rng.integers(2, 5)))
@@ -186,7 +187,7 @@ def test_general_programs_find_nothing_better(seed):
     assert best * (1 - 1e-5) <= found <= best * (1 + 1e-7)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_linear_moduli_against_the_taut_string(seed):
     rng = np.random.default_rng([8, seed])
     steps = int(rng.integers(1, 300))
@@ -226,7 +227,7 @@ def test_any_plan_is_made_feasible_and_its_cost_is_rounded_up(seed, plan):
         assert mpmath.sqrt(total) <= found <= mpmath.sqrt(total) * (1 + 1e-11)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_units_do_not_matter(seed):
     rng = np.random.default_rng([9, seed])
     problem = random_problem(rng, 20)
@@ -308,7 +309,7 @@ def random_event(seed, **changes):
     return hsa.LastIterateDpEvent(**(arguments | changes))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_never_above_composition_or_chien_and_li(seed):
     event, relation = random_event(seed), [REPLACE_SPECIAL, REPLACE_ONE][seed % 2]
     found = mu(event, relation)
@@ -318,7 +319,7 @@ def test_never_above_composition_or_chien_and_li(seed):
     assert best.mu == pytest.approx(found, rel=1e-7)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_exponent_one_is_never_above_the_linear_bound(seed):
     event = random_event(seed, loss=hsa.LossGeometry.hoelder(0.1, 1.0, 0.5))
     linear = ShiftedInterpolation().guarantee(event, REPLACE_ONE).curve.mu
@@ -338,7 +339,7 @@ def test_without_decay_and_domain_full_batches_are_composition():
     assert mu(event) == pytest.approx(math.sqrt(24) / 2, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_the_batch_processed_last_is_the_worst(seed):
     event = random_event(seed, batch_order="cyclic", batch_size=2, dataset_size=8, num_steps=30)
     positions = at_positions(event)

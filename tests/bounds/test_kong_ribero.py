@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from quadratics import largest_exact_mu, random_hessian
 from runs import cyclic_run, full_run, probe_run
@@ -74,7 +75,7 @@ def random_case(seed):
     return event, (lam, m, big_m, clip, b, sigma), (epochs, period), unclipped
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_published_is_the_paper(seed):
     event, numbers, shape, unclipped = random_case(seed)
     by_epochs = typed_17(*numbers, *shape, factor=1.0 if unclipped else math.sqrt(2))
@@ -106,7 +107,7 @@ def test_theta(lipschitz):
     assert np.array_equal(theta(0.0, np.array([0, 1, 2])), [0, 1, 0])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_corollaries_are_never_smaller_than_theorem_2_3(seed):
     rng = np.random.default_rng(seed)
     m, big_m = rng.uniform(0.01, 2, 2)
@@ -197,7 +198,7 @@ def test_reference_run():
 # --- the sharpened bound ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_sharpened_bound_is_a_plan_of_theorem_a(seed):
     """Epoch by epoch the optimal shifts, typed as separate programs; never above the paper."""
     event, numbers, (_, period), _ = random_case(seed)
@@ -233,7 +234,7 @@ def changed(event, **changes):
     return {name: getattr(event, name) for name in names} | changes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_dominates_the_exact_mu_of_quadratics(seed):
     rng = np.random.default_rng(seed)
     dimension, batch_size, period = (int(rng.integers(1, n)) for n in (4, 4, 6))
@@ -257,7 +258,7 @@ def test_dominates_the_exact_mu_of_quadratics(seed):
         assert exact**2 / 2 <= per_alpha(event) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_the_default_accountant_is_never_larger(seed):
     event, *_ = random_case(seed)
     if seed % 2:
@@ -291,7 +292,7 @@ def test_theorem_a_uses_the_drift_too():
     assert ShiftedInterpolation().guarantee(event, REPLACE_ONE).mu < two_steps < own.mu
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_theorem_a_is_never_larger(seed):
     event, *_ = random_case(seed)
     for relation in (REPLACE_ONE, REPLACE_SPECIAL):

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,7 +177,7 @@ class TestFigure2:
 
 
 class TestStep:
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", seeds(20))
     def test_solves_the_differential_inequality_balanced_best(self, seed):
         """rho' = s^2/(2 v gamma) - (1 - gamma) rho v/(L^2 q + u v), minimised over gamma <= 1."""
         rng = np.random.default_rng(seed)
@@ -272,7 +273,7 @@ class TestBound:
         if steps == 1:
             assert random < formulas.squared_norm_lower_rate(2.0, n, sigma, eta, steps)
 
-    @pytest.mark.parametrize("seed", range(40))
+    @pytest.mark.parametrize("seed", seeds(40))
     def test_default_accountant_is_never_larger(self, seed):
         rng = np.random.default_rng(seed)
         steps = int(rng.integers(1, 40))

@@ -7,6 +7,7 @@ from typing import ClassVar
 import attrs
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run
 from scipy import stats
@@ -48,7 +49,7 @@ def survival(levels, probabilities, at):
 
 
 class TestLaw:
-    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("seed", seeds(12))
     @pytest.mark.parametrize("precision", [8, 64])
     def test_is_stochastically_larger_but_not_by_much(self, seed, precision):
         rng = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ import attrs
 import dp_accounting
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation, pld
 from runs import cyclic_run, probe_run
 from scipy import integrate, stats
@@ -280,7 +281,7 @@ class TestWindows:
         assert len(window.shift_mus) == 1
         return window.shift_mus[0]
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", seeds(20))
     def test_one_pool_is_the_least_shift(self, seed):
         rng = np.random.default_rng(seed)
         total = int(rng.integers(2, 40))

@@ -5,6 +5,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from cases import seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
@@ -24,7 +25,7 @@ def random_problem(rng, steps):
     return contraction, sensitivity, np.exp(rng.normal(0, 0.5, steps))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_equals_least_squares_and_sequential_quadratic_programming(seed):
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, int(rng.integers(1, 13)))
@@ -34,7 +35,7 @@ def test_equals_least_squares_and_sequential_quadratic_programming(seed):
     assert engine == pytest.approx(slsqp_mu_squared(*problem, shift), rel=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_equals_scipy_isotonic_regression(seed):
     rng = np.random.default_rng(seed)
     c, s, sigma = random_problem(rng, int(rng.integers(1, 400)))
@@ -73,7 +74,7 @@ def test_reference_values():
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_minimum_over_windows_equals_brute_force(seed):
     rng = np.random.default_rng(seed)
     steps = int(rng.integers(1, 11))
@@ -101,7 +102,7 @@ def test_windows_of_a_long_run_with_many_blocks():
     assert engine == pytest.approx(brute, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("grows_left", [True, False])
 def test_cost_with_equals_pushing(seed, grows_left):
     rng = np.random.default_rng(seed)
@@ -123,7 +124,7 @@ def test_cost_with_equals_pushing(seed, grows_left):
         assert stack.cost == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_all_positions_equal_one_by_one(seed):
     rng = np.random.default_rng(seed)
     period, steps = int(rng.integers(1, 6)), int(rng.integers(1, 40))

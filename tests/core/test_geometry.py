@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +71,7 @@ def test_clipped_convex_row_is_attained():
     assert best == pytest.approx(bound, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_clipped_row_dominates_random_losses(seed):
     # Mean over two records of clipped gradients of quadratics with Hessian in [-m, M], with decay.
     rng = np.random.default_rng(seed)

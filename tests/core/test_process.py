@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
@@ -103,7 +104,7 @@ def test_constant_runs_cost_no_memory_per_step():
     assert event.per_step("learning_rate").strides == (0,)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("relation", list(NeighboringRelation))
 def test_bounds_hold_on_simulated_steps(seed, relation):
     """|phi(x) - phi'(y)| against c |x - y| + s and kappa |x - y| + drift, Huber losses, clipped."""

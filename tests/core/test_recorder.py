@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
@@ -209,7 +210,7 @@ class TestState:
 
 
 class TestRunningGuarantee:
-    @pytest.mark.parametrize("seed", range(25))
+    @pytest.mark.parametrize("seed", seeds(25))
     def test_equals_the_guarantee_of_the_event(self, seed):
         rng = np.random.default_rng(seed)
         period = int(rng.integers(1, 6))

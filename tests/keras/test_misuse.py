@@ -704,12 +704,23 @@ TRIALS += [
 ]
 
 
-@pytest.mark.parametrize(
-    ("trial", "optimizer"), TRIALS, ids=[f"{trial.__name__}-{name}" for trial, name in TRIALS]
-)
-@pytest.mark.parametrize("case", misuse.cases("keras"))
-def test_misuse(case, trial, optimizer, request):
+def commit(case, trial, optimizer, request):
     if trial is ModelTrial:
         request.getfixturevalue("without_graphs")
     make_trial = functools.partial(trial, **OPTIMIZERS[optimizer])
     misuse.check("keras", case, make_trial, honest_epochs=0)
+
+
+@pytest.mark.parametrize("case", misuse.cases("keras"))
+def test_misuse(case, request):
+    """On one trial each; which one follows from its place in the table."""
+    misuse.on_one("keras", case, TRIALS, lambda each: commit(case, *each, request))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("trial", "optimizer"), TRIALS, ids=[f"{trial.__name__}-{name}" for trial, name in TRIALS]
+)
+@pytest.mark.parametrize("case", misuse.cases("keras"))
+def test_misuse_of_every_trial(case, trial, optimizer, request):
+    commit(case, trial, optimizer, request)

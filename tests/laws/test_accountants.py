@@ -481,6 +481,7 @@ def test_guarantee_rejects_bad_arguments():
         accountant.get_delta(math.nan)
 
 
+# Six of them do not notice the mutant "only_starts_after_batches_are_tried".
 @pytest.mark.parametrize("seed", range(90))
 def test_worst_position_with_schedules_and_a_domain_or_drift(seed):
     """Three engines answer for all positions; each equals the answer for one position."""

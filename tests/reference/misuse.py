@@ -110,6 +110,26 @@ def cases(framework):
     return [pytest.param(case, id=case.name) for case in rows]
 
 
+def on_one(framework, misuse, trials, commit):
+    """Commits a misuse on the first trial that can commit it, beginning with another for each.
+
+    Args:
+        framework: As in `check`.
+        misuse: A row of the table.
+        trials: What the framework has.
+        commit: Commits it on one of them, and skips the test where that cannot be done.
+    """
+    table = [case for case in MISUSES if getattr(case, framework) is not None]
+    first = table.index(misuse) % len(trials)
+    for trial in [*trials[first:], *trials[:first]]:
+        try:
+            commit(trial)
+        except pytest.skip.Exception:
+            continue
+        return
+    pytest.fail("no trial can commit it")
+
+
 def check(framework, misuse, make_trial, honest_epochs):
     """Commits the misuse and holds the package to what the table says.
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -217,7 +218,7 @@ class TestSoundAccount:
             for epsilon in (0.0, 0.5, 2.0):
                 assert evidence.delta(epsilon) <= claim.delta(epsilon) * (1 + 1e-9) + 1e-15
 
-    @pytest.mark.parametrize("seed", range(40))
+    @pytest.mark.parametrize("seed", seeds(40))
     def test_exact_quadratic_blocks_in_any_dimension(self, seed):
         """Unclipped quadratics whose slopes differ: the exact mu at every public position."""
         rng = np.random.default_rng(seed)

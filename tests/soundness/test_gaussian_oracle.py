@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from quadratics import cyclic_batches, random_hessian
 
@@ -53,7 +54,7 @@ def exact_mu(event, hessians, records, rng, directions=8):
     return largest
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 def test_bounds_dominate_the_exact_mu(seed):
     rng = np.random.default_rng(seed)
     dimension = int(rng.integers(1, 5))
@@ -201,7 +202,7 @@ def test_linear_losses_give_exactly_composition(order, relation):
     assert claimed <= composition
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 @pytest.mark.parametrize("period", [1, 3])
 def test_released_iterates(seed, period):
     """Released iterates are jointly Gaussian; in full batches Theorem A gives their exact mu."""

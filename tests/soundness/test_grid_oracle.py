@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 from quadratics import cyclic_batches
@@ -48,7 +49,7 @@ def agrees(estimate, exact):
     assert estimate.lower_bound >= 0.97 * exact - 8e-3
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_quadratics_against_the_gaussian_oracle(seed):
     rng = np.random.default_rng(seed)
     curvature = rng.uniform(-0.2, 1.0, 6)
@@ -276,7 +277,7 @@ def wave(rng):
         (wave, hsa.LossGeometry.smooth(1.0)),
     ],
 )
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_claims_dominate_the_exact_divergence(family, loss, projected, seed):
     rng = np.random.default_rng([seed, projected])
     batch, period = int(rng.integers(1, 3)), int(rng.integers(1, 4))
