@@ -1,4 +1,4 @@
-"""Shared test settings; helper modules live in tests/reference."""
+"""Shared test settings; helper modules live in tests/reference, exact oracles in tests/oracles."""
 
 import os
 import random
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent / "reference"))
+for folder in ("oracles", "reference"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("dev", deadline=None)

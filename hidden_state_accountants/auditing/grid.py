@@ -22,18 +22,189 @@ import numpy as np
 from scipy import special
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.auditing._batch_laws import Chain, Counts, batch_chains
-from hidden_state_accountants.auditing._cells import LARGEST_EPSILON, CellPair
-from hidden_state_accountants.auditing._lattice import (
-    NEGLIGIBLE,
-    REACH,
-    Measure,
-    cell_kernel,
-    node_kernel,
-    split,
-)
+from hidden_state_accountants.auditing.batch_laws import Chain, Counts, batch_chains
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+
+REACH = 16.0
+"""Noise beyond this many standard deviations is cut off, and counted as missing mass."""
+NEGLIGIBLE = 1e-60
+"""Mass that may be cut off at each end of a measure after each step; counted as well."""
+
+_MOST_NODES = 500_000
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
+_NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2  # on [0, 1]
+
+
+@attrs.frozen(eq=False)
+class Measure:
+    """Mass on the lattice points first, first + 1, ..."""
+
+    first: int
+    mass: np.ndarray
+
+    @property
+    def index(self) -> np.ndarray:
+        """The lattice points."""
+        return self.first + np.arange(len(self.mass))
+
+    def blurred(self, kernel: Measure) -> Measure:
+        """Convolution. Sums of positive terms only: tails keep their relative precision."""
+        return Measure(self.first + kernel.first, np.convolve(self.mass, kernel.mass))
+
+    def folded(self, low: float, high: float) -> Measure:
+        """Projection on [low, high]: the mass outside goes to the ends."""
+        index = np.clip(self.index, low, high).astype(np.int64)
+        first = int(index[0])
+        return Measure(first, np.bincount(index - first, self.mass))
+
+    def trimmed(
+        self, low: float, high: float, negligible: float = NEGLIGIBLE
+    ) -> tuple[Measure, float]:
+        """Without the ends that hold no mass to speak of, and the mass that may have gone astray.
+
+        That is the mass cut off and, where the measure does not end at `low` or `high`, the mass
+        on its last node, which stands for a cell that reaches beyond.
+        """
+        mass = self.mass
+        left = int(np.searchsorted(np.cumsum(mass), negligible))
+        right = len(mass) - int(np.searchsorted(np.cumsum(mass[::-1]), negligible))
+        if left >= right:
+            return Measure(self.first, mass[:1]), float(mass.sum())
+        kept = Measure(self.first + left, mass[left:right])
+        astray = float(mass[:left].sum() + mass[right:].sum())
+        if kept.first > low:
+            astray += float(kept.mass[0])
+        if kept.index[-1] < high:
+            astray += float(kept.mass[-1])
+        return kept, astray
+
+
+def split(position: np.ndarray, mass: np.ndarray) -> Measure:
+    """Splits mass at real positions (in lattice units) onto the two nodes next to each.
+
+    The mean is kept exactly: this is a random rounding whose error has mean zero.
+    """
+    low, high = math.floor(position.min()), math.floor(position.max()) + 1
+    if high - low >= _MOST_NODES:
+        raise ValueError(
+            f"Expected a run that fits on {_MOST_NODES} nodes, got {high - low:g}. Lower "
+            "cells_per_std, or bound the domain or the learning rate."
+        )
+    below = np.floor(position)
+    above = position - below
+    node = below.astype(np.int64) - low
+    left = np.bincount(node, mass * (1 - above), minlength=high - low + 1)
+    right = np.bincount(node + 1, mass * above, minlength=high - low + 1)
+    return Measure(low, left + right)
+
+
+def node_kernel(std: float, reach: float = REACH) -> Measure:
+    """N(0, std**2), in lattice units, rounded randomly to the nodes without moving the mean."""
+    end = math.ceil(reach * std) + 1
+    index = np.arange(end + 1)
+    mass = np.zeros(end + 1)
+    for side in (-1, 1):
+        x = index[:, None] + side * _NODES
+        mass += np.exp(-0.5 * (x / std) ** 2) @ (_WEIGHTS * (1 - _NODES))
+    mass /= std * math.sqrt(2 * math.pi)
+    return Measure(-end, np.concatenate([mass[:0:-1], mass]))
+
+
+def cell_kernel(std: float, reach: float = REACH) -> Measure:
+    """N(0, std**2): the exact mass of the cells [k, k + 1]."""
+    end = math.ceil(reach * std)
+    tails = special.ndtr(-np.arange(end + 1) / std)
+    half = tails[:-1] - tails[1:]
+    return Measure(-end, np.concatenate([half[::-1], half]))
+
+
+LARGEST_EPSILON = 700.0
+"""Its exponential fits a double."""
+
+_ROUNDING = 1e-11  # relative, per step: more than the sums of a convolution lose
+
+
+@attrs.frozen(eq=False)
+class CellPair:
+    """The computed masses of the same cells under two laws, and how far the real ones may differ.
+
+    Attributes:
+        p: Masses of the first law; shape (cells,).
+        q: Masses of the second law; shape (cells,).
+        missing_p: Mass of the first law that was cut off on the way.
+        missing_q: Mass of the second law that was cut off on the way.
+        kappa: Shape (num_steps,); see `GridOracle`.
+    """
+
+    p: np.ndarray
+    q: np.ndarray
+    missing_p: float
+    missing_q: float
+    kappa: np.ndarray
+
+    def reversed(self) -> CellPair:
+        """The other direction."""
+        return CellPair(self.q, self.p, self.missing_q, self.missing_p, self.kappa)
+
+    def at_least(self, p: np.ndarray) -> np.ndarray:
+        """Lower bounds on real probabilities from computed ones, of the first law.
+
+        The better of Hölder's inequality and the upper bound on the complement.
+        """
+        largest = float(self.kappa.max())
+        orders = np.geomspace(1e-4, 0.9, 40) / (2 * largest)
+        orders = orders[orders > 1]
+        p = np.maximum(p - self.missing_p, 0)
+        best = np.zeros_like(p)
+        for a in orders:
+            log_moment = -0.5 * float(np.log1p(-2 * a * self.kappa).sum()) / a
+            log_moment += _ROUNDING * len(self.kappa)
+            best = np.maximum(best, (p * math.exp(-log_moment)) ** (a / (a - 1)))
+        return np.maximum(best, 1 - self._inflated(1 - p + _ROUNDING * len(self.kappa)))
+
+    def at_most(self, q: np.ndarray) -> np.ndarray:
+        """Upper bounds on real probabilities from computed ones, of the second law."""
+        return np.minimum(self._inflated(q + self.missing_q), 1.0)
+
+    def _inflated(self, mass: np.ndarray) -> np.ndarray:
+        slack = float(self.kappa.sum()) + _ROUNDING * len(self.kappa)
+        return mass * math.exp(min(slack, LARGEST_EPSILON))
+
+    def hockey_stick(self, epsilon: float) -> float:
+        """The computed hockey-stick divergence."""
+        return float(np.maximum(self.p - math.exp(epsilon) * self.q, 0).sum())
+
+    def hockey_stick_lower_bound(self, epsilon: float) -> float:
+        """At most the real one."""
+        # The loss is about 2 * sum(kappa): a set chosen with it in mind loses least.
+        best = 0.0
+        for margin in (0.0, 2 * float(self.kappa.sum())):
+            inside = self.p > math.exp(min(epsilon + margin, LARGEST_EPSILON)) * self.q
+            p = self.at_least(np.array([self.p[inside].sum()]))[0]
+            q = self.at_most(np.array([self.q[inside].sum()]))[0]
+            best = max(best, float(p - math.exp(epsilon) * q))
+        return best
+
+    def renyi(self, order: float) -> float:
+        """The computed Renyi divergence."""
+        # The tails of p and q are cut off at different places; without these corrections a cell
+        # of p could stand against an empty cell of q.
+        p, q = self.p - self.missing_p, self.q + self.missing_q
+        return _renyi(p[p > 0], q[p > 0], order)
+
+    def renyi_lower_bound(self, order: float) -> float:
+        """At most the real one."""
+        p, q = self.at_least(self.p), self.at_most(self.q)
+        return _renyi(p[p > 0], q[p > 0], order)
+
+
+def _renyi(p: np.ndarray, q: np.ndarray, order: float) -> float:
+    if p.size == 0:
+        return 0.0
+    exponent = order * np.log(p) + (1 - order) * np.log(q)
+    return max(0.0, float(special.logsumexp(exponent)) / (order - 1))
+
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 
@@ -198,7 +369,7 @@ def _check(
     if event.release_steps or event.max_batch_size is not None:
         raise UnsupportedRunError(
             "Expected an event without release_steps and max_batch_size, "
-            f"got {event.release_steps} and {event.max_batch_size}. GaussianOracle covers releases."
+            f"got {event.release_steps} and {event.max_batch_size}."
         )
     if event.prox_strong_convexity:
         raise UnsupportedRunError(

@@ -13,13 +13,14 @@ r"""The attack by linear losses: constant gradients as long as the bound, which 
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation
+from scipy import special, stats
 
-from hidden_state_accountants.auditing._half_lines import HalfLines
-from hidden_state_accountants.auditing._participation import shift_law
-from hidden_state_accountants.auditing._released import mu_by_position, worst_position
 from hidden_state_accountants.auditing.evidence import (
     Evidence,
     Progress,
@@ -150,3 +151,260 @@ def _shift_pairs(order: BatchOrder, relation: NeighboringRelation) -> list[tuple
     if relation is NeighboringRelation.REPLACE_ONE:
         return [(2, 0), (1, -1)]
     return [(1, 0), (2, 1)]
+
+
+def released_shifts(event: LastIterateDpEvent) -> tuple[np.ndarray, np.ndarray]:
+    r"""How far a gradient as long as the bound, in step t, moves the next released iterate.
+
+    Given the release before, the release that ends a segment is Gaussian; with
+    :math:`W_t = \prod_{u > t} (1 - \eta_u w_u)` over the later steps of the segment the shift is
+    :math:`W_t \eta_t G_t / b`, in units of :math:`\sqrt{\sum W_u^2 \sigma_u^2}`.
+
+    Returns:
+        The shifts, inf where there is no noise, and the segment of every step; shape (num_steps,).
+    """
+    eta, bound = event.per_step("learning_rate"), event.gradient_bound()
+    ends = np.array([*event.release_steps, event.num_steps])
+    segment = np.searchsorted(ends, np.arange(1, event.num_steps + 1))
+    log_decay = np.cumsum(np.log1p(-eta * event.per_step("weight_decay")))
+    log_weight = log_decay[ends - 1][segment] - log_decay
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # In logarithms, because the products of extreme but legal parameters leave a double.
+        log_noise = log_weight + np.log(eta) + np.log(event.noise_std_on_sum())
+        log_shift = log_weight + np.log(eta) + np.log(bound)
+        unit = np.full(len(ends), -np.inf)
+        np.maximum.at(unit, segment, log_noise)
+        noise = np.where(np.isfinite(log_noise), np.exp(log_noise - unit[segment]), 0.0)
+        std = np.sqrt(np.bincount(segment, noise**2))
+        shift = np.exp(log_shift - unit[segment]) / std[segment]
+    return np.where(np.isneginf(log_shift), 0.0, shift), segment
+
+
+def mu_by_position(event: LastIterateDpEvent) -> np.ndarray:
+    """The mu of all releases of a FULL or CYCLIC run, per position of the record.
+
+    For a record that contributes the gradient bound to every batch that holds it, against none.
+    """
+    shift, segment = released_shifts(event)
+    period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch
+    key = segment * period + np.arange(event.num_steps) % period
+    cells, index = np.unique(key, return_inverse=True)
+    sums = np.bincount(index, shift)
+    return np.sqrt(np.bincount(cells % period, sums**2, minlength=period))
+
+
+def worst_position(event: LastIterateDpEvent) -> int:
+    """The declared position of the record, or the one with the largest mu."""
+    if event.record_position is not None:
+        return event.record_position
+    return int(np.argmax(mu_by_position(event)))
+
+
+_MOST_WORK = 1e9  # nodes times draws of a convolution
+_STEPS_IN_DOUBT = 12.0  # standard deviations of the shift that the lattice covers
+
+
+@attrs.frozen(eq=False)
+class Atoms:
+    """A discrete law: masses at points >= 0, and mass beyond all of them."""
+
+    points: np.ndarray
+    mass: np.ndarray
+    beyond: float = 0.0
+
+
+@attrs.frozen(eq=False)
+class _Draw:
+    """A shift of points[j] with probability mass[j], else none; independent of other draws."""
+
+    points: np.ndarray
+    mass: np.ndarray
+
+
+def shift_law(event: LastIterateDpEvent, *, up: bool = False) -> Atoms:
+    r"""The law of the shift of a linear statistic of the releases, rounded down or rounded up.
+
+    The statistic is the last iterate where nothing else is released, otherwise the sum of the
+    standardised increments between releases, weighted by their expected shifts. A record that
+    contributes the gradient bound wherever it takes part shifts it by the sum, over the steps that
+    it joins, of the weighted `released_shifts`, in standard deviations of the statistic. The law
+    bounds the real one stochastically; it is exact if all shifts are equal or there is one draw.
+    """
+    shift, segment = released_shifts(event)
+    draws = _draws(event, shift)
+    if event.release_steps:
+        expected = np.zeros(segment[-1] + 1)
+        np.add.at(expected, segment, shift)
+        size = float(np.linalg.norm(expected)) or 1.0
+        draws = _draws(event, shift * (expected / size)[segment])
+    return _sum_of(draws, up)
+
+
+def participation_probability(event: LastIterateDpEvent) -> float:
+    """The probability that a record's gradient is in one POISSON or WITHOUT_REPLACEMENT batch.
+
+    A loader with a cap drops uniformly, so the record stays with probability min(1, cap / size).
+    """
+    rate = event.sampling_probability
+    if event.max_batch_size is None:
+        return rate
+    size = 1 + np.arange(event.dataset_size)
+    kept = np.minimum(1.0, event.max_batch_size / size)
+    return float(rate * (stats.binom.pmf(size - 1, event.dataset_size - 1, rate) @ kept))
+
+
+def _draws(event: LastIterateDpEvent, shift: np.ndarray) -> list[_Draw]:
+    order, steps, period = event.batch_order, event.num_steps, event.batches_per_epoch
+    if order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        rate = np.array([participation_probability(event)])
+        return [_Draw(shift[t : t + 1], rate) for t in range(steps)]
+    sizes = np.full(period, event.batch_size)
+    sizes[-1] = event.dataset_size - (period - 1) * event.batch_size
+    share = sizes / event.dataset_size
+    if order is BatchOrder.RESHUFFLED:
+        epochs = [shift[start : start + period] for start in range(0, steps, period)]
+        return [_Draw(epoch, share[: len(epoch)]) for epoch in epochs]
+    return [_Draw(np.bincount(np.arange(steps) % period, shift, minlength=period), share)]
+
+
+def _sum_of(draws: list[_Draw], up: bool) -> Atoms:
+    values = np.concatenate([draw.points for draw in draws])
+    largest = float(values.max())
+    if largest == 0:
+        return Atoms(np.zeros(1), np.ones(1))
+    if len(draws) == 1:
+        none = max(0.0, 1 - float(draws[0].mass.sum()))
+        return Atoms(np.append(draws[0].points, 0.0), np.append(draws[0].mass, none))
+    if float(values[values > 0].min()) >= largest * (1 - 1e-12):
+        return _number_of_equal_shifts(draws, largest)
+    return _convolved(draws, up)
+
+
+def _number_of_equal_shifts(draws: list[_Draw], shift: float) -> Atoms:
+    rates = np.array([float(draw.mass[draw.points > 0].sum()) for draw in draws])
+    rates = np.where(rates > 1 - 1e-12, 1.0, rates)
+    values, counts = np.unique(rates, return_counts=True)
+    law = np.ones(1)
+    for rate, count in zip(values, counts, strict=True):
+        part = stats.binom.pmf(np.arange(count + 1), count, rate)
+        kept = np.flatnonzero(part)
+        part = np.concatenate([np.zeros(kept[0]), part[kept[0] : kept[-1] + 1]])
+        law = np.convolve(law, part)
+    kept = np.flatnonzero(law)
+    return Atoms(kept * shift, law[kept])
+
+
+def _convolved(draws: list[_Draw], up: bool) -> Atoms:
+    """The law of the sum, every shift rounded down or up to a lattice."""
+    top = sum(float(draw.points.max()) for draw in draws)
+    mean = sum(float(draw.points @ draw.mass) for draw in draws)
+    variance = sum(float(draw.points**2 @ draw.mass) for draw in draws)
+    peak = max(float(draw.points.max()) for draw in draws)
+    top = min(top, mean + _STEPS_IN_DOUBT * (variance**0.5 + peak))
+    number = sum(len(draw.points) for draw in draws)
+    nodes = int(np.clip(_MOST_WORK / number, 512, 16384))
+    room = min(len(draws), nodes // 2) if up else 0  # each draw may be rounded up by a node
+    width = top / (nodes - 1 - room)
+    small = 0.0  # shifts too small to be worth rounding up one by one: all of them happen
+    law, beyond = np.zeros(nodes), 0.0
+    law[0] = 1.0
+    for draw in sorted(draws, key=lambda draw: float(draw.points.max())):
+        reach = float(draw.points.max())
+        if up and small + reach <= width:
+            small += reach
+            continue
+        if not up and reach < width:
+            continue
+        steps = draw.points / width
+        steps = (np.ceil(steps) if up else np.floor(steps)).astype(np.int64)
+        stays = max(0.0, 1 - float(draw.mass.sum()))
+        moved = law * stays
+        for jump, mass in zip(steps.tolist(), draw.mass.tolist(), strict=True):
+            if jump:
+                moved[jump:] += mass * law[:-jump]
+                lost = mass * float(law[-jump:].sum())
+            else:
+                moved += mass * law
+                lost = 0.0
+            if up:
+                beyond += lost
+            else:
+                moved[-1] += lost
+        law = moved
+    return Atoms(small + width * np.arange(nodes), law, beyond)
+
+
+_PER_STD = 25  # thresholds per standard deviation of the noise
+_MOST_THRESHOLDS = 8000
+_FAR = 14.0  # standard deviations beyond the means that thresholds reach
+_ROUNDING = 1e-10  # relative: more than sums of positive terms lose
+_NEGLIGIBLE = 1e-60  # atoms that are left out, and counted
+_CHUNK = 4_000_000
+
+
+class HalfLines:
+    r"""Two mixtures of unit Gaussians on a line, compared on half-lines.
+
+    .. math::
+        D_{e^\varepsilon}(P, Q) \ge \max_c P(x > c) - e^\varepsilon Q(x > c), \qquad
+        D_{e^\varepsilon}(Q, P) \ge \max_c Q(x < c) - e^\varepsilon P(x < c)
+
+    Both are equalities where the likelihood ratio increases, up to the spacing of the thresholds.
+    They stay lower bounds if the centres of P are rounded down and those of Q up.
+
+    Args:
+        first: Centres of P, rounded down; mass `beyond` is infinitely far to the right.
+        second: Centres of Q, rounded up.
+        first_factor: What the points of `first` are multiplied with.
+        second_factor: The same for `second`; at most first_factor.
+    """
+
+    def __init__(self, first: Atoms, second: Atoms, first_factor: float, second_factor: float):
+        p, p_mass, p_lost = _kept(first, first_factor)
+        q, q_mass, q_lost = _kept(second, second_factor)
+        low, high = min(p.min(), q.min()) - _FAR, max(p.max(), q.max()) + _FAR
+        number = min(_MOST_THRESHOLDS, math.ceil((high - low) * _PER_STD))
+        c = np.linspace(low, high, number)
+        less, more = 1 - _ROUNDING, 1 + _ROUNDING
+        self._p_above, self._q_above = _above(p, p_mass, c) * less, _above(q, q_mass, c) * more
+        self._q_below, self._p_below = _above(-q, q_mass, -c) * less, _above(-p, p_mass, -c) * more
+        self._q_above += q_lost  # what was left out counts against the bound
+        self._p_below += p_lost
+
+    def delta(self, epsilon: float) -> float:
+        """A lower bound on the larger of the two hockey-stick divergences."""
+        factor = math.exp(epsilon)
+        forward = float(np.max(self._p_above - factor * self._q_above))
+        return max(0.0, forward, float(np.max(self._q_below - factor * self._p_below)))
+
+    def renyi(self, order: float) -> float:
+        """A lower bound on the larger Renyi divergence: that of a half-line and the rest."""
+        return max(
+            _binary_renyi(self._p_above, self._q_above, order),
+            _binary_renyi(self._q_below, self._p_below, order),
+        )
+
+
+def _kept(atoms: Atoms, factor: float) -> tuple[np.ndarray, np.ndarray, float]:
+    kept = atoms.mass > _NEGLIGIBLE
+    points, index = np.unique(factor * atoms.points[kept], return_inverse=True)
+    lost = float(atoms.mass[~kept].sum()) + atoms.beyond
+    return points, np.bincount(index, atoms.mass[kept]), lost
+
+
+def _above(centres: np.ndarray, mass: np.ndarray, c: np.ndarray) -> np.ndarray:
+    rows = max(1, _CHUNK // len(centres))
+    parts = [c[i : i + rows] for i in range(0, len(c), rows)]
+    return np.concatenate([special.ndtr(centres - part[:, None]) @ mass for part in parts])
+
+
+def _binary_renyi(p: np.ndarray, q: np.ndarray, order: float) -> float:
+    """p and q are a lower and an upper bound on the probabilities of the same events."""
+    p, q = p[p > q], q[p > q]
+    if p.size == 0:
+        return 0.0
+    q = np.maximum(q, 1e-300)
+    with np.errstate(divide="ignore"):
+        inside = order * np.log(p) + (1 - order) * np.log(q)
+        outside = order * np.log1p(-np.minimum(p, 1.0)) + (1 - order) * np.log1p(-q)
+    return max(0.0, float(np.max(np.logaddexp(inside, outside))) / (order - 1))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
+from gaussian_oracle import GaussianOracle
 from runs import cyclic_run, full_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GaussianOracle
 from hidden_state_accountants.curves.base import BestOfCurves, CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.batch_curvature import batch_share

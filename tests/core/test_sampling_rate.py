@@ -5,12 +5,13 @@ import dice_events
 import dp_accounting
 import numpy as np
 import pytest
+from dice_outlier import DiceOutlier
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import DiceOutlier, GridOracle, LinearLosses
+from hidden_state_accountants.auditing import GridOracle, LinearLosses
 from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 

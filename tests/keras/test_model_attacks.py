@@ -7,9 +7,9 @@ from dp_accounting import NeighboringRelation
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
+from dice_outlier import DiceOutlier
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing.dice_outlier import DiceOutlier
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_adapters import batch_plans
 from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential

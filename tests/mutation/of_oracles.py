@@ -11,7 +11,7 @@ MUTATIONS = (
     # The oracles: a judge that is too mild hides mistakes.
     Mutation(
         "gaussian_oracle_has_one_direction",
-        "auditing/gaussian.py",
+        "../tests/oracles/gaussian_oracle.py",
         "self._hockey_stick(self._second, self._first, epsilon)",
         "self._hockey_stick(self._first, self._second, epsilon)",
         _ORACLE_TESTS,
@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         "grid_oracle_certifies_its_estimate_of_q",
-        "auditing/_cells.py",
+        "auditing/grid.py",
         "return np.minimum(self._inflated(q + self.missing_q), 1.0)",
         "return np.minimum(0.5 * (q + self.missing_q), 1.0)",
         _GRID_TESTS,
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "poisson_batches_without_the_absent_records",
-        "auditing/_batch_laws.py",
+        "auditing/batch_laws.py",
         "math.comb(k, n) * rate**n * (1 - rate) ** (k - n)",
         "math.comb(k, n) * rate**n * (1 - rate) ** n",
         _GRID_TESTS,

@@ -5,6 +5,7 @@ import math
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
+from gaussian_oracle import GaussianOracle
 from hypothesis import assume
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -21,7 +22,6 @@ from strategies import (
 )
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GaussianOracle
 
 _ESCAPE = 1e-9  # probability, summed over the steps, of leaving the ball where losses are quadratic
 

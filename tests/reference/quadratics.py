@@ -1,8 +1,7 @@
 """Quadratic runs that several test files share."""
 
 import numpy as np
-
-from hidden_state_accountants.auditing import GaussianOracle
+from gaussian_oracle import GaussianOracle
 
 
 def cyclic_batches(dataset_size, batch_size, num_steps):

@@ -5,6 +5,7 @@ import math
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
+from gaussian_oracle import GaussianOracle
 from hypothesis import assume
 from hypothesis import strategies as st
 from strategies import (
@@ -19,7 +20,6 @@ from strategies import (
 )
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GaussianOracle
 
 
 @attrs.frozen(eq=False)

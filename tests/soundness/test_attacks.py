@@ -6,25 +6,26 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
+from gaussian_oracle import GaussianOracle
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import (
-    GaussianOracle,
     GridOracle,
     LinearLosses,
     OneDimensional,
     QuadraticLosses,
 )
-from hidden_state_accountants.auditing._half_lines import HalfLines
-from hidden_state_accountants.auditing._participation import (
+from hidden_state_accountants.auditing.linear_losses import (
     Atoms,
+    HalfLines,
+    mu_by_position,
     participation_probability,
+    released_shifts,
     shift_law,
 )
-from hidden_state_accountants.auditing._pieces import Piece, curvatures, witnesses
-from hidden_state_accountants.auditing._quadratic_runs import quadratic_runs
-from hidden_state_accountants.auditing._released import mu_by_position, released_shifts
+from hidden_state_accountants.auditing.one_dimensional import Piece, curvatures, witnesses
+from hidden_state_accountants.auditing.quadratic_losses import quadratic_runs
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE

@@ -22,7 +22,7 @@ from hidden_state_accountants.auditing import (
     OneDimensional,
     QuadraticLosses,
 )
-from hidden_state_accountants.auditing._released import mu_by_position
+from hidden_state_accountants.auditing.linear_losses import mu_by_position
 from hidden_state_accountants.curves.base import GaussianCurve
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from block_zero_curvature import BlockZeroCurvature
 from cases import seeds
 from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
@@ -12,7 +13,6 @@ from quadratics import random_hessian
 from scipy import special
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing.block_zero_curvature import BlockZeroCurvature
 from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
 from hidden_state_accountants.bounds.block_coordinate.recursion import published_rates
 

@@ -6,16 +6,16 @@ import warnings
 import attrs
 import numpy as np
 import pytest
+from bounded_domain import _U, BoundedDomain, _Run
 from dp_accounting import NeighboringRelation
+from interval_chain import IntervalChain
 from scipy import special, stats
+from without_replacement_direction import (
+    WithoutReplacementDirection,
+)
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import GridOracle
-from hidden_state_accountants.auditing._interval_chain import IntervalChain
-from hidden_state_accountants.auditing.bounded_domain import _U, BoundedDomain, _Run
-from hidden_state_accountants.auditing.without_replacement_direction import (
-    WithoutReplacementDirection,
-)
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.process.geometry import clipped_update_lipschitz
 

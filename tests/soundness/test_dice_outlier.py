@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 from dice import clip, normalise, update
+from dice_outlier import DiceOutlier, _statistics
 from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing.dice_outlier import DiceOutlier, _statistics
 from hidden_state_accountants.bounds import DiceSgd
 from hidden_state_accountants.bounds.dice_sgd.curves import sound_curve
 from hidden_state_accountants.bounds.dice_sgd.published import published_noise_std
@@ -22,6 +22,9 @@ ADD, ONE, SPECIAL = (
     NeighboringRelation.REPLACE_SPECIAL,
 )
 Order = hsa.BatchOrder
+
+
+ATTACKS = (DiceOutlier(),)
 
 
 def silent(line):
@@ -77,11 +80,12 @@ def test_the_automatic_variant_is_refuted_with_bounded_gradients():
 
 def test_audit_says_so():
     event = paper(batch_order="poisson")
-    report = hsa.audit(DiceSgd("published").guarantee(event, SPECIAL), event)
+    report = hsa.audit(DiceSgd("published").guarantee(event, SPECIAL), event, attacks=ATTACKS)
     assert report.violated
     assert report.violated_by == "dice_outlier"
     cyclic = small(40, batch_order="cyclic", gradient_bound=3.0)
-    assert not hsa.audit(hsa.DiceSgdAccountant().compose(cyclic), cyclic).violated
+    claim = hsa.DiceSgdAccountant().compose(cyclic)
+    assert not hsa.audit(claim, cyclic, attacks=ATTACKS).violated
 
 
 # --- the witnesses, run by the reference implementation -------------------------------------------

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
+from gaussian_oracle import GaussianOracle
 from quadratics import cyclic_batches, random_hessian
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GaussianOracle
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 RELATION = NeighboringRelation.REPLACE_ONE

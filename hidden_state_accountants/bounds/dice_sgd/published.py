@@ -14,7 +14,7 @@ from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 CAVEAT = (
     "the theorem is false: it treats the error as if every step sampled it anew. One outlier "
     "saturates the error, and clip(e, C2) then shifts every later step, without amplification "
-    "(hidden_state_accountants.auditing.DiceOutlier; docs/theory/dice_sgd.md). Use "
+    "(docs/theory/dice_sgd.md). Use "
     'analysis="sound"'
 )
 

@@ -2,7 +2,7 @@ r"""The attack on DP-MBCD by convex blocks without curvature in one direction.
 
 >>> import hidden_state_accountants as hsa
 >>> from dp_accounting import NeighboringRelation
->>> from hidden_state_accountants.auditing.block_zero_curvature import BlockZeroCurvature
+>>> from block_zero_curvature import BlockZeroCurvature
 >>> run = hsa.BlockCoordinateDpEvent(
 ...     step_size=0.1, noise_variance=1.0, gradient_sensitivity=1.0, batch_size=1, dataset_size=25,
 ...     num_epochs=100, block_loss=hsa.LossGeometry.generalized_linear(1.0))

@@ -4,7 +4,7 @@ Plain linear algebra, on purpose without the rest of the package: an oracle must
 with what it judges.
 
 >>> import numpy as np
->>> from hidden_state_accountants.auditing import GaussianOracle
+>>> from gaussian_oracle import GaussianOracle
 >>> oracle = GaussianOracle(
 ...     np.zeros((2, 1, 1)), [(1.0, [[0, 1]] * 4)], learning_rate=0.1, noise_std=2.0,
 ...     batch_size=2, record=0, slope_difference=[1.0])

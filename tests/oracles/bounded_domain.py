@@ -9,13 +9,10 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from interval_chain import IntervalChain, ThresholdTests
+from linear_runs import constant_linear_conditions
 
-from hidden_state_accountants.auditing._interval_chain import IntervalChain, ThresholdTests
-from hidden_state_accountants.auditing.evidence import (
-    Evidence,
-    Progress,
-    constant_linear_conditions,
-)
+from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind

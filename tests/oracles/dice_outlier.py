@@ -19,9 +19,8 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import stats
 
-from hidden_state_accountants.auditing._half_lines import HalfLines
-from hidden_state_accountants.auditing._participation import Atoms
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.auditing.linear_losses import Atoms, HalfLines
 from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import first_inclusion, inclusions
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent

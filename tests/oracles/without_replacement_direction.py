@@ -8,14 +8,11 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from gaussian_oracle import GaussianOracle
+from linear_runs import constant_linear_conditions
 from scipy import stats
 
-from hidden_state_accountants.auditing.evidence import (
-    Evidence,
-    Progress,
-    constant_linear_conditions,
-)
-from hidden_state_accountants.auditing.gaussian import GaussianOracle
+from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
