@@ -483,6 +483,120 @@ def test_criteria_that_do_not(criterion, reduction):
     assert loop.epoch().line.startswith(f"{SEEN} and the criterion")
 
 
+TOKENS, IGNORED = 4, -100
+
+
+class Tagger(nn.Module):
+    """Four tokens with three classes each, for every record."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3 * TOKENS)
+
+    def forward(self, inputs):
+        return self.linear(inputs).reshape(-1, TOKENS, 3)
+
+
+def tags(is_ragged):
+    """Labels for 12 records; of ragged ones, the last tokens of some are ignored."""
+    labels = torch.arange(RECORDS * TOKENS).reshape(RECORDS, TOKENS) % 3
+    lengths = 1 + torch.arange(RECORDS) * 5 % TOKENS if is_ragged else torch.full((RECORDS,), 4)
+    return torch.where(torch.arange(TOKENS) < lengths[:, None], labels, IGNORED)
+
+
+def flattened(output, labels):
+    return output.reshape(-1, 3), labels.reshape(-1)
+
+
+def transposed(output, labels):
+    return output.transpose(1, 2), labels
+
+
+def masked(output, labels):
+    return output[labels != IGNORED], labels[labels != IGNORED]
+
+
+def by_record(output, labels):
+    return output, labels
+
+
+class MeanOfEveryRecord(nn.Module):
+    """Of its own tokens, then over the records."""
+
+    def forward(self, output, labels):
+        losses = functional.cross_entropy(
+            output.reshape(-1, 3), labels.reshape(-1), reduction="none"
+        ).reshape(-1, TOKENS)
+        return (losses.sum(1) / (labels.reshape(-1, TOKENS) != IGNORED).sum(1)).mean()
+
+
+class FixedDivisor(nn.Module):
+    """The mean over all tokens, ignored or not."""
+
+    def forward(self, output, labels):
+        return functional.cross_entropy(output, labels, reduction="none").mean()
+
+
+def token_run(criterion, arrange, *, is_ragged, **arguments):
+    engine, model = HiddenStatePrivacyEngine(), Tagger()
+    data = TensorDataset(unit_features(), tags(is_ragged))
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        batch_order="cyclic",
+        criterion=criterion,
+        **arguments,
+    )
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        criterion(*arrange(model(inputs), labels)).backward()
+        optimizer.step()
+    (line,) = [str(a) for a in engine.assumptions if "every record" in str(a)]
+    return line
+
+
+@pytest.mark.parametrize("arrange", [flattened, transposed, masked])
+def test_a_mean_over_the_tokens_of_the_batch(arrange):
+    """Reported 4.377 where 13.0 is true: one record's labels scale the gradients of all."""
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the criterion mixes the records"):
+        token_run(nn.CrossEntropyLoss(), arrange, is_ragged=True)
+
+
+def test_a_mean_over_a_number_of_tokens_that_varies():
+    lengths = iter([4, 2])
+
+    def cut(output, labels):
+        return flattened(*(x[:, :length] for length in [next(lengths)] for x in (output, labels)))
+
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 2: .* Half of them were left out"):
+        token_run(nn.CrossEntropyLoss(), cut, is_ragged=False)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "arrange", "is_ragged", "arguments"),
+    [
+        (nn.CrossEntropyLoss(), flattened, False, {}),
+        (nn.CrossEntropyLoss(), transposed, False, {}),
+        (nn.CrossEntropyLoss(reduction="sum"), flattened, True, {"loss_reduction": "sum"}),
+        (FixedDivisor(), flattened, True, {}),
+        (MeanOfEveryRecord(), flattened, True, {}),
+        (MeanOfEveryRecord(), by_record, True, {}),
+    ],
+)
+def test_token_losses_of_every_record(criterion, arrange, is_ragged, arguments):
+    line = token_run(criterion, arrange, is_ragged=is_ragged, **arguments)
+    assert line.startswith(f"{SEEN} and the criterion")
+
+
+def test_a_sum_over_tokens_under_a_mask():
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    line = token_run(criterion, masked, is_ragged=True, loss_reduction="sum")
+    assert line.startswith(SEEN)
+
+
 def test_a_criterion_that_the_loop_does_not_call():
     loop = Loop(nn.Linear(5, 3), criterion=nn.CrossEntropyLoss()).epoch()
     assert loop.line.startswith(f"{SEEN} took every record by itself")

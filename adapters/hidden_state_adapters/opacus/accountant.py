@@ -96,6 +96,7 @@ class HiddenStateAccountant(IAccountant):
         self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
         self._loops: list[StockLoop] = []  # with steps that nobody declared
         self._token = object()  # stands for this accountant and holds nothing
+        self._is_restored = False  # with what the weights of a checkpoint show
         super().__init__()
         self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
         self._warned: set[str] = set()
@@ -303,7 +304,7 @@ class HiddenStateAccountant(IAccountant):
         loop.check_calibration()
         made = None if _records_itself(loop.optimizer) else loop.optimizer
         if made is not None:
-            check_not_trained_elsewhere(made.params, self._token)
+            self._check_initial(loop, made)
         check_model(loop.module)
         check_collate(loop.data_loader)
         run = self._declared
@@ -350,7 +351,12 @@ class HiddenStateAccountant(IAccountant):
             return self._ended_by_refusals()
 
         loop.pieces, loop.moves = PieceWatch(optimizer, refusing, look), MoveWatch(optimizer)
-        note_trained(optimizer.params, self._token, loop.count)
+        note_trained(loop.module, optimizer.params, self._token, loop.count)
+
+    def _check_initial(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+        """Raises UnsupportedRunError for weights of runs that this accountant does not know."""
+        own = optimizer.params if loop.module is None else loop.module.parameters()
+        check_not_trained_elsewhere(own, self._token, copies=not self._is_restored)
 
     def _admit_step(self, loop: StockLoop, optimizer: DPOptimizer, step: int) -> None:
         """Raises UnsupportedRunError if there may be no step; looks at nothing of the records."""
@@ -358,6 +364,8 @@ class HiddenStateAccountant(IAccountant):
         if loop.moves is not None:
             loop.moves.check()
         refuse_adaptive_clipping(optimizer, step)
+        if not loop.has_begun:
+            self._check_initial(loop, optimizer)
         if loop.run is not None:
             if loop.run is not self._declared:
                 raise UnsupportedRunError(
@@ -397,6 +405,7 @@ class HiddenStateAccountant(IAccountant):
             loop.run.observe(optimizer, rows, norms)
             if not loop.has_begun:
                 self._assume(noise)
+            loop.count.run = loop.run.recorder
         loop.count.num_steps += 1
         note_recorded(optimizer)
 
@@ -501,6 +510,7 @@ class HiddenStateAccountant(IAccountant):
                 self._assume_undeclared(Assumption.declared(text))
         for reason in state_dict.get("refusals", ()):
             self.refuse(str(reason))
+        self._is_restored = True
 
     def _load_runs(self, states: list[Any]) -> None:
         if self._declared is not None and not self._declared.is_known:

@@ -399,7 +399,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._replace_optimizer(result[1])
         self._modules = (arguments.module, declared.inner, result[0])
         self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
-        note_trained(context.parameters.params, self._token, run)
+        note_trained(
+            declared.inner,
+            context.parameters.params,
+            self._token,
+            run,
+            hides_iterates=mechanism.hides_iterates,
+        )
         if arguments.opacus.get("noise_generator") is not None:
             self.accountant.assume(GIVEN_NOISE.text)
         if was_refused:

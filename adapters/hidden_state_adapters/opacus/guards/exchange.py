@@ -109,9 +109,7 @@ class Half:
         ]
         if not pairs:
             raise ValueError("Expected a result with an entry for every record, got none.")
-        return any_of(
-            _are_apart(*_common(self._rows_kept(a), self._rows_kept(b))) for a, b in pairs
-        )
+        return any_of(are_apart(*_common(self._rows_kept(a), self._rows_kept(b))) for a, b in pairs)
 
     def _rows_kept(self, value: torch.Tensor) -> torch.Tensor:
         return value.index_select(self.dim, self.kept.to(value.device))
@@ -188,7 +186,7 @@ def _common(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return a[common], b[common]
 
 
-def _are_apart(a: torch.Tensor, b: torch.Tensor) -> Figure:
+def are_apart(a: torch.Tensor, b: torch.Tensor) -> Figure:
     """Whether two results of one computation differ by more than rounding.
 
     Rows that do not act on each other go through the same sums in both, so that they agree in every

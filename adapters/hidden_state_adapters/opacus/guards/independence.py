@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fractions
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,13 @@ from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of
 from hidden_state_adapters.opacus.gradients.linear_pass import LinearPass
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.exchange import Call, Half, halves
+from hidden_state_adapters.opacus.guards.exchange import (
+    Call,
+    Half,
+    are_apart,
+    halves,
+    holds_records,
+)
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard
 from hidden_state_adapters.opacus.guards.random_numbers import random_numbers_as_before
 
@@ -35,6 +42,8 @@ class Probe:
         call: The arguments of the last call.
         is_open: Whether it may still be found out.
         is_passed: Whether it does.
+        done: What was done to half of the records.
+        has_entries: Whether it is called on entries of records, such as tokens, in later steps too.
     """
 
     name: str
@@ -43,6 +52,8 @@ class Probe:
     call: Call | None = None
     is_open: bool = True
     is_passed: bool = False
+    done: str = "exchanged"
+    has_entries: bool = False
     _found: list[_Comparison] = attrs.field(factory=list)
 
     def figures(self, rows: int, dim: int) -> Mapping[str, Figure]:
@@ -95,6 +106,76 @@ class Probe:
             return self.compute(call)
 
 
+@attrs.define(eq=False)
+class CriterionProbe(Probe):
+    """Of a criterion, which may get several entries of each record (tokens) in one dimension.
+
+    Their number, for each record, is then the same in all batches, or the criterion does not divide
+    by it. Of entries of which nobody knows whose they are (those under a mask) it does not either.
+    """
+
+    _of_entries: Callable[[Call], Sequence[torch.Tensor]] | None = None
+    _ratio: fractions.Fraction | None = None  # entries for each record in the batch before
+
+    def figures(self, rows: int, dim: int) -> Mapping[str, Figure]:
+        """Whether gradients moved at entries of records that were kept."""
+        call = self.call
+        output = None if call is None else _output(call)
+        if call is None or output is None or not output.dim() or holds_records(output, rows, dim):
+            return super().figures(rows, dim) if self.is_open else {}
+        compute = self._of_entries = self._of_entries or self.compute
+        ratio, before = fractions.Fraction(len(output), rows), self._ratio
+        self._ratio, self.has_entries = ratio, True
+        if before not in (None, ratio) or 1 not in ratio.as_integer_ratio():
+            self.compute = compute
+            return self._of_a_half(len(output))
+        if not self.is_open or ratio.denominator != 1:
+            return {}
+        shape = (rows, ratio.numerator) if dim == 0 else (ratio.numerator, rows)
+        self.call = _changed(call, (len(output),), lambda x: x.unflatten(0, shape))
+        self.compute = lambda call: [
+            x.unflatten(0, shape) for x in compute(_changed(call, shape, lambda x: x.flatten(0, 1)))
+        ]
+        return super().figures(rows, dim)
+
+    def _of_a_half(self, entries: int) -> Mapping[str, Figure]:
+        """Whether gradients move at half of the entries if the others are left out."""
+        kept, call = entries // 2, self.call
+        assert call is not None
+        try:
+            alone = self._computed(_changed(call, (entries,), lambda x: x[:kept]))
+            pairs = zip(self._computed(call), alone, strict=True)
+            moved = any_of(are_apart(whole[:kept], half) for whole, half in pairs)
+        except Exception:  # whatever a criterion may raise on fewer entries
+            return {}
+        return {f"{self.name} divides": moved}
+
+    def judge(self, values: Mapping[str, float]) -> bool:
+        """Whether records act on each other; reads what `figures` returned."""
+        if values.get(f"{self.name} divides"):
+            self.done = "left out"
+            return True
+        return super().judge(values)
+
+
+def _output(call: Call) -> torch.Tensor | None:
+    """What the model computed, among the arguments of a criterion."""
+    return next(filter(_is_differentiable, tree_leaves(call)), None)
+
+
+def _changed(
+    call: Call, sizes: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]
+) -> Call:
+    """The arguments, with `change` applied to the tensors whose first dimensions are `sizes`."""
+
+    def of(value: Any) -> Any:
+        is_one = isinstance(value, torch.Tensor) and value.shape[: len(sizes)] == sizes
+        return change(value) if is_one else value
+
+    found: Call = tree_map(of, call)
+    return found
+
+
 @attrs.frozen(eq=False)
 class _Comparison:
     """What was computed from two versions of a batch, and whether it moved."""
@@ -142,11 +223,13 @@ class IndependenceGuard(Guard):
             )
         }
         if isinstance(criterion, nn.Module):
-            self._probes[criterion] = Probe(
+            self._probes[criterion] = CriterionProbe(
                 "criterion",
                 lambda call: _gradients(criterion, call),
                 "Use a loss that is a mean or a sum over the records (class weights divide by the "
-                "weights of the batch, contrastive losses compare its records).",
+                "weights of the batch, a mean over tokens of which some are ignored by the others, "
+                "contrastive losses compare its records): divide by what is fixed, such as the "
+                "tokens of a record.",
             )
         self._handles = [
             part.register_forward_pre_hook(self._note, with_kwargs=True) for part in self._probes
@@ -173,7 +256,7 @@ class IndependenceGuard(Guard):
         """Whether something moved, until it was seen once."""
         if not self._handles or piece.rows < 2:
             return {}
-        open_probes = [probe for probe in self._probes.values() if probe.is_open]
+        open_probes = [p for p in self._probes.values() if p.is_open or p.has_entries]
         found = [probe.figures(piece.rows, self._dim) for probe in open_probes]
         return {name: figure for figures in found for name, figure in figures.items()}
 
@@ -185,13 +268,13 @@ class IndependenceGuard(Guard):
             if probe.judge(values):
                 raise UnsupportedRunError(
                     f"step {piece.step}: the {probe.name} mixes the records of a batch. Half of "
-                    "them were exchanged, and what it computes for the other half moved: every "
+                    f"them were {probe.done}, and what it computes for the other half moved: every "
                     "per-example gradient then depends on all records, and no clip bounds what "
                     f"one of them does. {probe.remedy}"
                 )
             probe.call = None
         model, *_ = self._probes.values()
-        if not model.is_open:
+        if not model.is_open and not any(probe.has_entries for probe in self._probes.values()):
             self.close()
 
     def close(self) -> None:

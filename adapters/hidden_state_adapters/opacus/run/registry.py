@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import attrs
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -15,12 +18,42 @@ from hidden_state_adapters.opacus.guards.base import Guard
 
 
 class Steps(Protocol):
-    """A run, as far as it counts its steps."""
+    """A run, as far as it counts its steps and says which of its iterates are covered."""
 
     @property
     def num_steps(self) -> int:
         """The number of steps recorded."""
         ...
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """Those after which the iterate was released."""
+        ...
+
+    @property
+    def releases_every_iterate(self) -> bool:
+        """Whether epsilon covers every iterate, whatever is released."""
+        ...
+
+
+@attrs.frozen
+class _Trainer:
+    """A run that trains a parameter: its engine, by a token that refers to nothing, and record."""
+
+    engine: object
+    run: Steps
+    hides_iterates: bool
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameter is not the initial one any more."""
+        return self.run.num_steps > 0 or self.run in _moved
+
+    def covers(self, step: int) -> bool:
+        """Whether its epsilon is one for the weights that a step left, too."""
+        run = self.run
+        is_hidden = self.hides_iterates and not run.releases_every_iterate
+        return not is_hidden or step == run.num_steps or step in run.release_steps
 
 
 _branches: dict[str, list[Run]] = {}
@@ -29,8 +62,9 @@ _left_behind: weakref.WeakSet[Run] = weakref.WeakSet()
 _moved: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runs that changed parameters, if only in a step that was interrupted and not recorded."""
 _trained: Any = WeakIdKeyDictionary()
-"""Parameter -> the runs that train it: the engine, by a token that refers to nothing, and the
-record."""
+"""Parameter -> its trainers."""
+_left: dict[torch.Size, dict[bytes, tuple[_Trainer, int]]] = {}
+"""Shape and digest of weights -> who left them, in which step; as far as there may be copies."""
 
 
 def note_branch(run_id: str, run: Run) -> None:
@@ -83,10 +117,29 @@ def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> No
         )
 
 
-def note_trained(params: Iterable[nn.Parameter], engine: object, run: Steps) -> None:
-    """Remembers that a run of `engine` trains `params`."""
+def note_trained(
+    module: nn.Module | None,
+    params: Iterable[nn.Parameter],
+    engine: object,
+    run: Steps,
+    *,
+    hides_iterates: bool = True,
+) -> None:
+    """Remembers that a run of `engine` trains `params`, and which copies are made of them.
+
+    Args:
+        module: Holds them; None if it is not known.
+        params: What the run trains.
+        engine: A token that refers to nothing.
+        run: Counts its steps.
+        hides_iterates: Whether its epsilon may be below that of composition.
+    """
     for param in params:
-        _trained.setdefault(param, []).append((engine, run))
+        _trained.setdefault(param, []).append(_Trainer(engine, run, hides_iterates))
+    for part in () if module is None else module.modules():
+        is_trained = any(param in _trained for param in part.parameters(recurse=False))
+        if is_trained and _note_copied not in part._state_dict_hooks.values():
+            part.register_state_dict_post_hook(_note_copied)
 
 
 def note_moved(run: Run) -> None:
@@ -94,20 +147,81 @@ def note_moved(run: Run) -> None:
     _moved.add(run)
 
 
-def check_not_trained_elsewhere(params: Iterable[nn.Parameter], engine: object) -> None:
-    """Raises UnsupportedRunError if another engine took steps with one of `params`.
+def _note_copied(part: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    for param in part.parameters(recurse=False):
+        _note_left(param)
 
-    The initial model, or its frozen part, would carry what those steps learned from the records,
-    and this engine's epsilon would not count them. It happens when a notebook's cell is run again.
+
+def _note_left(param: nn.Parameter) -> None:
+    """Remembers the weights that `param` has, if a run left them."""
+    trainers = [trainer for trainer in _trained.get(param, ()) if trainer.has_moved]
+    digest = _digest(param) if trainers else None
+    if digest is not None:
+        last = trainers[-1]
+        _left.setdefault(param.shape, {}).setdefault(digest, (last, last.run.num_steps))
+
+
+def _digest(param: nn.Parameter) -> bytes | None:
+    """Of the weights in float32; None where others have the same by chance, as zeros and ones."""
+    if not param.is_floating_point():
+        return None
+    values = param.detach().to("cpu", torch.float32).contiguous()
+    if not values.numel() or bool((values == values.flatten()[0]).all()):
+        return None
+    return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).digest()
+
+
+def check_not_trained_elsewhere(
+    params: Iterable[nn.Parameter], engine: object, *, copies: bool = True
+) -> None:
+    """Raises UnsupportedRunError for weights that the epsilon of `engine` does not cover.
+
+    These are weights that another engine of this process left, or that a step in the middle of a
+    run of this one left: the initial model, or its frozen part, would carry what those steps
+    learned from the records. It happens when a notebook's cell is run again, and when a run starts
+    from the weights of another one. Weights are known by their values, wherever they were copied
+    to with `state_dict`; those of a parameter that is still there also without it.
+
+    Args:
+        params: All parameters of the model, trained or frozen.
+        engine: As for `note_trained`.
+        copies: Whether equal weights count, too: not where a checkpoint was loaded with its record.
     """
+    params = list(params)
     for param in params:
-        for other, run in _trained.get(param, ()):
-            if other is not engine and (run.num_steps or run in _moved):
-                steps = f"{run.num_steps} steps" if run.num_steps else "an interrupted step"
-                raise UnsupportedRunError(
-                    f"Expected a model that no other engine has trained, got one with {steps} of "
-                    "another engine, whose epsilon this engine does not know. Call make_private on "
-                    "that engine (its runs compose), or start from a new model object. If the "
-                    "records are others, load the weights into a new model object: that its "
-                    "initial model does not depend on the records of this engine is then your word."
-                )
+        for trainer in _trained.get(param, ()):
+            if trainer.engine is not engine and trainer.has_moved:
+                raise _of_another_engine(trainer.run.num_steps)
+    shapes = {param.shape for param in params if copies}
+    for trained in list(_trained):
+        if trained.shape in shapes:
+            _note_left(trained)
+    for param in params:
+        known = _left.get(param.shape) if copies else None
+        digest = _digest(param) if known else None
+        if known is None or digest is None or digest not in known:
+            continue
+        trainer, step = known[digest]
+        if trainer.engine is not engine:
+            if any(own.engine is engine and own.has_moved for own in _trained.get(param, ())):
+                continue  # they came with a checkpoint, and this engine goes on with the run
+            raise _of_another_engine(step)
+        if not trainer.covers(step):
+            raise UnsupportedRunError(
+                f"Expected the newest weights of an earlier run, got those that its step {step} "
+                f"left: it went on to step {trainer.run.num_steps}, and the weights in between "
+                "count as hidden. Start from the newest ones, or call release() before the run "
+                "goes on."
+            )
+
+
+def _of_another_engine(num_steps: int) -> UnsupportedRunError:
+    steps = f"{num_steps} steps" if num_steps else "an interrupted step"
+    return UnsupportedRunError(
+        f"Expected a model that no other engine has trained, got one with {steps} of another "
+        "engine (its parameters, or equal weights), whose epsilon this engine does not know. Call "
+        "make_private on that engine (its runs compose), or start from weights that no private run "
+        "left. To go on with a run, call make_private on a model as it was at the beginning, then "
+        "load_checkpoint. If the records are others, start from the weights in another process: "
+        "that they do not depend on the records of this engine is then your word."
+    )

@@ -11,6 +11,7 @@ from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
+from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.data.reading import drawn_rate, is_poisson, read_loader
 from hidden_state_adapters.opacus.guards.row_counts import RowCounts
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
@@ -30,9 +31,25 @@ _DECLARE = (
 
 @attrs.define(eq=False)
 class StepCount:
-    """The steps of a loop; all that is remembered of it with the parameters."""
+    """The steps of a loop; all that is remembered of it with the parameters.
+
+    Attributes:
+        num_steps: Those recorded.
+        run: The record of a declared run; undeclared ones release every iterate.
+    """
 
     num_steps: int = 0
+    run: Run | None = None
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """Those after which the iterate was released."""
+        return () if self.run is None else self.run.release_steps
+
+    @property
+    def releases_every_iterate(self) -> bool:
+        """Whether epsilon covers every iterate, whatever is released."""
+        return self.run is None or self.run.releases_every_iterate
 
 
 @attrs.define(eq=False)
