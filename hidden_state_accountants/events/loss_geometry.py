@@ -155,6 +155,9 @@ class LossGeometry:
             curvature: K >= 0; what is above `smoothness` is cut.
             failure: The probability, over the batches and the noise of a release, that neither
                 the data set nor its neighbour has all batches within it. Adds to delta, once.
+
+        Under REPLACE_SPECIAL and ADD_OR_REMOVE_ONE the bound may be that of the data without the
+        record alone, of whose strong convexity 1 - 1/batch_size is left.
         """
         curvature = validate.real("curvature", curvature, minimum=0)
         return attrs.evolve(

@@ -104,6 +104,55 @@ class TestExactRuns:
         )  # fmt: skip
         assert oracle.mu > 1.5 * claim
 
+    def test_a_bound_for_the_data_without_the_record(self):
+        """Two quadratics: [mu, K] would give c = 0, the attack of docs/theory/curvature.md more.
+
+        Without the record the Hessian is diag(.5, 1) <= K = 1, with it diag(1, 2).
+        """
+        margin = 1.05  # of the domain, beside six standard deviations of the noise
+        noise = np.array([1e-3, 0.01])
+        loss = hsa.LossGeometry.strongly_convex(2.0, 1.0, 2 * math.sqrt(5) * margin)
+        event = full_run(
+            loss=loss.with_curvature(1.0), learning_rate=1.0, clip_norm=None, batch_size=2,
+            dataset_size=2, num_steps=2, noise_multiplier=hsa.Schedule(noise, [1, 1]),
+            weight_decay=0.0,
+        )  # fmt: skip
+        maps = []  # x -> a * x + b
+        for hessians, minima in (
+            ([[1, 2], [1, 2]], [[-4, 1], [0, 0]]),
+            ([[1, 2], [0, 0]], [[-4, 1], [0, 0]]),
+        ):
+            pull = np.mean(np.multiply(hessians, minima), axis=0)
+            maps.append((1 - np.mean(hessians, axis=0), pull))
+        std = noise * loss.lipschitz / 2
+        laws = []
+        for a, b in maps:
+            first = a * np.array([-4.0, -1.0]) + b
+            for point in (np.array([-4.0, -1.0]), first):  # where gradients are taken
+                for centre in ([-4, 1], [0, 0]):
+                    slope = np.linalg.norm([1, 2] * (point - centre))
+                    assert slope + 2 * 6 * std[0] < loss.lipschitz
+            laws.append((a * first + b, np.square(a) * std[0] ** 2 + std[1] ** 2))
+        apart = laws[1][0] - laws[0][0]
+        along = apart / np.linalg.norm(apart)
+        spreads = [math.sqrt(along**2 @ variance) for _, variance in laws]
+
+        def attack(epsilon):
+            """The halfspaces along the line through both means."""
+            cuts = np.linspace(0, np.linalg.norm(apart), 2001)
+            inside = stats.norm.cdf(cuts / spreads[0])
+            other = stats.norm.logcdf((cuts - cuts[-1]) / spreads[1])
+            return float(np.max(inside - np.exp(np.minimum(epsilon + other, 700.0))))
+
+        of_one_step = 1 / noise[1]
+        guarantee = hsa.bounds.ShiftedInterpolation().guarantee(event, SPECIAL)
+        epsilon = 0.6 * of_one_step**2
+        assert GaussianCurve(of_one_step).delta(epsilon) < 1e-6 < 0.9 < attack(epsilon)
+        for epsilon in of_one_step**2 * np.linspace(0.4, 1.2, 9):
+            assert attack(epsilon) <= guarantee.delta(epsilon)
+        replaced = hsa.bounds.ShiftedInterpolation().guarantee(event, ONE)
+        assert replaced.mu == pytest.approx(2 * of_one_step)
+
     @pytest.mark.parametrize("order", ["full", "cyclic"])
     def test_an_audit_attacks_with_members_of_the_class(self, order):
         event = cyclic_run(

@@ -24,6 +24,13 @@ MUTATIONS = (
         _TESTS,
     ),
     Mutation(
+        "a_batch_without_the_record_is_as_strongly_convex",
+        PROCESS,
+        "strong_convexity *= 1 - 1 / event.batch_size",
+        "strong_convexity *= 1.0",
+        _TESTS,
+    ),
+    Mutation(
         "failure_of_the_curvature_is_forgotten",
         "bounds/base.py",
         "proof = attrs.evolve(proof, curve=with_delta(proof.curve, failure))",
