@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
     from hidden_state_accountants.regulariser import Regulariser
     from hidden_state_accountants.runs.last_iterate import RunRecorder
-    from hidden_state_accountants.runs.running import RunningGuarantee
 
 __version__ = "0.1.0"
 
@@ -75,7 +74,6 @@ __all__ = [
     "Recommendation",
     "Regulariser",
     "RunRecorder",
-    "RunningGuarantee",
     "Schedule",
     "ShiftedInterpolationAccountant",
     "UnsupportedRunError",
@@ -119,7 +117,6 @@ _MODULES = {
     "Recommendation": "recommendation",
     "Regulariser": "regulariser",
     "RunRecorder": "runs.last_iterate",
-    "RunningGuarantee": "runs.running",
     "Schedule": "events.schedule",
     "ShiftedInterpolationAccountant": "paper_accountants",
     "UnsupportedRunError": "errors",

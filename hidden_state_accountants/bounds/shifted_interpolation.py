@@ -31,7 +31,6 @@ from hidden_state_accountants.bounds.solvers.taut_string import (
 )
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process.conditions import UnmetCondition
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
@@ -127,12 +126,6 @@ class ShiftedInterpolation(HiddenStateBound):
             curve=GaussianCurve(math.sqrt(mu_squared)),
             theorem=f"{self.citation.of('Theorem A')}, optimal shifts",
         )
-
-    def from_mu_squared(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation, mu_squared: float
-    ) -> Guarantee:
-        """Wraps the mu**2 of the worst position, which somebody else computed."""
-        return self.guarantee_of(event, relation, self._proof(mu_squared))
 
 
 def worst_mu_squared(process: NoisyProcess) -> float:

@@ -77,7 +77,7 @@ class Run(abc.ABC):
         self._later = {name for name, value in declared.items() if value is None}
         self._num_steps = 0
         self._release_steps: list[int] = []
-        self._proved: dict[NeighboringRelation, tuple[int, Guarantee]] = {}
+        self._proved: dict[NeighboringRelation, tuple[tuple[int, int], Guarantee]] = {}
 
     # What happens
 
@@ -140,8 +140,9 @@ class Run(abc.ABC):
         """
         relation = validate.neighboring_relation(relation)
         self.check_relation(relation)
-        if self._proved.get(relation, (0,))[0] != self._num_steps:
-            self._proved[relation] = self._num_steps, best_guarantee(self.event(), relation)
+        now = self._num_steps, len(self._release_steps)
+        if relation not in self._proved or self._proved[relation][0] != now:
+            self._proved[relation] = now, best_guarantee(self.event(), relation)
         return self._proved[relation][1]
 
     @abc.abstractmethod

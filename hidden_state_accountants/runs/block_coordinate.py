@@ -193,7 +193,7 @@ class BlockCoordinateRun(Run):
         return self._num_steps // batches
 
     def _noise_variance(self) -> float | Schedule:
-        noise = self._noise.since(0, self._num_steps)
+        noise = self._noise.compressed()
         if isinstance(noise, Schedule):
             return Schedule([self._variance(value) for value in noise.values], noise.lengths)
         return self._variance(noise)

@@ -21,7 +21,6 @@ from hidden_state_accountants.runs.contraction import no_contraction_line
 from hidden_state_accountants.runs.descriptions.base import Description
 from hidden_state_accountants.runs.descriptions.last_iterate import description
 from hidden_state_accountants.runs.run_lengths import RunLengths
-from hidden_state_accountants.runs.running import RunningGuarantee
 
 _DECLARED = (
     "batch_order",
@@ -96,7 +95,6 @@ class LastIterateRun(Run):
         self._runs = {name: RunLengths() for name in _FIELDS}
         self._clips: bool | None = None
         self._last: tuple[float, float, float | None, float] | None = None
-        self._running: dict[NeighboringRelation, RunningGuarantee] = {}
 
     @property
     def expected_batch_index(self) -> int:
@@ -205,40 +203,16 @@ class LastIterateRun(Run):
                 f"step {step} used {batch_rows} rows, expected batch_size = {size}."
             )
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether no hyper-parameter has changed so far."""
-        return all(len(runs.values) <= 1 for runs in self._runs.values())
-
-    def event(self, since: int = 0) -> LastIterateDpEvent:
-        """The event that happened.
-
-        Args:
-            since: Leaves out the first `since` steps.
-
-        Raises:
-            ValueError: No step was recorded (since `since`).
-        """
-        steps = self._num_steps - validate.integer("since", since, minimum=0)
-        if steps < 1:
-            raise ValueError("Expected at least one recorded step, got none.")
-        hyper_parameters: dict[str, Any] = {
-            name: runs.since(since, self._num_steps) if runs.values else None  # None: not clipped
-            for name, runs in self._runs.items()
-        }
+    def event(self) -> LastIterateDpEvent:
+        """As `Run.event`."""
+        self._check_has_steps()
         return attrs.evolve(
             self._template,
-            num_steps=steps,
-            release_steps=tuple(step - since for step in self._release_steps if step > since),
-            **hyper_parameters,
+            num_steps=self._num_steps,
+            release_steps=self.release_steps,
+            # No values: not clipped.
+            **{name: r.compressed() if r.values else None for name, r in self._runs.items()},
         )
-
-    def guarantee(self, relation: NeighboringRelation | str) -> Guarantee:
-        """As `Run.guarantee`; a call costs the steps since the last one: `RunningGuarantee`."""
-        relation = validate.neighboring_relation(relation)
-        if relation not in self._running:
-            self._running[relation] = RunningGuarantee(self, relation)
-        return self._running[relation].guarantee()
 
     def check_relation(self, relation: NeighboringRelation | str) -> None:
         """Raises UnsupportedRunError if no theorem covers the declared order under `relation`."""

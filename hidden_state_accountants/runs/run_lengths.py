@@ -28,17 +28,9 @@ class RunLengths:
             self.values.append(value)
             self.lengths.append(1)
 
-    def since(self, start: int, num_steps: int) -> float | Schedule:
-        """The values of the steps start + 1 to num_steps, the last one; a number if all equal."""
-        index, needed = len(self.values), num_steps - start
-        while needed > 0:
-            index -= 1
-            needed -= self.lengths[index]
-        if index == len(self.values) - 1:
-            return self.values[-1]
-        lengths = self.lengths[index:]
-        lengths[0] += needed  # needed <= 0: what the first run holds too much
-        return Schedule(self.values[index:], lengths)
+    def compressed(self) -> float | Schedule:
+        """The values of all steps, of which there is at least one; a number if all are equal."""
+        return self.values[0] if len(self.values) == 1 else Schedule(self.values, self.lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types."""

@@ -110,17 +110,6 @@ class TestCite:
 
         assert bound.citation.arxiv in bibtex([bound.citation])
 
-    def test_running_guarantees_cite_too(self):
-        recorder = hsa.RunRecorder(
-            batch_order="full", batch_size=2, dataset_size=2, loss=hsa.LossGeometry.convex(1.0)
-        )
-        recorder.step(
-            noise_multiplier=1.0, learning_rate=0.1, clip_norm=1.0, weight_decay=0.5,
-            batch_index=0, batch_rows=2,
-        )  # fmt: skip
-        running = hsa.RunningGuarantee(recorder, NeighboringRelation.REPLACE_SPECIAL)
-        assert "2403.00278" in running.guarantee().cite()
-
 
 def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():
     """Composition is the smaller one at delta 1e-6, where the name is chosen, but not at 1e-4."""

@@ -124,7 +124,6 @@ def test_a_recorded_run_has_the_figure_of_its_event_at_every_step():
         loss=hsa.LossGeometry.convex(0.9, 1.0),
         prox_strong_convexity=0.5,
     )
-    running = hsa.RunningGuarantee(recorder, "replace_one")
     for step, rate in enumerate(rates):
         recorder.step(
             noise_multiplier=2.0,
@@ -136,7 +135,7 @@ def test_a_recorded_run_has_the_figure_of_its_event_at_every_step():
         event = recorder.event()
         assert event.prox_strong_convexity == 0.5
         whole = hsa.LastIterateAccountant("replace_one").compose(event).guarantee
-        assert running.guarantee().mu == pytest.approx(whole.mu, rel=1e-12)
+        assert recorder.guarantee("replace_one").mu == pytest.approx(whole.mu, rel=1e-12)
     state = recorder.state_dict()
     again = hsa.RunRecorder(
         batch_order="cyclic", batch_size=10, dataset_size=30,

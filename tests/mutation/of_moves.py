@@ -149,20 +149,6 @@ MUTATIONS = (
         _LAWS,
     ),
     Mutation(
-        "last_position_is_the_worst_with_schedules_too_while_running",
-        "runs/running.py",
-        "if recorder.is_constant and not self._released.any():",
-        "if not self._released.any():",
-        _DETAILS,
-    ),
-    Mutation(
-        "last_position_is_the_worst_after_releases_too_while_running",
-        "runs/running.py",
-        "if recorder.is_constant and not self._released.any():",
-        "if recorder.is_constant:",
-        _RECORDER_TESTS,
-    ),
-    Mutation(
         "unequal_batches_are_accepted",
         ORDERS,
         "rest = dataset_size % batch_size",

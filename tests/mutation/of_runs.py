@@ -21,7 +21,7 @@ MUTATIONS = (
     Mutation(
         "guarantee_of_the_first_steps_is_that_of_all",
         "runs/base.py",
-        "if self._proved.get(relation, (0,))[0] != self._num_steps:",
+        "if relation not in self._proved or self._proved[relation][0] != now:",
         "if relation not in self._proved:",
         _RUN_TESTS,
     ),
@@ -54,13 +54,6 @@ MUTATIONS = (
         _RUN_TESTS,
     ),
     # A proximal map in the record.
-    Mutation(
-        "running_prox_at_the_new_rate",
-        "runs/running.py",
-        "piece.prox_strong_convexity and not self._recorder.is_constant",
-        "False",
-        _REGULARISER_TESTS,
-    ),
     Mutation(
         "group_lasso_turns_short_groups_around",
         "regulariser.py",

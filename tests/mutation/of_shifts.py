@@ -134,13 +134,6 @@ MUTATIONS = (
         "bounds/test_equal_steps.py",
     ),
     Mutation(
-        "releases_while_running_forget_the_segments_before",
-        "runs/running.py",
-        "self._released += self._taut.mu_squared(range(process.period))",
-        "self._released = self._taut.mu_squared(range(process.period)) + 0 * self._released",
-        _RECORDER_TESTS,
-    ),
-    Mutation(
         "shift_without_noise_is_free",
         TAUT_STRING,
         "return s * (s / w) if w > 0 else math.inf",
