@@ -75,17 +75,18 @@ class RunState:
             UnsupportedRunError: The text says what is another one.
         """
         pairs = {
-            "optimizer": (self.optimizer, optimizer.kind),
+            "optimizer": (self.optimizer, optimizer.kind, "Compile with what it was made with"),
             "batches (batch_size, examples, microbatch, accumulated)": (
                 attrs.astuple(self.units),
                 attrs.astuple(units),
+                "Use the arguments of before",
             ),
         }
-        for name, (expected, found) in pairs.items():
+        for name, (expected, found, remedy) in pairs.items():
             if expected != found:
                 raise refusal(
-                    f"The state is of another run: expected {name} = {expected}, got {found}. Use "
-                    "the arguments of before."
+                    f"The state is of another run: expected {name} = {expected}, got {found}. "
+                    f"{remedy}."
                 )
         if optimizer.hidden_state and self.private is None:
             raise refusal(

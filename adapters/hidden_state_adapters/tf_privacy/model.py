@@ -16,14 +16,21 @@ from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
 from hidden_state_adapters.tf_privacy.owned.log import MOST_STEPS
-from hidden_state_adapters.tf_privacy.owned.rule import TakenOver, rule_and_settings
+from hidden_state_adapters.tf_privacy.owned.rule import (
+    TakenOver,
+    UpdateRule,
+    plain_rule,
+    rule_and_settings,
+    rule_of,
+)
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
-_CONFIG, _RUNS = "hidden_state", "runs_behind_the_weights"  # in a configuration
+# In a configuration
+_CONFIG, _RULE, _RUNS = "hidden_state", "update_rule", "runs_behind_the_weights"
 _OWN = ("fit", "train_step", "compute_loss", "make_train_function", "train_on_batch")
 
 
@@ -42,6 +49,8 @@ class PrivateTraining(tf.keras.Model, Figures):
     _calls = 0  # of fit
     _may_stop = False
     _loaded_runs: Mapping[str, Any]
+    _rule: UpdateRule | None = None
+    _loaded_rule: Mapping[str, Any] = {}  # of the file that the model comes from
     _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
 
@@ -115,6 +124,8 @@ class PrivateTraining(tf.keras.Model, Figures):
             )
         if self._is_fitting:
             raise refusal("Expected compile outside of fit, got a call by a callback.")
+        if kwargs.get("from_serialized"):  # Keras reads an .h5 or a SavedModel
+            optimizer = rule_of(self._loaded_rule, optimizer)
         rule, settings = rule_and_settings(optimizer, self._given)
         super().compile(
             optimizer=rule.optimizer,
@@ -358,6 +369,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             self._run.go_on(self, x, y, batch_size, steps_per_epoch, weights)
             return self._run
         self.train_function = None  # that was traced for a run without a step
+        assert self._rule is not None  # it is compiled
         return OwnedRun(
             self,
             self._settings,
@@ -516,6 +528,21 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     # Files
 
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras.
+
+        Raises:
+            UnsupportedRunError: Keras 3 would compile what it loads from an .h5 with SGD.
+        """
+        is_h5 = str(filepath).endswith((".h5", ".hdf5"))
+        if keras_api.IS_KERAS_3 and is_h5 and type(self._rule) not in (type(None), UpdateRule):
+            raise refusal(
+                f"Expected a .keras file of a model that is compiled with "
+                f"{type(self._rule).__name__}, got {filepath}: Keras 3 loads .h5 with its "
+                "optimizer alone, which is another algorithm. Save as .keras."
+            )
+        return super().save(filepath, *args, **kwargs)
+
     def get_compile_config(self) -> Any:
         """As in Keras."""
         config = super().get_compile_config()
@@ -523,16 +550,25 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     def compile_from_config(self, config: Mapping[str, Any]) -> None:
         """As in Keras, which would leave out a model whose `compile` is not its own."""
-        self.compile(**keras_api.saving.deserialize_keras_object(dict(config)))
+        arguments = keras_api.saving.deserialize_keras_object(dict(config))
+        self.compile(
+            **{**arguments, "optimizer": rule_of(self._loaded_rule, arguments["optimizer"])}
+        )
         if self.built and hasattr(self.optimizer, "build"):
             self.optimizer.build(self.trainable_variables)
 
     def get_config(self) -> dict[str, Any]:
-        """As in Keras, with the private settings and the runs behind the weights."""
+        """As in Keras, with the private settings, what the model was compiled with and past runs.
+
+        Raises:
+            UnsupportedRunError: Blocks are not those of the model as it is.
+        """
         runs = self._runs_behind()
+        rule = plain_rule(self._rule, self) if self._rule else {}
         return {
             **keras_api.config_of(self, super().get_config()),
             _CONFIG: {**self._settings.to_plain(), "noise_multiplier": self.noise_multiplier},
+            **({_RULE: rule} if rule else {}),
             **({_RUNS: runs} if runs else {}),
         }
 
@@ -548,11 +584,11 @@ class PrivateTraining(tf.keras.Model, Figures):
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
         """Inverse of `get_config`; see Keras."""
         plain = dict(config)
-        settings, runs = plain.pop(_CONFIG), plain.pop(_RUNS, {})
+        settings, runs, rule = plain.pop(_CONFIG), plain.pop(_RUNS, {}), plain.pop(_RULE, {})
         model = cls._of_config(plain, custom_objects, settings)
         if runs:
             read_plain(runs)
-        model.__dict__["_loaded_runs"] = runs
+        model.__dict__["_loaded_runs"], model.__dict__["_loaded_rule"] = runs, rule
         return model
 
     @classmethod
@@ -698,6 +734,12 @@ class HiddenStateSequential(PrivateTraining, tf.keras.Sequential):
     @classmethod
     def _of_config(cls, config: dict[str, Any], custom_objects: Any, settings: Any) -> Any:
         return make_private(tf.keras.Sequential.from_config(config, custom_objects), **settings)
+
+
+# An .h5 has their names without the package.
+tf.keras.utils.get_custom_objects().update(
+    {own.__name__: own for own in (HiddenStateModel, _HiddenStateFunctional, HiddenStateSequential)}
+)
 
 
 def make_private(model: Any, **settings: Any) -> PrivateTraining:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import tensorflow as tf
 
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.declared import Declared
@@ -17,6 +19,8 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 class UpdateRule:
     """DP-SGD along an optimizer of Keras. Other mechanisms override what makes the steps.
+
+    Files of Keras hold the optimizer by themselves, and `plain_rule` in the model's configuration.
 
     Attributes:
         knows_microbatches: Whether a bound covers records that are several examples.
@@ -53,6 +57,58 @@ class UpdateRule:
             UnsupportedRunError: No such run can be accounted.
         """
         return OwnedSteps(settings, Update(optimizer, variables), plan, variables)
+
+    def with_places(self, model: Any) -> UpdateRule:
+        """A rule for files: variables are named by their places among those that a model trains.
+
+        Raises:
+            UnsupportedRunError: It is about other variables.
+        """
+        return self
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments but the optimizer, as plain types."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> UpdateRule:
+        """Inverse of `get_config`, for an optimizer that is still to be given."""
+        return cls(None, **config)
+
+
+def plain_rule(rule: UpdateRule, model: Any) -> dict[str, Any]:
+    """What a file tells of a rule, beside its optimizer; empty for that of the optimizer alone."""
+    if type(rule) is UpdateRule:
+        return {}
+    kind, config = type(rule), rule.with_places(model).get_config()
+    return {
+        "module": kind.__module__,
+        "name": tf.keras.utils.get_registered_name(kind),
+        "config": config,
+    }
+
+
+def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
+    """What a model was compiled with: the rule that `plain_rule` wrote down, or the optimizer.
+
+    Raises:
+        UnsupportedRunError: The rule is a class of somebody else that Keras does not know.
+    """
+    if not plain:
+        return optimizer
+    if plain["module"].startswith("hidden_state_adapters."):  # whose modules are loaded lazily
+        importlib.import_module(plain["module"])
+    kind = tf.keras.utils.get_registered_object(plain["name"])
+    if kind is None:
+        raise refusal(
+            f"Expected the class {plain['name']}, which the model was compiled with, got none of "
+            "this name. Decorate it with tf.keras.utils.register_keras_serializable, and import it "
+            "before the model is loaded."
+        )
+    # Not Keras' way back: it has another one for each format of files.
+    rule = kind.from_config(plain["config"])
+    rule.optimizer = optimizer
+    return rule
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,19 +14,43 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 Blocks = tuple[tuple[Any, ...], ...]
 
 
-def blocks_of(given: Any) -> Blocks:
+def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
     """The blocks of a list of lists, of one list of variables, or of a function that returns one.
+
+    Args:
+        given: The blocks; None for one of all that is trained.
+        trained: The variables whose places may stand for them.
 
     Raises:
         UnsupportedRunError: It is neither.
     """
     items = given() if callable(given) else given
+    if items is None:
+        items = list(trained)
     items = list(items) if isinstance(items, list | tuple) else [items]
     nested = [isinstance(item, list | tuple) for item in items]
     if any(nested) and not all(nested):
         raise refusal("Expected a list of variables or a list of such lists, got both in one list.")
     blocks = items if any(nested) else [items]
-    return tuple(tuple(map(keras_api.tensor_of, block)) for block in blocks)
+
+    def variable(item: Any) -> Any:
+        if isinstance(item, int) and 0 <= item < len(trained):
+            return trained[item]
+        return keras_api.tensor_of(item)
+
+    return tuple(tuple(map(variable, block)) for block in blocks)
+
+
+def places_of(blocks: Blocks, trained: Sequence[Any]) -> list[list[int]]:
+    """The places of the variables of blocks among those that are trained, which they all are.
+
+    Raises:
+        UnsupportedRunError: They are others, or not each of them once.
+    """
+    check_blocks(blocks)
+    check_together(blocks, trained)
+    places = {variable.ref(): place for place, variable in enumerate(trained)}
+    return [[places[variable.ref()] for variable in block] for block in blocks]
 
 
 def check_blocks(blocks: Blocks) -> None:

@@ -13,7 +13,7 @@ from hidden_state_accountants import BatchOrder, LossGeometry
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy import proximal
+from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
@@ -23,6 +23,7 @@ from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.blocks import 
     blocks_of,
     check_blocks,
     check_together,
+    places_of,
 )
 from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
@@ -41,6 +42,7 @@ _CHECKED = (
 )
 
 
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class BlockCoordinateUpdate(UpdateRule):
     r"""Compiles a `HiddenStateModel` with DP-MBCD: lists of variables are updated in turn.
 
@@ -72,8 +74,9 @@ class BlockCoordinateUpdate(UpdateRule):
 
     Args:
         optimizer: Plain `SGD` with a constant learning rate eta, without momentum or decay.
-        blocks: Lists of variables, or a function that returns them, which is called when the run
-            begins; None for one block of all that is trained.
+        blocks: Lists of variables, or of their places in the model's trainable_variables (which is
+            what a file of the model has), or a function that returns them, which is called when the
+            run begins and when the model is saved; None for one block of all that is trained.
 
     Raises:
         UnsupportedRunError: From fit: batches that are not the same in every epoch, a projection,
@@ -93,8 +96,19 @@ class BlockCoordinateUpdate(UpdateRule):
         self, settings: Settings, optimizer: Any, plan: BatchPlan, variables: Sequence[Any]
     ) -> BlockSteps:
         """Those of DP-MBCD."""
-        blocks = blocks_of(list(variables) if self.blocks is None else self.blocks)
+        blocks = blocks_of(self.blocks, variables)
         return BlockSteps(settings, Update(optimizer, variables), plan, variables, blocks)
+
+    def with_places(self, model: Any) -> BlockCoordinateUpdate:
+        """With the places of the variables of each block."""
+        if self.blocks is None:
+            return self
+        trained = keras_api.trained(model)
+        return BlockCoordinateUpdate(None, places_of(blocks_of(self.blocks, trained), trained))
+
+    def get_config(self) -> dict[str, Any]:
+        """The blocks, as lists of places."""
+        return {"blocks": self.blocks}
 
 
 class BlockSteps(OwnedSteps):
@@ -203,8 +217,7 @@ class BlockSteps(OwnedSteps):
         Raises:
             ValueError: They are others.
         """
-        places = {id(variable): index for index, variable in enumerate(variables)}
-        own = tuple(tuple(places[id(v)] for v in block) for block in self._blocks)
+        own = tuple(map(tuple, places_of(self._blocks, variables)))
         if own != state.blocks:
             raise ValueError(
                 f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "

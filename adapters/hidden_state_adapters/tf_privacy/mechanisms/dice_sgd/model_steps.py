@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -29,6 +29,7 @@ from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
 
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class DiceUpdate(UpdateRule):
     r"""Compiles a `HiddenStateModel` with DiceSGD: what the clip cuts off is fed back, clipped.
 
@@ -101,6 +102,23 @@ class DiceUpdate(UpdateRule):
         rule = cls(optimizer, **arguments)
         rule._divisor = expected_batch_size
         return rule
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments but the optimizer, as plain types."""
+        bound = self.gradient_bound
+        return {
+            "error_l2_norm_clip": self.error_l2_norm_clip,
+            "automatic": self.automatic,
+            "gradient_bound": None if math.isinf(bound) else bound,
+            "expected_batch_size": self._divisor,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DiceUpdate:
+        """Inverse of `get_config`."""
+        bound = config["gradient_bound"]
+        given = {**config, "gradient_bound": math.inf if bound is None else bound}
+        return cls.of_optimizer(None, **given)
 
     def declared(self, settings: Settings) -> Declared:
         """Of the loss, and the bound on its gradients."""

@@ -1,0 +1,140 @@
+"""A file of a model that owns its run holds what it trains by, and training goes on from it."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    HiddenStateSequential,
+    keras_api,
+    lineage,
+)
+
+pytestmark = pytest.mark.usefixtures("without_graphs")
+X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+Y = np.arange(12) % 2
+SGD, SECRET = tf.keras.optimizers.SGD, {"stays_private": True, "include_private_state": True}
+
+
+def by_layers(model):
+    return BlockCoordinateUpdate(
+        SGD(0.5), lambda: [layer.trainable_variables for layer in reversed(model.layers)]
+    )
+
+
+MECHANISMS = {
+    "sgd": lambda model: SGD(0.5, weight_decay=0.1),
+    "dice": lambda model: DiceUpdate(
+        SGD(0.5), error_l2_norm_clip=0.05, automatic=True, gradient_bound=100.0
+    ),
+    "dice, settings left out": lambda model: DiceUpdate(SGD(0.5)),
+    "blocks": by_layers,
+    "blocks by places": lambda model: BlockCoordinateUpdate(SGD(0.5), [[2, 3], [0, 1]]),
+    "one block": lambda model: BlockCoordinateUpdate(SGD(0.5)),
+}
+KERAS_2_ONLY = pytest.mark.skipif(keras_api.IS_KERAS_3, reason="is refused, or has no such format")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_process():
+    new_process()
+
+
+def new_process():
+    lineage._live.clear()
+    lineage._origins.clear()
+
+
+def make(mechanism, noise=2.0):
+    layers = [tf.keras.layers.Dense(2), tf.keras.layers.Dense(2)]
+    model = HiddenStateSequential(
+        layers, l2_norm_clip=0.3, noise_multiplier=noise, batch_order="cyclic"
+    )
+    model.build((None, 3))
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(MECHANISMS[mechanism](model), loss)
+    return model
+
+
+def fit(model):
+    model.fit(X, Y, batch_size=4, verbose=0)
+    return model
+
+
+def through(path, model):
+    model.save(path)
+    new_process()
+    return tf.keras.models.load_model(path)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.keras",
+        pytest.param("model.h5", marks=KERAS_2_ONLY),
+        pytest.param("folder", marks=KERAS_2_ONLY),
+    ],
+)
+def test_training_goes_on_as_if_there_had_been_no_file(name, mechanism, tmp_path):
+    model = fit(make(mechanism, noise=0.0))
+    state = json.loads(json.dumps(model.state(**SECRET)))
+    again = through(str(tmp_path / name), model)
+    whole, event = fit(model).get_weights(), model.privacy_event
+    new_process()
+    again.resume(state)
+    fit(again)
+    for own, other in zip(again.get_weights(), whole, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert again.privacy_events == (event,)
+    assert again.get_config() == model.get_config()
+
+
+@pytest.mark.parametrize("mechanism", ["sgd", "dice", "blocks"])
+@pytest.mark.parametrize("name", ["model.keras", pytest.param("model.h5", marks=KERAS_2_ONLY)])
+def test_without_resume_another_run_of_the_mechanism_follows(name, mechanism, tmp_path):
+    model = fit(make(mechanism))
+    for _ in range(2):
+        model = fit(through(str(tmp_path / name), model))
+    events = model.privacy_events
+    assert {type(event) for event in events} == {type(make_event(mechanism))}
+    assert [event.num_steps for event in events] == [events[0].num_steps] * 3
+
+
+def make_event(mechanism):
+    new_process()
+    return fit(make(mechanism)).privacy_event
+
+
+def test_a_model_that_is_compiled_by_hand_has_what_it_was_compiled_with(tmp_path):
+    path = str(tmp_path / "model.keras")
+    model = fit(make("dice"))
+    state = model.state(**SECRET)
+    model.save(path)
+    new_process()
+    again = tf.keras.models.load_model(path, compile=False)
+    again.compile(SGD(0.5), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert "update_rule" not in again.get_config()
+    again.resume(state)
+    with pytest.raises(hsa.UnsupportedRunError, match="Compile with what it was made with"):
+        fit(again)
+
+
+def test_blocks_of_another_model_are_not_written():
+    model, other = make("sgd"), make("sgd")
+    model.compile(by_layers(other), "mse")
+    with pytest.raises(hsa.UnsupportedRunError, match="together the trainable variables"):
+        model.get_config()
+
+
+@pytest.mark.skipif(not keras_api.IS_KERAS_3, reason="Keras 2 says that it reads a file")
+def test_keras_3_writes_no_file_that_it_would_read_as_another_algorithm(tmp_path):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"Save as \.keras"):
+        make("dice").save(tmp_path / "model.h5")
