@@ -17,9 +17,11 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
 from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.description import Description
+from hidden_state_accountants.runs.run_lengths import RunLengths
 
 SLACK = 1e-6
 """Rounding in float32, relative, of a norm that is exactly at its bound."""
@@ -55,28 +57,41 @@ class Step:
 class Run(abc.ABC):
     """Records a run step by step, and refuses a step that is not one of the declared run.
 
-    A subclass is about one kind of event, for which it registers itself. What is the same in all
-    steps it holds as such an event (`_template`) of one step. An optimizer that does not see its
-    data leaves some of it open (`_later`), and `event` is told.
+    A subclass is about one kind of event, for which it registers itself. It says which fields of
+    the event are declared and which values the steps have; checks, figures and texts are its own.
 
     Attributes:
         event_type: The kind of event that the run becomes.
         releases_every_iterate: Whether its guarantee covers every iterate, whatever is released.
+        declares: The fields of the event that are the same in all steps.
+        of_one_step: The other fields that an event needs, as those of an event of one step.
+        series: The fields of a `Step` that are recorded one by one.
+        later: The fields that may be left open, since an optimizer may not see its data; `event`
+            is told them.
     """
 
     event_type: ClassVar[type[DpEvent]]
     releases_every_iterate: ClassVar[bool] = False
+    declares: ClassVar[tuple[str, ...]]
+    of_one_step: ClassVar[Mapping[str, Any]]
+    series: ClassVar[tuple[str, ...]] = ()
+    later: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if "event_type" in vars(cls):
-            _KINDS[cls.event_type] = cls
+        _KINDS[cls.event_type] = cls
 
-    def __init__(self, template: DpEvent, **declared: Any):
-        self._template: Any = template
-        self._later = {name for name, value in declared.items() if value is None}
+    def __init__(self, **declared: Any):
+        self._later = {name for name in self.later if declared[name] is None}
+        standing_in = {"dataset_size": declared["batch_size"], "batch_order": BatchOrder.POISSON}
+        declared |= {name: standing_in[name] for name in self._later}
+        # The constructor of the event is the one place that knows what is valid.
+        self._template: Any = self.event_type(**declared, **self.of_one_step)
         self._num_steps = 0
         self._release_steps: list[int] = []
+        self._series = {name: RunLengths() for name in self.series}
+        self._fewest_rows = self._most_rows = 0
+        self._largest_norm = 0.0
         self._proved: dict[NeighboringRelation, tuple[tuple[int, int], Guarantee]] = {}
 
     # What happens
@@ -88,12 +103,20 @@ class Run(abc.ABC):
             UnsupportedRunError: It is not a step of the declared run.
             TypeError, ValueError: No step can have these values.
         """
-        self._take(step)
+        self._check(step)
+        for name, values in self._series.items():
+            value = getattr(step, name)
+            if value is not None:
+                values.append(float(value))
+        if step.rows is not None:
+            self._fewest_rows = min(self._fewest_rows, step.rows) if self._num_steps else step.rows
+            self._most_rows = max(self._most_rows, step.rows)
+        self._largest_norm = max(self._largest_norm, float(step.largest_norm))
         self._num_steps += 1
 
     @abc.abstractmethod
-    def _take(self, step: Step) -> None:
-        """Checks a step first, and then takes its values into the account."""
+    def _check(self, step: Step) -> None:
+        """Refuses a step that is not the next one of the declared run."""
 
     def _check_turn(self, batch: int | None, batches_per_epoch: int) -> None:
         """Refuses a batch that does not follow in an epoch of fixed batches."""
@@ -215,26 +238,42 @@ class Run(abc.ABC):
 
     # How it goes on elsewhere
 
-    @abc.abstractmethod
     def _declared(self) -> dict[str, Any]:
         """What is the same in all steps, as plain types; "type" names the kind of event."""
+        of_steps = set(self.of_one_step) - {"num_steps"}
+        plain = self._template.to_dict()
+        declared = {name: value for name, value in plain.items() if name not in of_steps}
+        return declared | dict.fromkeys(sorted(self._later))
 
     @classmethod
-    @abc.abstractmethod
     def _of_declared(cls: type[_AnyRun], declared: Mapping[str, Any]) -> _AnyRun:
         """A run without steps of which `_declared` returns `declared`."""
+        known = {name: value for name, value in declared.items() if value is not None}
+        whole = {"dataset_size": known.get("batch_size"), **known, **cls.of_one_step}
+        event = cls.event_type.from_dict(whole)
+        open_fields = [n for n in cls.later if n in declared and declared[n] is None]
+        run = cls.__new__(cls)
+        fields = {name: getattr(event, name) for name in cls.declares}
+        Run.__init__(run, **fields | dict.fromkeys(open_fields))
+        return run
 
-    @abc.abstractmethod
     def _steps_state(self) -> dict[str, Any]:
         """What else restores the steps, as plain types."""
+        return {name: values.state_dict() for name, values in self._series.items()}
 
-    @abc.abstractmethod
     def _load_steps(self, state: Mapping[str, Any]) -> None:
         """Inverse of `_steps_state`; `num_steps` is set already.
 
         Raises:
             TypeError, ValueError: The state is damaged.
         """
+        self._series = {name: RunLengths.of_state(name, state.get(name)) for name in self.series}
+        for name, values in self._series.items():
+            covered = sum(values.lengths)
+            if covered != self._num_steps and not (name == "clip_norm" and covered == 0):
+                raise ValueError(
+                    f"The state is damaged: {name} covers {covered} of {self._num_steps} steps."
+                )
 
     def private_state(self) -> dict[str, Any]:
         """What `state_dict` leaves out, because it is computed from the records. Secret.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
+import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
@@ -18,14 +19,11 @@ from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_in_bound
-from hidden_state_accountants.runs.descriptions.base import Description
-from hidden_state_accountants.runs.descriptions.block_coordinate import description
-from hidden_state_accountants.runs.run_lengths import RunLengths
+from hidden_state_accountants.runs.description import UNPROTECTED, Description, range_of
 from hidden_state_accountants.runs.statement import statement_of
 
 _DELTA = 1e-5
 _RELATIONS = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
-_NOISE = "noise_variance"  # of the event, but of every step in a run
 
 
 class BlockCoordinateRun(Run):
@@ -54,6 +52,18 @@ class BlockCoordinateRun(Run):
     """
 
     event_type = BlockCoordinateDpEvent
+    declares = (
+        "step_size",
+        "clip_norm",
+        "batch_size",
+        "dataset_size",
+        "block_loss",
+        "prox_strong_convexity",
+        "num_blocks",
+    )
+    series = ("noise_multiplier",)
+    of_one_step: ClassVar = {"noise_variance": 0.0, "num_epochs": 1}
+    later = ("dataset_size",)
 
     def __init__(
         self,
@@ -66,21 +76,15 @@ class BlockCoordinateRun(Run):
         dataset_size: int | None = None,
         block_loss: LossGeometry | None = None,
     ):
-        # The constructor of the event is the one place that knows what is valid.
-        template = BlockCoordinateDpEvent(
+        super().__init__(
             step_size=step_size,
-            noise_variance=0.0,
             clip_norm=clip_norm,
             batch_size=batch_size,
-            dataset_size=batch_size if dataset_size is None else dataset_size,
-            num_epochs=1,
+            dataset_size=dataset_size,
             block_loss=block_loss,
             prox_strong_convexity=prox_strong_convexity,
             num_blocks=num_blocks,
         )
-        super().__init__(template, dataset_size=dataset_size)
-        self._noise = RunLengths()
-        self._largest_norm = 0.0
 
     @classmethod
     def of_totals(
@@ -104,18 +108,19 @@ class BlockCoordinateRun(Run):
         """
         run = cls(**settings)
         run._num_steps = validate.integer("num_steps", num_steps, minimum=0)
+        noise = run._series["noise_multiplier"]
         if isinstance(noise_multiplier, Schedule):
-            run._noise.values.extend(noise_multiplier.values)
-            run._noise.lengths.extend(noise_multiplier.lengths)
+            noise.values.extend(noise_multiplier.values)
+            noise.lengths.extend(noise_multiplier.lengths)
         elif num_steps:
-            run._noise.values, run._noise.lengths = [float(noise_multiplier)], [num_steps]
+            noise.values, noise.lengths = [float(noise_multiplier)], [num_steps]
         run._largest_norm = float(largest_norm)
         run._check_noise()
         return run
 
     # What happens
 
-    def _take(self, step: Step) -> None:
+    def _check(self, step: Step) -> None:
         own, number = self._template, self._num_steps + 1
         expected = {
             "clip_norm": (step.clip_norm, own.clip_norm),
@@ -131,13 +136,11 @@ class BlockCoordinateRun(Run):
                 )
         if not self._later and step.batch is not None:
             self._check_turn(step.batch, own.batches_per_epoch)
-        noise = validate.magnitude("noise_multiplier", step.noise_multiplier)
+        validate.magnitude("noise_multiplier", step.noise_multiplier)
         norm = validate.real("largest_norm", step.largest_norm, minimum=0, allow_inf=True)
         check_in_bound(
             "block_loss.lipschitz", _lipschitz(self._template), norm, f"of step {number}"
         )
-        self._noise.append(noise)
-        self._largest_norm = max(self._largest_norm, norm)
 
     # What is said about it
 
@@ -193,7 +196,7 @@ class BlockCoordinateRun(Run):
         return self._num_steps // batches
 
     def _noise_variance(self) -> float | Schedule:
-        noise = self._noise.compressed()
+        noise = self._series["noise_multiplier"].compressed()
         if isinstance(noise, Schedule):
             return Schedule([self._variance(value) for value in noise.values], noise.lengths)
         return self._variance(noise)
@@ -226,7 +229,31 @@ class BlockCoordinateRun(Run):
         notes: Mapping[str, Any],
     ) -> Description:
         """As `Run.describe`; it reads none of the notes."""
-        return description(event, relation)
+        return Description(
+            title="Privacy of the released blocks (last iterate only)",
+            theory="docs/theory/block_coordinate.md",
+            facts=(
+                (
+                    "run",
+                    f"{event.num_epochs} epochs x {event.batches_per_epoch} fixed batches of "
+                    f"{event.batch_size} records x {event.num_blocks} blocks, step size "
+                    f"{event.step_size:g}",
+                ),
+                _noise_text(event, relation),
+                ("prox", f"{event.prox_strong_convexity:g}-strongly convex"),
+            ),
+            run=(
+                f"Noisy block coordinate descent performed over {event.dataset_size} examples with "
+                f"{event.batch_size} examples per iteration in cyclic order on {event.num_blocks} "
+                f"block(s), noise variance {range_of(event.noise_variances().ravel())}, gradient "
+                f"sensitivity {event.sensitivity(relation):g}, step size {event.step_size:g}, for "
+                f"{event.num_steps} iterations ({event.num_epochs} epochs) without microbatching."
+            ),
+            protects=(
+                "This privacy guarantee protects the release of the blocks after the last "
+                "iteration. It does not protect hidden variables, earlier blocks, " + UNPROTECTED
+            ),
+        )
 
     @classmethod
     def every_iterate(
@@ -254,37 +281,12 @@ class BlockCoordinateRun(Run):
 
     # How it goes on elsewhere
 
-    def _declared(self) -> dict[str, Any]:
-        declared = self._template.to_dict()
-        for name in (_NOISE, "num_epochs"):
-            declared.pop(name)
-        return declared | dict.fromkeys(sorted(self._later))
-
-    @classmethod
-    def _of_declared(cls, declared: Mapping[str, Any]) -> BlockCoordinateRun:
-        size = declared.get("dataset_size")
-        known = {name: value for name, value in declared.items() if value is not None}
-        whole = {"dataset_size": known.get("batch_size"), **known, _NOISE: 0.0, "num_epochs": 1}
-        event = BlockCoordinateDpEvent.from_dict(whole)
-        return cls(
-            step_size=event.step_size,
-            clip_norm=event.clip_norm,  # type: ignore[arg-type]
-            batch_size=event.batch_size,
-            num_blocks=event.num_blocks,
-            prox_strong_convexity=event.prox_strong_convexity,
-            dataset_size=None if size is None else event.dataset_size,
-            block_loss=event.block_loss,
-        )
-
-    def _steps_state(self) -> dict[str, Any]:
-        return {"noise_multiplier": self._noise.state_dict()}
-
     def private_state(self) -> dict[str, Any]:
         """The longest gradient."""
         return {"largest_norm": self._largest_norm}
 
     def _load_steps(self, state: Mapping[str, Any]) -> None:
-        self._noise = RunLengths.of_state("noise_multiplier", state.get("noise_multiplier"))
+        super()._load_steps(state)
         # A declared bound was compared step by step; nothing is known for one that comes later.
         unknown = math.inf if _lipschitz(self._template) == math.inf else 0.0
         self._largest_norm = validate.real(
@@ -296,12 +298,12 @@ class BlockCoordinateRun(Run):
         )
 
     def _check_noise(self) -> None:
-        covered = sum(self._noise.lengths)
+        covered = sum(self._series["noise_multiplier"].lengths)
         if covered != self._num_steps:
             raise ValueError(
                 f"Expected noise_multiplier to cover {self._num_steps} steps, got {covered}."
             )
-        for value in self._noise.values:
+        for value in self._series["noise_multiplier"].values:
             validate.magnitude("noise_multiplier", value)
 
 
@@ -376,3 +378,22 @@ def _lipschitz(event: BlockCoordinateDpEvent) -> float:
     """The declared bound on all gradients; inf if there is none."""
     loss = event.block_loss
     return math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
+
+
+def _noise_text(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> tuple[str, str]:
+    variances = event.noise_variances().ravel()
+    if event.clip_norm is None or not event.step_size:
+        return (
+            "noise",
+            f"variance {range_of(variances)} for each unit of 2 x step size, gradient sensitivity "
+            f"{event.sensitivity(relation):g}",
+        )
+    # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
+    unit = event.clip_norm / event.batch_size
+    multipliers = np.sqrt(2 * variances / event.step_size) / unit
+    gradients = "clipped to" if event.clipping_may_act else "never clipped,"
+    bound = event.sensitivity(NeighboringRelation.REPLACE_SPECIAL)
+    return (
+        "noise multiplier",
+        f"{range_of(multipliers)} on sums of gradients {gradients} {bound:g}",
+    )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
+from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order, rate_text
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs.base import Run, Step, check_covered, check_in_bound
-from hidden_state_accountants.runs.descriptions.base import Description
-from hidden_state_accountants.runs.descriptions.dice_sgd import description
+from hidden_state_accountants.runs.description import Description, Other
 
 _TOTALS = ("fewest_rows", "most_rows", "largest_norm")
 
@@ -49,6 +51,19 @@ class DiceSgdRun(Run):
 
     event_type = DiceSgdDpEvent
     releases_every_iterate = True
+    declares = (
+        "noise_std",
+        "clip_norm",
+        "error_clip_norm",
+        "batch_size",
+        "dataset_size",
+        "batch_order",
+        "gradient_bound",
+        "automatic",
+        "sampling_rate",
+    )
+    of_one_step: ClassVar = {"num_steps": 1}
+    later = ("dataset_size", "batch_order")
 
     def __init__(
         self,
@@ -63,24 +78,17 @@ class DiceSgdRun(Run):
         gradient_bound: float = math.inf,
         sampling_rate: float | None = None,
     ):
-        # The constructor of the event is the one place that knows what is valid.
-        template = DiceSgdDpEvent(
+        super().__init__(
             noise_std=_noise_std(noise_multiplier, clip_norm, batch_size),
             clip_norm=clip_norm,
             error_clip_norm=error_clip_norm,
             batch_size=batch_size,
-            dataset_size=batch_size if dataset_size is None else dataset_size,
-            num_steps=1,
-            batch_order=parse_batch_order(
-                BatchOrder.POISSON if batch_order is None else batch_order
-            ),
+            dataset_size=dataset_size,
+            batch_order=None if batch_order is None else parse_batch_order(batch_order),
             gradient_bound=gradient_bound,
             automatic=automatic,
             sampling_rate=sampling_rate,
         )
-        super().__init__(template, dataset_size=dataset_size, batch_order=batch_order)
-        self._fewest_rows = self._most_rows = 0
-        self._largest_norm = 0.0
 
     @classmethod
     def of_totals(
@@ -116,15 +124,12 @@ class DiceSgdRun(Run):
 
     # What happens
 
-    def _take(self, step: Step) -> None:
+    def _check(self, step: Step) -> None:
         self._check_settings(step)
         self._check_batch(step)
         where = f"of step {self._num_steps + 1}"
         check_in_bound("gradient_bound", self._template.gradient_bound, step.largest_norm, where)
-        rows = validate.integer("rows", step.rows, minimum=0)
-        self._fewest_rows = min(self._fewest_rows, rows) if self._num_steps else rows
-        self._most_rows = max(self._most_rows, rows)
-        self._largest_norm = max(self._largest_norm, float(step.largest_norm))
+        validate.integer("rows", step.rows, minimum=0)
 
     def _check_settings(self, step: Step) -> None:
         own, number = self._template, self._num_steps + 1
@@ -235,7 +240,53 @@ class DiceSgdRun(Run):
         notes: Mapping[str, Any],
     ) -> Description:
         """As `Run.describe`; of the notes it reads `update_rule`, an optimizer's name."""
-        return description(event, relation, delta, notes.get("update_rule", "any"))
+        plain = LastIterateDpEvent(
+            noise_multiplier=event.noise_std * event.batch_size / event.clip_norm,
+            learning_rate=1.0,
+            clip_norm=event.clip_norm,
+            batch_size=event.batch_size,
+            dataset_size=event.dataset_size,
+            num_steps=event.num_steps,
+            batch_order=event.batch_order,
+            sampling_rate=event.sampling_rate,
+        )
+        clip = "normalised to" if event.automatic else "clip norm"
+        bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
+        return Description(
+            title="Privacy of all iterates (the error of the feedback stays hidden)",
+            theory="docs/theory/dice_sgd.md",
+            facts=(
+                ("published", _published(event, relation, delta)),
+                (
+                    "run",
+                    f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
+                    f"{rate_text(event.sampling_rate)}, "
+                    f"{event.batch_order.value}; update rule {notes.get('update_rule', 'any')}",
+                ),
+                ("noise on the mean update", f"standard deviation {event.noise_std:.6g}"),
+                ("gradients", f"{clip} {event.clip_norm:g}; bound before clipping: {bound}"),
+                ("error", f"{clip} {event.error_clip_norm:g}"),
+            ),
+            run=(
+                f"DiceSGD performed over {event.dataset_size} examples with {event.batch_size} "
+                f"examples per iteration in {event.batch_order.value} order"
+                f"{rate_text(event.sampling_rate)}, noise multiplier "
+                f"{plain.noise_multiplier:.6g}, gradients {clip} {event.clip_norm:g}, error {clip} "
+                f"{event.error_clip_norm:g}, for {event.num_steps} iterations "
+                f"({event.num_steps / event.batches_per_epoch:g} epochs) without microbatching."
+            ),
+            protects=(
+                "This privacy guarantee protects the release of all model checkpoints in addition "
+                "to the final model, and of all that is computed from them. It does not protect "
+                "the error of the feedback, or losses and metrics of the training data."
+            ),
+            released="Epsilon of all released models:",
+            others=(Other("Epsilon of ANOTHER algorithm, DP-SGD (*):", plain, relation),),
+            footnote=(
+                "(*) Not this run: DP-SGD with the same batches, clip norm and noise, without "
+                "error feedback. DiceSGD must not be reported with it."
+            ),
+        )
 
     @classmethod
     def every_iterate(cls, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Guarantee:
@@ -243,31 +294,6 @@ class DiceSgdRun(Run):
         return best_guarantee(event, relation)
 
     # How it goes on elsewhere
-
-    def _declared(self) -> dict[str, Any]:
-        return self._template.to_dict() | dict.fromkeys(sorted(self._later))
-
-    @classmethod
-    def _of_declared(cls, declared: Mapping[str, Any]) -> DiceSgdRun:
-        known = {name: value for name, value in declared.items() if value is not None}
-        event = DiceSgdDpEvent.from_dict({"dataset_size": known.get("batch_size"), **known})
-        later = {name for name, value in declared.items() if value is None}
-        run = cls(
-            noise_multiplier=0.0,
-            clip_norm=event.clip_norm,
-            error_clip_norm=event.error_clip_norm,
-            batch_size=event.batch_size,
-            automatic=event.automatic,
-            dataset_size=None if "dataset_size" in later else event.dataset_size,
-            batch_order=None if "batch_order" in later else event.batch_order,
-            gradient_bound=event.gradient_bound,
-            sampling_rate=event.sampling_rate,
-        )
-        run._template = attrs.evolve(run._template, noise_std=event.noise_std)  # to the last bit
-        return run
-
-    def _steps_state(self) -> dict[str, Any]:
-        return {}
 
     def private_state(self) -> dict[str, Any]:
         """The rows of the batches and the longest gradient."""
@@ -300,3 +326,13 @@ def _noise_std(noise_multiplier: float, clip_norm: float, batch_size: int) -> fl
     validate.integer("batch_size", batch_size, minimum=1)
     # ZBWH24, Algorithm 2, arXiv 2311.14632: the noise is on the mean update
     return noise_multiplier * clip_norm / batch_size
+
+
+def _published(event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float) -> str:
+    bound = DiceSgd(analysis="published")
+    unmet = bound.check(event, relation)
+    if unmet:
+        return f"{bound.citation} does not apply: " + "; ".join(map(str, unmet))
+    claim = bound.guarantee(event, relation)
+    epsilon = fixed_up(claim.epsilon(delta), 4)
+    return f"{bound.citation} would claim epsilon = {epsilon}; do not use it: {claim.caveat}"

@@ -14,7 +14,7 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.runs.descriptions.last_iterate import process_of
+from hidden_state_accountants.runs.last_iterate import process_of
 
 _STEPS_LOOKED_AHEAD, _LARGE = 20_000, 10.0
 _NAMES = {

@@ -16,7 +16,7 @@ from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status, group_guarantee
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.runs.base import kind_of
-from hidden_state_accountants.runs.descriptions.base import Description
+from hidden_state_accountants.runs.description import Description
 
 _MEANING = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "one example is added or removed",

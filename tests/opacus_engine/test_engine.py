@@ -18,7 +18,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
-from hidden_state_accountants.runs.contraction import no_contraction_line
+from hidden_state_accountants.runs.last_iterate import no_contraction_line
 from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.projections import BallProjection
 

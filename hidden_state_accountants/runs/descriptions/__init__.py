@@ -1,1 +1,0 @@
-"""What a statement says of each kind of run, in words."""
