@@ -15,9 +15,9 @@ from hidden_state_adapters.tf_privacy import (
     keras_api,
     make_private,
 )
+from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.guards import broken_products
 from hidden_state_adapters.tf_privacy.guards.rows import same_random_numbers
-from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
 
 pytestmark = pytest.mark.skipif(not keras_api.IS_KERAS_3, reason="Keras 2 runs")
 layers, losses, optimizers = tf.keras.layers, tf.keras.losses, tf.keras.optimizers
@@ -62,7 +62,7 @@ def test_a_product_of_trained_matrices_is_no_linear_layer():
     model = make([low_rank()])
     fit(model)
     assert isinstance(model._run.clipping[0], RowByRow)
-    assert len(model._run.steps._variables) == 3
+    assert len(model._run.steps._step.variables) == 3
     assert model.get_epsilon(1e-5) > 0
 
 

@@ -598,7 +598,7 @@ class ModelTrial(Trial):
         tf.random.set_seed(0)
 
     def reseed(self):
-        self.model._run.steps._noise._generator.reset_from_seed(0)
+        self.model._run.steps._step._noise._generator.reset_from_seed(0)
 
     def train_without_noise(self):
         variables = self.model.trainable_variables

@@ -17,9 +17,9 @@ from hidden_state_adapters.tf_privacy import (
     make_private,
 )
 from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths
+from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
-from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 
 layers, losses = tf.keras.layers, tf.keras.losses

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate, HiddenStateSequential
-from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow, ThroughLinearLayers
+from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers
 
 SHARED, BATCH, RECORDS, FEATURES = reference.SHARED, 4, 12, 3
 layers, optimizers = tf.keras.layers, tf.keras.optimizers
@@ -190,7 +190,7 @@ def test_a_refused_step_moves_no_block():
             "a weight_decay or a schedule",
         ),
         ({"blocks": lambda model: of_layers(model)[:1]}, "together the trainable variables"),
-        ({"blocks": lambda model: [[0], [1]]}, "blocks of variables, got 0"),
+        ({"blocks": lambda model: [["a"], ["b"]]}, "blocks of variables, got 'a'"),
         ({"blocks": lambda model: of_layers(model) * 2}, "each variable in one block"),
         ({"blocks": lambda model: [*of_layers(model)[0], []]}, "got both in one list"),
     ],

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, keras_api
+from hidden_state_adapters.tf_privacy.gradients import RowByRow
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
-from hidden_state_adapters.tf_privacy.owned.clipping import RowByRow
 
 optimizers = tf.keras.optimizers
 ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
@@ -131,7 +131,7 @@ def test_rows_that_are_differentiated_one_by_one(automatic, monkeypatch):
     fast, slow = make(rule(sgd())), make(rule(sgd()))
     fit(fast)
     monkeypatch.setattr(
-        "hidden_state_adapters.tf_privacy.owned.clipping.ThroughLinearLayers.of",
+        "hidden_state_adapters.tf_privacy.gradients.ThroughLinearLayers.of",
         lambda *args: None,
     )
     fit(slow)

@@ -16,28 +16,28 @@ MUTATIONS = (
     ),
     Mutation(
         "several_rows_of_an_example_are_clipped_one_by_one",
-        f"{_TF}/owned/clipping.py",
+        f"{_TF}/gradients.py",
         "if found.norms.shape != found.losses.shape or any(",
         "if any(",
         "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples",
     ),
     Mutation(
         "a_row_may_be_that_of_another_example",
-        f"{_TF}/owned/clipping.py",
+        f"{_TF}/gradients.py",
         "tf.constant(np.random.default_rng(0).normal(size=rows))",
         "tf.ones(rows, tf.float64)",
         "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples",
     ),
     Mutation(
         "the_bias_of_a_microbatch_is_not_measured",
-        f"{_TF}/owned/clipping.py",
+        f"{_TF}/gradients.py",
         "of_features = products(features) + (1.0 if layer.use_bias else 0.0)",
         "of_features = products(features)",
         "keras/test_model_microbatches.py::test_products_of_examples_give_the_lengths_of_means",
     ),
     Mutation(
         "a_sum_of_gradients_that_cancel_is_exact",
-        f"{_TF}/owned/clipping.py",
+        f"{_TF}/gradients.py",
         "return tf.square(length + of_sums * longest)",
         "return tf.square(length)",
         "keras/test_model_microbatches.py::"
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "products_of_a_microbatch_have_too_few_digits",
-        f"{_TF}/owned/clipping.py",
+        f"{_TF}/gradients.py",
         "return tf.matmul(rows, rows, transpose_b=True)",
         "rows = tf.cast(rows, tf.float32)\n"
         "            return tf.cast(tf.matmul(rows, rows, transpose_b=True), tf.float64)",
@@ -158,16 +158,16 @@ MUTATIONS = (
     ),
     Mutation(
         "noise_is_divided_by_the_batch_twice",
-        f"{_TF}/owned/steps.py",
-        "added_to(sums, self.l2_norm_clip * self.noise_multiplier)",
-        "added_to(sums, self.l2_norm_clip * self.noise_multiplier / self._plan.batch_size)",
+        f"{_TF}/step.py",
+        "added_to(sums[0], self.clip * self.noise_multiplier)",
+        "added_to(sums[0], self.clip * self.noise_multiplier / self._divisor)",
         "keras/test_model.py::test_the_noise_is_that_of_the_event",
     ),
     Mutation(
         "dice_feeds_the_whole_error_back",
-        f"{_TF}/mechanisms/dice_sgd/model_steps.py",
+        f"{_TF}/mechanisms/dice_sgd/rule.py",
         "            self._error_clip,\n            divisor",
-        "            math.inf,\n            divisor",
+        "            1e9,\n            divisor",
         "keras/test_model_dice.py::test_the_steps_are_those_of_the_paper_and_of_opacus",
     ),
     Mutation(
@@ -186,7 +186,7 @@ MUTATIONS = (
     ),
     Mutation(
         "padding_that_is_not_finite_counts",
-        f"{_TF}/owned/clipping.py",
+        f"{_TF}/gradients.py",
         "tf.reduce_all(tf.math.is_finite(lengths))",
         "tf.constant(True)",
         "keras/test_model.py::test_a_row_of_factor_zero_is_left_out_though_it_is_not_finite",

@@ -15,7 +15,6 @@ from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
-from hidden_state_adapters.tf_privacy.owned.log import MOST_STEPS
 from hidden_state_adapters.tf_privacy.owned.rule import (
     TakenOver,
     UpdateRule,
@@ -27,6 +26,7 @@ from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step_log import MOST_STEPS
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
 # In a configuration

@@ -16,6 +16,12 @@ from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.gradients import (
+    ExampleGradients,
+    MeansOfSeveral,
+    RowByRow,
+    ThroughLinearLayers,
+)
 from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
 from hidden_state_adapters.tf_privacy.guards.callbacks import (
     check_callbacks,
@@ -29,12 +35,6 @@ from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import digest
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
-from hidden_state_adapters.tf_privacy.owned.clipping import (
-    ExampleGradients,
-    MeansOfSeveral,
-    RowByRow,
-    ThroughLinearLayers,
-)
 from hidden_state_adapters.tf_privacy.owned.data import (
     FEWEST_ROWS,
     HeldExamples,
@@ -44,12 +44,12 @@ from hidden_state_adapters.tf_privacy.owned.data import (
     plan_of,
 )
 from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
-from hidden_state_adapters.tf_privacy.owned.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.step_log import Problem
 from hidden_state_adapters.tf_privacy.units import Units
 

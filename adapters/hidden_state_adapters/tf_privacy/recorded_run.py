@@ -39,8 +39,8 @@ from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.owned.replicas import first_alone
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.replicas import first_alone
 from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, Problem, StepEntry
 
 _FIXED = (

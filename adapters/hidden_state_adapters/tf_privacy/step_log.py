@@ -15,6 +15,7 @@ import tensorflow as tf
 # Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
+MOST_STEPS = 256  # between two looks
 _INTEGERS = {tf.float32: tf.int32, tf.float64: tf.int64}
 # Of a loss and of the mean loss of its batch: graphs, XLA and TensorFloat-32 round differently. Not
 # of 1: small losses (squared errors of small targets) would be those of any batch.
@@ -232,6 +233,76 @@ class StepLog:
         return tf.equal(mark, fingerprint(variables))
 
 
+class RingLog(StepLog):
+    """As `StepLog`, with the entries of the last `MOST_STEPS` steps, and copies of the variables.
+
+    A copy shares its memory with the variable as long as nobody writes to one of them, so that it
+    costs less than a fingerprint, and is compared bit by bit in a tenth of the time. After a
+    refused step the copies mean nothing, and no step is taken any more.
+
+    Args:
+        variables: What only the steps may write.
+    """
+
+    def __init__(self, variables: Sequence[Any]):
+        super().__init__()
+        with tf.init_scope():
+            self._copies = [tf.Variable(v.read_value(), trainable=False) for v in variables]
+            self._entries = tf.Variable(tf.zeros([MOST_STEPS, 7], tf.float64), trainable=False)
+        self.start_at(variables)
+
+    def with_standing(self, problem: tf.Tensor) -> tf.Tensor:
+        """The `Problem` of a step, or of an earlier one: after that no step is taken any more."""
+        standing = self._counts.read_value()[2]
+        return tf.where(tf.equal(standing, 0), problem, standing)
+
+    def write(
+        self,
+        *,
+        rows: tf.Tensor,
+        problem: tf.Tensor,
+        variables: Sequence[Any],
+        values: Sequence[Any],
+    ) -> None:
+        """As `StepLog.write`; of a refused step only the problem is noted."""
+        before = self.steps
+        super().write(rows=rows, problem=problem, variables=variables, values=values)
+        entry = tf.stack([as_double(value) for value in (before + 1, rows, *values)])
+        self._entries.scatter_nd_update([[before % MOST_STEPS]], [entry])
+
+    def read_since(self, steps: int) -> list[StepEntry]:
+        """The steps after the first `steps`, `MOST_STEPS` at most; a refused one is the last.
+
+        If none was made, the last step that there was.
+        """
+        last = self.read()
+        entries = self._entries.numpy()
+        found = []
+        for step in range(steps + 1, last.steps + 1):
+            noted, rows, *values = entries[(step - 1) % MOST_STEPS].tolist()
+            if noted == step:  # else the log was written to
+                found.append(StepEntry(step, int(rows), Problem.NONE, last.weights, *values))
+        return [*found, last] if last.problem or not found else found
+
+    def is_iterate(self, variables: Sequence[Any]) -> tf.Tensor:
+        """Whether the variables are as the last step left them, in the trace that asks."""
+        return self._is_marked(tf.zeros([], tf.int64), variables)
+
+    def _mark(self, variables: Sequence[Any]) -> tf.Tensor:
+        for copy, variable in zip(self._copies, variables, strict=True):
+            copy.assign(variable.read_value())
+        return tf.zeros([], tf.int64)
+
+    def _is_marked(self, mark: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+        if [v.shape for v in variables] != [copy.shape for copy in self._copies]:
+            return tf.constant(False)
+        same = [
+            tf.reduce_all(tf.equal(_bits(copy), _bits(variable)))
+            for copy, variable in zip(self._copies, variables, strict=True)
+        ]
+        return tf.reduce_all(tf.stack(same))
+
+
 class ExpectedLosses:
     """What the losses of the next step have to be, compared in the step itself.
 
@@ -318,3 +389,8 @@ def as_double(value: Any) -> tf.Tensor:
     return (
         tf.constant(value, tf.float64) if isinstance(value, float) else tf.cast(value, tf.float64)
     )
+
+
+def _bits(variable: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(variable)
+    return tf.bitcast(value, _INTEGERS[value.dtype])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -11,32 +12,29 @@ import attrs
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, LossGeometry, Regulariser, RunRecorder
-from hidden_state_accountants.runs.base import SLACK, Run, Step
+from hidden_state_accountants import Assumption, LossGeometry, RunRecorder
+from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.noise import FreshNoise
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, rates_ahead
-from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
-from hidden_state_adapters.tf_privacy.owned.log import OwnedLog
-from hidden_state_adapters.tf_privacy.owned.replicas import copies, together
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.projection import check_within, project
+from hidden_state_adapters.tf_privacy.projection import check_within
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
+from hidden_state_adapters.tf_privacy.rules import AnyOptimizer, PlainSGD
+from hidden_state_adapters.tf_privacy.step import PrivateStep
+from hidden_state_adapters.tf_privacy.step_log import RingLog, StepEntry
 from hidden_state_adapters.tf_privacy.training import Training
 from hidden_state_adapters.tf_privacy.units import Units, checked_norms, of_means
 
-# 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
-_SMALLEST_CLIP = 1.1e-11
 _PLAIN: Mapping[str, Any] = {
     "momentum": 0.0,
     "nesterov": False,
@@ -162,39 +160,20 @@ class Update:
                     f"{value!r}: the event has one update rule. Compile again for another run."
                 )
 
-    def apply(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        fine: tf.Tensor,
-        prox: Regulariser | None,
-    ) -> None:
-        """Moves the variables if the step is taken; the prox needs plain SGD."""
-        if self.is_plain_sgd:
-            self._apply_sgd(gradients, variables, fine, prox)
-            return
+    def rule(self, settings: Settings) -> PlainSGD:
+        """What a step makes of noisy gradients; proximal map and projection need plain SGD."""
+        if not self.is_plain_sgd:
+            apply = functools.partial(keras_api.apply_gradients, self.optimizer)
+            return AnyOptimizer(self.rate, apply)
+        return PlainSGD(
+            self.rate,
+            self._count,
+            decay=self.weight_decay,
+            prox=settings.prox,
+            radius=settings.projection_radius,
+        )
 
-        def update() -> tf.Tensor:
-            keras_api.apply_gradients(self.optimizer, gradients, variables)
-            return tf.constant(True)
-
-        tf.cond(fine, update, lambda: tf.constant(False))
-
-    def _apply_sgd(
-        self, gradients: Any, variables: Any, fine: tf.Tensor, prox: Regulariser | None
-    ) -> None:
-        rate, decay = self.rate(), self.weight_decay
-        for gradient, variable in zip(gradients, variables, strict=True):
-            old, step = variable.read_value(), tf.cast(rate, gradient.dtype)
-            # tf.cast of the decay would go through float32.
-            kept = old * (1 - step * tf.constant(decay, old.dtype)) if decay else old
-            # tf.where and not a factor 0: a refused gradient may hold NaN.
-            new = proximal.after_prox(prox, kept - step * gradient, step)
-            variable.assign(tf.where(fine, new, old))
-        self.count(fine)
-
-    def count(self, fine: tf.Tensor) -> None:
-        """Counts an update that was made by hand."""
+    def _count(self, fine: tf.Tensor) -> None:
         self.iterations.assign_add(tf.cast(fine, self.iterations.dtype))
         keras_api.note_update(self.optimizer)
 
@@ -228,22 +207,20 @@ class OwnedSteps(Mechanism):
         self._strategy = getattr(variables[0], "distribute_strategy", None)
         if self._strategy is not None:
             self._check_replicas(update)
-        single = variables[0].dtype.base_dtype == tf.float32
         assert settings.l2_norm_clip is not None  # compile has asked for it
-        self._clip = settings.l2_norm_clip
-        if single and self._clip < _SMALLEST_CLIP:
-            raise refusal(
-                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got "
-                f"{self._clip:g}: squares of shorter gradients underflow, and they are "
-                "not clipped. Scale the loss up, or train in float64."
-            )
         self._settings, self._update, self._plan = settings, update, plan
-        self._variables = list(variables)
-        self._noise = FreshNoise()
-        self._noise.make_generator()  # outside of the scope of a strategy
-        self._log: OwnedLog = OwnedLog(self._tracked)
+        noise = settings.noise_multiplier
+        self._step = PrivateStep(
+            self._rule(),
+            variables,
+            clip=settings.l2_norm_clip,
+            noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
+            divisor=plan.batch_size,
+            kept=update.slots,
+            blocks=self.blocks,
+        )
+        self._log: RingLog = self._step.log
         self._loss: LossGeometry | None = None
-        self._longest = math.inf
         self.training = Training(self)
         self.rates_are_chosen = False
         self.asked_for: int | None = None  # steps, by the only call of fit so far
@@ -269,6 +246,10 @@ class OwnedSteps(Mechanism):
 
     # The step
 
+    def _rule(self) -> PlainSGD:
+        """What is made of the noisy gradients."""
+        return self._update.rule(self._settings)
+
     def take(
         self, passes: Sequence[Callable[[], ExampleGradients]], step: tf.Tensor, rows: tf.Tensor
     ) -> ExampleGradients:
@@ -284,118 +265,7 @@ class OwnedSteps(Mechanism):
             What the first pass gave.
         """
         refuse_surroundings(self._strategy)  # fit enters the strategy of the model
-        (gradients_of,) = passes
-        found = gradients_of()
-        norms, is_example, largest = self._seen(found, rows)
-        together(self._finish, self._sums(found, norms, is_example), largest, step, rows)
-        return found
-
-    def _finish(self, sums: Any, largest: tf.Tensor, step: tf.Tensor, rows: tf.Tensor) -> None:
-        """Adds the noise, once, and moves the variables, all copies of them.
-
-        Args:
-            sums: What `_sums` returned, over the whole batch.
-            largest: The longest gradient.
-            step: That the batch was dealt for.
-            rows: Examples.
-        """
-        gradients = self._noisy_mean(sums)
-        problem = self._problem(step, rows, largest, self._tracked, self._noise.is_fresh)
-        problem = self._log.with_standing(problem)
-        fine, rate = tf.equal(problem, 0), self._update.rate()
-        self._update.apply(gradients, self._variables, fine, self._settings.prox)
-        self._after_update(fine, rows, largest)
-        self._write(rows, problem, rate, largest)
-
-    def _seen(
-        self, found: ExampleGradients, rows: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The norms, 0 of padding; whether a row is no padding; and the largest norm."""
-        is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
-        norms = tf.where(is_example, found.norms, tf.zeros_like(found.norms))
-        infinite = tf.constant(math.inf, tf.float64)
-        largest = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
-        return norms, is_example, largest
-
-    def _write(
-        self, rows: tf.Tensor, problem: tf.Tensor, rate: tf.Tensor, largest: tf.Tensor
-    ) -> None:
-        self._log.write(
-            rows=rows,
-            problem=problem,
-            variables=self._tracked,
-            values=[
-                rate,
-                self.l2_norm_clip,
-                self.noise_multiplier,
-                self._update.weight_decay,
-                largest,
-            ],
-        )
-
-    def _sums(self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor) -> Any:
-        """What is added up over the examples, and over replicas: a nest of tensors.
-
-        Args:
-            found: Of a batch, or of a part of it, padding included.
-            norms: Of the gradients; 0 of padding.
-            is_example: Whether a row is no padding.
-        """
-        clip = tf.constant(self.l2_norm_clip, tf.float64)
-        factors = tf.where(is_example, clip / tf.maximum(norms, clip), tf.zeros_like(norms))
-        return found.weighted_sum(factors)
-
-    def _noisy_mean(self, sums: Any) -> list[tf.Tensor]:
-        """What the optimizer is given."""
-        return self._with_noise(sums)
-
-    def _with_noise(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Noisy sums over the divisor."""
-        assert self._settings.noise_multiplier is not None  # fit has found it
-        noisy = self._noise.added_to(sums, self.l2_norm_clip * self.noise_multiplier)
-        divisor = self._plan.batch_size
-        return [part / tf.constant(divisor, part.dtype) for part in noisy]
-
-    def _after_update(self, fine: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> None:
-        """What follows the update, before the step is noted."""
-        if self._settings.projection_radius is not None:
-            project(self._variables, self._settings.projection_radius, fine)
-
-    def _problem(
-        self,
-        step: tf.Tensor,
-        rows: tf.Tensor,
-        largest: tf.Tensor,
-        tracked: Sequence[Any],
-        is_fresh: tf.Tensor,
-    ) -> tf.Tensor:
-        """An int64 `Problem`.
-
-        Args:
-            step: That the batch was dealt for.
-            rows: Examples of it.
-            largest: The longest gradient.
-            tracked: `_tracked`, before the step.
-            is_fresh: Whether the generator of the noise was left alone.
-        """
-        problem = self._log.problem(
-            rows,
-            None,
-            tracked,
-            largest,
-            self._norm_bound(),
-            is_fresh,
-            rows_vary=True,  # every batch is compared with the plan
-        )
-        return problem + as_bits({Problem.BATCH: tf.equal(step, self._log.steps)})
-
-    def _norm_bound(self) -> float:
-        return self._longest * (1 + SLACK)
-
-    @property
-    def _tracked(self) -> list[Any]:
-        """What only the step may write: variables, and what the optimizer keeps of gradients."""
-        return copies([*self._variables, *self._update.slots])
+        return self._step.take(passes, rows, step)
 
     def steps_since(self, steps: int) -> list[StepEntry]:
         """The entries of the steps after the first `steps`, which the host has not seen yet."""
@@ -421,7 +291,7 @@ class OwnedSteps(Mechanism):
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """As every mechanism's; moments are what Keras restored."""
-        self._log.resume(state.num_batches, state.units.batch_size, self._tracked)
+        self._step.stands_at(state.num_batches, state.units.batch_size)
         self.iterations.assign(state.iterations)
         self.training.resume(variables)
         self._is_resumed = True
@@ -429,13 +299,12 @@ class OwnedSteps(Mechanism):
     @property
     def l2_norm_clip(self) -> float:
         """C."""
-        return self._clip
+        return self._step.clip
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise on the sum of gradients over C."""
-        noise = self._settings.noise_multiplier
-        return 1.0 if noise is None else noise  # which fit is to find before the first step
+        return self._step.noise_multiplier
 
     @property
     def iterations(self) -> Any:  # type: ignore[override]
@@ -445,20 +314,20 @@ class OwnedSteps(Mechanism):
     def goes_back(self) -> None:
         """Takes the weights of the moment, which are those of an earlier step, for the newest."""
         last = self.last_step
-        self._log.resume(last.steps, last.rows, self._tracked)
+        self._step.stands_at(last.steps, last.rows)
 
     def trains(self, variables: Sequence[Any]) -> bool:
         """Whether these are the variables of the run."""
-        own = self._variables
+        own = self._step.variables
         return len(own) == len(variables) and all(map(operator.is_, own, variables))
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
-        return self._log.has_written(copies([*variables, *self._update.slots]))
+        return self._step.is_iterate(variables)
 
     def begin(self, declared: Declared) -> None:
         """Takes over the geometry of the loss."""
-        self._loss, self._longest = declared.geometry, declared.longest_gradient
+        self._loss, self._step.norm_bound = declared.geometry, declared.longest_gradient
 
     def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
         """As every mechanism's, and the variables start within the ball."""
@@ -498,7 +367,7 @@ class OwnedSteps(Mechanism):
     def set_noise(self, noise_multiplier: float) -> None:
         """Of all steps; before the first one."""
         assert not self.has_stepped
-        self._settings = attrs.evolve(self._settings, noise_multiplier=noise_multiplier)
+        self._step.noise_multiplier = noise_multiplier
 
     def event_ahead(self, units: Units, declared: Declared, ahead: StepsAhead) -> Any:
         """The event of a run that is still to be made, with a noise multiplier of 1.
@@ -574,10 +443,10 @@ class OwnedSteps(Mechanism):
         """Whether the update contracts, assuming the hyper-parameters of the next step."""
         if self._loss is None:  # composition is what was asked for
             return ""
-        run, noise = self.new_run(units, Declared()), self._settings.noise_multiplier
+        run = self.new_run(units, Declared())
         run.add(
             Step(
-                noise_multiplier=1.0 if noise is None else noise,
+                noise_multiplier=self.noise_multiplier,
                 clip_norm=self.l2_norm_clip,
                 learning_rate=as_meant(float(self._update.rate())),
                 weight_decay=self._update.weight_decay,

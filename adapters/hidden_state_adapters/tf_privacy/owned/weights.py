@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import validate
-from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 
 
 @attrs.frozen

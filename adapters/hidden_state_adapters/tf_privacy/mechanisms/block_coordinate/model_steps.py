@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +16,6 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.blocks import (
     Blocks,
@@ -25,7 +24,6 @@ from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.blocks import 
     check_together,
     places_of,
 )
-from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
@@ -144,8 +142,8 @@ class BlockSteps(OwnedSteps):
             )
         check_blocks(blocks)
         check_together(blocks, variables)
-        super().__init__(settings, update, plan, variables)
         self._blocks = blocks
+        super().__init__(settings, update, plan, variables)
         self._rate = as_meant(float(update.rate()))
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
@@ -169,40 +167,10 @@ class BlockSteps(OwnedSteps):
             "every block would wait for the one before in all replicas. Train in one."
         )
 
-    # The step
-
     @property
     def blocks(self) -> Blocks:
         """The lists of variables."""
         return self._blocks
-
-    def take(
-        self, passes: Sequence[Callable[[], ExampleGradients]], step: tf.Tensor, rows: tf.Tensor
-    ) -> ExampleGradients:
-        """As of every model, block by block; of a step that is refused none is moved."""
-        refuse_surroundings()
-        before = [variable.read_value() for variable in self._variables]
-        rate, found, lengths, fresh = self._update.rate(), [], [], []
-        for block, gradients_of in zip(self._blocks, passes, strict=True):
-            found.append(gradients_of())
-            norms, is_example, largest = self._seen(found[-1], rows)
-            gradients = self._noisy_mean(self._sums(found[-1], norms, is_example))
-            for gradient, variable in zip(gradients, block, strict=True):
-                by = tf.cast(rate, gradient.dtype)
-                new = variable.read_value() - by * gradient
-                variable.assign(proximal.after_prox(self._settings.prox, new, by))
-            lengths.append(largest)
-            fresh.append(self._noise.is_fresh)
-        longest = tf.reduce_max(tf.stack(lengths))
-        tracked = [*before, *self._update.slots]
-        problem = self._problem(step, rows, longest, tracked, tf.reduce_all(tf.stack(fresh)))
-        problem = self._log.with_standing(problem)
-        fine = tf.equal(problem, 0)
-        for variable, old in zip(self._variables, before, strict=True):
-            variable.assign(tf.where(fine, variable.read_value(), old))
-        self._update.count(fine)
-        self._write(rows, problem, rate, longest)
-        return found[0]
 
     # As every mechanism's
 

@@ -19,8 +19,7 @@ from hidden_state_adapters.tf_privacy.guards.settings import check_scale
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.account import DiceAccount
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
-from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.feedback import clip_factor, fed_back
-from hidden_state_adapters.tf_privacy.owned.clipping import ExampleGradients
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.rule import DiceRule
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
@@ -170,13 +169,11 @@ class DiceSteps(DiceAccount, OwnedSteps):
         error_l2_norm_clip: float | None,
         automatic: bool,
     ):
-        super().__init__(settings, update, plan, variables)
-        self._error_clip = self.l2_norm_clip if error_l2_norm_clip is None else error_l2_norm_clip
-        self._automatic = automatic
-        self._error = HiddenError()
+        assert settings.l2_norm_clip is not None
+        self._error_clip = error_l2_norm_clip or settings.l2_norm_clip
+        self._automatic, self._error = automatic, HiddenError()
         self._error.belongs_to(variables)
-        self._error_norm: Any = None
-        self._next_errors: list[Any] = []
+        super().__init__(settings, update, plan, variables)
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
         unknown = {
@@ -193,39 +190,14 @@ class DiceSteps(DiceAccount, OwnedSteps):
                     " Leave it out."
                 )
 
-    # The step
-
-    def _sums(self, found: ExampleGradients, norms: tf.Tensor, is_example: tf.Tensor) -> Any:
-        """Of the clipped gradients, and of what the clip cuts off."""
-        dtype = self._variables[0].dtype.base_dtype
-        factors = clip_factor(norms, self.l2_norm_clip, dtype, automatic=self._automatic)
-        nothing = tf.zeros_like(norms)
-        # Not the difference of two sums: what is not clipped leaves exactly nothing.
-        parts = (tf.where(is_example, part, nothing) for part in (factors, 1 - factors))
-        return [found.weighted_sum(part) for part in parts]
-
-    def _noisy_mean(self, sums: Any) -> list[tf.Tensor]:
-        """The noisy mean of the clipped gradients, and the clipped error."""
-        clipped, rests = sums
-        self._error_norm, fed, self._next_errors = fed_back(
-            self._error.read(),
-            rests,
-            self._error_clip,
-            divisor=tf.constant(self._plan.batch_size, tf.float64),
+    def _rule(self) -> DiceRule:
+        return DiceRule(
+            super()._rule(),
+            self._error,
+            error_clip=self._error_clip,
             automatic=self._automatic,
+            iterations=self.iterations,
         )
-        # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-        return [n + f for n, f in zip(self._with_noise(clipped), fed, strict=True)]
-
-    def _problem(self, *args: Any) -> tf.Tensor:
-        of_step = super()._problem(*args)
-        of_run = self._error.problem(self._log.steps, self.iterations, self._error_norm)
-        self._error.begin(self.iterations)
-        return of_step + of_run
-
-    def _after_update(self, fine: tf.Tensor, rows: tf.Tensor, largest: tf.Tensor) -> None:
-        self._error.finish(is_fine=fine, rows=rows, largest=largest, errors=self._next_errors)
-        self._next_errors = []
 
     # As every mechanism's
 

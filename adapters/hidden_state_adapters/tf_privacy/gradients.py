@@ -22,8 +22,10 @@ import tensorflow as tf
 
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths, sum_of_rows
-from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.refusals import refusal
+
+Losses = Callable[[Any, Any], tf.Tensor]
+"""Of targets and outputs: one loss for each example."""
 
 _TOLERANCE = 1e-4  # relative, of gradients that were summed in another order
 
@@ -60,7 +62,7 @@ class RowByRow:
 
     name = "row by row"
 
-    def __init__(self, model: Any, losses: RowLosses, variables: Sequence[Any]):
+    def __init__(self, model: Any, losses: Losses, variables: Sequence[Any]):
         self._model, self._losses, self._variables = model, losses, list(variables)
         _refuse_loops(model)
 
@@ -136,7 +138,7 @@ class ThroughLinearLayers:
     def __init__(
         self,
         model: Any,
-        losses: RowLosses,
+        losses: Losses,
         layers: Sequence[Any],
         variables: Sequence[Any],
         each: int = 1,
@@ -148,7 +150,7 @@ class ThroughLinearLayers:
     def of(
         cls,
         model: Any,
-        losses: RowLosses,
+        losses: Losses,
         variables: Sequence[Any],
         examples: Any,
         targets: Any,
