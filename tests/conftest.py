@@ -12,8 +12,9 @@ from hypothesis import settings
 for folder in ("oracles", "reference"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("dev", deadline=None, max_examples=30)
+settings.register_profile("exhaustive", deadline=None, derandomize="CI" in os.environ)
 # For "make test-deep": examples, in hundreds, where "ci" has one hundred.
 deep_examples = 100 * int(os.environ.get("DEEP_EXAMPLES", "18"))
 settings.register_profile("deep", deadline=None, max_examples=deep_examples)
@@ -24,8 +25,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="also the tests that are marked so: further seeds, whole products (make test-all)",
+        help="also the tests that are marked so, and a hundred examples of each law",
     )
+
+
+def pytest_configure(config):
+    if config.getoption("exhaustive") and not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("exhaustive")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -258,6 +258,7 @@ SHAPE = (300, 400)
 BYTES = 4 * (300 * 400 + 400 + 400 * 3 + 3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "buffers"), [("cyclic", 1), ("dice_sgd", 2), ("dice_adam", 2)])
 def test_memory_beside_that_of_opacus(kind, buffers):
     """A copy of the parameters, or the error and the rest of the batch."""
@@ -277,6 +278,7 @@ def test_memory_beside_that_of_opacus(kind, buffers):
     assert (peak - stock_peak) / BYTES < buffers + 0.1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["cyclic", "dice_sgd"])
 def test_memory_of_a_step(kind):
     """The step alone, where no backward pass hides anything; copy and error were there before."""

@@ -13,5 +13,11 @@ def seeds(count, usual=USUAL):
         usual: How many of them "make test" runs. More than six need a reason beside the test: the
             mutant that six of them do not notice.
     """
-    further = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(usual, count)]
-    return [*range(min(usual, count)), *further]
+    return first(usual, range(count))
+
+
+def first(usual, cases):
+    """The cases, of which those from `usual` on are marked exhaustive."""
+    cases = list(cases)
+    further = [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases[usual:]]
+    return [*cases[:usual], *further]

@@ -10,6 +10,7 @@ import attrs
 import dp_accounting
 import numpy as np
 import pytest
+from cases import seeds
 from dp_accounting import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
 from runs import cyclic_run, full_run, probe_run
@@ -136,9 +137,7 @@ def test_a_claim_can_be_false_away_from_the_target_delta():
 # --- true claims --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 24))]
-)
+@pytest.mark.parametrize("seed", seeds(24))
 def test_no_sound_accountant_is_violated(seed):
     rng = np.random.default_rng(seed)
     order = list(hsa.BatchOrder)[seed % 6]

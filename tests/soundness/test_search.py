@@ -297,7 +297,7 @@ def find(runs, claim, examples):
         seed(number)(search)()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a test of the test
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_search_finds_a_mistake(name):
     runs, mu_squared = MISTAKES[name]
@@ -333,7 +333,7 @@ class RenyiOnly:
         return self.curve.rdp(orders)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("order", EPOCHS)
 def test_the_search_finds_that_a_shuffled_order_is_not_poisson_sampling(order):
     composition = hsa.bounds.Composition()

@@ -12,7 +12,7 @@ RUNNER = pathlib.Path(__file__).parent / "run_opacus_suite.py"
 SELECTION = "not privacy_engine_test or TiedWeightsHooksTest"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_selection_of_upstream_tests():
     pytest.importorskip("opacus")
     result = subprocess.run(

@@ -11,7 +11,7 @@ RUNNER = pathlib.Path(__file__).parent / "run_tf_privacy_suite.py"
 SELECTION = ["TensorLoss", "ClippingNorm", "NoiseMultiplier", "LargeBatch", "NoCallOf"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_selection_of_upstream_tests():
     pytest.importorskip("tensorflow_privacy")
     result = subprocess.run(
