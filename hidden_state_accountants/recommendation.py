@@ -37,8 +37,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.calibration.noise import calibrate_noise
-from hidden_state_accountants.calibration.target import gaussian_log_mu
+from hidden_state_accountants.calibration import calibrate_noise, gaussian_log_mu
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     parse_batch_order,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import LastIterateAccountant, calibrate_noise
-from hidden_state_accountants.calibration.target import MakeEvent
+from hidden_state_accountants.calibration import MakeEvent
 from hidden_state_accountants.figures import text_up
 
 _TOLERANCE = 1e-4

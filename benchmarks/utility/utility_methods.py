@@ -13,7 +13,7 @@ from scipy.special import logsumexp
 from utility_data import Split
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration.target import gaussian_log_mu
+from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_adapters.sklearn import PrivateClassifier
 from hidden_state_adapters.sklearn.randomness import OwnGenerator
 from hidden_state_adapters.sklearn.records import Records

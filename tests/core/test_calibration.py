@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration.decay import largest_useful_decay
+from hidden_state_accountants.calibration import largest_useful_decay
 from hidden_state_accountants.curves.gaussian import epsilon_from_mu
 
 TOLERANCE = 1e-6

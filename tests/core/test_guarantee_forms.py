@@ -11,7 +11,7 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration.noise import gaussian_mu
+from hidden_state_accountants.calibration import gaussian_mu
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import STOCK_ORDERS

@@ -8,7 +8,7 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_accountants.calibration.target import gaussian_log_mu
+from hidden_state_accountants.calibration import gaussian_log_mu
 
 COMPOSED = (BatchOrder.FULL, BatchOrder.POISSON)
 

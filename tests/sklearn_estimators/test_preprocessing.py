@@ -11,7 +11,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent
 from scipy import sparse
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration.target import gaussian_log_mu
+from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,

@@ -23,7 +23,7 @@ from hidden_state_accountants import (
     LossGeometry,
     validate,
 )
-from hidden_state_accountants.calibration.target import gaussian_log_mu
+from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.statement import statement_of
