@@ -14,6 +14,11 @@ are: F is the noise factor, the noise in the sum of all gradients over that of f
 :math:`\kappa` is 1.4, and up to four times as much where the noise is small beside the longest
 gradient that there can be: by :math:`n \mu / (35 \sqrt d)` for d weights.
 
+Full batches may have momentum (heavy ball). Every noisy gradient is accounted as if it were
+released, so that whatever is computed from them costs nothing more, and momentum makes up for what
+the second term takes: with momentum :math:`\beta` steps go :math:`1/(1 - \beta)` times as far, so
+that :math:`1 - \beta` is the second term over the least of the two others, and at least .03.
+
 >>> import hidden_state_accountants as hsa
 >>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
 >>> [(c.event.batch_order.value, c.event.batch_size) for c in found]
@@ -65,8 +70,10 @@ _CLEAR, _MOST_KAPPA = 35.0, 4.0
 # weight decay of its inverse, which need not be less than about 1/n.
 _LONGEST, _LONGEST_PER_RECORD = 1e4, 3.0
 _TOLERANCE = 1e-3
+_ROUNDING = 1e-9  # of mu
 _DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
 _OF_EACH_ORDER = 2  # runs with exact figures
+_MOST_MOMENTUM = 0.97  # of 64 steps: more would not come to rest
 
 
 @attrs.frozen
@@ -146,6 +153,7 @@ class Candidate:
         neighboring_relation: Of the target.
         feature_norm: What the records are normalised to.
         spent: What the target is for as well, beside the run; None for nothing.
+        momentum: Of the optimizer (heavy ball, as in torch.optim.SGD); 0 for none.
     """
 
     event: LastIterateDpEvent
@@ -161,6 +169,7 @@ class Candidate:
     neighboring_relation: NeighboringRelation
     feature_norm: float
     spent: dp_accounting.DpEvent | None = None
+    momentum: float = 0.0
 
     @property
     def gradient_evaluations(self) -> int:
@@ -188,8 +197,8 @@ class Candidate:
     def make_private_arguments(self) -> dict[str, Any]:
         """What `HiddenStatePrivacyEngine.make_private` is told beside module, optimizer and loader.
 
-        Model, criterion (`hidden_state_adapters.opacus.recommended_criterion`), learning rate and
-        batch size are still to be given; docs/recommend.md has the lines.
+        Model, criterion (`hidden_state_adapters.opacus.recommended_criterion`), learning rate,
+        momentum and batch size are still to be given; docs/recommend.md has the lines.
         """
         arguments: dict[str, Any] = {
             "noise_multiplier": self.event.noise_multiplier,
@@ -211,6 +220,7 @@ class Candidate:
         return {
             "event": self.event.to_dict(),
             "criterion": self.criterion,
+            "momentum": self.momentum,
             "noise_factor": self.noise_factor,
             "gradient_evaluations": self.gradient_evaluations,
             "target_epsilon": self.target_epsilon,
@@ -315,6 +325,7 @@ def recommend(
     epochs: int | None = None,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     spent: dp_accounting.DpEvent | None = None,
+    momentum: bool = False,
 ) -> Recommendation:
     """Complete runs that train a linear model with (epsilon, delta), the best first.
 
@@ -346,6 +357,8 @@ def recommend(
         neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
         spent: What is released of the same records beside the run, such as statistics of their
             features: the target is for both together. Not in the printed table.
+        momentum: Whether the optimizer can have momentum: FULL batches then do, and reach in 64
+            steps what takes thousands without.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value, no order is covered, or `spent`
@@ -370,11 +383,16 @@ def recommend(
         relation=validate.neighboring_relation(neighboring_relation),
         spent=spent,
     )
-    lengths = _lengths(n) if epochs is None else (validate.integer("epochs", epochs, minimum=1),)
+    if epochs is not None:
+        epochs = validate.integer("epochs", epochs, minimum=1)
     found = []
     for order in _orders(orders, task.relation):
+        has_momentum = momentum and order is BatchOrder.FULL
+        lengths = (epochs,) if epochs else (_LONG,) if has_momentum else _lengths(n)
         plans = [
-            _Plan(task, order, split, length) for length in lengths for split in _splits(order, n)
+            _Plan(task, order, split, length, has_momentum)
+            for length in lengths
+            for split in _splits(order, n)
         ]
         plans.sort(key=lambda plan: plan.score(plan.estimated_factor))
         found += [plan.candidate() for plan in plans[:_OF_EACH_ORDER]]
@@ -446,6 +464,15 @@ class _Task:
         mu = math.exp(gaussian_log_mu(self.epsilon, self.delta))
         return mu / sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
 
+    def noise_of_full_batches(self, steps: int) -> float | None:
+        """The multiplier, in closed form: squares of mu add up. None beside what has no mu."""
+        spent: float | None = 0.0
+        if self.spent is not None:
+            spent = LastIterateAccountant(self.relation).compose(self.spent).guarantee.mu
+        clips = sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
+        left = -1.0 if spent is None else (clips * self.mu) ** 2 - spent**2
+        return clips * math.sqrt(steps / left) * (1 + _ROUNDING) if left > 0 else None
+
     @property
     def kappa(self) -> float:
         """The standard deviation that the noise in a weight may have, for features of norm 1."""
@@ -463,6 +490,7 @@ class _Plan:
     order: BatchOrder
     split: int
     epochs: int
+    has_momentum: bool
 
     @property
     def steps(self) -> int:
@@ -486,6 +514,18 @@ class _Plan:
         if self.order not in _COMPOSED or not self.task.loss.fades:
             steepest /= math.sqrt(self.split)
         return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
+
+    @property
+    def momentum(self) -> float:
+        """What makes up for a rate below the one wanted, as far as it may."""
+        if not self.has_momentum:
+            return 0.0
+        return min(round(1 - self.rate / self.wanted, 4), _MOST_MOMENTUM)
+
+    @property
+    def reach(self) -> float:
+        """The share of the total learning rate wanted."""
+        return self.rate / (1 - self.momentum) / self.wanted
 
     @property
     def learning_rate(self) -> float:
@@ -522,11 +562,10 @@ class _Plan:
 
     def score(self, factor: float) -> float:
         """What the accuracy falls with: fitted to measurements in docs/recommend.md."""
-        reach = self.rate / self.wanted
         saturation = 0.05 * math.log1p((self.smoothing or 0.0) * self.task.loss.curvature)
         few_steps = 3 / self.steps
         cost = 0.01 * math.log2(self.epochs)
-        return math.log(factor) + 0.15 * math.log(reach) ** 2 + few_steps + saturation + cost
+        return math.log(factor) + 0.15 * math.log(self.reach) ** 2 + few_steps + saturation + cost
 
     def event(self) -> LastIterateDpEvent:
         """The run, with a noise multiplier that is still to be found."""
@@ -556,8 +595,10 @@ class _Plan:
         priced = event
         if self.order in _COMPOSED:  # asks for nothing but batches and steps: found once for all
             priced = attrs.evolve(event, learning_rate=1.0, clip_norm=1.0, weight_decay=0.0)
-        find = _noise if task.spent is None else _noise.__wrapped__  # not every event has a hash
-        noise = find(task.epsilon, task.delta, task.relation, priced, task.spent)
+        noise = task.noise_of_full_batches(self.steps) if self.order is BatchOrder.FULL else None
+        if noise is None:
+            find = _noise if task.spent is None else _noise.__wrapped__  # not every event hashes
+            noise = find(task.epsilon, task.delta, task.relation, priced, task.spent)
         factor = noise * task.mu * math.sqrt(self.split / self.epochs)
         return Candidate(
             event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
@@ -566,13 +607,14 @@ class _Plan:
             smoothing=self.smoothing,
             epochs=self.epochs,
             noise_factor=factor,
-            reach=self.rate / self.wanted,
+            reach=self.reach,
             score=self.score(factor),
             target_epsilon=task.epsilon,
             delta=task.delta,
             neighboring_relation=task.relation,
             feature_norm=task.feature_norm,
             spent=task.spent,
+            momentum=self.momentum,
         )
 
 

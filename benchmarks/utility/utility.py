@@ -74,10 +74,10 @@ def methods_of(data, epsilon, size):
     descent = (size.lengths, size.rates)
     # Full batches have one split; twice the rates, half a factor apart, make up for it.
     rates = sorted({rate * factor for rate in size.rates for factor in (1.0, 2**0.5)})
-    yield "recommend", methods.estimator(data, epsilon, "auto")
+    yield OURS[0], methods.estimator(data, epsilon)
     # On the features that the others have, too.
-    for name, order in (("recommend, fixed batches", "shuffled_once"), (OURS[2], "auto")):
-        yield name, methods.estimator(data, epsilon, order, preprocessing=None)
+    yield OURS[1], methods.recipe(data, epsilon, "shuffled_once")
+    yield OURS[2], methods.estimator(data, epsilon, preprocessing=None)
     yield "hidden, tuned", methods.hidden(data, epsilon, *descent)
     yield "Poisson + PLD", methods.composition(data, epsilon, "poisson", *descent)
     yield "full batch", methods.composition(data, epsilon, "full", size.lengths, rates)
@@ -101,7 +101,7 @@ def cells(size):
         yield (name, "no privacy", 0.0, 0), methods.not_private(data, decays), 1
         for epochs in size.cost:
             for order in ("poisson", "shuffled_once", "cyclic", "full"):
-                settings = methods.estimator(data, 1.0, order, epochs, preprocessing=None)
+                settings = methods.recipe(data, 1.0, order, epochs)
                 yield (name, f"cost, {order}", 1.0, epochs), settings, 1
         for epsilon in size.epsilons:
             for method, settings in methods_of(data, epsilon, size):

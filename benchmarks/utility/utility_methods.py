@@ -11,13 +11,12 @@ from scipy import optimize, stats
 from scipy.linalg import solve_banded
 from scipy.special import logsumexp
 from utility_data import Split
+from utility_training import train
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_adapters.sklearn import PrivateClassifier
 from hidden_state_adapters.sklearn.randomness import OwnGenerator
-from hidden_state_adapters.sklearn.records import Records
-from hidden_state_adapters.sklearn.steps import Slopes, train
 
 DELTA = 1e-5
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # times that of the recipe
@@ -44,16 +43,8 @@ def head_accuracies(data: Split, candidate, generator) -> tuple[float, float]:
     features, labels = data.train
     outputs = 1 if len(data.classes) == 2 else len(data.classes)
     table = np.eye(outputs) if outputs > 1 else np.array([[0.0], [1.0]])
-    weights = train(
-        candidate.event,
-        Records.of(features, 1.0, "scale", 0.0),
-        lambda index: table[labels[index]],
-        outputs,
-        Slopes(candidate.loss, candidate.clip_norm, candidate.smoothing),
-        generator,
-        lambda *_: None,
-    )
-    return tuple(accuracy(weights[:-1], part) for part in (data.validation, data.test))
+    weights = train(candidate, features, table[labels], generator)
+    return tuple(accuracy(weights, part) for part in (data.validation, data.test))
 
 
 def accuracy(weights: np.ndarray, part: tuple[np.ndarray, np.ndarray]) -> float:
@@ -62,7 +53,7 @@ def accuracy(weights: np.ndarray, part: tuple[np.ndarray, np.ndarray]) -> float:
     return float(np.mean(guess == part[1]))
 
 
-def recommended(data: Split, epsilon: float, order: str, epochs: int, clip: float):
+def recommended(data: Split, epsilon: float, order: str, epochs: int | None, clip=None, **options):
     """The recipe's runs for one order, length and clip norm: the best numbers of batches."""
     return hsa.recommend(
         len(data.train[1]),
@@ -72,6 +63,7 @@ def recommended(data: Split, epsilon: float, order: str, epochs: int, clip: floa
         orders=[order],
         epochs=epochs,
         clip_norm=clip,
+        **options,
     )
 
 
@@ -277,21 +269,26 @@ def objective_noise(data: Split, decay: float, epsilon: float) -> float | None:
 # Ours without tuning, and no privacy
 
 
-def estimator(data: Split, epsilon: float, order: str, epochs=None, preprocessing="auto"):
+def recipe(data: Split, epsilon: float, order: str, epochs=None):
+    """The best recommendation for one order, on the features that the others have."""
+    features = data.train[0].shape[1]
+    candidate = recommended(data, epsilon, order, epochs, features=features).best
+    yield descent(data, candidate, f"{order}, {described(candidate)}")
+
+
+def estimator(data: Split, epsilon: float, preprocessing="auto"):
     def run():
         model = PrivateClassifier(
             epsilon,
             DELTA,
             classes=data.classes,
-            batch_order=order,
-            epochs=epochs,
             preprocessing=preprocessing,
             # Features as they are have a constant direction of their own.
             fit_intercept=preprocessing is not None,
         ).fit(*data.train)
         return tuple(float(model.score(*part)) for part in (data.validation, data.test))
 
-    yield Result(f"{order}, {epochs or 'recommended'} epochs", run)
+    yield Result("as it comes", run)
 
 
 def not_private(data: Split, decays):

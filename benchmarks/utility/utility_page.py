@@ -164,7 +164,8 @@ def _introduction(size_name, size, sets, complete, results):
         "**What is compared.** *recommend* is `PrivateClassifier` as it comes: nothing is tuned. "
         "It centres the records (not on cancer at epsilon 0.1), and the means are in its epsilon. "
         "*Not centred* is `preprocessing=None`, without an intercept: the features that all others "
-        'have. *Fixed batches* is this with `batch_order="shuffled_once"`: the last iterate only. '
+        "have. *Fixed batches* is the best recommendation for a shuffled loader: the last iterate "
+        "only. "
         "All "
         "others are tuned on a validation split **at no cost in "
         "privacy**, which flatters them: up to 24 settings per number of epochs, learning rates "

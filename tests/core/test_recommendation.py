@@ -236,3 +236,33 @@ def test_steps_of_small_batches_are_as_long_where_curvature_fades(loss):
     for split, rate in rates.items():
         k = 64 if loss == "softmax_cross_entropy" else 4 / math.sqrt(split) / 2
         assert rate == pytest.approx(k, rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "squared_error"])
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE", "ADD_OR_REMOVE_ONE"])
+def test_full_batches_with_momentum_go_as_far_as_the_recipe_wants(loss, relation):
+    """In closed form: no noise is searched for, and steps are 64 however many records there are."""
+    options = dict(loss=loss, orders=["full"], neighboring_relation=relation)
+    plain = recommend(n=1_000_000, epsilon=0.3, epochs=10_000, **options).best
+    fast = recommend(n=1_000_000, epsilon=0.3, epochs=None, momentum=True, **options).best
+    assert fast.event.num_steps == 64
+    assert 0 < fast.momentum <= 0.97
+    assert plain.momentum == 0
+    reached = 64 * fast.event.learning_rate / (1 - fast.momentum)
+    wanted = 10_000 * plain.event.learning_rate
+    assert reached == pytest.approx(fast.reach / plain.reach * wanted, rel=0.01)
+    assert fast.guarantee().epsilon(1e-5) == pytest.approx(0.3, rel=1e-5)
+    stock = dp_accounting.pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    one = dp_accounting.GaussianDpEvent(fast.event.noise_multiplier)
+    stock.compose(
+        dp_accounting.SelfComposedDpEvent(one, 64 * (4 if relation == "REPLACE_ONE" else 1))
+    )
+    assert stock.get_epsilon(1e-5) == pytest.approx(0.3, rel=1e-3)
+
+
+def test_momentum_is_for_full_batches_alone():
+    for candidate in recommend(momentum=True, epsilon=8.0, orders=["full", "poisson", "cyclic"]):
+        is_full = candidate.event.batch_order is BatchOrder.FULL
+        assert (candidate.momentum > 0) == is_full
+        assert candidate.to_dict()["momentum"] == candidate.momentum
+        assert 0.99 * 8 < candidate.guarantee().epsilon(1e-5) <= 8

@@ -29,6 +29,27 @@ MUTATIONS = (
         "sklearn_estimators/test_record_weights.py",
     ),
     Mutation(
+        "gradients_of_estimators_that_are_not_cut",
+        f"{_SKLEARN}/steps.py",
+        "factors = np.minimum(clip_norm / np.maximum(norms, _TINY), 1.0)",
+        "factors = np.ones(len(norms))",
+        "sklearn_estimators/test_steps.py",
+    ),
+    Mutation(
+        "noise_in_a_step_of_estimators_is_drawn_for_a_mean",
+        f"{_SKLEARN}/steps.py",
+        "total += generator.normal(std, total.shape)",
+        "total += generator.normal(std / event.batch_size, total.shape)",
+        "sklearn_estimators/test_steps.py",
+    ),
+    Mutation(
+        "what_was_spent_is_not_in_the_closed_form",
+        "recommendation.py",
+        "(clips * self.mu) ** 2 - spent**2",
+        "(clips * self.mu) ** 2",
+        "core/test_recommendation.py",
+    ),
+    Mutation(
         "what_was_spent_is_not_in_the_target",
         "recommendation.py",
         "return _beside(spent, attrs.evolve(event, noise_multiplier=noise))",

@@ -27,7 +27,7 @@ SHARED = {
 NEW = {"check_all_zero_sample_weights_error"}
 CASES = [
     (
-        PrivateClassifier(epsilon=100.0, classes="from_labels", batch_order="full", epochs=16),
+        PrivateClassifier(epsilon=100.0, classes="from_labels"),
         {
             **SHARED,
             "check_classifier_data_not_an_array": FRESH_NOISE,
@@ -35,7 +35,7 @@ CASES = [
         },
     ),
     (
-        PrivateRegressor(epsilon=100.0, target_bounds=(-300, 300), batch_order="full", epochs=16),
+        PrivateRegressor(epsilon=100.0, target_bounds=(-300, 300)),
         {
             **SHARED,
             "check_regressor_data_not_an_array": FRESH_NOISE,

@@ -30,7 +30,7 @@ def records(n=300, d=3):
 
 
 def classifier(**changes):
-    return PrivateClassifier(**{"classes": [0, 1], "batch_order": "full", "epochs": 4, **changes})
+    return PrivateClassifier(**{"classes": [0, 1], **changes})
 
 
 class TestRow120:
@@ -42,8 +42,8 @@ class TestRow120:
         classifier().fit(X, y)
         for again, labels in ((X, y), (X[::-1].copy(), y[::-1]), (sparse.csr_matrix(X), 1 - y)):
             with pytest.warns(PrivacyBudgetWarning, match="fitted to these records before"):
-                classifier(epochs=8).fit(again, labels)
-        regressor = PrivateRegressor(target_bounds=(0, 1), batch_order="full", epochs=4)
+                classifier(feature_norm=2.0).fit(again, labels)
+        regressor = PrivateRegressor(target_bounds=(0, 1))
         with pytest.warns(PrivacyBudgetWarning, match="PrivateRegressor was fitted to these"):
             regressor.fit(X, y)
 
@@ -55,7 +55,7 @@ class TestRow120:
         with pytest.warns(PrivacyBudgetWarning, match="is cloned"):
             clone(model)
         for search in (
-            lambda: GridSearchCV(classifier(), {"epochs": [2, 4]}, cv=2).fit(X, y),
+            lambda: GridSearchCV(classifier(), {"feature_norm": [1.0, 2.0]}, cv=2).fit(X, y),
             lambda: cross_val_score(classifier(), X, y, cv=2),
         ):
             with pytest.warns(PrivacyBudgetWarning):

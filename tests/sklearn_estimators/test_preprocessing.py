@@ -41,7 +41,7 @@ def silent(std, shape):
 
 
 def classifier(**changes):
-    settings = dict(epsilon=1.0, classes=[0, 1], batch_order="full", epochs=16)
+    settings = dict(epsilon=1.0, classes=[0, 1])
     return PrivateClassifier(**{**settings, **changes})
 
 
@@ -143,11 +143,8 @@ def test_sparse_records_are_scaled_like_dense_ones():
 
 
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
-@pytest.mark.parametrize("order", ["full", "shuffled_once"])
-def test_statistics_and_training_meet_the_target_together(relation, order):
-    model = classifier(
-        preprocessing="standardize", batch_order=order, neighboring_relation=relation
-    ).fit(X, LABELS)
+def test_statistics_and_training_meet_the_target_together(relation):
+    model = classifier(preprocessing="standardize", neighboring_relation=relation).fit(X, LABELS)
     assert isinstance(model.privacy_event_, ComposedDpEvent)
     statistics, run = model.privacy_event_.events
     assert isinstance(statistics, GaussianDpEvent)
@@ -162,7 +159,7 @@ def test_statistics_and_training_meet_the_target_together(relation, order):
 
 
 def test_the_report_names_the_statistics_and_counts_them_for_every_iterate():
-    model = classifier(preprocessing="center", batch_order="cyclic").fit(X, LABELS)
+    model = classifier(preprocessing="center").fit(X, LABELS)
     report = model.report_
     assert "preprocessing='center'" in report
     every = hsa.LastIterateAccountant().compose(model.privacy_event_.events[0])
@@ -173,14 +170,18 @@ def test_the_report_names_the_statistics_and_counts_them_for_every_iterate():
 
 def test_centring_helps_where_all_records_point_the_same_way():
     scores = [
-        np.mean([classifier(preprocessing=p).fit(X, LABELS).score(X, LABELS) for _ in range(3)])
+        np.mean(
+            [
+                classifier(epsilon=0.1, preprocessing=p).fit(X, LABELS).score(X, LABELS)
+                for _ in range(10)
+            ]
+        )
         for p in (None, "center")
     ]
-    assert scores[1] > max(0.9, scores[0] + 0.05)
+    assert scores[1] > max(0.9, scores[0] + 0.02)
     y = X @ [1.0, 0.0, 0.0]
     model = PrivateRegressor(
         epsilon=3.0, target_bounds=(2, 4), feature_norm=5.0, preprocessing="standardize",
-        batch_order="full", epochs=16,
     )  # fmt: skip
     assert model.fit(X, y).score(X, y) > 0.7
 
@@ -192,7 +193,7 @@ def test_dense_records_are_centred_where_their_number_allows_it(relation):
     def has_step(rows, columns, **changes):
         # Of the largest number of columns that is still centred, and of one more.
         X = np.random.default_rng(0).random(size=(rows, columns))
-        model = classifier(neighboring_relation=relation, epochs=1, **changes)
+        model = classifier(neighboring_relation=relation, **changes)
         return model._chosen_step(X)
 
     rows = 300

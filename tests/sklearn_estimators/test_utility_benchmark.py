@@ -18,7 +18,14 @@ def script(monkeypatch):
     import utility
 
     yield utility
-    for name in ("utility", "utility_data", "utility_methods", "utility_page", "utility_plots"):
+    for name in (
+        "utility",
+        "utility_data",
+        "utility_methods",
+        "utility_page",
+        "utility_training",
+        "utility_plots",
+    ):
         sys.modules.pop(name, None)
 
 

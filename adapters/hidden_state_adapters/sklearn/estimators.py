@@ -32,7 +32,7 @@ from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, relea
 from hidden_state_adapters.sklearn.randomness import OWN_NOISE, OwnGenerator
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
 from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of
-from hidden_state_adapters.sklearn.steps import Slopes, train
+from hidden_state_adapters.sklearn.steps import Targets, train
 
 _FLOATS = (np.float64, np.float32)
 _FROM_LABELS = "from_labels"
@@ -137,15 +137,14 @@ class PrivateLinearModel(BaseEstimator):
                 "ADD_OR_REMOVE_ONE: the number of records sets the batches and the learning rate "
                 "here, so it is public. REPLACE_SPECIAL is add-or-remove with that number fixed."
             )
-        orders = None if self.batch_order == _AUTO else [self.batch_order]
         return hsa.recommend(
             X.shape[0],
             self.epsilon,
             self.delta,
             features=X.shape[1] + bool(self.fit_intercept),
             feature_norm=math.hypot(self._feature_norm(), self._constant()),
-            orders=orders,
-            epochs=self.epochs,
+            orders=["full"],
+            momentum=True,
             neighboring_relation=relation,
             spent=None if step is None else self._statistics_event(),
             **options,
@@ -157,13 +156,12 @@ class PrivateLinearModel(BaseEstimator):
         step: str | None,
         X: Any,
         y: np.ndarray,
-        targets: Any,
+        targets: Targets,
         outputs: int,
         weights_of_records: np.ndarray | None,
     ) -> None:
         was_fitted = hasattr(self, "privacy_event_")
         look_at(X, y, was_fitted, type(self).__name__, stacklevel=3)
-        slopes = Slopes(candidate.loss, candidate.clip_norm, candidate.smoothing)
         progress = _Progress(type(self).__name__, candidate) if self.verbose else _silent
         generator, spent, statistics = OwnGenerator(), candidate.spent, None
         if spent is not None and step is not None:
@@ -176,17 +174,17 @@ class PrivateLinearModel(BaseEstimator):
                 generator.normal,
             )
         weights = train(
-            candidate.event,
+            candidate,
             self._records(X, statistics),
             targets,
             outputs,
-            slopes,
             generator,
             progress,
             weights_of_records,
         )
         self._statistics, self._step = statistics, step
         self._run: LastIterateDpEvent = candidate.event
+        self._momentum = candidate.momentum
         self._spent = spent
         self.privacy_event_ = self._run if spent is None else ComposedDpEvent((spent, self._run))
         self.n_iter_ = candidate.event.num_steps
@@ -216,7 +214,6 @@ class PrivateLinearModel(BaseEstimator):
 
     def _assumptions(self, guarantee: Guarantee) -> tuple[Assumption, ...]:
         event = self._run
-        secret = "" if event.batch_order.value in ("full", "cyclic") else ", and kept by nobody"
         return replace_assumptions(
             guarantee.assumptions,
             Assumption.checked(
@@ -225,7 +222,7 @@ class PrivateLinearModel(BaseEstimator):
                 Topic.FIXED_IN_ADVANCE,
             ),
             Assumption.checked(
-                f"{event.batch_order.value} batches, dealt without looking at the records{secret}",
+                "every step is about all records, and all its noisy gradients may be released",
                 Topic.ORDER,
             ),
             Assumption.checked(
@@ -278,7 +275,13 @@ class PrivateLinearModel(BaseEstimator):
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
         guarantee = self.guarantee_
         text = statement_of(
-            [self._run], guarantee, guarantee.assumptions, self.delta, beside=self._spent
+            [self._run],
+            guarantee,
+            guarantee.assumptions,
+            self.delta,
+            beside=self._spent,
+            update=f"gradient descent with momentum {self._momentum:g} along the noisy gradients, "
+            f"learning rate {self._run.learning_rate:g}",
         ).lines()
         return f"{text}\nfits: this one; every other fit on the same records spends as well"
 
@@ -306,7 +309,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
     1.0
 
     Nothing has to be tuned: `hidden_state_accountants.recommend` chooses the run from the number of
-    records, the target and the classes. The weights start at zero.
+    records, the target and the classes. It is gradient descent on all records, from zero, with
+    momentum: the noisy gradients are accounted as if they were released, so that momentum is free.
 
     Formal guarantees: the fitted attributes are (epsilon, delta)-differentially private under
     `neighboring_relation` if the assumptions in `report_` hold. `classes`, the number of records
@@ -332,9 +336,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
-        batch_order: "poisson", "full", "shuffled_once", "cyclic", or "auto" for what is
-            recommended.
-        epochs: Passes over the records; None for what is recommended.
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE: the number of records is public.
         verbose: Above 0: how far the training is, on the standard output. Nothing that is computed
             from the records is shown.
@@ -361,8 +362,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         preprocessing: str | None = "auto",
         class_weight: Any = None,
         fit_intercept: bool = True,
-        batch_order: str = "auto",
-        epochs: int | None = None,
         neighboring_relation: Any = "REPLACE_SPECIAL",
         verbose: int = 0,
     ):
@@ -374,8 +373,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         self.preprocessing = preprocessing
         self.class_weight = class_weight
         self.fit_intercept = fit_intercept
-        self.batch_order = batch_order
-        self.epochs = epochs
         self.neighboring_relation = neighboring_relation
         self.verbose = verbose
 
@@ -512,7 +509,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
         preprocessing: As for `PrivateClassifier`.
         fit_intercept: Whether a constant of `feature_norm` is appended to every record.
-        batch_order, epochs, neighboring_relation, verbose: As for `PrivateClassifier`.
+        neighboring_relation, verbose: As for `PrivateClassifier`.
 
     Attributes:
         coef_: Shape (features,), for records as they are normalised.
@@ -534,8 +531,6 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         normalization: str = "clip",
         preprocessing: str | None = None,
         fit_intercept: bool = True,
-        batch_order: str = "auto",
-        epochs: int | None = None,
         neighboring_relation: Any = "REPLACE_SPECIAL",
         verbose: int = 0,
     ):
@@ -548,8 +543,6 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         self.normalization = normalization
         self.preprocessing = preprocessing
         self.fit_intercept = fit_intercept
-        self.batch_order = batch_order
-        self.epochs = epochs
         self.neighboring_relation = neighboring_relation
         self.verbose = verbose
 
@@ -617,9 +610,9 @@ class _Progress:
         event = candidate.event
         self._name, self._last = name, time.monotonic()
         print(
-            f"{name}: {event.num_steps} steps of {event.batch_order.value} batches of "
-            f"{event.batch_size}, epsilon {text_up(candidate.target_epsilon)} at delta "
-            f"{candidate.delta:g} ({candidate.neighboring_relation.name})",
+            f"{name}: {event.num_steps} passes over {event.dataset_size} records, epsilon "
+            f"{text_up(candidate.target_epsilon)} at delta {candidate.delta:g} "
+            f"({candidate.neighboring_relation.name})",
             flush=True,
         )
 
@@ -627,4 +620,4 @@ class _Progress:
         now = time.monotonic()
         if step == steps or now - self._last > _SECONDS:
             self._last = now
-            print(f"{self._name}: step {step} of {steps}", flush=True)
+            print(f"{self._name}: pass {step} of {steps}", flush=True)

@@ -1,4 +1,4 @@
-"""Noise and batches from a generator that no seed of a program reaches."""
+"""Noise from a generator that no seed of a program reaches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 from hidden_state_accountants import Assumption
 
 _WORDS = 624  # of a Mersenne Twister
-_FRACTIONS = 2.0**53  # that Generator.random returns, over this number
 
 OWN_NOISE = Assumption.checked(
-    "noise and batches from a generator of their own, whose whole state the operating system drew "
+    "noise from a generator of its own, whose whole state the operating system drew "
     "for this fit and which is gone after it; no seed of the program reaches it (a fast generator, "
     "not a cryptographic one)"
 )
@@ -35,19 +34,6 @@ class OwnGenerator:
     def normal(self, std: float, shape: tuple[int, ...]) -> np.ndarray:
         """Gaussian noise, float64."""
         return std * self._generator.standard_normal(shape)
-
-    def permutation(self, count: int) -> np.ndarray:
-        """A uniform order of range(count)."""
-        return self._generator.permutation(count)
-
-    def members(self, count: int, rate: float) -> np.ndarray:
-        """The indices of range(count) that join, each by itself.
-
-        With the probability `rate`, rounded down to a multiple of 2**-53.
-        """
-        return np.flatnonzero(
-            self._generator.random(count) < np.floor(rate * _FRACTIONS) / _FRACTIONS
-        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -11,7 +11,7 @@ from scipy import sparse
 
 NORMALIZATIONS = ("scale", "clip")
 _SHORTEST, _LONGEST = 1e-30, 1e30
-_BLOCK = 2**22  # numbers of the matrix that are worked on at once
+_BLOCK = 2**18  # stored numbers of the matrix that are worked on at once: they fit into a cache
 
 
 @attrs.frozen(eq=False)
@@ -55,17 +55,11 @@ class Records:
         """Of one output, the intercept included."""
         return int(self.matrix.shape[1]) + 1
 
-    def blocks(self, index: np.ndarray | slice) -> Iterator[np.ndarray | slice]:
-        """Parts of an index that fit into a bounded amount of memory."""
-        rows = max(1, _BLOCK // max(1, self.matrix.shape[1]))
-        if isinstance(index, slice):
-            for first in range(index.start, index.stop, rows):
-                yield slice(first, min(first + rows, index.stop))
-        else:
-            for first in range(0, len(index), rows):
-                yield index[first : first + rows]
+    def blocks(self) -> Iterator[slice]:
+        """All records, in parts that fit into a bounded amount of memory."""
+        return blocks_of(self.matrix)
 
-    def predictions(self, index: Any, weights: np.ndarray) -> np.ndarray:
+    def predictions(self, index: slice, weights: np.ndarray) -> np.ndarray:
         """Shape (rows, outputs), float64, for weights of shape (num_weights, outputs)."""
         rows, scales = self.matrix[index], self.scales[index][:, None]
         with np.errstate(all="ignore"):  # rows that count as zeros may overflow
@@ -73,7 +67,7 @@ class Records:
             scaled = np.where(scales > 0, products * scales, 0.0)
         return scaled + self.constant * weights[-1]
 
-    def add_gradients(self, index: Any, slopes: np.ndarray, total: np.ndarray) -> None:
+    def add_gradients(self, index: slice, slopes: np.ndarray, total: np.ndarray) -> None:
         """Adds the gradients of records with the slopes (rows, outputs) in their predictions."""
         scaled = (slopes * self.scales[index][:, None]).astype(self.matrix.dtype)
         total[:-1] += self.matrix[index].T @ scaled
@@ -103,7 +97,7 @@ def normalised(matrix: Any, feature_norm: float, normalization: str) -> Any:
 
 def blocks_of(matrix: Any) -> Iterator[slice]:
     """All rows, in parts that fit into a bounded amount of memory."""
-    rows = max(1, _BLOCK // max(1, matrix.shape[1]))
+    rows = max(1, _BLOCK * matrix.shape[0] // max(1, matrix.size))
     for first in range(0, matrix.shape[0], rows):
         yield slice(first, min(first + rows, matrix.shape[0]))
 
