@@ -78,8 +78,8 @@ MUTATIONS = (
     ),
     Mutation(
         "packed_sequences_of_a_stock_engine_pass",
-        "../adapters/hidden_state_adapters/opacus/stock/model.py",
-        "    refuse_packed_sequences_for_good(inner)",
+        "../adapters/hidden_state_adapters/opacus/stock/made.py",
+        "    refuse_packed_sequences_for_good(module)",
         "",
         "opacus_engine/test_packed_sequences.py",
     ),

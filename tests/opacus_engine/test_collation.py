@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from opacus.data_loader import CollateFnWithEmpty
-from opacus_stock_loops import stock_loop
 from torch import nn
 from torch.nn.utils import rnn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -99,20 +98,6 @@ def test_the_engine_refuses_it_before_training():
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
-
-
-@pytest.mark.parametrize("poisson_sampling", [False, True])
-def test_a_stock_engine_refuses_it(poisson_sampling):
-    """make_private does where nobody has to declare a run, declare_run otherwise."""
-    changes = {"loader": {"collate_fn": MIXES["mean"]}, "poisson_sampling": poisson_sampling}
-    with pytest.raises(hsa.UnsupportedRunError, match="collate_fn that takes every record by"):
-        stock_loop(**changes).declare()
-    honest = stock_loop(loader={"collate_fn": by(torch.tanh)}, poisson_sampling=poisson_sampling)
-    if not poisson_sampling:
-        honest.declare(feature_norm=2.0)
-    honest.epoch()
-    lines = [str(assumption) for assumption in honest.accountant.guarantee.assumptions]
-    assert sum("collate_fn made the same" in line for line in lines) == 1
 
 
 def noisy(x):

@@ -8,7 +8,6 @@ import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_block_coordinate import make as make_by_hand
 from opacus_block_coordinate import train as train_by_hand
-from opacus_stock_loops import stock_loop
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -600,20 +599,6 @@ def test_a_sum_over_tokens_under_a_mask():
 def test_a_criterion_that_the_loop_does_not_call():
     loop = Loop(nn.Linear(5, 3), criterion=nn.CrossEntropyLoss()).epoch()
     assert loop.line.startswith(f"{SEEN} took every record by itself")
-
-
-@pytest.mark.parametrize("mixes", [False, True])
-def test_a_stock_engine_with_a_criterion(mixes):
-    model = Model(MIXES["largest"] if mixes else nn.Flatten())
-    loop = stock_loop(module=model, base=lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
-    loop.declare()
-    if mixes:
-        with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
-            loop.epoch()
-        return
-    loop.epoch()
-    lines = [str(a) for a in loop.accountant.guarantee.assumptions]
-    assert sum(line.startswith(f"{SEEN} and the criterion") for line in lines) == 1
 
 
 # --- optimizers made by hand ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hidden_state_adapters.opacus  # registers the accountant
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences
-from hidden_state_adapters.opacus.stock.model import check_model
+from hidden_state_adapters.opacus.stock.made import MadePrivate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -78,7 +78,7 @@ def test_loops_of_a_stock_engine_hang_the_check_once():
     model = Reader()
     of_a_run = refuse_packed_sequences(model)  # this one goes with its run
     for _ in range(3):
-        check_model(model)
+        MadePrivate(0.1, module=model).prepare()
     assert len(model.cells._forward_pre_hooks) == 2
     for handle in of_a_run:
         handle.remove()

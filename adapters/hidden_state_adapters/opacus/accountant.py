@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
-import torch
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -34,18 +33,14 @@ from hidden_state_adapters.opacus.accounted import (
     nothing,
     undeclared_guarantee,
 )
-from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
+from hidden_state_adapters.opacus.gradients.figures import read
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.guards.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewhere, note_trained
-from hidden_state_adapters.opacus.stock.checks import check_finite, refuse_adaptive_clipping
-from hidden_state_adapters.opacus.stock.clip import StockClip
 from hidden_state_adapters.opacus.stock.declared import StockDeclaration
-from hidden_state_adapters.opacus.stock.loop import StockLoop
-from hidden_state_adapters.opacus.stock.model import check_collate, check_model
-from hidden_state_adapters.opacus.stock.moves import MoveWatch, note_recorded
-from hidden_state_adapters.opacus.stock.noise import StockNoise
-from hidden_state_adapters.opacus.stock.pieces import PieceWatch
-from hidden_state_adapters.opacus.stock.run import StockRun
+from hidden_state_adapters.opacus.stock.made import MadePrivate
+from hidden_state_adapters.opacus.stock.noise import take_over_noise
+from hidden_state_adapters.opacus.stock.run import OWN_COINS, StockRun
 
 MECHANISM = "hidden_state"
 
@@ -75,9 +70,9 @@ class HiddenStateAccountant(IAccountant):
     Formal guarantees:
       - Declared: those of the recorded `LastIterateDpEvent` under `neighboring_relation`. Data set
         size, batch size, order and sampling rate are read off the loader that make_private
-        returned, which is then followed: a step about another batch is refused. Optimizers that no
-        last-iterate theorem covers are accounted by composition. The projection, and that nothing
-        else changes the parameters, are the user's word.
+        returned; noise, clip norm, learning rate and decay off every step. Optimizers that no
+        last-iterate theorem covers are accounted by composition. What the loop does with the
+        batches, and that Opacus' gradients are right, is one listed assumption.
       - Undeclared, and for a `history` that was written directly (as Opacus' calibration does):
         composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE, which is what
         stock Opacus accountants assume; every iterate may be released. Steps on a loader that is
@@ -91,10 +86,9 @@ class HiddenStateAccountant(IAccountant):
         self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
     ):
         self._runs: list[AccountedRun] = []
-        self._declared: StockRun | None = None  # the newest; not among the runs until it is read
-        self._loop: StockLoop | None = None  # that Opacus made last
+        self._pending: StockDeclaration | None = None  # of the next make_private
+        self._made: MadePrivate | None = None  # by the last one
         self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
-        self._loops: list[StockLoop] = []  # with steps that nobody declared
         self._token = object()  # stands for this accountant and holds nothing
         self._is_restored = False  # with what the weights of a checkpoint show
         super().__init__()
@@ -132,8 +126,8 @@ class HiddenStateAccountant(IAccountant):
             criterion: The loss of the training loop, from which the loss geometry is derived; see
                 loss_geometry="auto" of `HiddenStatePrivacyEngine.make_private`. The loop has to
                 compute this loss of the whole output of the linear head.
-            feature_norm: Bound on the norm of every record at the linear layer; checked at every
-                step. With criterion only.
+            feature_norm: Bound on the norm of every record at the linear layer, which is your word.
+                With criterion only.
             loss_geometry: A LossGeometry, instead of a criterion; "auto" or None with one. Neither
                 gives composition.
             projection_radius: Radius of the ball around 0 on which ALL parameters together are
@@ -164,26 +158,28 @@ class HiddenStateAccountant(IAccountant):
             batch_size=batch_size,
         )
         self._refuse_undeclared_steps("declare_run")
-        run = StockRun(declaration)
-        if run.is_known:
-            run.recorder.check_relation(self.neighboring_relation)
-        if self._loop is not None and not self._loop.has_begun:
-            self._loop.start(run, self.neighboring_relation)
-        self._replace_declared(run)
-        self._list(run)
+        if self._made is None or self._made.count.num_steps:
+            self._pending = declaration
+        else:
+            self._begin(self._made, declaration)
 
-    def _replace_declared(self, run: StockRun | None) -> None:
-        """The run that was declared before ends; without steps it never was."""
-        old, self._declared = self._declared, run
-        if old is None or old is run:
-            return
-        old.close()
-        if old.is_known and not old.recorder.num_steps:
-            self._runs = [known for known in self._runs if known.source is not old]
+    def _begin(self, made: MadePrivate, declaration: StockDeclaration) -> None:
+        """Starts a run; nothing is changed if it raises."""
+        run = StockRun(
+            declaration,
+            data_loader=made.data_loader,
+            module=made.module,
+            optimizer=made.optimizer,
+            relation=self.neighboring_relation,
+        )
+        self._drop_empty(made)  # declared again before its first step
+        made.run, self._pending = run, None
+        self._runs.append(AccountedRun(run))
 
-    def _list(self, run: StockRun) -> None:
-        if run.is_known and all(known.source is not run for known in self._runs):
-            self._runs.append(AccountedRun(run, run.check))
+    def _drop_empty(self, made: MadePrivate) -> None:
+        """Forgets a declared run without steps."""
+        if made.run is not None and not made.run.recorder.num_steps:
+            self._runs = [known for known in self._runs if known.source is not made.run]
 
     def add_run(
         self,
@@ -202,8 +198,7 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: Steps were taken undeclared.
         """
         self._refuse_undeclared_steps("the run")
-        self._replace_declared(None)
-        self._loop = None
+        self._made = self._pending = None
         self._runs = [attrs.evolve(run, check=nothing) for run in self._runs]
         self._runs.append(AccountedRun(recorder, check, schedule=schedule or DeclaredSchedule()))
 
@@ -256,7 +251,7 @@ class HiddenStateAccountant(IAccountant):
 
     @history.setter
     def history(self, rows: list[Row]) -> None:
-        if self._runs or self._declared is not None:
+        if self._runs or self._pending is not None:
             count = len(self._runs) or 1
             raise ValueError(
                 f"Expected no runs when history is overwritten, got {count}: the figure "
@@ -264,7 +259,7 @@ class HiddenStateAccountant(IAccountant):
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
         self._is_written = bool(self._history)  # a question (calibration), not a training run
-        self._of_undeclared = ON_TRUST if self._history else ()
+        self._of_undeclared = (ON_TRUST,) if self._history else ()
 
     def __len__(self) -> int:
         recorded = sum(run.num_steps for run in self.recorders)
@@ -276,13 +271,12 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             UnsupportedRunError: A run was declared: it is recorded through the optimizer's hook.
         """
-        if self._runs or self._declared is not None:
+        if self._runs or self._pending is not None:
             raise UnsupportedRunError(
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
                 "direct call of step(), which does not say enough about the step."
             )
-        for assumption in ON_TRUST:
-            self._assume_undeclared(assumption)
+        self._assume_undeclared(ON_TRUST)
         self._add_row(noise_multiplier, sample_rate)
 
     def _add_row(self, noise_multiplier: float, sample_rate: float) -> None:
@@ -300,127 +294,76 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: The loader that make_private makes now is not that of the declared
                 run, or its noise was found for other batches.
         """
-        loop = StockLoop.of_caller(self, sample_rate)
-        loop.check_calibration()
-        made = None if _records_itself(loop.optimizer) else loop.optimizer
-        if made is not None:
-            self._check_initial(loop, made)
-        check_model(loop.module)
-        check_collate(loop.data_loader)
-        run = self._declared
-        if run is not None and not run.has_begun and not _records_itself(loop.optimizer):
-            loop.start(run, self.neighboring_relation)
-            if self._loop is not None and self._loop.run is run:
-                self._loop.run = None  # make_private was called again
-            self._list(run)
-        self._leave(self._loop)
-        self._loop = loop
-        if made is not None:
-            keep_in_place(loop.module)
-            self._watch(loop, made)
-            if loop.run is None:
-                loop.follow()
-        noise, clip = StockNoise(), StockClip()
+        made = MadePrivate.by_caller(self, sample_rate)
+        if getattr(made.optimizer, "records_itself", False):
+            return lambda optimizer: None
+        if made.optimizer is not None:
+            self._check_initial(made, made.optimizer)
+        made.prepare()
+        previous = self._made
+        if self._pending is not None:
+            self._begin(made, self._pending)
+        if previous is not None:
+            self._drop_empty(previous)
+        self._made = made
+        return lambda optimizer: self._take_step(made, optimizer)
 
-        def hook_fn(optimizer: DPOptimizer) -> None:
-            if not _records_itself(optimizer):
-                step = len(self) + 1
-                self._admit_step(loop, optimizer, step)
-                with self._ended_by_refusals():
-                    clip.check(loop.module, optimizer)
-                    self._record_step(loop, optimizer, step, noise.take_over(optimizer))
-
-        return hook_fn
-
-    def _leave(self, loop: StockLoop | None) -> None:
-        """What happens to the parameters of a loop after the next make_private is no matter."""
-        if loop is None or loop.moves is None:
-            return
-        moves, loop.moves = loop.moves, None
-        try:
-            moves.check()
-        except UnsupportedRunError as error:
-            self.refuse(str(error))
-
-    def _watch(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
-        def look(optimizer: DPOptimizer, norms: torch.Tensor | None) -> None:
-            if loop.run is not None:
-                loop.run.check_piece(optimizer, norms)
-
-        def refusing() -> contextlib.AbstractContextManager[None]:
-            return self._ended_by_refusals()
-
-        loop.pieces, loop.moves = PieceWatch(optimizer, refusing, look), MoveWatch(optimizer)
-        note_trained(loop.module, optimizer.params, self._token, loop.count)
-
-    def _check_initial(self, loop: StockLoop, optimizer: DPOptimizer) -> None:
+    def _check_initial(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
         """Raises UnsupportedRunError for weights of runs that this accountant does not know."""
-        own = optimizer.params if loop.module is None else loop.module.parameters()
+        own = optimizer.params if made.inner is None else made.inner.parameters()
         check_not_trained_elsewhere(own, self._token, copies=not self._is_restored)
 
-    def _admit_step(self, loop: StockLoop, optimizer: DPOptimizer, step: int) -> None:
-        """Raises UnsupportedRunError if there may be no step; looks at nothing of the records."""
+    def _take_step(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
+        """Records the step that an optimizer is about to take.
+
+        What `_admit` refuses depends on nothing of the records; what is refused later ends the run.
+        """
+        step, is_first = len(self) + 1, not made.count.num_steps
+        self._admit(made, optimizer, step)
+        try:
+            if is_first:
+                note_trained(made.inner, optimizer.params, self._token, made.count)
+                noise = take_over_noise(optimizer)
+            check_finite(optimizer, step)
+            if made.run is None:
+                rate = made.sample_rate * optimizer.accumulated_iterations
+                self._add_row(optimizer.noise_multiplier, rate)
+            else:
+                made.run.observe(optimizer)
+                made.count.run = made.run.recorder
+        except UnsupportedRunError as error:
+            self.refuse(f"A step of the run was refused, which ended it: {error}")
+            raise
+        made.count.num_steps += 1
+        if is_first and made.run is not None:
+            self._assume(noise)
+        elif is_first:
+            for assumption in (noise, ON_TRUST, *([OWN_COINS] if made.has_own_coins else [])):
+                self._assume_undeclared(assumption)
+
+    def _admit(self, made: MadePrivate, optimizer: DPOptimizer, step: int) -> None:
+        """Raises UnsupportedRunError if there may be no step."""
         self.check_not_refused()
-        if loop.moves is not None:
-            loop.moves.check()
-        refuse_adaptive_clipping(optimizer, step)
-        if not loop.has_begun:
-            self._check_initial(loop, optimizer)
-        if loop.run is not None:
-            if loop.run is not self._declared:
-                raise UnsupportedRunError(
-                    "This run ended when the next one was declared; its last iterate was taken as "
-                    "released then."
-                )
-            loop.check_owner(optimizer)
-            return
-        if self._runs or self._declared is not None:
+        if isinstance(optimizer, AdaClipDPOptimizer):
+            raise UnsupportedRunError(
+                f"step {step} uses adaptive clipping: {WHY_NOT_ADAPTIVE}. "
+                'Use clipping="flat" or "per_layer".'
+            )
+        made.check_owner(optimizer)
+        if made.run is not None and made is not self._made:
+            raise UnsupportedRunError(
+                "This run ended when make_private was called again; its last iterate was taken as "
+                "released then."
+            )
+        if made.run is None and (self._runs or self._pending is not None):
             raise UnsupportedRunError(
                 "Expected one declare_run for every make_private, got an optimizer without one. "
                 "Call engine.accountant.declare_run(...) after make_private, before its first step."
             )
-        if not loop.has_begun:
-            loop.check_undeclared()
-
-    @contextlib.contextmanager
-    def _ended_by_refusals(self) -> Iterator[None]:
-        """Remembers what is refused within: which step it was may depend on a record."""
-        try:
-            yield
-        except UnsupportedRunError as error:
-            self.refuse(f"A step of the run was refused, which ended it: {error}")
-            raise
-
-    def _record_step(
-        self, loop: StockLoop, optimizer: DPOptimizer, step: int, noise: Assumption
-    ) -> None:
-        if loop.pieces is None:  # a hook that was attached by hand: from the second step on
-            self._watch(loop, optimizer)
-        assert loop.pieces is not None
-        rows, norms = loop.pieces.take()
-        if loop.run is None:
-            self._record_undeclared_step(loop, optimizer, step, rows)
-            self._assume_undeclared(noise)
-        else:
-            loop.run.observe(optimizer, rows, norms)
-            if not loop.has_begun:
-                self._assume(noise)
-            loop.count.run = loop.run.recorder
-        loop.count.num_steps += 1
-        note_recorded(optimizer)
-
-    def _record_undeclared_step(
-        self, loop: StockLoop, optimizer: DPOptimizer, step: int, rows: int | None
-    ) -> None:
-        check_finite(optimizer, step)
-        loop.take_undeclared(optimizer, step, rows)
-        if not loop.has_begun:
-            self._loops.append(loop)
-            known = loop.undeclared_assumptions(optimizer)
-            for assumption in ON_TRUST if known is None else known:
-                self._assume_undeclared(assumption)
-        rate = loop.sample_rate * optimizer.accumulated_iterations
-        self._add_row(optimizer.noise_multiplier, rate)
+        if not made.count.num_steps:
+            self._check_initial(made, optimizer)
+            if made.run is None:
+                made.check_undeclared()
 
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
         """The epsilon of everything recorded, at `delta`; further arguments are ignored.
@@ -440,10 +383,8 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: There is none.
         """
         self.check_not_refused()
-        if self._loop is not None:
-            self._loop.check()
-            if not len(self):
-                self._loop.check_without_steps()
+        if self._made is not None and not self._made.count.num_steps and not self._is_restored:
+            self._made.check_moved()
         runs = [run for run in self._runs if run.recorder.num_steps]
         if self._history and runs:
             raise UnsupportedRunError(
@@ -452,8 +393,6 @@ class HiddenStateAccountant(IAccountant):
                 "fresh accountant for each."
             )
         if self._history:
-            for loop in self._loops:
-                loop.check()
             guarantee = undeclared_guarantee(tuple(self._history))
             merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
             return attrs.evolve(guarantee, assumptions=merged)
@@ -513,7 +452,7 @@ class HiddenStateAccountant(IAccountant):
         self._is_restored = True
 
     def _load_runs(self, states: list[Any]) -> None:
-        if self._declared is not None and not self._declared.is_known:
+        if self._pending is not None:
             raise ValueError(
                 "Expected a run whose loader was read, got one that was only declared. Call "
                 "make_private before the state is loaded."
@@ -526,5 +465,15 @@ class HiddenStateAccountant(IAccountant):
         self._runs = ended + [run.with_assumptions_of(last) for run in current]
 
 
-def _records_itself(optimizer: Any) -> bool:
-    return getattr(optimizer, "records_itself", False)
+def check_finite(optimizer: DPOptimizer, step: int) -> None:
+    """Raises UnsupportedRunError if the noisy gradients are not finite."""
+    gradients = [p.grad for p in optimizer.params if p.grad is not None]
+    sums = read({str(i): g.sum() for i, g in enumerate(gradients)})
+    if all(map(math.isfinite, sums.values())):
+        return
+    # A sum may overflow where no number does.
+    if not all(read({str(i): g.isfinite().all() for i, g in enumerate(gradients)}).values()):
+        raise UnsupportedRunError(
+            f"step {step} has a gradient that is not finite, which no clip bounds and no noise "
+            "hides. Look for a division by 0, or scale the loss down."
+        )

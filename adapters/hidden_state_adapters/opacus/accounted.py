@@ -11,7 +11,7 @@ import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, Guarantee, compose_guarantees
+from hidden_state_accountants import Assumption, BatchOrder, Guarantee, compose_guarantees
 from hidden_state_accountants.bounds.assumptions import COMMON
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
@@ -19,7 +19,7 @@ from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_adapters.opacus.data.reading import drawn_rate
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.stock.run import StockRun
+from hidden_state_adapters.opacus.stock.run import StockRun, on_trust
 
 Row = tuple[float, float, int]
 """Noise multiplier, sample rate, number of steps; as in Opacus' histories."""
@@ -102,17 +102,8 @@ def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
     return [a.text for a in assumptions if a.status is Status.DECLARED]
 
 
-ON_TRUST = tuple(
-    Assumption.declared(text)
-    for text in (
-        "every record joins every batch independently (Poisson sampling)",
-        "every per-example gradient is that of the loss at one record of the batch",
-        "nobody ever learns which records were drawn",
-        "the initial model does not depend on the records",
-        "parameters changed by the private optimizer only",
-    )
-)
-"""Of undeclared steps whose batches nobody follows."""
+ON_TRUST = on_trust(BatchOrder.POISSON)
+"""What undeclared steps rest on."""
 
 
 @functools.lru_cache(maxsize=16)

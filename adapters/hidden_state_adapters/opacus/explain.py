@@ -24,7 +24,6 @@ from hidden_state_adapters.opacus.accounted import Row, undeclared_guarantee
 from hidden_state_adapters.opacus.data.loaders import OrderedDataLoader
 from hidden_state_adapters.opacus.data.order import refuse_repeated_records
 from hidden_state_adapters.opacus.data.reading import is_poisson
-from hidden_state_adapters.opacus.data.watch import samples_as
 
 _ROUNDED = 1e-3  # relative; what accountants add to be on the safe side
 _ONCE = "each record at most once in a pass"
@@ -188,8 +187,8 @@ def _order(data_loader: DataLoader) -> BatchOrder:
     indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
     if isinstance(indices, list | tuple | range):
         deals_once = len(set(indices)) == len(indices)
-    if not deals_once or not samples_as(batches, BatchSampler):
-        name = type(sampler if samples_as(batches, BatchSampler) else batches).__name__
+    if not deals_once or type(batches) is not BatchSampler:
+        name = type(sampler if type(batches) is BatchSampler else batches).__name__
         raise UnsupportedRunError(f"{name} may deal a record several times in a pass")
     if batches.batch_size >= len(sampler):
         return BatchOrder.FULL

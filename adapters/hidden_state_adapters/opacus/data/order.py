@@ -30,7 +30,6 @@ from hidden_state_adapters.batch_plans import (
     poisson_plan,
 )
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
-from hidden_state_adapters.opacus.data.watch import samples_as
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -170,7 +169,7 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
             "Expected a DataLoader with a batch_size, got batch_size=None: without batches there "
             f"is no step to account. {_FIXED_ORDER}"
         )
-    if not samples_as(batches, BatchSampler):
+    if type(batches) is not BatchSampler:
         raise UnsupportedRunError(
             f"Expected a DataLoader with a batch_size, got batch_sampler={_name(batches)}, whose "
             f"batches may overlap or vary in size. {_FIXED_ORDER}"

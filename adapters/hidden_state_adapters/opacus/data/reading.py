@@ -14,10 +14,8 @@ from opacus.utils.uniform_sampler import (
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
 from hidden_state_adapters.opacus.data.order import plan_batches, refuse_repeated_records
-from hidden_state_adapters.opacus.data.watch import samples_as
 
 # A seed that was drawn by the operating system has 64 bits, one that a person wrote has not.
 _LEAST_SECRET_SEED = 2**32
@@ -35,7 +33,6 @@ class LoaderReading:
         num_batches: Batches of one pass.
         sampling_rate: The probability with which a record joins a POISSON batch, which is a little
             more than the rate that the sampler was given (see `drawn_rate`); else None.
-        plan: The batches, where they are fixed; else None.
         sampler: Deals the batches.
     """
 
@@ -44,12 +41,7 @@ class LoaderReading:
     batch_size: int
     num_batches: int
     sampling_rate: float | None = None
-    plan: BatchPlan | None = None
     sampler: Any = attrs.field(repr=False)
-    _settings: tuple[Any, ...] = attrs.field(init=False, repr=False)
-
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_settings", _settings(self.sampler))
 
     @property
     def description(self) -> str:
@@ -76,62 +68,32 @@ class LoaderReading:
             "sampling_rate": None if is_exact else self.sampling_rate,
         }
 
-    def why_not(self) -> str:
-        """What is wrong with the loader now, or "": it was changed, or its order is known."""
-        if _settings(self.sampler) != self._settings:
-            return (
-                "the sampler of the loader was changed after it had been read. Call make_private "
-                "and declare_run again for another loader."
-            )
-        if self.order is not BatchOrder.RESHUFFLED:
-            return ""
-        generator = self.sampler.sampler.generator or torch.default_generator
-        seed = generator.initial_seed()
-        if seed >= _LEAST_SECRET_SEED and seed != _SEED_OF_NEW_GENERATORS:
-            return ""
-        return (
-            "the loader shuffles with a generator that a script seeded "
-            f"({'with ' + str(seed) if seed < _LEAST_SECRET_SEED else 'torch.Generator()'}): "
-            "whoever knows the seed knows which steps used a record, and no bound here is about "
-            "such orders. Do not seed torch, or give the DataLoader "
-            "generator=torch.Generator().manual_seed(secrets.randbits(63)), or use "
-            'HiddenStatePrivacyEngine with batch_order="reshuffled", which draws secret orders '
-            "from the operating system; without secrets, shuffle=False."
-        )
-
-
-def _settings(batches: Any) -> tuple[Any, ...]:
-    """What decides the batches of a sampler, but for the records in a fixed order."""
-    sampler: Any = getattr(batches, "sampler", None)
-    names = ("batch_size", "drop_last", "sample_rate", "num_samples", "total_size", "generator")
-    return (
-        sampler,
-        *(getattr(batches, name, None) for name in names),
-        *(getattr(sampler, name, None) for name in ("replacement", "num_samples", "generator")),
-        tuple(map(int, sampler.indices)) if type(sampler) is SubsetRandomSampler else (),
-        torch.get_default_dtype(),  # of the random numbers of Poisson batches
-    )
-
 
 def is_poisson(data_loader: Any) -> bool | None:
     """Whether a loader samples as Opacus does for Poisson batches; None if nobody can tell."""
     batches = getattr(data_loader, "batch_sampler", None)
-    if samples_as(batches, BatchSampler):
+    if type(batches) is BatchSampler:
         return False
     return True if _is_poisson_sampler(batches) else None
 
 
+def is_full(data_loader: Any) -> bool:
+    """Whether a loader deals one batch of all records."""
+    try:
+        return read_loader(data_loader).order is BatchOrder.FULL
+    except UnsupportedRunError:
+        return False
+
+
 def _is_poisson_sampler(batches: Any) -> bool:
-    return samples_as(batches, UniformWithReplacementSampler) or _is_distributed_sampler(batches)
-
-
-def _is_distributed_sampler(batches: Any) -> bool:
-    return samples_as(batches, DistributedUniformWithReplacementSampler)
+    kinds = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+    return type(batches) in kinds
 
 
 def draws_from_shares(data_loader: Any) -> bool:
     """Whether every process draws Poisson batches from a share of the records of its own."""
-    return _is_distributed_sampler(getattr(data_loader, "batch_sampler", None))
+    batches = getattr(data_loader, "batch_sampler", None)
+    return type(batches) is DistributedUniformWithReplacementSampler
 
 
 def read_loader(data_loader: Any) -> LoaderReading:
@@ -200,11 +162,28 @@ def _read_equal_batches(data_loader: DataLoader) -> LoaderReading:
             f"torch.utils.data.Subset(dataset, range({size})), or use poisson_sampling=True."
         )
     is_full = plan.num_batches == 1
+    if shuffles and not is_full:
+        _refuse_known_seed(sampler)
     return LoaderReading(
         order=BatchOrder.FULL if is_full else plan.order,
         dataset_size=size,
         batch_size=plan.batch_size,
         num_batches=plan.num_batches,
-        plan=None if shuffles else plan,
         sampler=data_loader.batch_sampler,
+    )
+
+
+def _refuse_known_seed(sampler: Any) -> None:
+    """Raises UnsupportedRunError if a script seeded what shuffles."""
+    seed = (sampler.generator or torch.default_generator).initial_seed()
+    if seed >= _LEAST_SECRET_SEED and seed != _SEED_OF_NEW_GENERATORS:
+        return
+    raise UnsupportedRunError(
+        "the loader shuffles with a generator that a script seeded "
+        f"({'with ' + str(seed) if seed < _LEAST_SECRET_SEED else 'torch.Generator()'}): whoever "
+        "knows the seed knows which steps used a record, and no bound here is about such orders. "
+        "Do not seed torch, or give the DataLoader "
+        "generator=torch.Generator().manual_seed(secrets.randbits(63)), or use "
+        'HiddenStatePrivacyEngine with batch_order="reshuffled", which draws secret orders from '
+        "the operating system; without secrets, shuffle=False."
     )

@@ -163,7 +163,7 @@ def _note_left(param: nn.Parameter) -> None:
 
 def _digest(param: nn.Parameter) -> bytes | None:
     """Of the weights in float32; None where others have the same by chance, as zeros and ones."""
-    if not param.is_floating_point():
+    if not param.is_floating_point() or param.is_meta:
         return None
     values = param.detach().to("cpu", torch.float32).contiguous()
     if not values.numel() or bool((values == values.flatten()[0]).all()):

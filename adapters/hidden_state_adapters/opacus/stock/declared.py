@@ -29,6 +29,11 @@ def _is_a_size(instance: Any, attribute: Any, value: Any) -> None:
         validate.integer(attribute.name, value, minimum=1)
 
 
+def _is_a_radius(instance: Any, attribute: Any, value: Any) -> None:
+    if value is not None:
+        validate.real(attribute.name, value, above=0)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class StockDeclaration:
     """The arguments of `declare_run`; its docstring explains every one.
@@ -39,7 +44,7 @@ class StockDeclaration:
     criterion: Any = None
     feature_norm: float | None = None
     loss_geometry: LossGeometry | str | None = attrs.field(default=None, converter=_loss_geometry)
-    projection_radius: float | None = None
+    projection_radius: float | None = attrs.field(default=None, validator=_is_a_radius)
     data_loader: Any = None
     module: Any = None
     batch_order: BatchOrder | None = attrs.field(
@@ -69,13 +74,6 @@ class StockDeclaration:
     def given_loss(self) -> LossGeometry | None:
         """The geometry, if it does not have to be derived from the criterion."""
         return self.loss_geometry if isinstance(self.loss_geometry, LossGeometry) else None
-
-    @property
-    def batches(self) -> dict[str, Any] | None:
-        """The arguments of a `RunRecorder`, if all were declared; to restore a state into."""
-        names = ("batch_order", "dataset_size", "batch_size")
-        fields = {name: getattr(self, name) for name in names}
-        return None if None in fields.values() else fields
 
     def compared_with(self, reading: LoaderReading) -> dict[str, Any]:
         """The arguments of the `RunRecorder` of what the loader deals.

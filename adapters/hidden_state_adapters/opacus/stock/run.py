@@ -1,254 +1,203 @@
-"""A run of Opacus' own engine, as far as its step hook and its loader show it."""
+"""A declared run of Opacus' own engine, as far as its step hook and its loader show it."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from dp_accounting import NeighboringRelation
-from opacus.optimizers import DPOptimizer
+from opacus.grad_sample import AbstractGradSampleHooks
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 
 from hidden_state_accountants import (
     Assumption,
     BatchOrder,
+    LossGeometry,
     RunRecorder,
     UnsupportedRunError,
 )
-from hidden_state_adapters.opacus.data.reading import read_loader
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
+from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.criteria import as_module
+from hidden_state_adapters.opacus.data.reading import LoaderReading, read_loader
+from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
 from hidden_state_adapters.opacus.gradients.norms import joint_norm
-from hidden_state_adapters.opacus.gradients.sums import gradient_norms
-from hidden_state_adapters.opacus.guards.base import Piece
-from hidden_state_adapters.opacus.guards.gradients import GradientGuard, check_clip_margin
+from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
 from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.guards.projection import check_inside
-from hidden_state_adapters.opacus.guards.settings import sgd_options
+from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
-from hidden_state_adapters.opacus.stock.account import StockAccount
-from hidden_state_adapters.opacus.stock.assumptions import unseen
-from hidden_state_adapters.opacus.stock.batches import FollowedBatches
-from hidden_state_adapters.opacus.stock.checks import (
-    USE_ENGINE,
-    check_finite,
-    count_rows,
-    hides_rows,
-    is_in_pieces,
-    why_composition,
-)
 from hidden_state_adapters.opacus.stock.declared import StockDeclaration
-from hidden_state_adapters.opacus.stock.loss import WatchedLoss
 
 _logger = logging.getLogger("hidden_state_accountants")
 
+_USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals the batches."
+OWN_COINS = Assumption.checked(
+    "Poisson batches drawn by a generator of the run's own, whose state the operating system drew "
+    "and no seed of the program reaches"
+)
+_SECRETS = {
+    BatchOrder.SHUFFLED_ONCE: "; the order of the records was drawn uniformly, and nobody ever "
+    "learns it or its seed",
+    BatchOrder.RESHUFFLED: "; nobody ever learns the orders of the batches, or the seed of their "
+    "generator",
+    BatchOrder.POISSON: "; nobody ever learns which records were drawn (or the seed of a generator "
+    "that you passed), or the sizes of the batches",
+}
+
+
+def on_trust(order: BatchOrder, loss: str = "the loss", radius: float | None = None) -> Assumption:
+    """All that the accountant of a stock engine takes on the user's word.
+
+    Args:
+        order: Of the batches.
+        loss: What the loop computes of every record.
+        radius: Of the ball around 0 on which the user projects, or None.
+    """
+    outside = ""
+    if radius is not None:
+        outside = f", but for your projection on the ball of radius {radius:g} after every step"
+    return Assumption.declared(
+        "Opacus' samplers and its clipped per-example gradients are right, and the loop is the one "
+        "of its tutorials: every batch of the loader is one step, no pass over it is left before "
+        f"its end, every gradient is that of {loss} of one record by itself, nothing but the "
+        f"private optimizer changes the parameters{outside}, and the initial model does not depend "
+        f"on the records{_SECRETS.get(order, '')}"
+    )
+
 
 class StockRun:
-    """Records from Opacus' step hook; the batches are read off the loader, and followed.
+    """What the loader of a stock engine deals, and the record of its steps.
 
     If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
-    layer), the run is recorded without a loss geometry, so that only composition applies; a log
-    line says so. Opacus' ghost clipping hides the rows of a batch: it needs Poisson batches. What
-    reaches a gradient past the hooks of the layers is not clipped there.
+    layer, ghost clipping), the run is recorded without a loss geometry, so that only composition
+    applies; a log line says so.
 
     Args:
         declared: What cannot be read, and what is compared with what is read.
+        data_loader: What make_private returned; None if that is not known.
+        module: Likewise.
+        optimizer: Likewise.
+        relation: Of the guarantee.
 
     Attributes:
-        has_begun: Whether a step was taken here.
+        recorder: The record of the steps.
+        assumptions: What was read, and what is taken on the user's word.
+
+    Raises:
+        UnsupportedRunError: The loader cannot be read, deals other batches than were declared, or
+            no bound covers them.
+        TypeError, ValueError: As `LastIterateDpEvent`.
     """
 
-    def __init__(self, declared: StockDeclaration):
-        self._declared = declared
-        self._account: StockAccount | None = None
-        self._record: RunRecorder | None = None
-        self._batches: FollowedBatches | None = None
-        self._watched_loss: WatchedLoss | None = None
-        self._batch_assumptions: tuple[Assumption, ...] = ()
-        self._is_composition: bool | None = None
-        self._is_ghost = self.has_begun = False
-        if declared.batches is not None:  # a state can be restored into it at once
-            radius = declared.projection_radius
-            self._account = StockAccount(declared.batches, declared.given_loss, radius)
-            self._record = self._account.recorder()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the batches are known, so that there is a record."""
-        return self._record is not None
-
-    @property
-    def has_dealt(self) -> bool:
-        """Whether the loader dealt a batch."""
-        return self._batches is not None and self._batches.has_dealt
-
-    @property
-    def recorder(self) -> RunRecorder:
-        """The record of the steps, once the batches are known."""
-        assert self._record is not None
-        return self._record
-
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """What was read and is checked, and what the accountant takes on the user's word."""
-        own = () if self._watched_loss is None else self._watched_loss.assumptions
-        radius = self._declared.projection_radius
-        return (*self._batch_assumptions, *unseen(radius=radius, is_ghost=self._is_ghost), *own)
-
-    # The loader
-
-    def start(
+    def __init__(
         self,
-        relation: NeighboringRelation,
+        declared: StockDeclaration,
         *,
         data_loader: Any,
         module: Any,
         optimizer: DPOptimizer | None,
-    ) -> None:
-        """Reads the loader, and follows its batches from now on; nothing is changed if it raises.
-
-        Args:
-            relation: Of the guarantee.
-            data_loader: What make_private returned; None if that is not known.
-            module: Likewise.
-            optimizer: Likewise.
-
-        Raises:
-            UnsupportedRunError: The loader cannot be read, deals other batches than were declared,
-                or no bound covers them.
-            TypeError, ValueError: As `LastIterateDpEvent`; or steps that were restored before are
-                those of another run.
-        """
-        loader = self._the_loader(data_loader)
+        relation: NeighboringRelation,
+    ):
+        loader = _the_loader(data_loader, declared.data_loader)
         check_processes(loader, num_processes(optimizer))
         reading = read_loader(loader)
-        batches = self._declared.compared_with(reading)
-        if reading.why_not():
-            raise UnsupportedRunError(reading.why_not())
-        loss = self._derive_loss(module, optimizer)
-        geometry = self._declared.given_loss if loss is None else loss.geometry
-        account = StockAccount(batches, geometry, self._declared.projection_radius)
-        record = account.recorder()
-        record.check_relation(relation)
-        is_composition = None
-        if self._record is not None and self._record.num_steps:
-            record, is_composition = account.restored(self._record.state_dict())
-        self.close()
-        self._account, self._record, self._is_composition = account, record, is_composition
-        self._watched_loss = loss
-        if loss is not None:
-            loss.watch()
-        self._batches = FollowedBatches(loader, reading)
-        self._batch_assumptions = self._batches.assumptions(account.order, relation)
-        self._batches.resume(record.num_steps)
+        self._batches = declared.compared_with(reading)
+        self._radius, self._loss = declared.projection_radius, declared.given_loss
+        loss = "the declared loss" if self._loss is not None else "the loss"
+        if declared.criterion is not None:
+            self._loss = _derive_loss(declared, module, optimizer)
+            loss = f"{as_module(declared.criterion)} on the whole output"
+            loss += f", with features of norm at most {declared.feature_norm:g}"
+        self.recorder = self._new_recorder()
+        self.recorder.check_relation(relation)
+        self._is_composition: bool | None = None
+        self.assumptions = _assumptions(reading, on_trust(self._order, loss, self._radius))
 
-    def _the_loader(self, found: Any) -> Any:
-        given = self._declared.data_loader
-        if found is None and given is None:
-            raise UnsupportedRunError(
-                "Expected a loader to read, got none: the steps do not come from make_private of "
-                "an opacus.PrivacyEngine. Pass data_loader= to declare_run (and module= with a "
-                f"criterion), the objects that the loop uses. {USE_ENGINE}"
-            )
-        if found is not None and given is not None and given is not found:
-            raise UnsupportedRunError(
-                "Expected data_loader to be the loader that make_private returned, got another "
-                "one, whose batches are not those of the run. Leave it out, and train on the "
-                "loader that make_private returned."
-            )
-        return given if found is None else found
+    @property
+    def _order(self) -> BatchOrder:
+        return BatchOrder(self._batches["batch_order"])
 
-    def _derive_loss(self, module: Any, optimizer: DPOptimizer | None) -> WatchedLoss | None:
-        declared = self._declared
-        if declared.criterion is None:
-            return None
-        module = module if declared.module is None else declared.module
-        loss = WatchedLoss(module, declared.criterion, declared.feature_norm)
-        return None if optimizer is not None and why_composition(optimizer) else loss
-
-    def close(self) -> None:
-        """Leaves loader, model and criterion as they were."""
-        for watch in (self._batches, self._watched_loss):
-            if watch is not None:
-                watch.close()
-
-    def check(self) -> None:
-        """Raises UnsupportedRunError if batches were left out in a pass that has ended."""
-        if self._batches is not None:
-            self._batches.check_finished()
+    def _new_recorder(self) -> RunRecorder:
+        """A record without steps."""
+        diameter = math.inf if self._radius is None else 2 * self._radius
+        return RunRecorder(**self._batches, loss=self._loss, domain_diameter=diameter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state of a recorder into a run without steps.
 
         Raises:
-            ValueError: As `RunRecorder.load_state_dict`, or the batches are not known yet, or the
-                state is not of the end of an epoch. Nothing is changed then.
+            ValueError: As `RunRecorder.load_state_dict`, or the stock loader cannot go on from
+                there. Nothing is changed then.
         """
-        if self._account is None or self.recorder.num_steps:
+        recorder, composed = self._new_recorder(), RunRecorder(**self._batches)
+        is_composition = _declared(recorder) != state.get("declared") == _declared(composed)
+        recorder = composed if is_composition else recorder
+        recorder.load_state_dict(state)
+        steps = recorder.num_steps
+        if self._order is BatchOrder.SHUFFLED_ONCE and steps:
             raise ValueError(
-                "Expected a run whose loader was read and which has no steps, got another one. "
-                "Call make_private on a fresh engine, then load."
+                f"Expected no steps to restore for shuffled_once, got {steps}: the stock loader "
+                "would draw another order. Use HiddenStatePrivacyEngine, whose checkpoints can "
+                "hold the order."
             )
-        self._record, self._is_composition = self._account.restored(state)
-        if self._batches is not None:
-            self._batches.resume(self._record.num_steps)
+        in_epoch = -(-int(self._batches["dataset_size"]) // int(self._batches["batch_size"]))
+        if self._order in EPOCH_ORDERS and steps % in_epoch:
+            raise ValueError(
+                f"Expected a state at the end of an epoch, got one before batch "
+                f"{steps % in_epoch}: the stock loader would start again at batch 0. Use "
+                "HiddenStatePrivacyEngine, whose loader goes on where it was."
+            )
+        self.recorder, self._is_composition = recorder, is_composition or None
 
-    # The steps
-
-    def check_piece(self, optimizer: DPOptimizer, norms: torch.Tensor | None) -> None:
-        """Raises UnsupportedRunError if a piece of a batch has longer gradients than declared."""
-        loss = None if self._account is None else self._account.loss
-        if loss is not None and not why_composition(optimizer):
-            self._check_norms(optimizer, self.recorder.num_steps + 1, loss.lipschitz, norms)
-
-    def observe(
-        self, optimizer: DPOptimizer, added: int | None, norms: torch.Tensor | None
-    ) -> None:
-        """Records the step that `optimizer` is about to take.
-
-        Args:
-            optimizer: In its step hook.
-            added: The rows that it added up for the step; None if nobody counted.
-            norms: Of the gradients that it added up last, shape (rows,); None if nobody knows.
+    def observe(self, optimizer: DPOptimizer) -> None:
+        """Records the step that `optimizer` is about to take, in its step hook.
 
         Raises:
             UnsupportedRunError: It is not one of the run.
         """
         step = self.recorder.num_steps + 1
-        rows = self._take_batch(optimizer, step, added)
-        check_finite(optimizer, step)
-        reason = why_composition(optimizer)
+        rows = _count_rows(optimizer, step)
+        reason = _why_composition(optimizer)
         if self._is_composition is None:
             self._is_composition = self._becomes_composition(reason)
         if self._is_composition:
             # The update rule is post-processing; any positive learning rate stands for it.
-            self._add(optimizer, clip_norm=1.0, learning_rate=1.0, weight_decay=0.0, rows=rows)
-        elif reason:
+            self._add(optimizer, rows, clip_norm=1.0, learning_rate=1.0, weight_decay=0.0)
+            return
+        if reason:
             raise UnsupportedRunError(
                 f"step {step} changed the optimizer: {reason}. Keep one update rule during a run."
             )
-        else:
-            self._add_last_iterate(optimizer, step, rows, norms)
-        self.has_begun = True
-
-    def _take_batch(self, optimizer: DPOptimizer, step: int, added: int | None) -> int | None:
-        """The rows of the batch that the step is about; None if nobody knows them."""
-        assert self._account is not None
-        assert self._batches is not None
-        self._is_ghost = hides_rows(optimizer)
-        is_poisson = self._account.order is BatchOrder.POISSON
-        rows = count_rows(optimizer, step, is_poisson=is_poisson)
-        rows = rows if added is None else added
-        self._batches.take(step, rows)
-        return rows
+        for param in optimizer.params:
+            check_precision("parameters", param)
+        if self._loss is not None:
+            check_clip_margin(float(optimizer.max_grad_norm), self._loss.lipschitz)
+        if self._radius is not None:
+            remedy = f" Project all parameters together after every step. {_USE_ENGINE}"
+            check_inside(step, float(joint_norm(optimizer.params)), self._radius, remedy)
+        options = sgd_options(optimizer.original_optimizer)
+        # Events divide by batch_size, Opacus by expected_batch_size or not at all.
+        is_mean = optimizer.loss_reduction == "mean"
+        divisor = float(optimizer.expected_batch_size) if is_mean else 1.0
+        scale = float(self._batches["batch_size"]) / divisor
+        self._add(
+            optimizer,
+            rows,
+            clip_norm=float(optimizer.max_grad_norm),
+            learning_rate=options["lr"] * scale,
+            weight_decay=options["weight_decay"] / scale,
+        )
 
     def _becomes_composition(self, reason: str) -> bool:
         """Decides at the first step seen here, which may follow restored ones."""
-        assert self._account is not None
         has_steps = self.recorder.num_steps > 0
-        if not reason or (has_steps and self._account.loss is not None):
+        if not reason or (has_steps and self._loss is not None):
             return False
         if not has_steps:
-            self._record = self._account.composed().recorder()
+            self.recorder = RunRecorder(**self._batches)
         _logger.warning(
             "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
             "composition.",
@@ -256,82 +205,89 @@ class StockRun:
         )
         return True
 
-    def _add_last_iterate(
-        self, optimizer: DPOptimizer, step: int, rows: int | None, norms: torch.Tensor | None
-    ) -> None:
-        account, params = self._account, optimizer.params
-        assert account is not None
-        for param in params:
-            check_precision("parameters", param)
-        lipschitz = None if account.loss is None else account.loss.lipschitz
-        check_clip_margin(float(optimizer.max_grad_norm), lipschitz)
-        self._check_gradients(optimizer, step, lipschitz, norms)
-        if account.radius is not None:
-            remedy = f" Project all parameters together after every step. {USE_ENGINE}"
-            check_inside(step, float(joint_norm(params)), account.radius, remedy)
-        options = sgd_options(optimizer.original_optimizer)
-        # Events divide by batch_size, Opacus by expected_batch_size or not at all.
-        divisor = 1.0
-        if optimizer.loss_reduction == "mean":
-            divisor = float(optimizer.expected_batch_size)
-        scale = float(account.batches["batch_size"]) / divisor
-        self._add(
-            optimizer,
-            clip_norm=float(optimizer.max_grad_norm),
-            learning_rate=options["lr"] * scale,
-            weight_decay=options["weight_decay"] / scale,
-            rows=rows,
-        )
-
-    def _check_gradients(
-        self,
-        optimizer: DPOptimizer,
-        step: int,
-        lipschitz: float | None,
-        norms: torch.Tensor | None,
-    ) -> None:
-        params = optimizer.params
-        if self._watched_loss is not None and is_in_pieces(optimizer):
-            raise UnsupportedRunError(
-                f"step {step} used a batch in several pieces, of which only the last can be held "
-                f"against the criterion. Declare a LossGeometry. {USE_ENGINE}"
-            )
-        norms = self._check_norms(optimizer, step, lipschitz, norms)
-        if self._watched_loss is not None:
-            piece = Piece(step=step, params=params, rows=len(norms), norms=norms)
-            self._watched_loss.check(piece, optimizer.loss_reduction)
-
-    def _check_norms(
-        self,
-        optimizer: DPOptimizer,
-        step: int,
-        lipschitz: float | None,
-        norms: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The norms of the gradients at hand, where they are needed; shape (rows,)."""
-        if lipschitz is None and self._watched_loss is None:
-            return torch.zeros(0)
-        norms = gradient_norms(optimizer.params) if norms is None else norms
-        if len(norms):
-            GradientGuard.of_lipschitz(lipschitz).check(step, float(norms.max()))
-        return norms
-
-    def _add(
-        self,
-        optimizer: DPOptimizer,
-        *,
-        clip_norm: float,
-        learning_rate: float,
-        weight_decay: float,
-        rows: int | None,
-    ) -> None:
-        assert self._batches is not None
+    def _add(self, optimizer: DPOptimizer, rows: int | None, **settings: float) -> None:
+        if rows is None and self._order is not BatchOrder.POISSON:
+            rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
         self.recorder.step(
             noise_multiplier=float(optimizer.noise_multiplier),
-            learning_rate=learning_rate,
-            clip_norm=clip_norm,
-            weight_decay=weight_decay,
             batch_index=self.recorder.expected_batch_index,
             batch_rows=rows,
+            **settings,
         )
-        self._batches.stepped(self.recorder.num_steps)
+
+
+def _the_loader(found: Any, given: Any) -> Any:
+    if found is None and given is None:
+        raise UnsupportedRunError(
+            "Expected a loader to read, got none: the steps do not come from make_private of an "
+            "opacus.PrivacyEngine. Pass data_loader= to declare_run (and module= with a "
+            f"criterion), the objects that the loop uses. {_USE_ENGINE}"
+        )
+    if found is not None and given is not None and given is not found:
+        raise UnsupportedRunError(
+            "Expected data_loader to be the loader that make_private returned, got another one, "
+            "whose batches are not those of the run. Leave it out, and train on the loader that "
+            "make_private returned."
+        )
+    return given if found is None else found
+
+
+def _derive_loss(
+    declared: StockDeclaration, module: Any, optimizer: DPOptimizer | None
+) -> LossGeometry | None:
+    """The constants of the criterion at the linear head; None where no theorem needs them."""
+    module = module if declared.module is None else declared.module
+    if module is None:
+        raise UnsupportedRunError(
+            "Expected the model that make_private returned, got none: the constants of the "
+            "criterion are those of a linear head. Pass module= to declare_run."
+        )
+    inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
+    reduction = getattr(as_module(declared.criterion), "reduction", "mean")
+    reduction = getattr(optimizer, "loss_reduction", reduction)
+    loss = geometry.auto_loss_geometry(inner, declared.criterion, declared.feature_norm, reduction)
+    return None if optimizer is not None and _why_composition(optimizer) else loss
+
+
+def _assumptions(reading: LoaderReading, trust: Assumption) -> tuple[Assumption, ...]:
+    read = Assumption.checked(f"the loader deals {reading.description}")
+    return (read, *([OWN_COINS] if has_own_coins(reading.sampler) else []), trust)
+
+
+def has_own_coins(batch_sampler: Any) -> bool:
+    """Whether a sampler of Poisson batches draws with a generator of ours."""
+    return isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
+
+
+def _why_composition(optimizer: DPOptimizer) -> str:
+    """Why no last-iterate theorem covers the update of an optimizer, or ""."""
+    if type(optimizer) is not DPOptimizer:
+        return f"Expected DPOptimizer, got {type(optimizer).__name__}"
+    try:
+        sgd_options(optimizer.original_optimizer)
+    except UnsupportedUpdateError as error:
+        return error.what
+    return ""
+
+
+def _count_rows(optimizer: DPOptimizer, step: int) -> int | None:
+    """The rows of the batch; None if ghost clipping or BatchMemoryManager hides them.
+
+    Raises:
+        UnsupportedRunError: The gradients of several batches were accumulated.
+    """
+    if isinstance(optimizer, DPOptimizerFastGradientClipping) or optimizer._is_last_step_skipped:
+        return None
+    if optimizer.accumulated_iterations > 1:
+        raise UnsupportedRunError(
+            f"step {step}: got the gradients of {optimizer.accumulated_iterations} batches, "
+            "expected 1: a record may be in several of the batches, and counts once for each. Call "
+            "optimizer.zero_grad() after every step and backward() once per batch. For batches "
+            "that do not fit into memory raise the batch_size of the DataLoader and let "
+            "opacus.utils.batch_memory_manager.BatchMemoryManager split them."
+        )
+    return max(map(len, optimizer.grad_samples))
+
+
+def _declared(recorder: RunRecorder) -> Any:
+    return recorder.state_dict()["declared"]

@@ -1,0 +1,223 @@
+"""What one call of `PrivacyEngine.make_private` made: loader, model and optimizer."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+import attrs
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import nn
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants.runs.base import Run
+from hidden_state_adapters.opacus.data.reading import drawn_rate, is_full, is_poisson, read_loader
+from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
+from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
+from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences_for_good
+from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.stock.run import StockRun, has_own_coins
+
+_DECLARE = (
+    "Call engine.accountant.declare_run() before the first step: it reads the loader, and without "
+    "further arguments epsilon is that of composition."
+)
+
+
+@attrs.define(eq=False)
+class StepCount:
+    """The steps that were recorded; all that is remembered of them with the parameters.
+
+    Attributes:
+        num_steps: Those recorded.
+        run: The record of a declared run; undeclared ones release every iterate.
+    """
+
+    num_steps: int = 0
+    run: Run | None = None
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """Those after which the iterate was released."""
+        return () if self.run is None else self.run.release_steps
+
+    @property
+    def releases_every_iterate(self) -> bool:
+        """Whether epsilon covers every iterate, whatever is released."""
+        return self.run is None or self.run.releases_every_iterate
+
+
+@attrs.define(eq=False)
+class MadePrivate:
+    """What `make_private` returned, and who records its steps.
+
+    Attributes:
+        sample_rate: What Opacus says of the sampling: 1 / len(data_loader).
+        data_loader: None if it could not be found (a hook that was attached by hand).
+        module: Likewise.
+        optimizer: Likewise; known since its first step.
+        is_calibrated: Whether make_private_with_epsilon found the noise.
+        run: The declared run, or None.
+        count: The recorded steps.
+    """
+
+    sample_rate: float
+    data_loader: Any = None
+    module: Any = None
+    optimizer: DPOptimizer | None = None
+    is_calibrated: bool = False
+    run: StockRun | None = None
+    count: StepCount = attrs.field(factory=StepCount)
+    _writes: list[tuple[weakref.ref[nn.Parameter], int]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._writes = [(weakref.ref(p), p._version) for p in getattr(self.optimizer, "params", ())]
+
+    @classmethod
+    def by_caller(cls, accountant: Any, sample_rate: float) -> MadePrivate:
+        """What the engine with this accountant is making now.
+
+        Opacus hands nothing but the sampling rate to its accountants, so everything else is read
+        where make_private has it: in its own variables. Where they are not found (a hook that was
+        attached by hand), `declare_run` has to be given the loader.
+        """
+        frame = _frame_of("make_private", accountant, sys._getframe(1))
+        if frame is None:
+            return cls(sample_rate)
+        made = frame.f_locals
+        return cls(
+            sample_rate,
+            data_loader=made.get("data_loader"),
+            module=made.get("module"),
+            optimizer=made.get("optimizer"),
+            is_calibrated=_frame_of("make_private_with_epsilon", accountant, frame) is not None,
+        )
+
+    def prepare(self) -> None:
+        """Draws Poisson batches with coins of our own, and refuses what Opacus would count wrong.
+
+        Raises:
+            UnsupportedRunError: The noise was found for other batches, or the model or the loader
+                lets a record do more than the clip says.
+        """
+        if self.is_calibrated and not self.is_poisson:
+            raise UnsupportedRunError(
+                "Expected a Poisson loader (poisson_sampling=True) in make_private_with_epsilon of "
+                f"a PrivacyEngine, got {type(self.data_loader).__name__} with other batches: "
+                "Opacus finds the noise for Poisson batches, and with these epsilon would miss the "
+                "target. Use make_private_with_epsilon of HiddenStatePrivacyEngine, or find the "
+                "noise with hidden_state_accountants.calibrate_noise and call make_private."
+            )
+        if getattr(getattr(self.data_loader, "collate_fn", None), "rand_on_empty", False):
+            raise UnsupportedRunError(
+                "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
+                "batch, so that one record more or less changes the sum by two clip norms. Leave "
+                "it out: empty batches are steps like others."
+            )
+        _check_layers(self.inner)
+        keep_in_place(self.module)
+        _take_over_coins(self.data_loader)
+
+    @property
+    def inner(self) -> Any:
+        """The model itself, behind Opacus' wrapper or its hooks; None if it is not known."""
+        return getattr(self.module, "_module", self.module)
+
+    @property
+    def is_poisson(self) -> bool | None:
+        """Whether the batches are Poisson batches, as far as the loader says; None if unknown.
+
+        The one batch of all records is a Poisson batch of rate 1.
+        """
+        return is_full(self.data_loader) or is_poisson(self.data_loader)
+
+    @property
+    def has_own_coins(self) -> bool:
+        """Whether `prepare` gave the sampler its generator."""
+        return has_own_coins(getattr(self.data_loader, "batch_sampler", None))
+
+    def check_owner(self, optimizer: DPOptimizer) -> None:
+        """Raises UnsupportedRunError if the steps of another optimizer come through the hook."""
+        if self.optimizer is None:
+            self.optimizer = optimizer
+        if self.optimizer is not optimizer:
+            raise UnsupportedRunError(
+                "Expected the steps of one optimizer, got those of a second through the same "
+                "hook. Call make_private and declare_run for each."
+            )
+
+    def check_undeclared(self) -> None:
+        """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
+        if self.data_loader is None:
+            return
+        if self.is_poisson is False:
+            raise UnsupportedRunError(
+                "Expected a Poisson loader for a run that was not declared, got a "
+                f"{type(self.data_loader).__name__} with batches of fixed size "
+                "(poisson_sampling=False): the epsilon that stock accountants report is not one of "
+                f"this run. {_DECLARE}"
+            )
+        check_processes(self.data_loader, num_processes(self.optimizer))
+        rate = read_loader(self.data_loader).sampling_rate or 1.0
+        if rate > drawn_rate(self.sample_rate) * (1 + 1e-9):
+            raise UnsupportedRunError(
+                f"Expected a loader that samples at a rate of 1 / len(data_loader) = "
+                f"{self.sample_rate:g}, got {rate:g}: the epsilon that stock accountants report is "
+                f"not one of this run. {_DECLARE}"
+            )
+
+    def check_moved(self) -> None:
+        """Raises UnsupportedRunError if no step was recorded, but the parameters were written."""
+        params = ((param(), writes) for param, writes in self._writes)
+        if any(param is not None and param._version != writes for param, writes in params):
+            raise UnsupportedRunError(
+                "Expected a step of the optimizer that make_private returned, got none, but "
+                "parameters that were written since: by another optimizer, by hand, or with "
+                "another step hook (attach_step_hook has a single slot). Train with that "
+                "optimizer; load weights before make_private."
+            )
+
+
+def _check_layers(module: Any) -> None:
+    """Raises UnsupportedRunError for layers that write to their parameters in a forward pass.
+
+    Recurrent layers raise it from then on when they are called with packed sequences.
+    """
+    if not isinstance(module, nn.Module):
+        return
+    for name, layer in module.named_modules():
+        is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and layer.max_norm is not None:
+            raise UnsupportedRunError(
+                f"Expected layers that leave their parameters alone, got {type(layer).__name__} "
+                f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
+                "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
+            )
+    refuse_packed_sequences_for_good(module)
+
+
+def _take_over_coins(data_loader: Any) -> None:
+    """Lets a loader that Opacus made toss its coins with a generator of our own.
+
+    Opacus takes torch's default generator, which every script seeds: whoever knows the seed knows
+    which batches held a record, and sampling amplifies nothing. A generator that the user gave the
+    loader stays, and so do those of several processes, which have to toss the same coins.
+    """
+    sampler: Any = getattr(data_loader, "batch_sampler", None)
+    if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
+        sampler.generator = OwnGenerator(torch.device("cpu"))
+
+
+def _frame_of(name: str, accountant: Any, frame: FrameType | None) -> FrameType | None:
+    """The running call of a method of the `opacus.PrivacyEngine` that has the accountant."""
+    while frame is not None:
+        is_of_opacus = frame.f_globals.get("__name__") == "opacus.privacy_engine"
+        if is_of_opacus and frame.f_code.co_name == name:
+            engine = frame.f_locals.get("self")
+            return frame if getattr(engine, "accountant", None) is accountant else None
+        frame = frame.f_back
+    return None

@@ -1,0 +1,581 @@
+"""Opacus' own engine with accountant="hidden_state": what is read, refused and accounted."""
+
+import itertools
+import subprocess
+import sys
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from opacus.accountants import PRVAccountant
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus_stock import DECLARED, DELTA, SOFTMAX, drawn, epsilon, event
+from opacus_stock_loops import BATCH, FEATURES, RECORDS, records, secret_generator, stock_loop
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.data.reading import drawn_rate
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+KINDS = {
+    "cyclic": ({}, {}),
+    "reshuffled": ({"shuffle": True}, {}),
+    "poisson": ({}, {"poisson_sampling": True}),
+    "full": ({"batch_size": RECORDS}, {}),
+    "full shuffled": ({"batch_size": RECORDS, "shuffle": True}, {}),
+}
+
+
+def make(kind, **arguments):
+    loader, options = KINDS[kind]
+    if kind == "reshuffled":
+        loader = {**loader, "generator": secret_generator()}
+    return stock_loop(loader=loader, **options, **arguments)
+
+
+def expected(kind, steps=None):
+    order = kind.split()[0]
+    size = RECORDS if order == "full" else BATCH
+    return event(batch_order=order, batch_size=size, num_steps=steps or 2 * (RECORDS // size))
+
+
+# --- what is read and accounted -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["make_private", "declare_run"])
+def test_the_batches_are_read(kind, first):
+    loop = make(kind, declared={"loss_geometry": SOFTMAX} if first == "declare_run" else None)
+    if first == "make_private":
+        loop.declare()
+    for _ in range(2):
+        loop.epoch()
+    assert loop.event == expected(kind)
+    assert loop.epsilon == epsilon(expected(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared"),
+    [
+        ("cyclic", {}),
+        ("cyclic", {"batch_order": "shuffled_once"}),
+        ("reshuffled", {}),
+        ("poisson", {}),
+        ("full", {"batch_order": "cyclic"}),
+        ("full shuffled", {"batch_order": "full"}),
+    ],
+)
+def test_what_is_declared_besides_agrees(kind, declared):
+    told = expected(kind)
+    declared = {
+        "batch_order": told.batch_order,
+        "dataset_size": told.dataset_size,
+        "batch_size": told.batch_size,
+        "loss_geometry": SOFTMAX,
+        **declared,
+    }
+    loop = make(kind, declared=declared)
+    loop.epoch()
+    is_secret = declared["batch_order"] == "shuffled_once"
+    assert loop.event.batch_order is (
+        hsa.BatchOrder.SHUFFLED_ONCE if is_secret else told.batch_order
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "secret"), [("cyclic", ""), ("reshuffled", "orders"), ("poisson", "which records")]
+)
+def test_one_sentence_is_on_trust(kind, secret):
+    loop = make(kind)
+    loop.declare()
+    loop.epoch()
+    lines = [str(line) for line in loop.accountant.guarantee.assumptions]
+    assert sum(line.startswith("checked: the loader deals ") for line in lines) == 1
+    (told,) = [line for line in lines if line.startswith("declared: Opacus' samplers and its cl")]
+    assert "CrossEntropyLoss() on the whole output, with features of norm at most 1" in told
+    assert ("nobody ever learns" in told) == bool(secret)
+    assert secret in told
+
+
+def in_pieces(loop):
+    with BatchMemoryManager(
+        data_loader=loop.loader, max_physical_batch_size=4, optimizer=loop.optimizer
+    ) as loader:
+        loop.epoch(loader)
+
+
+def with_a_look_between(loop):
+    loop.epoch()
+    with torch.no_grad():
+        for features, _ in loop.loader:
+            loop.model(features)
+    assert loop.epsilon > 0
+
+
+def fetched_one_ahead(loop):
+    batches = iter(loop.loader)
+    ready = next(batches)
+    for following in batches:
+        loop.step(ready)
+        ready = following
+    loop.step(ready)
+
+
+def with_two_hooks(loop):
+    own, hook = loop.optimizer.step_hook, PRVAccountant().get_optimizer_hook_fn(BATCH / RECORDS)
+    loop.optimizer.attach_step_hook(lambda optimizer: (own(optimizer), hook(optimizer)))
+    loop.epoch()
+    loop.optimizer.attach_step_hook(own)
+
+
+@pytest.mark.parametrize("kind", ["cyclic", "reshuffled"])
+@pytest.mark.parametrize(
+    "epoch", [in_pieces, with_a_look_between, fetched_one_ahead, with_two_hooks]
+)
+def test_honest_loops(kind, epoch):
+    loop = make(kind)
+    loop.declare()
+    for _ in range(2):
+        epoch(loop)
+    assert loop.epsilon == epsilon(expected(kind))
+
+
+def test_an_undeclared_run_costs_what_stock_accountants_say():
+    loop, other = make("poisson"), PRVAccountant()
+    own, hook = loop.optimizer.step_hook, other.get_optimizer_hook_fn(BATCH / RECORDS)
+    loop.optimizer.attach_step_hook(lambda optimizer: (own(optimizer), hook(optimizer)))
+    for _ in range(3):
+        loop.epoch()
+    assert loop.accountant.history == other.history
+    assert 0.98 * other.get_epsilon(DELTA) < loop.epsilon <= other.get_epsilon(DELTA)
+    lines = [str(line) for line in loop.accountant.guarantee.assumptions]
+    assert sum("of its tutorials" in line and "sizes of the batches" in line for line in lines) == 1
+
+
+def test_a_part_of_the_records_is_read():
+    sampler = SubsetRandomSampler(range(10, 50), generator=secret_generator())
+    loop = stock_loop(loader={"sampler": sampler}, declared={"loss_geometry": SOFTMAX})
+    for _ in range(2):
+        loop.epoch()
+    assert loop.optimizer.expected_batch_size == 15  # of Opacus, which divides all records by four
+    truth = event(
+        batch_order="reshuffled", dataset_size=40, num_steps=8,
+        learning_rate=0.5 * 10 / 15, weight_decay=0.1 / (10 / 15),
+    )  # fmt: skip
+    assert loop.event == truth
+    assert loop.epsilon == epsilon(truth)
+
+
+def test_the_criterion_may_be_a_function():
+    loop = make("cyclic")
+    loop.criterion = nn.functional.cross_entropy
+    loop.declare()
+    loop.epoch()
+    assert loop.event == event(num_steps=6)
+
+
+def test_a_model_that_is_not_wrapped():
+    loop = stock_loop(wrap_model=False)
+    model, loop.model = loop.model, loop.model._module
+    loop.declare()
+    loop.epoch()
+    assert loop.epsilon == epsilon(event(num_steps=6))
+    model.cleanup()
+
+
+def test_two_runs_on_one_loader():
+    first = make("cyclic", declared=DECLARED)
+    first.epoch()
+    second = stock_loop(engine=first.engine, original=first.original, declared=DECLARED)
+    second.epoch()
+    both = hsa.LastIterateAccountant().compose(event(num_steps=6)).compose(event(num_steps=6))
+    assert second.epsilon == pytest.approx(both.get_epsilon(DELTA), rel=1e-12)
+
+
+def test_another_declaration_before_the_first_step_replaces():
+    loop = make("cyclic")
+    loop.declare()
+    with pytest.raises(hsa.UnsupportedRunError, match="got 61"):
+        loop.declare(dataset_size=61)  # changes nothing
+    loop.declare(criterion=None, feature_norm=None)
+    loop.epoch()
+    assert loop.epsilon == epsilon(event(loss=None, num_steps=6))
+    assert len(loop.accountant.recorders) == 1
+
+
+def test_a_hook_by_hand_is_given_its_loader():
+    loop, accountant = make("cyclic"), HiddenStateAccountant()
+    loop.optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(BATCH / RECORDS))
+    known = {"data_loader": loop.loader, "criterion": loop.criterion, "feature_norm": 1.0}
+    with pytest.raises(hsa.UnsupportedRunError, match="Pass module="):
+        accountant.declare_run(**known)
+    accountant.declare_run(**known, module=loop.model)
+    loop.epoch()
+    assert accountant.get_epsilon(DELTA) == epsilon(event(num_steps=6))
+
+
+def test_an_undeclared_run_that_was_refused_can_be_declared():
+    loop = make("cyclic")
+    with pytest.raises(hsa.UnsupportedRunError, match=r"declare_run\(\)"):
+        loop.epoch()
+    loop.accountant.declare_run()
+    loop.epoch()
+    assert loop.epsilon == epsilon(event(loss=None, weight_decay=0.0, num_steps=6))
+
+
+@pytest.mark.parametrize("declare", [True, False])
+def test_calibration_meets_the_target_on_poisson_batches(declare):
+    loop = stock_loop(data=records(65), poisson_sampling=True, target_epsilon=1.0, epochs=3)
+    if declare:
+        loop.declare()
+    for _ in range(3):
+        loop.epoch()
+    assert 0.3 < loop.epsilon <= 1.0
+
+
+# --- divisor and sampling rate --------------------------------------------------------------------
+
+
+def test_poisson_batches_that_do_not_divide_the_records_are_hidden():
+    """1000 records in batches of 64: drawn at a rate of 1/16, divided by 62."""
+    data, composed = records(1000), []
+    for declared in ({"batch_size": 64, "dataset_size": 1000, "batch_order": "poisson"}, {}):
+        loop = stock_loop(
+            data=data,
+            loader={"batch_size": 64},
+            poisson_sampling=True,
+            base=lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=1.0),
+        )
+        loop.declare(**declared)
+        for _ in range(3):
+            loop.epoch()
+        truth = event(
+            batch_order="poisson",
+            dataset_size=1000,
+            batch_size=62,
+            sampling_rate=1 / 16,
+            num_steps=48,
+            weight_decay=1.0,
+        )
+        assert loop.event == truth
+        assert loop.accountant.history == [(2.0, 1 / 16, 48)]
+        composed.append(attrs.evolve(truth, loss=None))
+    assert "Theorem C" in loop.accountant.guarantee.theorem
+    without = hsa.LastIterateAccountant().compose(composed[0]).get_epsilon(DELTA)
+    assert loop.epsilon == epsilon(truth)
+    assert loop.epsilon < 0.9 * without
+
+
+def test_the_rate_is_that_of_the_sampler():
+    """1 / (1 / 93) is less than 93: Opacus' loader has 92 batches, and says 1/92 to its hook."""
+    loop = stock_loop(data=records(93), loader={"batch_size": 1}, poisson_sampling=True)
+    assert len(loop.loader) == 92
+    loop.declare()
+    loop.epoch()
+    assert loop.event.sampling_probability == drawn(1 / 93)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_divisor_that_is_not_the_batch_size(reduction):
+    """69 records, drop_last: batches of 10 of 60 records, whose sum Opacus divides by 11."""
+    loop = stock_loop(data=records(69), loader={"drop_last": True}, loss_reduction=reduction)
+    loop.criterion.reduction = reduction
+    loop.declare(dataset_size=60)
+    assert loop.optimizer.expected_batch_size == 11
+    loop.epoch()
+    divisor = 11 if reduction == "mean" else 1
+    truth = event(num_steps=6, learning_rate=0.5 * 10 / divisor, weight_decay=0.1 * divisor / 10)
+    assert loop.epsilon == epsilon(truth)
+
+
+def test_the_rate_is_what_the_random_numbers_make_of_it():
+    """Row 91: torch draws multiples of 2**-24, which are below the rate once too often."""
+    loop = stock_loop(data=records(600), loader={"batch_size": 1}, poisson_sampling=True)
+    loop.declare()
+    loop.epoch()
+    rate = loop.event.sampling_probability
+    below, at = rate - 2**-24, rate
+    assert 1 / 600 < rate < 1 / 600 + 2**-24
+    assert (torch.tensor([below, at]) < 1 / 600).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rate", [1e-5, 1 / 1024, 0.01, 1 / 3, 0.7, 1 - 1e-9, 1.0])
+def test_rates_of_random_numbers(rate, dtype):
+    """The largest number that torch may draw and that is below the rate, and the next one."""
+    step = 2.0**-24 if dtype == torch.float32 else 2.0**-53
+    drawn = drawn_rate(rate, dtype)
+    numbers = torch.tensor([drawn - step, drawn], dtype=torch.float64).to(dtype)
+    assert (numbers < rate).tolist() == [True, False]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"loss_geometry": "auto"}, 'a criterion with loss_geometry="auto", got none'),
+        ({"feature_norm": 1.0}, "a criterion with feature_norm = 1.0, got none"),
+        (
+            {"criterion": nn.CrossEntropyLoss(), "loss_geometry": SOFTMAX},
+            "a criterion or a LossGeometry",
+        ),
+        ({"dataset_size": 0}, "dataset_size"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        HiddenStateAccountant().declare_run(**arguments)
+
+
+DEALS = "which is what the loader deals"
+SHUFFLED = {"shuffle": True}
+
+
+class OwnBatches(BatchSampler):
+    def __iter__(self):
+        return iter([list(range(BATCH))] * (RECORDS // BATCH))
+
+
+def drawn_again(generator):
+    return {"shuffle": True, "generator": generator}
+
+
+@pytest.mark.parametrize(
+    ("declared", "arguments", "text"),
+    [
+        ({"dataset_size": 2400}, {}, f"dataset_size = 60, {DEALS}.*got 2400"),
+        ({"dataset_size": 66}, {"poisson_sampling": True}, f"dataset_size = 60, {DEALS}.*got 66"),
+        ({"batch_size": 12}, {}, f"batch_size = 10, {DEALS}.*got 12"),
+        ({"batch_size": 8}, {"poisson_sampling": True}, f"batch_size = 10, {DEALS}.*got 8"),
+        ({"batch_order": "poisson"}, {}, f'batch_order = "cyclic", {DEALS}.*got "poisson"'),
+        ({"batch_order": "cyclic"}, {"poisson_sampling": True}, f'"poisson", {DEALS}.*"cyclic"'),
+        ({"batch_order": "reshuffled"}, {}, f'"cyclic", {DEALS}.*got "reshuffled"'),
+        ({}, {"loader": drawn_again(torch.Generator())}, r"a script seeded \(torch.Generator"),
+        (
+            {},
+            {"loader": drawn_again(torch.Generator().manual_seed(1))},
+            r"a script seeded \(with 1\)",
+        ),
+        ({}, {"loader": SHUFFLED}, r"a script seeded \(with 0\)"),
+        (
+            {},
+            {"loader": {"sampler": WeightedRandomSampler(torch.ones(RECORDS), RECORDS)}},
+            "sampler=WeightedRandomSampler",
+        ),
+        (
+            {},
+            {
+                "loader": {
+                    "batch_sampler": OwnBatches(range(RECORDS), BATCH, drop_last=False),
+                    "batch_size": 1,
+                }
+            },
+            "batch_sampler=OwnBatches",
+        ),
+        ({}, {"data": Subset(records(), [*range(RECORDS - 1), 0])}, "an index twice"),
+        (
+            {},
+            {
+                "data": records(RECORDS + 5),
+                "loader": {**drawn_again(secret_generator()), "drop_last": True},
+            },
+            "drop_last=True leaves out other records",
+        ),
+        ({}, {"data": records(RECORDS + 5)}, "batch_size that divides the 65 records, got 10"),
+        ({}, {"rand_on_empty": True, "poisson_sampling": True}, "rand_on_empty = False, got True"),
+        (
+            {"data_loader": DataLoader(records(), batch_size=BATCH)},
+            {"poisson_sampling": True},
+            "the loader that make_private returned",
+        ),
+    ],
+)
+def test_what_the_loader_contradicts(declared, arguments, text):
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        stock_loop(declared=declared, **arguments)
+
+
+def at_a_higher_rate():
+    """Opacus says a rate of 1/20, from the number of batches."""
+    return UniformWithReplacementSampler(num_samples=RECORDS, sample_rate=0.5, steps=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, r"Expected a Poisson loader.*declare_run\(\)"),
+        ({"loader": SHUFFLED}, "Expected a Poisson loader"),
+        (
+            {"loader": {"batch_size": 1, "batch_sampler": at_a_higher_rate()}},
+            r"1 / len\(data_loader\) = 0.05, got 0.5",
+        ),
+    ],
+)
+def test_undeclared_batches_that_are_no_poisson_batches(arguments, text):
+    loop = stock_loop(**arguments)
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        loop.epoch()
+
+
+@pytest.mark.parametrize("declared", [None, {}])
+def test_a_target_that_the_batches_would_miss(declared):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"Poisson loader.*make_private_with"):
+        stock_loop(declared=declared, target_epsilon=1.0, epochs=2)
+
+
+def test_the_loader_of_the_other_engine():
+    model = nn.Linear(FEATURES, 3)
+    *_, loader = HiddenStatePrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(records(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    loop = stock_loop(original=loader)
+    with pytest.raises(hsa.UnsupportedRunError, match="that HiddenStatePrivacyEngine made"):
+        loop.declare()
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_embeddings_that_shorten_their_rows(wrap_model):
+    """A forward pass writes to the rows of the records in the batch, without noise."""
+    model = nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten(), nn.Linear(15, 2))
+    with pytest.raises(hsa.UnsupportedRunError, match=r"got Embedding 0 with max_norm = 1"):
+        stock_loop(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            wrap_model=wrap_model,
+        )
+
+
+def other_hook(loop):
+    loop.optimizer.attach_step_hook(PRVAccountant().get_optimizer_hook_fn(BATCH / RECORDS))
+    loop.epoch()
+
+
+def train_with(loop, optimizer):
+    for features, labels in loop.loader:
+        loop.model.zero_grad()
+        loop.criterion(loop.model(features), labels).backward()
+        optimizer.step()
+
+
+def plain_optimizer(loop):
+    train_with(loop, torch.optim.Adam(loop.model.parameters(), lr=0.1))
+
+
+def wrapped_optimizer(loop):
+    train_with(loop, loop.optimizer.original_optimizer)
+
+
+@pytest.mark.parametrize("kind", ["cyclic", "poisson"])
+@pytest.mark.parametrize("train", [other_hook, plain_optimizer, wrapped_optimizer])
+def test_steps_that_nobody_records(kind, train):
+    """Row 94: reported 0."""
+    loop = make(kind)
+    if kind == "cyclic":
+        loop.declare()
+    assert loop.epsilon == 0.0
+    train(loop)
+    with pytest.raises(hsa.UnsupportedRunError, match="got none, but parameters that were written"):
+        _ = loop.epsilon
+
+
+def test_a_model_that_a_stock_engine_has_trained():
+    """Row 26: a notebook's cell is run again, and the older steps are missing."""
+    first = make("poisson")
+    for batch in itertools.islice(first.loader, 3):
+        first.step(batch)
+    model = first.model
+    again = {"module": model, "base": lambda _: torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(hsa.UnsupportedRunError, match="got one with 3 steps of another engine"):
+        stock_loop(**again)
+    assert len(first.accountant) == 3
+
+
+def test_processes_of_which_each_draws_from_all_records():
+    with (
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        mock.patch("torch.distributed.get_world_size", return_value=2),
+        pytest.raises(hsa.UnsupportedRunError, match="Expected one process, got 2"),
+    ):
+        stock_loop(declared={}, poisson_sampling=True)
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+TWO_PROCESSES = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from opacus import PrivacyEngine
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+import hidden_state_adapters.opacus
+torch.set_num_threads(1)
+store, rank = "file://" + sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+data = TensorDataset(torch.randn(120, 5), torch.randint(3, (120,)))
+
+def train(is_poisson, before=None):
+    sampler = None if is_poisson else DistributedSampler(data, shuffle=False)
+    engine, model = PrivacyEngine(accountant="hidden_state"), DPDDP(nn.Linear(5, 3))
+    if before is not None:
+        engine.accountant.declare_run(**before)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=20 if is_poisson else 10, sampler=sampler),
+        noise_multiplier=2.0, max_grad_norm=1.0, poisson_sampling=is_poisson)
+    if before is None:
+        engine.accountant.declare_run()
+    for features, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(features), labels).backward()
+        optimizer.step()
+    return engine.accountant
+
+of_one = {"batch_order": "cyclic", "dataset_size": 120, "batch_size": 10}
+for before in (None, of_one):
+    try:
+        train(False, before)
+    except ValueError as error:
+        print(error)
+poisson = train(True)
+print(poisson.get_epsilon(1e-5), poisson.recorders[0].event().sampling_probability)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """The batches of one process are half of those of a step; Poisson batches are known."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "store"), str(rank)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    truth = event(batch_order="poisson", batch_size=20, dataset_size=120, num_steps=6, loss=None)
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        *refused, accounted = out.splitlines()
+        assert len(refused) == 2, err
+        assert all("Expected one process, got 2 with DataLoader" in line for line in refused)
+        value, rate = map(float, accounted.split())
+        assert rate == drawn(20 / 120)
+        assert value == epsilon(truth)
