@@ -123,7 +123,8 @@ def test_row6_microbatches_are_accounted_with_twice_the_sensitivity(make_run):
     run = make_run(optimizer={"num_microbatches": 2})
     run.fit(epochs=2)
     event = run.callback.privacy_event
-    assert (event.noise_multiplier, event.batch_size, event.dataset_size) == (1.0, 2, 12)
+    assert (event.noise_multiplier, event.batch_size, event.dataset_size) == (2.0, 2, 12)
+    assert event.is_microbatched
     assert run.callback.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(
         EXPECTED
     ).get_epsilon(1e-5)

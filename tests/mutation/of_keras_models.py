@@ -80,6 +80,13 @@ MUTATIONS = (
         "keras/test_model_microbatches.py::test_the_event_is_the_run",
     ),
     Mutation(
+        "microbatches_of_an_optimizer_have_the_sensitivity_of_one_example",
+        f"{_TF}/recorded_run.py",
+        "NeighboringRelation.REPLACE_ONE if has_several else relation",
+        "relation",
+        "keras/test_units.py::test_one_account_whoever_makes_the_steps",
+    ),
+    Mutation(
         "microbatches_are_accounted_under_the_relation_that_was_asked_for",
         f"{_TF}/owned_run.py",
         "            self.relation = NeighboringRelation.REPLACE_ONE\n",

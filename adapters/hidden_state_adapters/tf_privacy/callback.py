@@ -60,7 +60,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs
             as "epsilon_if_released_now": what it would be if training ended there and only that
             model were released. It does not depend on the data.
-        neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
+        neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE; with microbatches of several examples
+            all figures are for REPLACE_ONE.
         checkpoints_stay_private: Declares that nobody sees the files of ModelCheckpoint. Otherwise
             every one counts as released.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and

@@ -153,7 +153,9 @@ class RecordedRun:
         self._features = features_of_first_batch(self._declared, trained)
         self._looked_at = 0  # the steps by then
         self.num_batches = 0  # of which the optimizer made steps, or parts of them
-        self._relation = relation
+        # Of a microbatch no example is left out, and one without gradient makes it another one.
+        has_several = self.units.microbatch > 1
+        self._relation = NeighboringRelation.REPLACE_ONE if has_several else relation
         self._grouping = optimizer.grouping
         self._run: Run | None = None  # the first step decides what it is about
         self._parts: list[Step] = []  # of the step that is accumulated

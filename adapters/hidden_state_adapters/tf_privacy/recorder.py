@@ -55,7 +55,8 @@ class HiddenStateRecorder(Figures):
             ``layer.trainable = False`` for what the optimizer does not train.
         optimizer: A fresh optimizer of this package.
         data: From `cyclic_dataset`.
-        neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
+        neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE; with microbatches of several examples
+            all figures are for REPLACE_ONE.
         gradient_bound: See `HiddenStateCallback`; for the Dice optimizers.
         block_loss: See `HiddenStateCallback`; for BlockCoordinateKerasOptimizer.
         loss: The loss of the loop, a function of targets and outputs with one entry per example,

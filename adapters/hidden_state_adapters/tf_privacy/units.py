@@ -19,9 +19,9 @@ class Units:
     r"""Examples and steps of the optimizer, and what the event says of them.
 
     A microbatch of m > 1 examples is a record of the event: the mean of its m gradients is clipped
-    as one. Replacing an example, in the worst case, replaces this mean by any other, and moves the
-    sum by 2C where a single example with zero gradient moves it by C. Half the noise multiplier
-    says so, under either relation (as in TensorFlow Privacy's statement).
+    as one, and it holds the same examples in every epoch, because batches are dealt in a fixed
+    order. Replacing an example, or leaving its gradient out, replaces this mean by any other: that
+    is REPLACE_ONE of a record, and no other relation is left.
 
     The optimizer adds noise in every one of a accumulated steps, at the same parameters, so they
     are one step on a batches with noise multiplier :math:`\sqrt{a}\,z`.
@@ -89,10 +89,9 @@ class Units:
         constant = {(part.noise_multiplier, part.clip_norm, part.weight_decay) for part in parts}
         if len(constant) > 1:
             raise refusal("noise, clip norm or decay changed while gradients were accumulated.")
-        sensitivity = 2 if self.microbatch > 1 else 1
         return attrs.evolve(
             last,  # applies them all, with its learning rate
-            noise_multiplier=first.noise_multiplier * math.sqrt(self.accumulated) / sensitivity,
+            noise_multiplier=first.noise_multiplier * math.sqrt(self.accumulated),
             batch=batch,
             rows=self.records_per_step,
             largest_norm=max(part.largest_norm for part in parts),
@@ -112,6 +111,17 @@ def of_means(loss: LossGeometry | None) -> LossGeometry | None:
     if loss is None or loss.kind is not LossKind.GENERALIZED_LINEAR:
         return loss
     return LossGeometry.convex(loss.smoothness, loss.lipschitz)
+
+
+def checked_microbatches(examples: int) -> list[str]:
+    """What is said of records of so many examples; nothing of single ones."""
+    if examples == 1:
+        return []
+    return [
+        f"fixed microbatches of {examples} examples, in the order of the data set: each is a "
+        "record of the event, and its mean gradient is clipped as one. An example that is replaced "
+        "moves it by up to twice the clip norm, which is what REPLACE_ONE says of a record"
+    ]
 
 
 def checked_norms(loss: LossGeometry | None, examples: int) -> list[str]:

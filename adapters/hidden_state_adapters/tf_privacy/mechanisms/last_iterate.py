@@ -36,7 +36,7 @@ from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
-from hidden_state_adapters.tf_privacy.units import Units, checked_norms
+from hidden_state_adapters.tf_privacy.units import Units, checked_microbatches, checked_norms
 
 
 class _DecayedSGD(CheckedSGD):
@@ -87,8 +87,8 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
             together.
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
-        num_microbatches: None for the batch size: one example each. Fewer are accounted as what
-            they are, records with twice the sensitivity.
+        num_microbatches: None for the batch size: one example each. Fewer are records of several
+            examples, which are accounted under REPLACE_ONE, as of a `HiddenStateModel`.
         gradient_accumulation_steps: As for DPKerasSGDOptimizer, noise is added in every one of
             these steps. All together are one step of the event.
         learning_rate: A number or a LearningRateSchedule, fixed before the run.
@@ -247,6 +247,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
             loss=units.geometry(self.loss_geometry),
             prox_strong_convexity=proximal.strong_convexity(self._prox),
             domain_diameter=math.inf if radius is None else 2 * radius,
+            is_microbatched=units.microbatch > 1,
         )
 
     def step_of(self, entry: StepEntry) -> Step:
@@ -286,12 +287,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         checked = ["learning rate, weight decay, clip norm and noise as recorded, in every step"]
         radius = self._projection_radius
         checked += checked_norms(self.loss_geometry, units.microbatch)
-        if units.microbatch > 1:
-            checked.append(
-                f"fixed microbatches of {units.microbatch} examples: each is a record of the "
-                "event, at half the noise multiplier, because one example moves it by up to twice "
-                "the clip norm"
-            )
+        checked += checked_microbatches(units.microbatch)
         if units.accumulated > 1:
             checked.append(
                 f"{units.accumulated} accumulated batches are one step of the event, with "

@@ -33,7 +33,12 @@ from hidden_state_adapters.tf_privacy.rules import AnyOptimizer, PlainSGD
 from hidden_state_adapters.tf_privacy.step import PrivateStep
 from hidden_state_adapters.tf_privacy.step_log import RingLog, StepEntry
 from hidden_state_adapters.tf_privacy.training import Training
-from hidden_state_adapters.tf_privacy.units import Units, checked_norms, of_means
+from hidden_state_adapters.tf_privacy.units import (
+    Units,
+    checked_microbatches,
+    checked_norms,
+    of_means,
+)
 
 _PLAIN: Mapping[str, Any] = {
     "momentum": 0.0,
@@ -466,13 +471,7 @@ class OwnedSteps(Mechanism):
             "noisy gradients, its moments as the last step left them"
         ]
         checked += checked_norms(self._loss, self.examples_of_record)
-        if self.examples_of_record > 1:
-            checked.append(
-                f"fixed microbatches of {self.examples_of_record} examples, in the order of the "
-                "data set: each is a record of the event, and its mean gradient is clipped as one. "
-                "An example that is replaced moves it by up to twice the clip norm, which is what "
-                "REPLACE_ONE says of a record"
-            )
+        checked += checked_microbatches(self.examples_of_record)
         if self._settings.projection_radius is not None:
             checked.append(
                 f"all variables together within {self._settings.projection_radius:g} of 0"
