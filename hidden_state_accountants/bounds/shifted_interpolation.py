@@ -17,6 +17,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
+from hidden_state_accountants.bounds.solvers.all_positions import mu_squared_by_windows
 from hidden_state_accountants.bounds.solvers.equal_steps import (
     LONG,
     by_tails,
@@ -27,7 +28,6 @@ from hidden_state_accountants.bounds.solvers.equal_steps import (
 from hidden_state_accountants.bounds.solvers.taut_string import (
     CyclicTautString,
     least_mu_squared,
-    least_mu_squared_by_position,
 )
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -100,8 +100,7 @@ class ShiftedInterpolation(HiddenStateBound):
       - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
       - Released: the last iterate and the iterates after `release_steps`; each segment between
         releases starts from a shared state, so that their mu**2 add up.
-      - Cyclic order public: the worst position of the record. All positions together cost O(T);
-        only an expanding update (c > 1) under a schedule in a bounded domain costs O(T) for each.
+      - Cyclic order public: the worst position of the record.
       - Assumptions: those of `LastIterateDpEvent`, and that `loss` holds for every record on the
         (convex) domain, which contains x_0.
     """
@@ -139,7 +138,7 @@ def worst_mu_squared(process: NoisyProcess) -> float:
         if process.is_constant and len(positions) > 1:
             positions = [(process.num_steps - 1) % process.period]
         steps = process.num_steps
-        return float(segment_mu_squared(process, 0, steps, positions, only_worst=True).max())
+        return float(segment_mu_squared(process, 0, steps, positions).max())
     return float(mu_squared_by_position(process).max())
 
 
@@ -163,42 +162,42 @@ def mu_squared_by_position(process: NoisyProcess) -> np.ndarray:
 
 
 def segment_mu_squared(
-    process: NoisyProcess,
-    start: int,
-    stop: int,
-    positions: Sequence[int],
-    *,
-    only_worst: bool = False,
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
-    """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release.
-
-    With only_worst the largest entry is exact, and the others are at most that.
-    """
-    if process.is_constant and not _may_be_cut(process, stop - start):
+    """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release."""
+    steps = stop - start
+    if process.is_constant and not _may_be_cut(process, steps):
         return _from_common_start(process, start, stop, positions)
     if len(positions) == 1:
         return np.array([_segment_at(process, start, stop, positions[0])])
+    if process.is_constant and steps > LONG:
+        of_tails = by_tails(steps, functools.partial(_of_tail, process, start, stop, positions))
+        return np.minimum(of_tails, _from_common_start(process, start, stop, positions))
     # A segment shorter than an epoch holds each record at most once: its own length is the period.
-    if (
-        process.is_constant
-        and stop - start > LONG
-        and _only_batches_reach_the_domain(process, start, stop)
-    ):
-        return _windows_after_batches(process, start, stop, positions)
-    period = min(process.period, stop - start)
+    period = min(process.period, steps)
     first = start % process.period
     taut = taut_string(process, period, first if period == process.period else 0)
     if not feed(taut, process, start, stop):  # the domain or the bounded drift helps
-        if _only_batches_reach_the_domain(process, start, stop):
-            return _windows_after_batches(process, start, stop, positions)
-        if only_worst:
-            return _worst_by_windows(process, start, stop, positions)
-        return np.array([_segment_at(process, start, stop, p) for p in positions])
+        return _at(process, positions, start, mu_squared_by_windows(process, start, stop), 0.0)
     if period == process.period:
         return np.array(taut.mu_squared(positions))
-    by_step = taut.mu_squared(range(period))
-    offsets = [(position - first) % process.period for position in positions]
-    return np.array([by_step[offset] if offset < period else 0.0 for offset in offsets])
+    return _at(process, positions, start, np.array(taut.mu_squared(range(period))), 0.0)
+
+
+def _of_tail(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int], tail: int
+) -> np.ndarray:
+    initial = distance_before_tail(process, stop - start - tail)
+    by_step = mu_squared_by_windows(process, stop - tail, stop, initial)
+    return _at(process, positions, stop - tail, by_step, math.inf)
+
+
+def _at(
+    process: NoisyProcess, positions: Sequence[int], start: int, by_step: np.ndarray, other: float
+) -> np.ndarray:
+    """The entry of each position, of values for the steps from start+1 on."""
+    offsets = (np.asarray(positions) - start) % process.period
+    return np.append(by_step, other)[np.minimum(offsets, len(by_step))]
 
 
 def _may_be_cut(process: NoisyProcess, num_steps: int) -> bool:
@@ -247,62 +246,6 @@ def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
         process.domain_diameter,
         num_steps,
     )
-
-
-def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:
-    """Whether D_t can be cut only by R and only at a step whose batch holds the record."""
-    radius = process.domain_diameter
-    if radius == math.inf:
-        return False
-    steps = slice(start, stop)
-    c = process.contraction[steps]
-    excess = (c - process.drift_contraction[steps]) * radius
-    slack = process.drift[steps] - process.sensitivity[steps]
-    return bool((c <= 1).all() and (excess <= slack).all())
-
-
-def _windows_after_batches(
-    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
-) -> np.ndarray:
-    def of_tail(tail: int) -> np.ndarray:
-        steps = slice(stop - tail, stop)
-        is_whole = tail == stop - start
-        initial = 0.0 if is_whole else distance_before_tail(process, stop - start - tail)
-        by_position = least_mu_squared_by_position(
-            process.contraction[steps],
-            process.sensitivity[steps],
-            process.noise_std[steps],
-            distance_anywhere(process, steps.start, stop, initial),
-            period=process.period,
-            first_position=steps.start % process.period,
-            is_whole=is_whole,
-        )
-        return np.array([by_position[p] for p in positions])
-
-    if not process.is_constant or stop - start <= LONG:
-        return of_tail(stop - start)
-    from_start = _from_common_start(process, start, stop, positions)
-    return np.minimum(by_tails(stop - start, of_tail), from_start)
-
-
-def _worst_by_windows(
-    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
-) -> np.ndarray:
-    """Position by position: one that cannot be the worst costs a window, the others a pass."""
-    steps = slice(start, stop)
-    c, sigma = process.contraction[steps], process.noise_std[steps]
-    anywhere = distance_anywhere(process, start, stop)
-    result = np.zeros(len(positions))
-    for index in np.argsort([(stop - 1 - p) % process.period for p in positions]):  # last one first
-        position, worst = positions[index], float(result.max())
-        if worst:
-            sensitivity = process.sensitivity_at(position, steps)
-            bound = least_mu_squared(c, sensitivity, sigma, known_shift=anywhere, enough=worst)
-            if bound <= worst:
-                result[index] = bound
-                continue
-        result[index] = _segment_at(process, start, stop, position)
-    return result
 
 
 def taut_string(process: NoisyProcess, period: int, first_position: int) -> CyclicTautString:

@@ -1,0 +1,193 @@
+r"""Theorem A for all positions of the record at once, where a domain or a bounded drift helps.
+
+The optimum of `taut_string.least_mu_squared` for each position of a cyclic order: the distances
+are tracked forwards and the windows scanned backwards for all positions together, an array
+operation for each step (docs/theory/theorem_a.md, "Which start").
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hidden_state_accountants.process.noisy_process import NoisyProcess
+
+_NEAR = 1000  # starts of windows that differ by less than this part of their length are alike
+_LARGE = 2.0**150  # products are renormalised when they exceed it
+_SMALL = 2.0**-200  # of a product: what comes before hardly counts, and is not scanned
+_TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
+_ROUNDING = 4e-15  # relative, for each step: sums and products of positive numbers, few a step
+
+
+def mu_squared_by_windows(
+    process: NoisyProcess, start: int, stop: int, initial: float = 0.0
+) -> np.ndarray:
+    """mu**2 of the steps start+1..stop, which end in a release, with the best start of a window.
+
+    Args:
+        process: Of the run.
+        start: The step before the segment.
+        stop: Its last step.
+        initial: A bound on the distance after step `start` at every position.
+
+    Returns:
+        Shape (period,); entry i for the record whose first batch is that of step start+1+i. (One
+        that is in no batch costs what `initial` does.)
+    """
+    period = min(process.period, stop - start)
+    distances = _Distances(process, start, stop, period, initial)
+    blocks = _Blocks(period, -(-(stop - start) // period))
+    best = np.full(period, np.inf)
+    next_start = np.full(period, stop - start)  # the step before which one is tried, -1 for none
+    product = 1.0
+    shift_unit = max(float(np.max(process.sensitivity[start:stop])), initial) or 1.0
+    noise_unit = float(np.max(process.noise_std[start:stop])) or 1.0
+    for step in range(stop - start - 1, -1, -1):
+        c, s, sigma = (
+            float(array[start + step])
+            for array in (process.contraction, process.sensitivity, process.noise_std)
+        )
+        own = max(s / shift_unit * product, _TINY) if s else 0.0
+        blocks.add_step(step % period, own, (sigma / noise_unit * product) ** 2)
+        shift, may_start = distances.before(step)
+        is_last = step == 0 or product * c < _SMALL
+        asked = np.flatnonzero(next_start >= 0 if is_last else may_start & (next_start >= step))
+        if len(asked):
+            costs = blocks.cost_with(asked, shift[asked] / shift_unit * product)
+            best[asked] = np.minimum(best[asked], costs)
+            is_open = blocks.cost[asked] < best[asked]  # a longer window never costs less
+            next_start[asked] = np.where(is_open, step - 1 - (stop - start - step) // _NEAR, -1)
+            if is_last or next_start.max() < 0:
+                break
+        product *= c
+        if product > _LARGE:
+            blocks.shrink(1 / product)
+            product = 1.0
+    return best * (shift_unit / noise_unit) ** 2 * (1 + _ROUNDING * (stop - start))
+
+
+class _Distances:
+    """D_t of all positions, kept at few of the steps and tracked again from there.
+
+    `before(step)` is asked backwards.
+    """
+
+    def __init__(
+        self, process: NoisyProcess, start: int, stop: int, period: int, initial: float
+    ) -> None:
+        steps = slice(start, stop)
+        self._c, self._s, self._kappa, self._drift = (
+            array[steps]
+            for array in (
+                process.contraction,
+                process.sensitivity,
+                process.drift_contraction,
+                process.drift,
+            )
+        )
+        self._radius, self._period = process.domain_diameter, period
+        self._first, self._chunk = len(self._c), math.isqrt(len(self._c)) + 1
+        distance, is_cut = np.full(period, initial), np.zeros(period, dtype=bool)
+        self._kept = [(distance, is_cut)]
+        for step in range((len(self._c) - 1) // self._chunk * self._chunk):
+            distance, is_cut, _, _ = self._after(step, distance)
+            if (step + 1) % self._chunk == 0:
+                self._kept.append((distance, is_cut))
+
+    def _after(
+        self, step: int, distance: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """D after a step, whether it was cut there, and what `before` says of the step."""
+        position, s = step % self._period, self._s[step]
+        total = _times(self._c[step], distance)
+        moved = _times(self._kappa[step], distance) + self._drift[step]
+        # kappa D + drift holds of the whole first step, in place of c D + s.
+        shift = np.minimum(total, moved)
+        shift[position] = min(total[position], max(moved[position] - s, 0.0))
+        total[position] += s
+        starts = moved < total
+        capped = np.minimum(moved, self._radius)
+        return np.minimum(total, capped), capped < total, shift, starts
+
+    def before(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """What a window that starts before a step has to shift there beside s, and where one may.
+
+        Where contraction and sensitivity alone give the distance, an earlier start is no worse.
+        """
+        if step < self._first:
+            distance, is_cut = self._kept[step // self._chunk]
+            self._first = step // self._chunk * self._chunk
+            self._shifts, self._starts = [], []
+            for later in range(self._first, min(self._first + self._chunk, len(self._c))):
+                distance, cut_next, shift, starts = self._after(later, distance)
+                self._shifts.append(shift)
+                self._starts.append(is_cut | starts)
+                is_cut = cut_next
+        return self._shifts[step - self._first], self._starts[step - self._first]
+
+
+def _times(factor: float, distance: np.ndarray) -> np.ndarray:
+    """The product, 0 where the distance is infinite as well."""
+    return factor * distance if factor else np.zeros_like(distance)
+
+
+class _Blocks:
+    """The blocks of an isotonic regression for each position, which grow to the left.
+
+    A participation and the steps up to the next one are a block of shift S and weight W. Where
+    rounding decides, blocks stay apart: those are feasible shifts as well.
+    """
+
+    def __init__(self, period: int, most: int) -> None:
+        shape = (period, most + 1)
+        self._shift, self._weight, self._below = (np.zeros(shape) for _ in range(3))
+        self._depth = np.zeros(period, dtype=int)  # entry 0 stands for no block
+        self._rows = np.arange(period)
+        self._pending = np.zeros(period)  # weight of the steps before the first participation
+
+    @property
+    def cost(self) -> np.ndarray:
+        """mu**2 of the steps so far, by position."""
+        return self._below[self._rows, self._depth]
+
+    def shrink(self, factor: float) -> None:
+        """Changes the unit of all shifts; what vanishes is not pooled with any more."""
+        self._shift *= factor
+        self._weight *= factor * factor
+        self._pending *= factor * factor
+
+    def add_step(self, position: int, shift: float, weight: float) -> None:
+        """One more step before those so far, which moves the record at one position."""
+        self._pending += weight
+        if shift:
+            shifts, weights = self._shift[position], self._weight[position]
+            depth, weight = int(self._depth[position]), float(self._pending[position])
+            while depth and shift * float(weights[depth]) > float(shifts[depth]) * weight:
+                shift += float(shifts[depth])
+                weight += float(weights[depth])
+                depth -= 1
+            below = self._below[position]
+            below[depth + 1] = below[depth] + (shift * (shift / weight) if weight else math.inf)
+            depth += 1
+            shifts[depth], weights[depth] = shift, weight
+            self._depth[position] = depth
+            self._pending[position] = 0.0
+
+    def cost_with(self, positions: np.ndarray, shift: np.ndarray) -> np.ndarray:
+        """mu**2 by position if a shift came before all steps so far."""
+        weight, depth = self._pending[positions], self._depth[positions]
+        shift = shift.copy()
+        pools = np.arange(len(positions))
+        while len(pools):
+            here = positions[pools], depth[pools]
+            next_shift, next_weight = self._shift[here], self._weight[here]
+            falls = shift[pools] * next_weight > next_shift * weight[pools]
+            falls &= depth[pools] > 0
+            pools = pools[falls]
+            shift[pools] += next_shift[falls]
+            weight[pools] += next_weight[falls]
+            depth[pools] -= 1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            costs = np.where(shift > 0, shift * (shift / weight), 0.0)
+        return self._below[positions, depth] + costs
