@@ -28,6 +28,7 @@ from hidden_state_accountants.bounds.solvers.equal_steps import (
 from hidden_state_accountants.bounds.solvers.taut_string import (
     CyclicTautString,
     least_mu_squared,
+    least_mu_squared_by_position,
 )
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -171,6 +172,8 @@ def segment_mu_squared(
     if len(positions) == 1:
         return np.array([_segment_at(process, start, stop, positions[0])])
     if process.is_constant and steps > LONG:
+        if _only_batches_reach_the_domain(process, start, stop):
+            return _windows_after_batches(process, start, stop, positions)
         of_tails = by_tails(steps, functools.partial(_of_tail, process, start, stop, positions))
         return np.minimum(of_tails, _from_common_start(process, start, stop, positions))
     # A segment shorter than an epoch holds each record at most once: its own length is the period.
@@ -178,6 +181,8 @@ def segment_mu_squared(
     first = start % process.period
     taut = taut_string(process, period, first if period == process.period else 0)
     if not feed(taut, process, start, stop):  # the domain or the bounded drift helps
+        if _only_batches_reach_the_domain(process, start, stop):
+            return _windows_after_batches(process, start, stop, positions)
         return _at(process, positions, start, mu_squared_by_windows(process, start, stop), 0.0)
     if period == process.period:
         return np.array(taut.mu_squared(positions))
@@ -246,6 +251,42 @@ def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
         process.domain_diameter,
         num_steps,
     )
+
+
+def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:
+    """Whether D_t can be cut only by R and only at a step whose batch holds the record."""
+    radius = process.domain_diameter
+    if radius == math.inf:
+        return False
+    steps = slice(start, stop)
+    c = process.contraction[steps]
+    excess = (c - process.drift_contraction[steps]) * radius
+    slack = process.drift[steps] - process.sensitivity[steps]
+    return bool((c <= 1).all() and (excess <= slack).all())
+
+
+def _windows_after_batches(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
+) -> np.ndarray:
+    def of_tail(tail: int) -> np.ndarray:
+        steps = slice(stop - tail, stop)
+        is_whole = tail == stop - start
+        initial = 0.0 if is_whole else distance_before_tail(process, stop - start - tail)
+        by_position = least_mu_squared_by_position(
+            process.contraction[steps],
+            process.sensitivity[steps],
+            process.noise_std[steps],
+            distance_anywhere(process, steps.start, stop, initial),
+            period=process.period,
+            first_position=steps.start % process.period,
+            is_whole=is_whole,
+        )
+        return np.array([by_position[p] for p in positions])
+
+    if not process.is_constant or stop - start <= LONG:
+        return of_tail(stop - start)
+    from_start = _from_common_start(process, start, stop, positions)
+    return np.minimum(by_tails(stop - start, of_tail), from_start)
 
 
 def taut_string(process: NoisyProcess, period: int, first_position: int) -> CyclicTautString:

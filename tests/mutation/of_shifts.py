@@ -7,6 +7,7 @@ from mutation import Mutation
 SHIFTS = "bounds/shifted_interpolation.py"
 EQUAL_STEPS = "bounds/solvers/equal_steps.py"
 TAUT_STRING = "bounds/solvers/taut_string.py"
+ALL_POSITIONS = "bounds/solvers/all_positions.py"
 CARRIES = "bounds/solvers/carries.py"
 _EQUAL_STEPS_TESTS = "bounds/test_equal_steps.py"
 _LAWS = "laws/test_accountants.py"
@@ -15,6 +16,7 @@ _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
 _RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
 _CARRIES_TESTS = "bounds/test_carries.py"
 _TAUT_STRING_TESTS = "bounds/test_taut_string.py"
+_ALL_POSITIONS_TESTS = "bounds/test_all_positions.py"
 _BASELINES_TESTS = "bounds/test_baselines.py"
 _PROX_TESTS = "bounds/test_prox.py"
 
@@ -71,6 +73,41 @@ MUTATIONS = (
         _LAWS,
     ),
     Mutation(
+        "only_starts_after_batches_are_tried",
+        SHIFTS,
+        "return bool((c <= 1).all() and (excess <= slack).all())",
+        "return True",
+        _LAWS,
+    ),
+    Mutation(
+        "windows_of_all_positions_start_a_step_early",
+        ALL_POSITIONS,
+        "shift, may_start = distances.before(step)",
+        "shift, may_start = distances.before(max(step - 1, 0))",
+        _ALL_POSITIONS_TESTS,
+    ),
+    Mutation(
+        "drift_of_all_positions_holds_the_record_twice",
+        ALL_POSITIONS,
+        "max(moved[position] - s, 0.0)",
+        "max(moved[position] - 2 * s, 0.0)",
+        _ALL_POSITIONS_TESTS,
+    ),
+    Mutation(
+        "windows_of_all_positions_stop_too_early",
+        ALL_POSITIONS,
+        "is_open[asked] = blocks.cost[asked] < best[asked]",
+        "is_open[asked] = 2 * blocks.cost[asked] < best[asked]",
+        _ALL_POSITIONS_TESTS,
+    ),
+    Mutation(
+        "distances_are_tracked_again_from_another_step",
+        ALL_POSITIONS,
+        "distance, is_cut = self._kept[step // self._chunk]",
+        "distance, is_cut = self._kept[max(step // self._chunk - 1, 0)]",
+        _ALL_POSITIONS_TESTS,
+    ),
+    Mutation(
         "drift_at_the_start_of_a_window_holds_the_record_twice",
         "bounds/shifted_interpolation.py",
         "(moved - sensitivity)[is_moved]",
@@ -99,13 +136,6 @@ MUTATIONS = (
         _LAWS,
     ),
     Mutation(
-        "only_starts_after_batches_are_tried",
-        SHIFTS,
-        "return bool((c <= 1).all() and (excess <= slack).all())",
-        "return True",
-        _LAWS,
-    ),
-    Mutation(
         "releases_are_ignored",
         SHIFTS,
         "if not process.release_steps:",
@@ -129,8 +159,8 @@ MUTATIONS = (
     Mutation(
         "short_segment_starts_at_position_0",
         SHIFTS,
-        "offsets = [(position - first) % process.period for position in positions]",
-        "offsets = [position % process.period for position in positions]",
+        "offsets = (np.asarray(positions) - start) % process.period",
+        "offsets = np.asarray(positions) % process.period",
         "bounds/test_equal_steps.py",
     ),
     Mutation(
@@ -143,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "scan_stops_too_early",
         TAUT_STRING,
-        "if stack.cost >= best or best * scale <= enough:",
-        "if stack.cost >= best / 2 or best * scale <= enough:",
+        "if stack.cost >= best:",
+        "if stack.cost >= best / 2:",
         _TAUT_STRING_TESTS,
     ),
     Mutation(

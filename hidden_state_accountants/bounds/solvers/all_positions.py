@@ -39,7 +39,8 @@ def mu_squared_by_windows(
     distances = _Distances(process, start, stop, period, initial)
     blocks = _Blocks(period, -(-(stop - start) // period))
     best = np.full(period, np.inf)
-    next_start = np.full(period, stop - start)  # the step before which one is tried, -1 for none
+    is_open = np.ones(period, dtype=bool)  # whether a longer window may cost less
+    next_start = np.full(period, stop - start)  # the step before which one is tried
     product = 1.0
     shift_unit = max(float(np.max(process.sensitivity[start:stop])), initial) or 1.0
     noise_unit = float(np.max(process.noise_std[start:stop])) or 1.0
@@ -52,14 +53,14 @@ def mu_squared_by_windows(
         blocks.add_step(step % period, own, (sigma / noise_unit * product) ** 2)
         shift, may_start = distances.before(step)
         is_last = step == 0 or product * c < _SMALL
-        asked = np.flatnonzero(next_start >= 0 if is_last else may_start & (next_start >= step))
+        asked = np.flatnonzero(is_open if is_last else is_open & may_start & (next_start >= step))
         if len(asked):
             costs = blocks.cost_with(asked, shift[asked] / shift_unit * product)
             best[asked] = np.minimum(best[asked], costs)
-            is_open = blocks.cost[asked] < best[asked]  # a longer window never costs less
-            next_start[asked] = np.where(is_open, step - 1 - (stop - start - step) // _NEAR, -1)
-            if is_last or next_start.max() < 0:
-                break
+            is_open[asked] = blocks.cost[asked] < best[asked]
+            next_start[asked] = step - 1 - (stop - start - step) // _NEAR
+        if is_last or not is_open.any():
+            break
         product *= c
         if product > _LARGE:
             blocks.shrink(1 / product)

@@ -201,6 +201,77 @@ def _mantissas(contraction: np.ndarray) -> tuple[list[float], list[int]]:
     return np.where(extreme, mantissas, contraction).tolist(), np.where(extreme, powers, 0).tolist()
 
 
+def least_mu_squared_by_position(
+    contraction: np.ndarray,
+    sensitivity: np.ndarray,
+    noise_std: np.ndarray,
+    known_shift: np.ndarray,
+    *,
+    period: int,
+    first_position: int,
+    is_whole: bool = True,
+) -> list[float]:
+    """`least_mu_squared` for every position of a cyclic order, starting right after its batches.
+
+    The arguments are those of `least_mu_squared`; step 1 is at `first_position`. One backward scan
+    serves all positions: a participation and the steps up to the next one are a block. It stops
+    when every position has stopped. If the steps are only the last ones of a run (not `is_whole`),
+    a position that has not stopped by then is infinite.
+    """
+    shift_unit = float(np.max(sensitivity)) or 1.0
+    noise_unit = float(np.max(noise_std)) or 1.0
+    stacks = [BlockStack(grows_left=True) for _ in range(period)]
+    best = [math.inf] * period
+    is_done = [False] * period
+    remaining = period
+    product, exponent = 1.0, 0
+    # The window after step t: the steps of this stretch of `period` steps that were scanned
+    # already, and the first few of the stretch scanned before.
+    head, weights, prefixes = _ZERO, [_ZERO] * period, [_ZERO] * period
+    steps = len(contraction)
+    for stop in range(steps, 0, -_CHUNK):
+        start = max(0, stop - _CHUNK)
+        chunk = slice(start, stop)
+        c, c_power = _mantissas(contraction[chunk])
+        s = _scaled(sensitivity[chunk], shift_unit).tolist()
+        sigma = (noise_std[chunk] / noise_unit).tolist()
+        known = _scaled(known_shift[start + 1 : stop + 1], shift_unit).tolist()
+        for t in range(stop - start - 1, -1, -1):
+            offset = (start + t - steps) % period
+            p = (start + t + first_position) % period
+            noise = sigma[t] * product
+            weight = (0.0, noise * noise, exponent)
+            if not is_done[p]:
+                stack, later = stacks[p], _add(head, prefixes[offset])
+                if not math.isnan(known[t]):
+                    begin = _add((known[t] * product, 0.0, exponent), later)
+                    best[p] = min(best[p], stack.cost_with(begin))
+                stack.push(_add((s[t] * product, 0.0, exponent), _add(weight, later)))
+                if stack.cost >= best[p]:
+                    is_done[p] = True
+                    remaining -= 1
+            head = _add(weight, head)
+            weights[offset] = weight
+            if offset == 0:
+                head = _ZERO
+                for index, first in enumerate(weights[:-1]):
+                    prefixes[index + 1] = _add(prefixes[index], first)
+            product *= c[t]
+            exponent += c_power[t]
+            if product and not 1 / _LARGE < product < _LARGE:
+                product, power = math.frexp(product)
+                exponent += power
+            if product == 0 or not remaining:
+                start = 0
+                break
+        if start == 0:
+            break
+    scale = (shift_unit / noise_unit) ** 2
+    if not is_whole and product:
+        return [b * scale if done else math.inf for b, done in zip(best, is_done, strict=True)]
+    return [min(b, stack.cost) * scale for b, stack in zip(best, stacks, strict=True)]
+
+
 class CyclicTautString:
     """mu**2 of every position of a record in a cyclic order, step by step.
 

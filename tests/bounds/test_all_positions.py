@@ -1,0 +1,95 @@
+"""All positions at once against one position by itself, where a domain or the drift helps."""
+
+import time
+
+import attrs
+import numpy as np
+import pytest
+from cases import seeds
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds.shifted_interpolation import segment_mu_squared
+from hidden_state_accountants.bounds.solvers.all_positions import mu_squared_by_windows
+from hidden_state_accountants.process.noisy_process import NoisyProcess
+
+
+def random_process(rng):
+    steps = int(rng.integers(1, 300))
+    period = int(rng.integers(1, min(steps + 5, 40)))
+    spread = rng.choice([0.03, 0.5])
+    contraction = np.exp(rng.normal(rng.choice([-0.05, 0.0, 0.05]), spread, steps))
+    contraction[rng.random(steps) < rng.choice([0.0, 0.03])] = 0.0
+    sensitivity = rng.uniform(0.2, 1.0, steps) * (rng.random(steps) < 0.9)
+    noise_std = rng.uniform(0.3, 1.0, steps) * (rng.random(steps) < 0.95)
+    noise_std[-1] += 0.1
+    return NoisyProcess(
+        contraction,
+        sensitivity,
+        noise_std,
+        drift_contraction=rng.uniform(0.9, 1.0, steps),
+        drift=np.maximum(rng.uniform(1.0, 8.0, steps), sensitivity),
+        domain_diameter=float(rng.choice([np.inf, rng.uniform(0.5, 10.0)])),
+        period=period,
+        positions=range(min(period, steps)),
+        release_steps=(),
+        is_constant=False,
+    )
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_equals_one_position_by_itself(seed):
+    rng = np.random.default_rng(seed)
+    process = random_process(rng)
+    stop = process.num_steps
+    start = int(rng.integers(stop)) if rng.random() < 0.3 else 0
+    found = mu_squared_by_windows(process, start, stop)
+    for offset, mu_squared in enumerate(found):
+        position = (start + offset) % process.period
+        alone = segment_mu_squared(process, start, stop, [position])[0]
+        assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-11)
+
+
+@pytest.mark.parametrize("exponent", [-3e3, 3e3])
+def test_products_far_beyond_floating_point(exponent):
+    """A stretch of steps that multiplies distances by e**exponent, in either order."""
+    steps, period = 600, 7
+    stretch = np.full(steps - 100, np.exp(exponent / steps))
+    calm = np.full(100, 0.95)
+    for c in (np.concatenate((stretch, calm)), np.concatenate((calm, stretch))):
+        ones = np.ones(steps)
+        process = NoisyProcess(
+            c, ones, ones, ones, 4 * ones, 300.0, period, range(period), (), is_constant=False
+        )
+        found = mu_squared_by_windows(process, 0, steps)
+        alone = [segment_mu_squared(process, 0, steps, [p])[0] for p in range(period)]
+        assert found == pytest.approx(np.array(alone), rel=1e-11)
+        assert (found >= np.array(alone) * (1 - 1e-12)).all()
+
+
+def test_a_distance_at_the_start_is_shifted_as_well():
+    ones = np.ones(20)
+    process = NoisyProcess(
+        0.95 * ones, ones, ones, ones, 9 * ones, np.inf, 4, range(4), (), is_constant=True
+    )
+    found = mu_squared_by_windows(process, 8, 20, initial=2.0)
+    for position, mu_squared in enumerate(found):
+        moves = np.arange(12) % 4 == position
+        mu = hsa.shifted_gdp_mu(0.95, moves.astype(float), 1.0, initial_shift=2.0)
+        assert mu_squared == pytest.approx(mu**2, rel=1e-11)
+
+
+def test_a_clip_that_acts_takes_no_minute():
+    """20,000 steps of 100 positions looked at one by one took more than a minute."""
+    loss = hsa.LossGeometry.softmax_cross_entropy(1.0)
+    event = cyclic_run(
+        batch_order="shuffled_once", loss=loss, weight_decay=0.0, num_steps=20_000,
+        batch_size=500, dataset_size=500_000,
+    )  # fmt: skip
+    start = time.process_time()
+    accountant = hsa.LastIterateAccountant(NeighboringRelation.REPLACE_SPECIAL).compose(event)
+    epsilon = accountant.get_epsilon(1e-5)
+    assert time.process_time() - start < 10
+    composed = hsa.LastIterateAccountant(NeighboringRelation.REPLACE_SPECIAL)
+    assert 0 < epsilon < composed.compose(attrs.evolve(event, loss=None)).get_epsilon(1e-5)
