@@ -15,124 +15,94 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
-    from hidden_state_accountants.auditing.audit import audit
-    from hidden_state_accountants.auditing.report import AuditReport
-    from hidden_state_accountants.bounds import BOUNDS, Bound, shifted_gdp_mu
+    from hidden_state_accountants.accountants import LastIterateAccountant as LastIterateAccountant
+    from hidden_state_accountants.accountants import compose_guarantees as compose_guarantees
+    from hidden_state_accountants.auditing.audit import audit as audit
+    from hidden_state_accountants.auditing.report import AuditReport as AuditReport
+    from hidden_state_accountants.bounds import BOUNDS as BOUNDS
+    from hidden_state_accountants.bounds import Bound as Bound
+    from hidden_state_accountants.bounds import shifted_gdp_mu as shifted_gdp_mu
+    from hidden_state_accountants.calibration import calibrate_epochs as calibrate_epochs
+    from hidden_state_accountants.calibration import calibrate_noise as calibrate_noise
     from hidden_state_accountants.calibration import (
-        calibrate_epochs,
-        calibrate_noise,
-        calibrate_weight_decay,
+        calibrate_weight_decay as calibrate_weight_decay,
     )
-    from hidden_state_accountants.comparing import Comparison, compare, position_profile
-    from hidden_state_accountants.errors import UnsupportedRunError
-    from hidden_state_accountants.events.batch_order import BatchOrder
-    from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-    from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-    from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-    from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-    from hidden_state_accountants.events.schedule import Schedule
-    from hidden_state_accountants.guarantee import Assumption, Guarantee
-    from hidden_state_accountants.losses.envelope import envelope_smoothing
+    from hidden_state_accountants.comparing import Comparison as Comparison
+    from hidden_state_accountants.comparing import compare as compare
+    from hidden_state_accountants.comparing import position_profile as position_profile
+    from hidden_state_accountants.errors import UnsupportedRunError as UnsupportedRunError
+    from hidden_state_accountants.events.batch_order import BatchOrder as BatchOrder
+    from hidden_state_accountants.events.block_coordinate import (
+        BlockCoordinateDpEvent as BlockCoordinateDpEvent,
+    )
+    from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent as DiceSgdDpEvent
+    from hidden_state_accountants.events.last_iterate import (
+        LastIterateDpEvent as LastIterateDpEvent,
+    )
+    from hidden_state_accountants.events.loss_geometry import LossGeometry as LossGeometry
+    from hidden_state_accountants.events.loss_geometry import LossKind as LossKind
+    from hidden_state_accountants.events.schedule import Schedule as Schedule
+    from hidden_state_accountants.guarantee import Assumption as Assumption
+    from hidden_state_accountants.guarantee import Guarantee as Guarantee
+    from hidden_state_accountants.losses.envelope import envelope_smoothing as envelope_smoothing
     from hidden_state_accountants.paper_accountants import (
-        BlockCoordinateAccountant,
-        ChienLiAccountant,
-        DiceSgdAccountant,
-        KongRiberoAccountant,
-        LangevinAccountant,
-        ShiftedInterpolationAccountant,
+        BlockCoordinateAccountant as BlockCoordinateAccountant,
     )
-    from hidden_state_accountants.process.batch_curvature import CurvatureRelease, release_curvature
-    from hidden_state_accountants.process.geometry import clipped_update_lipschitz
-    from hidden_state_accountants.recommendation import Candidate, Recommendation, recommend
-    from hidden_state_accountants.regulariser import Regulariser
-    from hidden_state_accountants.runs.last_iterate import RunRecorder
+    from hidden_state_accountants.paper_accountants import ChienLiAccountant as ChienLiAccountant
+    from hidden_state_accountants.paper_accountants import DiceSgdAccountant as DiceSgdAccountant
+    from hidden_state_accountants.paper_accountants import (
+        KongRiberoAccountant as KongRiberoAccountant,
+    )
+    from hidden_state_accountants.paper_accountants import LangevinAccountant as LangevinAccountant
+    from hidden_state_accountants.paper_accountants import (
+        ShiftedInterpolationAccountant as ShiftedInterpolationAccountant,
+    )
+    from hidden_state_accountants.process.batch_curvature import (
+        CurvatureRelease as CurvatureRelease,
+    )
+    from hidden_state_accountants.process.batch_curvature import (
+        release_curvature as release_curvature,
+    )
+    from hidden_state_accountants.process.geometry import (
+        clipped_update_lipschitz as clipped_update_lipschitz,
+    )
+    from hidden_state_accountants.recommendation import Candidate as Candidate
+    from hidden_state_accountants.recommendation import Recommendation as Recommendation
+    from hidden_state_accountants.recommendation import recommend as recommend
+    from hidden_state_accountants.regulariser import Regulariser as Regulariser
+    from hidden_state_accountants.runs.last_iterate import RunRecorder as RunRecorder
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BOUNDS",
-    "Assumption",
-    "AuditReport",
-    "BatchOrder",
-    "BlockCoordinateAccountant",
-    "BlockCoordinateDpEvent",
-    "Bound",
-    "Candidate",
-    "ChienLiAccountant",
-    "Comparison",
-    "CurvatureRelease",
-    "DiceSgdAccountant",
-    "DiceSgdDpEvent",
-    "Guarantee",
-    "KongRiberoAccountant",
-    "LangevinAccountant",
-    "LastIterateAccountant",
-    "LastIterateDpEvent",
-    "LossGeometry",
-    "LossKind",
-    "Recommendation",
-    "Regulariser",
-    "RunRecorder",
-    "Schedule",
-    "ShiftedInterpolationAccountant",
-    "UnsupportedRunError",
-    "audit",
-    "calibrate_epochs",
-    "calibrate_noise",
-    "calibrate_weight_decay",
-    "clipped_update_lipschitz",
-    "compare",
-    "compose_guarantees",
-    "envelope_smoothing",
-    "position_profile",
-    "recommend",
-    "release_curvature",
-    "shifted_gdp_mu",
-]
-
 # A name is imported when it is first used: SciPy and dp-accounting take a second to import, and
 # `hsa --help` needs neither.
-_MODULES = {
-    "Assumption": "guarantee",
-    "AuditReport": "auditing.report",
-    "BOUNDS": "bounds",
-    "BatchOrder": "events.batch_order",
-    "BlockCoordinateAccountant": "paper_accountants",
-    "BlockCoordinateDpEvent": "events.block_coordinate",
-    "Bound": "bounds",
-    "Candidate": "recommendation",
-    "ChienLiAccountant": "paper_accountants",
-    "Comparison": "comparing",
-    "CurvatureRelease": "process.batch_curvature",
-    "DiceSgdAccountant": "paper_accountants",
-    "DiceSgdDpEvent": "events.dice_sgd",
-    "Guarantee": "guarantee",
-    "KongRiberoAccountant": "paper_accountants",
-    "LangevinAccountant": "paper_accountants",
-    "LastIterateAccountant": "accountants",
-    "LastIterateDpEvent": "events.last_iterate",
-    "LossGeometry": "events.loss_geometry",
-    "LossKind": "events.loss_geometry",
-    "Recommendation": "recommendation",
-    "Regulariser": "regulariser",
-    "RunRecorder": "runs.last_iterate",
-    "Schedule": "events.schedule",
-    "ShiftedInterpolationAccountant": "paper_accountants",
-    "UnsupportedRunError": "errors",
-    "audit": "auditing.audit",
-    "calibrate_epochs": "calibration",
-    "calibrate_noise": "calibration",
-    "calibrate_weight_decay": "calibration",
-    "clipped_update_lipschitz": "process.geometry",
-    "compare": "comparing",
-    "compose_guarantees": "accountants",
-    "envelope_smoothing": "losses.envelope",
-    "position_profile": "comparing",
-    "recommend": "recommendation",
-    "release_curvature": "process.batch_curvature",
-    "shifted_gdp_mu": "bounds",
+_NAMES = {
+    "accountants": "LastIterateAccountant compose_guarantees",
+    "auditing.audit": "audit",
+    "auditing.report": "AuditReport",
+    "bounds": "BOUNDS Bound shifted_gdp_mu",
+    "calibration": "calibrate_epochs calibrate_noise calibrate_weight_decay",
+    "comparing": "Comparison compare position_profile",
+    "errors": "UnsupportedRunError",
+    "events.batch_order": "BatchOrder",
+    "events.block_coordinate": "BlockCoordinateDpEvent",
+    "events.dice_sgd": "DiceSgdDpEvent",
+    "events.last_iterate": "LastIterateDpEvent",
+    "events.loss_geometry": "LossGeometry LossKind",
+    "events.schedule": "Schedule",
+    "guarantee": "Assumption Guarantee",
+    "losses.envelope": "envelope_smoothing",
+    "paper_accountants": "BlockCoordinateAccountant ChienLiAccountant DiceSgdAccountant "
+    "KongRiberoAccountant LangevinAccountant ShiftedInterpolationAccountant",
+    "process.batch_curvature": "CurvatureRelease release_curvature",
+    "process.geometry": "clipped_update_lipschitz",
+    "recommendation": "Candidate Recommendation recommend",
+    "regulariser": "Regulariser",
+    "runs.last_iterate": "RunRecorder",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
