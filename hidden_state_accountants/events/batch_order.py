@@ -10,6 +10,7 @@ from dp_accounting import NeighboringRelation
 from scipy import stats
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.events.plain_types import PlainEvent
 
 
 class BatchOrder(enum.Enum):
@@ -131,3 +132,38 @@ def parse_batch_order(value: Any) -> BatchOrder:
             f"Expected batch_order to be one of {', '.join(known)}, got {value!r}."
             f"{validate.did_you_mean(value, known)}"
         ) from None
+
+
+class DealtEvent(PlainEvent):
+    """An event of a run whose records are dealt in a `BatchOrder`; a base of attrs classes."""
+
+    batch_size: int
+    dataset_size: int
+    batch_order: BatchOrder
+    sampling_rate: float | None
+
+    def _check_dealing(self) -> None:
+        """Raises ValueError for numbers that do not fit together; reads the sampling rate."""
+        if self.batch_size > self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
+            )
+        if self.batch_order is BatchOrder.FULL and self.batch_size != self.dataset_size:
+            raise ValueError(
+                f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
+                f"got {self.batch_size}. Use BatchOrder.CYCLIC."
+            )
+        rate = parse_sampling_rate(self.batch_order, self.sampling_rate)
+        object.__setattr__(self, "sampling_rate", rate)
+
+    @property
+    def sampling_probability(self) -> float:
+        """q: the probability that a batch drawn at random holds a given record."""
+        if self.sampling_rate is not None:
+            return self.sampling_rate
+        return self.batch_size / self.dataset_size
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches of one pass over the data (1 for FULL)."""
+        return batches_per_pass(self.batch_size, self.dataset_size, self.sampling_rate)

@@ -10,28 +10,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.loss_geometry import LossGeometry
-from hidden_state_accountants.events.plain_types import (
-    arguments_of,
-    construct,
-    one_line_repr,
-    to_dict,
-)
+from hidden_state_accountants.events.plain_types import PlainEvent
 from hidden_state_accountants.events.schedule import Schedule, per_step
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class BlockCoordinateDpEvent(dp_accounting.DpEvent):
+class BlockCoordinateDpEvent(PlainEvent):
     r"""A run of DP-MBCD (Chen & Liu 2025, Algorithm 1) that releases its last blocks.
 
     In epoch k = 0..K-1 and batch j = 0..n/b-1 each of the `num_blocks` released blocks makes
@@ -83,6 +76,8 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         TypeError: An argument has the wrong type or shape.
         ValueError: No run can have these values.
     """
+
+    tables: ClassVar = {"noise_variance": Schedule, "block_loss": LossGeometry}
 
     step_size: float = attrs.field()
     noise_variance: float | Schedule = attrs.field()
@@ -213,24 +208,3 @@ class BlockCoordinateDpEvent(dp_accounting.DpEvent):
         """o[k, j]: float64 of shape (num_epochs, batches_per_epoch)."""
         flat = per_step(self.noise_variance, self.num_steps)
         return flat.reshape(self.num_epochs, self.batches_per_epoch)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and TOML types with a schema number; defaults are left out."""
-        return to_dict(self, {})
-
-    @classmethod
-    def from_dict(cls, dictionary: Mapping[str, Any]) -> BlockCoordinateDpEvent:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: The schema or type differs, or a key is unknown or missing.
-        """
-        arguments = arguments_of(cls, dictionary)
-        parts = (("noise_variance", Schedule), ("block_loss", LossGeometry))
-        for name, part in parts:
-            if isinstance(arguments.get(name), Mapping):
-                arguments[name] = construct(part, name, arguments[name])
-        return construct(cls, cls.__name__, arguments)
-
-    def __repr__(self) -> str:
-        return one_line_repr(self)

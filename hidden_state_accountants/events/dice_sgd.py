@@ -11,29 +11,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import attrs
-import dp_accounting
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
-    batches_per_pass,
+    DealtEvent,
     parse_batch_order,
-    parse_sampling_rate,
-)
-from hidden_state_accountants.events.plain_types import (
-    arguments_of,
-    construct,
-    one_line_repr,
-    to_dict,
 )
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class DiceSgdDpEvent(dp_accounting.DpEvent):
+class DiceSgdDpEvent(DealtEvent):
     r"""A run of DiceSGD that releases every iterate and keeps the error hidden.
 
     .. math::
@@ -105,46 +95,4 @@ class DiceSgdDpEvent(dp_accounting.DpEvent):
         put("gradient_bound", bound)
         if not isinstance(self.automatic, bool):
             raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
-        self._check_batches()
-
-    def _check_batches(self) -> None:
-        if self.batch_size > self.dataset_size:
-            raise ValueError(
-                f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
-            )
-        if self.batch_order is BatchOrder.FULL and self.batch_size != self.dataset_size:
-            raise ValueError(
-                f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
-                f"got {self.batch_size}. Use BatchOrder.CYCLIC."
-            )
-        rate = parse_sampling_rate(self.batch_order, self.sampling_rate)
-        object.__setattr__(self, "sampling_rate", rate)
-
-    @property
-    def sampling_probability(self) -> float:
-        """q: the probability that a batch drawn at random holds a given record."""
-        if self.sampling_rate is not None:
-            return self.sampling_rate
-        return self.batch_size / self.dataset_size
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """The number of batches of one pass over the data (1 for FULL)."""
-        return batches_per_pass(self.batch_size, self.dataset_size, self.sampling_rate)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and TOML types with a schema number; defaults are left out."""
-        return to_dict(self, {})
-
-    @classmethod
-    def from_dict(cls, dictionary: Mapping[str, Any]) -> DiceSgdDpEvent:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: The schema or type differs, or a key is unknown or missing.
-        """
-        event: DiceSgdDpEvent = construct(cls, cls.__name__, arguments_of(cls, dictionary))
-        return event
-
-    def __repr__(self) -> str:
-        return one_line_repr(self)
+        self._check_dealing()

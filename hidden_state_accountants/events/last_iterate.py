@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import attrs
 import dp_accounting
@@ -26,25 +26,15 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.as_composition import fixed_batches, random_batches
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
-    batches_per_pass,
+    DealtEvent,
     overfull_delta,
     parse_batch_order,
-    parse_sampling_rate,
     sensitivity_in_clip_norms,
     unequal_batches,
     unmet_relation,
 )
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.events.plain_types import (
-    arguments_of,
-    construct,
-    one_line_repr,
-    to_dict,
-)
 from hidden_state_accountants.events.schedule import Schedule, per_step, same_in_all_steps
-
-_NOT_CLIPPED = "none"  # TOML has no null, and a missing key must not change the mechanism
-
 
 _SCHEDULED = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
 
@@ -58,7 +48,7 @@ def _to_schedule(name: str, value: Any) -> Any:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class LastIterateDpEvent(dp_accounting.DpEvent):
+class LastIterateDpEvent(DealtEvent):
     r"""A run of noisy (projected, decayed) clipped gradient descent that releases its last iterate.
 
     .. math::
@@ -113,6 +103,10 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         ValueError: No run can have these values, or they are almost certainly a mistake
             (learning_rate * weight_decay >= 1).
     """
+
+    tables: ClassVar = {**dict.fromkeys(_SCHEDULED, Schedule), "loss": LossGeometry}
+    # TOML has no null, and a missing key must not change the mechanism.
+    words: ClassVar = {"clip_norm": "none"}
 
     noise_multiplier: float | Schedule = attrs.field()
     learning_rate: float | Schedule = attrs.field()
@@ -215,17 +209,7 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
 
     def _check_batches(self) -> None:
         order = self.batch_order
-        if self.batch_size > self.dataset_size:
-            raise ValueError(
-                f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
-            )
-        if order is BatchOrder.FULL and self.batch_size != self.dataset_size:
-            raise ValueError(
-                f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
-                f"got {self.batch_size}. Use BatchOrder.CYCLIC."
-            )
-        rate = parse_sampling_rate(order, self.sampling_rate)
-        object.__setattr__(self, "sampling_rate", rate)
+        self._check_dealing()
         if self.max_batch_size is not None:
             if order is not BatchOrder.POISSON:
                 raise ValueError(
@@ -258,18 +242,6 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
                 f"Expected learning_rate * weight_decay < 1, got {worst:g} "
                 f"at step {int(np.argmax(product)) + 1}. Lower one of them."
             )
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """The number of batches of one pass over the data (1 for FULL)."""
-        return batches_per_pass(self.batch_size, self.dataset_size, self.sampling_rate)
-
-    @property
-    def sampling_probability(self) -> float:
-        """q: the probability that a batch drawn at random holds a given record."""
-        if self.sampling_rate is not None:
-            return self.sampling_rate
-        return self.batch_size / self.dataset_size
 
     @property
     def records(self) -> str:
@@ -418,28 +390,3 @@ class LastIterateDpEvent(dp_accounting.DpEvent):
         return overfull_delta(
             relation, self.sampling_probability, self.dataset_size, self.num_steps, most_terms
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and TOML types with a schema number; defaults are left out."""
-        explicit = {"clip_norm": _NOT_CLIPPED} if self.clip_norm is None else {}
-        return to_dict(self, explicit)
-
-    @classmethod
-    def from_dict(cls, dictionary: Mapping[str, Any]) -> LastIterateDpEvent:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: The schema or type differs, or a key is unknown or missing.
-        """
-        arguments = arguments_of(cls, dictionary)
-        for name in _SCHEDULED:
-            if isinstance(arguments.get(name), Mapping):
-                arguments[name] = construct(Schedule, name, arguments[name])
-        if arguments.get("loss") is not None:
-            arguments["loss"] = construct(LossGeometry, "loss", arguments["loss"])
-        if arguments.get("clip_norm") == _NOT_CLIPPED:
-            arguments["clip_norm"] = None
-        return construct(cls, cls.__name__, arguments)
-
-    def __repr__(self) -> str:
-        return one_line_repr(self)

@@ -4,30 +4,77 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import attrs
+import dp_accounting
 
 from hidden_state_accountants import validate
 
 SCHEMA = 1
 """Version of the dictionary form."""
 
+_AnyEvent = TypeVar("_AnyEvent", bound="PlainEvent")
 
-def to_dict(event: Any, explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an attrs event with a schema number; defaults and None are left out.
 
-    Args:
-        event: The event.
-        explicit: What to write beside, for fields whose None has a meaning.
+class PlainEvent(dp_accounting.DpEvent):
+    """An event whose fields can be written as plain types; a base of attrs classes.
+
+    Attributes:
+        tables: The fields that may be tables of their own, and the classes of these.
+        words: What is written instead of None, where None has a meaning that no default has.
     """
-    result: dict[str, Any] = {"schema": SCHEMA, "type": type(event).__name__, **explicit}
-    for field in attrs.fields(type(event)):
-        value = getattr(event, field.name)
-        if value is None or (field.default is not attrs.NOTHING and value == field.default):
-            continue
-        result[field.name] = _plain(value)
-    return result
+
+    tables: ClassVar[Mapping[str, type]] = {}
+    words: ClassVar[Mapping[str, str]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and TOML types with a schema number; defaults are left out."""
+        result: dict[str, Any] = {"schema": SCHEMA, "type": type(self).__name__}
+        for field in attrs.fields(type(self)):
+            value = getattr(self, field.name)
+            if value is None and field.name in self.words:
+                result[field.name] = self.words[field.name]
+            elif value is not None and (field.default is attrs.NOTHING or value != field.default):
+                result[field.name] = _plain(value)
+        return result
+
+    @classmethod
+    def from_dict(cls: type[_AnyEvent], dictionary: Mapping[str, Any]) -> _AnyEvent:
+        """Inverse of `to_dict`.
+
+        Raises:
+            TypeError: It is not a dictionary.
+            ValueError: The schema or type differs, or a key is unknown or missing.
+        """
+        if not isinstance(dictionary, Mapping):
+            raise TypeError(f"Expected a dictionary, got {type(dictionary).__name__}.")
+        arguments = dict(dictionary)
+        for key, expected in (("schema", SCHEMA), ("type", cls.__name__)):
+            found = arguments.pop(key, None)
+            if found != expected:
+                raise ValueError(f"Expected {key} = {expected!r}, got {found!r}.")
+        for name, table in cls.tables.items():
+            if isinstance(arguments.get(name), Mapping):
+                arguments[name] = _construct(table, name, arguments[name])
+        for name, word in cls.words.items():
+            if arguments.get(name) == word:
+                arguments[name] = None
+        event: _AnyEvent = _construct(cls, cls.__name__, arguments)
+        return event
+
+    def __repr__(self) -> str:
+        """The constructor call without defaults; long sequences are abbreviated."""
+        arguments = []
+        for field in attrs.fields(type(self)):
+            value = getattr(self, field.name)
+            if field.default is not attrs.NOTHING and value == field.default:
+                continue
+            text = str(value) if isinstance(value, enum.Enum) else repr(value)
+            if isinstance(value, tuple) and len(value) > 6:
+                text = f"({value[0]}, {value[1]}, ..., {value[-1]}; {len(value)} steps)"
+            arguments.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def _plain(value: Any) -> Any:
@@ -44,24 +91,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def arguments_of(cls: type, dictionary: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments in the dictionary form of an event of type `cls`.
-
-    Raises:
-        TypeError: It is not a dictionary.
-        ValueError: The schema or type differs.
-    """
-    if not isinstance(dictionary, Mapping):
-        raise TypeError(f"Expected a dictionary, got {type(dictionary).__name__}.")
-    arguments = dict(dictionary)
-    for key, expected in (("schema", SCHEMA), ("type", cls.__name__)):
-        found = arguments.pop(key, None)
-        if found != expected:
-            raise ValueError(f"Expected {key} = {expected!r}, got {found!r}.")
-    return arguments
-
-
-def construct(cls: Any, name: str, arguments: Any) -> Any:
+def _construct(cls: Any, name: str, arguments: Any) -> Any:
     """An instance of the attrs class, with errors that name unknown and missing keys."""
     if not isinstance(arguments, Mapping):
         raise TypeError(f"Expected {name} to be a dictionary, got {arguments!r}.")
@@ -75,17 +105,3 @@ def construct(cls: Any, name: str, arguments: Any) -> Any:
     if missing:
         raise ValueError(f"Missing key in {name}: {', '.join(missing)}.")
     return cls(**arguments)
-
-
-def one_line_repr(event: Any) -> str:
-    """The constructor call without defaults; long sequences are abbreviated."""
-    arguments = []
-    for field in attrs.fields(type(event)):
-        value = getattr(event, field.name)
-        if field.default is not attrs.NOTHING and value == field.default:
-            continue
-        text = str(value) if isinstance(value, enum.Enum) else repr(value)
-        if isinstance(value, tuple) and len(value) > 6:
-            text = f"({value[0]}, {value[1]}, ..., {value[-1]}; {len(value)} steps)"
-        arguments.append(f"{field.name}={text}")
-    return f"{type(event).__name__}({', '.join(arguments)})"

@@ -143,7 +143,7 @@ def test_bad_values(changes, error, text):
         ({"color": 1}, ValueError, "Unknown key in LastIterateDpEvent: color"),
         ({"loss": {"kind": "convex", "roundness": 1}}, ValueError, "Unknown key in loss"),
         ({"loss": {"kind": "round", "smoothness": 1.0}}, ValueError, "kind to be one of"),
-        ({"loss": 3}, TypeError, "loss to be a dictionary"),
+        ({"loss": 3}, TypeError, "loss to be a LossGeometry or None"),
     ],
 )
 def test_bad_dictionaries(changes, error, text):
