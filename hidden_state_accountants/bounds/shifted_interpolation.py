@@ -17,7 +17,10 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
-from hidden_state_accountants.bounds.solvers.all_positions import mu_squared_by_windows
+from hidden_state_accountants.bounds.solvers.all_positions import (
+    mu_squared_by_windows,
+    mu_squared_from_start,
+)
 from hidden_state_accountants.bounds.solvers.equal_steps import (
     LONG,
     by_tails,
@@ -26,7 +29,6 @@ from hidden_state_accountants.bounds.solvers.equal_steps import (
     mu_squared_of_equal_steps,
 )
 from hidden_state_accountants.bounds.solvers.taut_string import (
-    CyclicTautString,
     least_mu_squared,
     least_mu_squared_by_position,
 )
@@ -176,17 +178,12 @@ def segment_mu_squared(
             return _windows_after_batches(process, start, stop, positions)
         of_tails = by_tails(steps, functools.partial(_of_tail, process, start, stop, positions))
         return np.minimum(of_tails, _from_common_start(process, start, stop, positions))
-    # A segment shorter than an epoch holds each record at most once: its own length is the period.
-    period = min(process.period, steps)
-    first = start % process.period
-    taut = taut_string(process, period, first if period == process.period else 0)
-    if not feed(taut, process, start, stop):  # the domain or the bounded drift helps
+    by_step = mu_squared_from_start(process, start, stop)
+    if by_step is None:  # the domain or the bounded drift may help
         if _only_batches_reach_the_domain(process, start, stop):
             return _windows_after_batches(process, start, stop, positions)
-        return _at(process, positions, start, mu_squared_by_windows(process, start, stop), 0.0)
-    if period == process.period:
-        return np.array(taut.mu_squared(positions))
-    return _at(process, positions, start, np.array(taut.mu_squared(range(period))), 0.0)
+        by_step = mu_squared_by_windows(process, start, stop)
+    return _at(process, positions, start, by_step, 0.0)
 
 
 def _of_tail(
@@ -287,34 +284,6 @@ def _windows_after_batches(
         return of_tail(stop - start)
     from_start = _from_common_start(process, start, stop, positions)
     return np.minimum(by_tails(stop - start, of_tail), from_start)
-
-
-def taut_string(process: NoisyProcess, period: int, first_position: int) -> CyclicTautString:
-    """An empty taut string in the units of the process."""
-    return CyclicTautString(
-        period,
-        first_position=first_position,
-        shift_unit=float(np.max(process.sensitivity)) or 1.0,
-        noise_unit=float(np.max(process.noise_std)) or 1.0,
-    )
-
-
-def feed(taut: CyclicTautString, process: NoisyProcess, start: int, stop: int) -> bool:
-    """Adds the steps start+1..stop; False as soon as a window could do better than tau = 0."""
-    steps = slice(start, stop)
-    for c, s, sigma, kappa, drift in zip(
-        process.contraction[steps].tolist(),
-        process.sensitivity[steps].tolist(),
-        process.noise_std[steps].tolist(),
-        process.drift_contraction[steps].tolist(),
-        process.drift[steps].tolist(),
-        strict=True,
-    ):
-        distance = taut.distance
-        if c * distance + s > min(kappa * distance + drift, process.domain_diameter):
-            return False
-        taut.advance(c, s, sigma)
-    return True
 
 
 def _segment_at(process: NoisyProcess, start: int, stop: int, position: int) -> float:

@@ -11,7 +11,10 @@ from runs import cyclic_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.shifted_interpolation import segment_mu_squared
-from hidden_state_accountants.bounds.solvers.all_positions import mu_squared_by_windows
+from hidden_state_accountants.bounds.solvers.all_positions import (
+    mu_squared_by_windows,
+    mu_squared_from_start,
+)
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 
@@ -66,6 +69,38 @@ def test_products_far_beyond_floating_point(exponent):
         alone = [segment_mu_squared(process, 0, steps, [p])[0] for p in range(period)]
         assert found == pytest.approx(np.array(alone), rel=1e-11)
         assert (found >= np.array(alone) * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_without_windows_equals_one_position_by_itself(seed):
+    rng = np.random.default_rng(seed)
+    process = random_process(rng)
+    moduli = np.maximum(process.contraction, 1e-3) ** rng.choice([0.3, 1.0, 20.0])
+    far = np.full(process.num_steps, 1e300)
+    process = attrs.evolve(process, contraction=moduli, drift=far, domain_diameter=np.inf)
+    found = mu_squared_from_start(process, 0, process.num_steps)
+    if found is None:  # some hundred nats
+        assert np.abs(np.cumsum(np.log(moduli[::-1]))).max() > 150
+        found = segment_mu_squared(process, 0, process.num_steps, process.positions)
+    for position, mu_squared in enumerate(found):
+        alone = segment_mu_squared(process, 0, process.num_steps, [position])[0]
+        assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-9)
+
+
+def test_windows_are_looked_for_where_one_may_help():
+    """The domain, or the drift, is below c D + s, D the largest distance of any position."""
+    ones = np.ones(40)
+    free = NoisyProcess(
+        0.9 * ones, ones, ones, 0.9 * ones, 9 * ones, np.inf, 4, range(4), (), is_constant=False
+    )
+    assert mu_squared_from_start(free, 0, 40) is not None
+    largest = 0.9 / (1 - 0.9**4) + 1
+    for radius, is_none in ((0.97 * largest, True), (1.01 * largest, False)):
+        process = attrs.evolve(free, domain_diameter=radius)
+        assert (mu_squared_from_start(process, 0, 40) is None) == is_none
+    drift = 9 * ones
+    drift[30] = 0.5
+    assert mu_squared_from_start(attrs.evolve(free, drift=drift), 0, 40) is None
 
 
 def test_a_distance_at_the_start_is_shifted_as_well():

@@ -14,7 +14,6 @@ from shift_programs import least_squares_mu_squared, slsqp_mu_squared, windows_m
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.solvers.taut_string import (
     BlockStack,
-    CyclicTautString,
     least_mu_squared,
 )
 
@@ -122,24 +121,6 @@ def test_cost_with_equals_pushing(seed, grows_left):
         expected = stack.cost_with(block)
         stack.push(block)
         assert stack.cost == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", seeds(40))
-def test_all_positions_equal_one_by_one(seed):
-    rng = np.random.default_rng(seed)
-    period, steps = int(rng.integers(1, 6)), int(rng.integers(1, 40))
-    first = int(rng.integers(period))
-    c, s, sigma = random_problem(rng, steps)
-    if rng.random() < 0.3:
-        c[rng.integers(steps)] = 0.0
-    if rng.random() < 0.3:
-        sigma[rng.integers(steps)] = 0.0
-    taut = CyclicTautString(period, first_position=first)
-    for step in zip(c, s, sigma, strict=True):
-        taut.advance(*map(float, step))
-    for position, engine in enumerate(taut.mu_squared(range(period))):
-        alone = np.where((np.arange(steps) + first) % period == position, s, 0.0)
-        assert engine == pytest.approx(least_mu_squared(c, alone, sigma), rel=1e-11)
 
 
 @pytest.mark.parametrize("exponent", [-1e5, -3e3, 3e3, 1e5])

@@ -34,7 +34,7 @@ MUTATIONS = (
         TAUT_STRING,
         "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
         "_slopes_fall(new, top)",
-        _TAUT_STRING_TESTS,
+        _ALL_POSITIONS_TESTS,
     ),
     Mutation(
         "shift_is_spent_within_the_epoch",
@@ -78,6 +78,13 @@ MUTATIONS = (
         "return bool((c <= 1).all() and (excess <= slack).all())",
         "return True",
         _LAWS,
+    ),
+    Mutation(
+        "blocks_of_all_positions_end_with_the_epoch",
+        ALL_POSITIONS,
+        "blocks[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)",
+        "pass",
+        _ALL_POSITIONS_TESTS,
     ),
     Mutation(
         "windows_of_all_positions_start_a_step_early",
@@ -130,10 +137,10 @@ MUTATIONS = (
     ),
     Mutation(
         "windows_are_not_looked_for",
-        SHIFTS,
-        "if c * distance + s > min(kappa * distance + drift, process.domain_diameter):",
-        "if c * distance + s > math.inf:",
-        _LAWS,
+        ALL_POSITIONS,
+        "return bool((stretched > np.minimum(limit, process.domain_diameter)).any())",
+        "return False",
+        _ALL_POSITIONS_TESTS,
     ),
     Mutation(
         "releases_are_ignored",

@@ -1,8 +1,10 @@
-r"""Theorem A for all positions of the record at once, where a domain or a bounded drift helps.
+r"""Theorem A for all positions of the record at once.
 
-The optimum of `taut_string.least_mu_squared` for each position of a cyclic order: the distances
-are tracked forwards and the windows scanned backwards for all positions together, an array
-operation for each step (docs/theory/theorem_a.md, "Which start").
+The optimum of `taut_string.least_mu_squared` for each position of a cyclic order. Between two
+participations nothing moves the record, so a participation and the steps up to the next one are a
+single block. Where a domain or a bounded drift helps, the distances are tracked forwards and the
+windows scanned backwards for all positions together, an array operation for each step
+(docs/theory/theorem_a.md, "Which record").
 """
 
 from __future__ import annotations
@@ -11,13 +13,95 @@ import math
 
 import numpy as np
 
+from hidden_state_accountants.bounds.solvers.taut_string import BlockStack
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 _NEAR = 1000  # starts of windows that differ by less than this part of their length are alike
 _LARGE = 2.0**150  # products are renormalised when they exceed it
 _SMALL = 2.0**-200  # of a product: what comes before hardly counts, and is not scanned
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
+_SPAN = 300.0  # nats of products of moduli that one computation holds
 _ROUNDING = 4e-15  # relative, for each step: sums and products of positive numbers, few a step
+
+
+def mu_squared_from_start(process: NoisyProcess, start: int, stop: int) -> np.ndarray | None:
+    """mu**2 of the steps start+1..stop by the first batch of the record, as for windows.
+
+    None where a window might do better, or the products of the moduli leave the range of a double.
+    """
+    steps, period = slice(start, stop), min(process.period, stop - start)
+
+    def by_epoch(values: np.ndarray, rest: float) -> np.ndarray:
+        missing = (start - stop) % period
+        return np.append(values, np.full(missing, rest)).reshape(-1, period)
+
+    sensitivity, noise_std = process.sensitivity[steps], process.noise_std[steps]
+    shift_unit, noise_unit = float(sensitivity.max()) or 1.0, float(noise_std.max()) or 1.0
+    with np.errstate(divide="ignore"):
+        log_moduli = np.log(process.contraction[steps])
+        log_shifts = np.log(by_epoch(sensitivity / shift_unit, 0.0))
+    if not np.isfinite(log_moduli).all():
+        return None
+    later = np.append(np.cumsum(log_moduli[:0:-1])[::-1], 0.0)  # log of the product after a step
+    by_step = by_epoch(later, 0.0)
+    moved = np.logaddexp.accumulate(log_shifts + by_step, axis=0)  # seen from the end
+    if _may_be_cut(process, steps, moved, later, log_moduli, shift_unit):
+        return None
+    far = np.flatnonzero(np.abs(by_step).max(axis=1) > _SPAN)
+    first = int(far[-1]) + 1 if len(far) else 0
+    needed = 1 if (stop - start) % period == 0 else 2  # epochs with every position
+    if first > max(len(by_step) - needed, 0) or (first and by_step[first - 1].max() > -_SPAN / 2):
+        return None
+    products = np.exp(by_step[first:])
+    shifts = np.exp(log_shifts[first:]) * products
+    shifts[np.isfinite(log_shifts[first:])] = np.maximum(
+        shifts[np.isfinite(log_shifts[first:])], _TINY
+    )
+    if first:  # what is left of all that was before
+        shifts[0] += np.exp(moved[first - 1])
+    weights = (by_epoch(noise_std / noise_unit, 0.0)[first:] * products) ** 2
+    blocks = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1].copy()
+    blocks[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)
+    rounding = 2e-15 * weights.size * (1 + float(np.abs(by_step[first:]).max()))
+    scale = (shift_unit / noise_unit) ** 2 * (1 + rounding)
+    costs = [_cost(s, w) for s, w in zip(shifts.T.tolist(), blocks.T.tolist(), strict=True)]
+    return np.array(costs) * scale
+
+
+def _cost(shifts: list[float], weights: list[float]) -> float:
+    stack = BlockStack(grows_left=False)
+    for shift, weight in zip(shifts, weights, strict=True):
+        stack.push((shift, weight, 0))
+    return stack.cost
+
+
+def _may_be_cut(
+    process: NoisyProcess,
+    steps: slice,
+    moved: np.ndarray,
+    later: np.ndarray,
+    log_moduli: np.ndarray,
+    shift_unit: float,
+) -> bool:
+    """Whether the domain or the drift is anywhere below the largest distance of all positions.
+
+    Args:
+        process: Of the run.
+        steps: Of the segment.
+        moved: log of all shifts of each position so far, seen from the end, (epochs, positions).
+        later: log of the product of the moduli after each step.
+        log_moduli: log c_t.
+        shift_unit: Of `moved`.
+    """
+    largest = np.maximum.accumulate(moved, axis=1)
+    before = np.maximum.accumulate(moved[:-1, ::-1], axis=1)[:, ::-1]
+    largest[1:, :-1] = np.maximum(largest[1:, :-1], before[:, 1:])
+    log_distance = np.append(-np.inf, largest.ravel()[: len(later) - 1] - later[:-1])
+    with np.errstate(over="ignore"):
+        distance = np.exp(log_distance) * shift_unit
+        stretched = np.exp(log_moduli + log_distance) * shift_unit + process.sensitivity[steps]
+    limit = process.drift_contraction[steps] * distance + process.drift[steps]
+    return bool((stretched > np.minimum(limit, process.domain_diameter)).any())
 
 
 def mu_squared_by_windows(

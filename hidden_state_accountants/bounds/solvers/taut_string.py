@@ -14,7 +14,6 @@ for :math:`(S\,2^k, W\,4^k)`. Only sums of positive terms occur, so no digits ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -272,112 +271,6 @@ def least_mu_squared_by_position(
     return [min(b, stack.cost) * scale for b, stack in zip(best, stacks, strict=True)]
 
 
-class CyclicTautString:
-    """mu**2 of every position of a record in a cyclic order, step by step.
-
-    Between two participations nothing moves the record, so a participation and the steps up to the
-    next one are a single block, whose weight is a sliding-window sum: the tail of the last epoch
-    plus the head of this one. So a step costs amortised O(1) whatever the period is, and
-    `mu_squared` O(period).
-
-    The frame is that of the first step (r_t and w_t divided by the product of all contractions),
-    which changes no cost and needs no knowledge of T.
-
-    Args:
-        period: l, the number of batches per epoch.
-        first_position: The position of the first step.
-        shift_unit: A typical sensitivity, keeps squares in range.
-        noise_unit: A typical noise std, likewise.
-    """
-
-    def __init__(
-        self,
-        period: int,
-        *,
-        first_position: int = 0,
-        shift_unit: float = 1.0,
-        noise_unit: float = 1.0,
-    ):
-        self._period = period
-        self._position = first_position
-        self._shift_unit, self._noise_unit = shift_unit, noise_unit
-        self._weights = [_ZERO] * period  # of the steps of this epoch
-        self._tail = [_ZERO] * period  # suffix sums of the weights of the epoch before
-        self._head = _ZERO  # sum of the weights of this epoch so far
-        self._forget()
-
-    def _forget(self) -> None:
-        self._stacks: list[BlockStack | None] = [None] * self._period  # closed blocks
-        self._open: list[Block | None] = [None] * self._period  # the last participation
-        self._total = [_ZERO] * self._period  # sum of all shifts of a position
-        self._largest = 0.0  # the largest total, as _largest * 2**_largest_exponent
-        self._largest_exponent = 0
-        self._scale, self._exponent = 1.0, 0  # 1 / product of the contractions
-
-    @property
-    def distance(self) -> float:
-        """sup |X_t - X'_t| over all positions, from contractions and sensitivities alone."""
-        try:
-            ratio = math.ldexp(self._largest / self._scale, self._largest_exponent - self._exponent)
-        except OverflowError:
-            return math.inf
-        return ratio * self._shift_unit
-
-    def advance(self, contraction: float, sensitivity: float, noise_std: float) -> None:
-        """Adds one step."""
-        if contraction == 0:  # everything before is forgotten
-            self._forget()
-        else:
-            if not 1 / _LARGE < contraction < _LARGE:
-                contraction, power = math.frexp(contraction)
-                self._exponent -= power
-            scale = self._scale / contraction
-            if not 1 / _LARGE < scale < _LARGE:
-                scale, power = math.frexp(scale)
-                self._exponent += power
-            self._scale = scale
-        p, exponent = self._position, self._exponent
-        opened = self._open[p]
-        if opened is not None:
-            stack = self._stacks[p]
-            if stack is None:
-                stack = self._stacks[p] = BlockStack(grows_left=False)
-            stack.push(_add(opened, _add(self._tail[p], self._head)))
-        shift = (
-            max(sensitivity / self._shift_unit, _TINY) * self._scale if sensitivity else 0.0,
-            0.0,
-            exponent,
-        )
-        self._open[p] = shift
-        total = self._total[p] = _add(self._total[p], shift)
-        if _is_larger(total, self._largest, self._largest_exponent):
-            self._largest, _, self._largest_exponent = total
-        noise = noise_std / self._noise_unit * self._scale
-        weight = (0.0, noise * noise, exponent)
-        self._weights[p] = weight
-        self._head = _add(self._head, weight)
-        self._position = p + 1
-        if self._position == self._period:
-            self._tail = _suffix_sums(self._weights)
-            self._head = _ZERO
-            self._position = 0
-
-    def mu_squared(self, positions: Iterable[int]) -> list[float]:
-        """mu**2 of a record at each of the positions."""
-        q = self._position
-        head = _suffix_sums(self._weights[:q])
-        unit = (self._shift_unit / self._noise_unit) ** 2
-        result = []
-        for p in positions:
-            opened, stack = self._open[p], self._stacks[p]
-            if opened is None:
-                result.append(0.0)
-                continue
-            block = _add(opened, head[p] if p < q else _add(self._tail[p], self._head))
-            result.append((_cost(block) if stack is None else stack.cost_with(block)) * unit)
-        return result
-
-
 def mu_squared_by_last_position(
     contraction: float, sensitivity: float, noise_std: float, *, period: int, num_steps: int
 ) -> list[float]:
@@ -428,13 +321,6 @@ def _equal_participations(contraction: float, noise: float, period: int, number:
     shift = math.exp(log * (period - 1)) * math.expm1(log * steps) / math.expm1(log * period)
     weight = noise * noise * math.expm1(2 * log * steps) / math.expm1(2 * log)
     return max(shift, _TINY), weight, 0
-
-
-def _is_larger(total: Block, largest: float, exponent: int) -> bool:
-    s, _, k = total
-    if k >= exponent:
-        return s > math.ldexp(largest, exponent - k)
-    return math.ldexp(s, k - exponent) > largest
 
 
 def _suffix_sums(blocks: list[Block]) -> list[Block]:
