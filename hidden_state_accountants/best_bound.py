@@ -12,7 +12,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.bounds import BOUNDS, Bound
 from hidden_state_accountants.curves.base import (
-    BestOfCurves,
+    best_curve,
     delta_to_compare,
     is_hopeless,
     rough_epsilon,
@@ -79,8 +79,7 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     if surely is not None:
         known.append(best_guarantee(surely, relation))
     curves = [g.curve for g in known if g is best[1] or _may_be_joined(g, best[1])]
-    curve = best[1].curve if len(curves) == 1 else BestOfCurves(tuple(curves))
-    best_of_all = attrs.evolve(best[1], curve=curve, alternatives=tuple(others))
+    best_of_all = attrs.evolve(best[1], curve=best_curve(curves), alternatives=tuple(others))
     if not best_of_all.only_for:
         return best_of_all
     everywhere = attrs.evolve(event, record_position=None)

@@ -20,7 +20,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
 from hidden_state_accountants.curves import transformed
-from hidden_state_accountants.curves.base import BestOfCurves, Curve
+from hidden_state_accountants.curves.base import Curve, alternatives
 from hidden_state_accountants.curves.plain import curve_from_plain, to_plain
 from hidden_state_accountants.figures import text_up
 
@@ -159,9 +159,8 @@ class Guarantee:
 
         Where another bound is joined, epsilon may be smaller than that of mu-GDP.
         """
-        if isinstance(self.curve, BestOfCurves):
-            return min((c.mu for c in self.curve.curves if c.mu is not None), default=None)
-        return self.curve.mu
+        known = (single.mu for single, failure in alternatives(self.curve) if not failure)
+        return min((mu for mu in known if mu is not None), default=None)
 
     def epsilon(self, delta: float) -> float:
         """The smallest proved epsilon at `delta` in [0, 1]."""

@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import Bound, Citation, Proof
 from hidden_state_accountants.bounds.sampled_steps import composed_steps
-from hidden_state_accountants.curves.base import Curve, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.base import Curve, GaussianCurve, with_delta
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption
@@ -55,7 +55,7 @@ class Composition(Bound):
             curve = _curve(event.as_composition(relation, for_one_position=True))
         extra = event.cap_delta(relation)
         return Proof(
-            curve=CurveWithDelta(curve, extra) if extra else curve,
+            curve=with_delta(curve, extra),
             theorem="composition (every iterate may be released)",
         )
 

@@ -34,7 +34,7 @@ from hidden_state_accountants.bounds.solvers.taut_string import (
     least_mu_squared,
     mu_squared_by_last_position,
 )
-from hidden_state_accountants.curves.base import BestOfCurves, Curve, GaussianMixtureCurve
+from hidden_state_accountants.curves.base import Curve, GaussianMixtureCurve, best_curve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -117,7 +117,7 @@ class Reshuffled(HiddenStateBound):
         if process.is_constant and not process.release_steps and process.contraction[0] <= 1:
             curves.append(_late_participations(process))
         return Proof(
-            curve=curves[0] if len(curves) == 1 else BestOfCurves(tuple(curves)),
+            curve=best_curve(curves),
             theorem=self.citation.of("Theorem A averaged over the secret order of each epoch"),
         )
 

@@ -49,12 +49,11 @@ from hidden_state_accountants.bounds.solvers.sampled_windows import (
 )
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.base import (
-    BestOfCurves,
     Curve,
-    CurveForSmallDeltas,
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
+    best_curve,
+    with_delta,
 )
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
@@ -68,8 +67,8 @@ from hidden_state_accountants.process.noisy_process import (
     sampled_process,
 )
 
-_FAILURE = 1e-12  # of what is planned about the sizes of batches: added to delta
-_SMALLER_FAILURE = 1e-18  # of a second plan, for deltas at which the first one says little
+_FAILURE = 1e-18  # of what is planned about the sizes of batches: added to delta
+_LARGER_FAILURE = 1e-12  # of a second plan where products of moduli depend on the sizes
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
@@ -118,18 +117,14 @@ class Subsampling(HiddenStateBound):
         ]
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """The best window found, segment by segment."""
-        curve = _curve(event, relation, _FAILURE)
-        if isinstance(curve, CurveWithDelta) and curve.extra <= _FAILURE:  # as planned
-            smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)
-            curve = BestOfCurves((curve, CurveForSmallDeltas(curve, smaller)))
-        return Proof(curve=curve, theorem=f"{self.citation.of('Theorem C')}, sampled batches")
-
-
-def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, failure: float) -> Curve:
-    run = _planned(event, relation, failure)
-    curve = run.released_curve(event)
-    return CurveWithDelta(curve, run.failure) if run.failure else curve
+        """The best window found, segment by segment, of every plan."""
+        runs = [_planned(event, relation, _FAILURE)]
+        if runs[0].depends_on_sizes:  # a plan that may rather fail has smaller moduli
+            runs.append(_planned(event, relation, _LARGER_FAILURE))
+        curves = [with_delta(run.released_curve(event), run.failure) for run in runs]
+        return Proof(
+            curve=best_curve(curves), theorem=f"{self.citation.of('Theorem C')}, sampled batches"
+        )
 
 
 def _planned(
@@ -247,6 +242,11 @@ class _SampledRun:
         failure = sizes.failure + allowed / 2
         return cls(event, relation, process, stretching, failure, allowed)
 
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Whether products of moduli depend on the sizes of batches."""
+        return len(self.stretching.offsets) > 1
+
     def released_curve(self, event: LastIterateDpEvent) -> Curve:
         """All segments between the releases of a run that is as planned, composed."""
         if not np.isfinite(record_mus(event)).all():
@@ -276,7 +276,7 @@ class _SampledRun:
             window = _settled_window(self, min(longer, self.process.num_steps))
         else:
             window = self.window(start, stop)
-        return whole if window is None else BestOfCurves((window, whole))
+        return whole if window is None else best_curve([window, whole])
 
     def window(self, start: int, stop: int) -> Curve | None:
         """About the best window of a segment; None if the whole segment is better."""
@@ -377,5 +377,4 @@ class _SampledRun:
         curves: list[tuple[Curve, int]] = [(shift, 1)]
         for mu, count in window.sampled_mus:
             curves.append((step_curve(self.event, self.relation, mu), count))
-        curve = compose_curves(curves)
-        return CurveWithDelta(curve, window.rare) if window.rare else curve
+        return with_delta(compose_curves(curves), window.rare)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
 
 import attrs
 import dp_accounting
@@ -21,8 +20,6 @@ from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilo
 _HOPELESS = 3.0  # times as large by divergences
 _UNLIKELY = 1.8  # times as large: a shorter run is asked, which is known if this one goes on
 _SURELY = 1.001  # more than all rounding of a composed loss
-NEGLIGIBLE = 1e-9  # a failure that is below every delta that is asked for
-_LITTLE = 100.0  # times the failure of a curve: a smaller delta is used up by it
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
@@ -43,14 +40,18 @@ class Curve(Protocol):
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
 
-    def privacy_losses(self) -> Losses | None:
-        """Pessimistic privacy losses for composition, if the curve has some."""
-
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         """A standard event under ADD_OR_REMOVE_ONE whose curve is nowhere below this one, if any.
 
         The smallest that is known; it may be larger where no standard event has the curve.
         """
+
+
+class ComposableCurve(Curve, Protocol):
+    """One curve that always holds: what is composed. `alternatives` finds those of any curve."""
+
+    def privacy_losses(self) -> Losses | None:
+        """Pessimistic privacy losses for composition, if the curve has some."""
 
 
 def rough_epsilon(curve: Curve, delta: float) -> float:
@@ -246,73 +247,46 @@ class CurveWithDelta:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.full(orders.shape, math.inf)
 
-    def privacy_losses(self) -> None:
-        return None
-
     def to_dpevent(self) -> None:
         return None
 
 
-@attrs.frozen(eq=False, slots=False)
-class CurveForSmallDeltas:
-    """A curve that is worked out only at deltas so small that another one says little or nothing.
-
-    Attributes:
-        other: The one that may fail.
-        make: Makes this one.
-    """
-
-    other: CurveWithDelta
-    make: Callable[[], Curve]
-
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
-
-    @functools.cached_property
-    def made(self) -> Curve:
-        """This curve."""
-        return self.make()
-
-    @property
-    def _largest_delta(self) -> float:
-        return _LITTLE * self.other.extra
-
-    def epsilon(self, delta: float) -> float:
-        if delta > self._largest_delta:
-            return math.inf
-        # No smaller one at a smaller delta, whichever of the two curves is read off.
-        return max(self.made.epsilon(delta), self.other.epsilon(self._largest_delta))
-
-    def rough_epsilon(self, delta: float) -> float:
-        return math.inf if delta > self._largest_delta else rough_epsilon(self.made, delta)
-
-    def delta(self, epsilon: float) -> float:
-        if self.other.delta(epsilon) > self._largest_delta:
-            return 1.0
-        return self.made.delta(epsilon)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.full(orders.shape, math.inf)
-
-    def privacy_losses(self) -> None:
-        return None
-
-    def to_dpevent(self) -> None:
-        return None
-
-
-def with_delta(curve: Curve, extra: float) -> CurveWithDelta:
+def with_delta(curve: Curve, extra: float) -> Curve:
     """The curve with a probability of failure, beside the one that it may have already."""
-    if isinstance(curve, CurveWithDelta):
-        return CurveWithDelta(curve.curve, curve.extra + extra)
-    return CurveWithDelta(curve, extra)
+    return CurveWithDelta(curve, extra) if extra else curve
 
 
-def failure(curve: Curve) -> float:
-    """The probability with which a curve does not hold: at no smaller delta it says anything."""
-    return curve.extra if isinstance(curve, CurveWithDelta) else 0.0
+def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
+    """All that is known of one mechanism, however the best of several and failures are nested.
+
+    Whatever reads the inside of a curve (composition, groups, cohorts, selection) asks here.
+
+    Returns:
+        At least one (curve, failure) pair: a curve that is neither the best of several nor has a
+        failure of its own, and the probability that it does not hold. Every curve once, with its
+        smallest failure.
+    """
+    found: dict[int, tuple[ComposableCurve, float]] = {}
+    for single, failure in _unfolded(curve):
+        if id(single) not in found or failure < found[id(single)][1]:
+            found[id(single)] = single, failure
+    return tuple(found.values())
+
+
+def _unfolded(curve: Curve) -> Iterator[tuple[ComposableCurve, float]]:
+    if isinstance(curve, BestOfCurves):
+        for part in curve.curves:
+            yield from _unfolded(part)
+    elif isinstance(curve, CurveWithDelta):
+        for single, failure in _unfolded(curve.curve):
+            yield single, failure + curve.extra
+    else:
+        yield cast(ComposableCurve, curve), 0.0
+
+
+def best_curve(curves: Sequence[Curve]) -> Curve:
+    """The best of curves that all hold, at least one."""
+    return curves[0] if len(curves) == 1 else BestOfCurves(tuple(curves))
 
 
 def delta_to_compare(*curves: Curve) -> float:
@@ -320,7 +294,7 @@ def delta_to_compare(*curves: Curve) -> float:
 
     What may fail says nothing at a delta below its failure, and may still be smaller above.
     """
-    return min(1.0, _DELTA + max(map(failure, curves)))
+    return min(1.0, _DELTA + max(min(p for _, p in alternatives(curve)) for curve in curves))
 
 
 @attrs.frozen(eq=False)
@@ -339,19 +313,21 @@ class BestOfCurves:
         return None
 
     def epsilon(self, delta: float) -> float:
-        return self._smallest(delta)[0]
+        return self.smallest(delta)[0]
 
     def rough_epsilon(self, delta: float) -> float:
         return min(rough_epsilon(curve, delta) for curve in self.curves)
 
-    def _smallest(self, delta: float) -> tuple[float, Curve]:
-        curves = sorted(self.curves, key=lambda curve: rough_epsilon(curve, delta))
-        best, found = curves[0].epsilon(delta), curves[0]
-        for curve in curves[1:]:
-            if not is_hopeless(curve, delta, best):
-                epsilon = curve.epsilon(delta)
+    def smallest(self, delta: float) -> tuple[float, int]:
+        """The smallest epsilon, and the place of its curve."""
+        roughly = [rough_epsilon(curve, delta) for curve in self.curves]
+        first, *others = sorted(range(len(roughly)), key=roughly.__getitem__)
+        best, found = self.curves[first].epsilon(delta), first
+        for place in others:
+            if not is_hopeless(self.curves[place], delta, best):
+                epsilon = self.curves[place].epsilon(delta)
                 if epsilon < best:
-                    best, found = epsilon, curve
+                    best, found = epsilon, place
         return best, found
 
     def delta(self, epsilon: float) -> float:
@@ -360,19 +336,8 @@ class BestOfCurves:
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
 
-    def best(self) -> Curve:
-        """The curve to compose with others: the smallest at a delta at which all say something."""
-        return self._smallest(delta_to_compare(*self.curves))[1]
-
-    def certain(self) -> Curve | None:
-        """The smallest of the curves that do not fail, or hardly, if there are some."""
-        curves = tuple(curve for curve in self.curves if failure(curve) <= NEGLIGIBLE)
-        return BestOfCurves(curves).best() if curves else None
-
-    def privacy_losses(self) -> Losses | None:
-        return self.best().privacy_losses()
-
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         by_epsilon = sorted(self.curves, key=lambda curve: rough_epsilon(curve, _DELTA))
-        events = (curve.to_dpevent() for curve in (self.best(), *by_epsilon))
+        best = self.curves[self.smallest(delta_to_compare(*self.curves))[1]]
+        events = (curve.to_dpevent() for curve in (best, *by_epsilon))
         return next((event for event in events if event is not None), None)

@@ -11,7 +11,13 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.base import (
+    Curve,
+    GaussianCurve,
+    alternatives,
+    best_curve,
+    with_delta,
+)
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.losses import Losses, losses_of
 from hidden_state_accountants.curves.profiles import Profile
@@ -32,6 +38,9 @@ def of_cohort(curve: Curve, rate: float) -> Curve:
         return GaussianCurve(0.0)
     if curve.mu == math.inf:
         return curve
+    known = alternatives(curve)
+    if len(known) > 1 or known[0][1]:  # whoever joins, joins what may fail as well
+        return best_curve([with_delta(of_cohort(single, rate), rate * p) for single, p in known])
     if curve.mu is not None:
         once = dp_accounting.GaussianDpEvent(1 / curve.mu)
         event = dp_accounting.PoissonSampledDpEvent(rate, once)

@@ -12,14 +12,15 @@ import dp_accounting
 import numpy as np
 
 from hidden_state_accountants.curves.base import (
-    NEGLIGIBLE,
     BestOfCurves,
+    ComposableCurve,
     Curve,
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
-    failure,
+    alternatives,
+    best_curve,
+    with_delta,
 )
 from hidden_state_accountants.curves.fewer_mixtures import fewer_mixtures
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
@@ -28,46 +29,63 @@ from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss, power_of_
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
-_SomeCurve = TypeVar("_SomeCurve", bound=Curve)
+_DELTAS = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15, 1e-30)  # at which the curves to compose are chosen
+_SomeCurve = TypeVar("_SomeCurve", bound=ComposableCurve)
 
 
 def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     """The curve of independent mechanisms, each run `count` times.
 
-    Gaussian curves add exactly, standard events stay together in one stock accountant, additive
-    deltas add up; the rest is composed by privacy loss distributions and Renyi divergences, where
-    what is given several times is one mechanism that runs more often: a user composes a run again
-    after each of its epochs.
+    Gaussian curves add exactly, standard events stay together in one stock accountant,
+    probabilities of failure add up; the rest is composed by privacy losses and Renyi divergences,
+    where what is given several times is one mechanism that runs more often: a user composes a run
+    again after each of its epochs.
 
-    What may fail says nothing at a delta below its failure, where the rest that is proved counts.
+    Where several curves of a mechanism hold, those are composed that are the smallest at one of a
+    few deltas: at every delta the best of these compositions counts.
 
     Raises:
         ValueError: The standard events have no stock accountant in common.
     """
     curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
-    if len(curves) == 1 and curves[0][1] == 1:
-        return _composed(curves)
-    chosen = [(c.best() if isinstance(c, BestOfCurves) else c, count) for c, count in curves]
-    total = _composed(chosen)
-    if failure(total) <= NEGLIGIBLE:
-        return total
-    certain = [(c.certain() if isinstance(c, BestOfCurves) else c, count) for c, count in curves]
-    known = [(c, count) for c, count in certain if c is not None and failure(c) <= NEGLIGIBLE]
-    if len(known) < len(curves):  # what one of them may show is not bounded
-        return total
-    return BestOfCurves((total, _composed(known)))
+    if len(curves) == 1 and curves[0][1] == 1 and len(alternatives(curves[0][0])) > 1:
+        return curves[0][0]
+    known = [alternatives(curve) for curve, _ in curves]
+    counts = [count for _, count in curves]
+    choices = [[_choice(single, delta) for single in known] for delta in _DELTAS]
+    distinct = {tuple(id(curve) for curve, _ in choice): choice for choice in choices}
+    composed = []
+    for choice in distinct.values():
+        failure = sum(count * p for (_, p), count in zip(choice, counts, strict=True))
+        chosen = [(curve, count) for (curve, _), count in zip(choice, counts, strict=True)]
+        composed.append(with_delta(_composed(chosen), failure))
+    return best_curve(composed)
 
 
-def _composed(curves: Sequence[tuple[Curve, int]]) -> Curve:
+def _choice(
+    known: Sequence[tuple[ComposableCurve, float]], delta: float
+) -> tuple[ComposableCurve, float]:
+    """The curve to compose with others, and its failure: the smallest at a delta.
+
+    One that says nothing there is chosen if none does, the least likely to fail.
+    """
+    telling = [single for single in known if single[1] < delta]
+    if not telling:
+        return min(known, key=lambda single: single[1])
+    if len(telling) == 1:
+        return telling[0]
+    return telling[
+        BestOfCurves(tuple(with_delta(*single) for single in telling)).smallest(delta)[1]
+    ]
+
+
+def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
     """As `compose_curves`, of one curve for each mechanism."""
-    mu_squared, extra = 0.0, 0.0
+    mu_squared = 0.0
     events: list[StockEvent] = []
-    others: list[tuple[Curve, int]] = []
+    others: list[tuple[ComposableCurve, int]] = []
     mixtures: list[tuple[GaussianMixtureCurve, int]] = []
     for curve, count in curves:
-        if isinstance(curve, CurveWithDelta):
-            extra += count * curve.extra
-            curve = curve.curve
         if isinstance(curve, StandardCurve):
             mu_squared += count * curve.gaussian_mu**2
             events += [attrs.evolve(part, count=count * part.count) for part in curve.events]
@@ -82,7 +100,7 @@ def _composed(curves: Sequence[tuple[Curve, int]]) -> Curve:
     others = [*_together(others), *fewer_mixtures(_together(mixtures))]
     events = _same_events(events)
     mu = math.sqrt(mu_squared)
-    total: Curve = GaussianCurve(mu)
+    total: ComposableCurve = GaussianCurve(mu)
     if mu < math.inf:
         if events:
             total = StandardCurve(tuple(events), gaussian_mu=mu)
@@ -90,8 +108,6 @@ def _composed(curves: Sequence[tuple[Curve, int]]) -> Curve:
             total = others[0][0]
         elif others:
             total = ComposedCurve((*others, *([(total, 1)] if mu or events else [])))
-        if extra:
-            total = CurveWithDelta(total, extra)
     return total
 
 
@@ -141,7 +157,7 @@ class ComposedCurve(RenyiOrLoss):
         parts: (curve, count) pairs.
     """
 
-    parts: tuple[tuple[Curve, int], ...]
+    parts: tuple[tuple[ComposableCurve, int], ...]
 
     @property
     def mu(self) -> None:

@@ -20,6 +20,7 @@ GRID = 1e-4
 """Spacing of the losses; that of long ones is wider, by a power of two."""
 _WIDEST_GRID = 2**13 * GRID  # 0.82
 _MOST_CELLS = 5_000_000  # arrays of 40 MB
+_TINY = 1e-290  # divergences that are no smaller have all their digits
 _WIDEST = 0.02  # between two nodes of a coarse law
 _FEWEST = 8  # cells, if these are wider than that
 UNIT = 2.0**-53
@@ -179,8 +180,14 @@ def stock_loss(
 
 
 def _falling(deltas: np.ndarray) -> np.ndarray:
-    """Divergences fall with epsilon: what is larger by rounding is cut to the value before."""
-    return np.minimum.accumulate(np.clip(deltas, 0.0, 1.0))
+    """Divergences fall with epsilon: what is larger by rounding is cut to the value before.
+
+    Where they underflow they end at `_TINY`, which becomes mass at infinity: only a divergence
+    that jumps to 0 is 0.
+    """
+    deltas = np.minimum.accumulate(np.clip(deltas, 0.0, 1.0))
+    underflow = ((deltas > 0) & (deltas < _TINY)).any()
+    return np.maximum(deltas, _TINY) if underflow else deltas
 
 
 def _connect_the_dots(deltas: np.ndarray, opposite: np.ndarray, grid: float) -> LossMasses:

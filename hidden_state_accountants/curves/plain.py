@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from dp_accounting import NeighboringRelation, dp_event
 from hidden_state_accountants.curves.base import (
     BestOfCurves,
     Curve,
-    CurveForSmallDeltas,
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
@@ -54,7 +52,6 @@ _TYPES: dict[str, Any] = {
     )
 }
 _RENYI, _EVENT, _RELATION, _ARRAY = "RdpCurve", "event", "relation", "array"
-_SMALL = CurveForSmallDeltas.__name__
 _INFINITE = "inf"
 
 
@@ -95,8 +92,6 @@ def to_plain(value: Any) -> Any:
         orders = value.orders if known is None else known.orders
         divergences = value.rdp(orders) if known is None else known.divergences
         return {"type": _RENYI, "orders": to_plain(orders), "divergences": to_plain(divergences)}
-    if isinstance(value, CurveForSmallDeltas):
-        return {"type": _SMALL, "other": to_plain(value.other), "made": to_plain(value.made)}
     if type(value) in _TYPES.values():
         return {"type": type(value).__name__, **_fields(value)}
     if isinstance(value, dp_accounting.DpEvent) and _event_type(type(value).__name__):
@@ -125,10 +120,6 @@ def _event_type(name: str) -> Any:
     kind = getattr(dp_event, name, None)
     is_event = isinstance(kind, type) and issubclass(kind, dp_accounting.DpEvent)
     return kind if is_event else None
-
-
-def _itself(curve: Curve) -> Curve:
-    return curve
 
 
 def curve_from_plain(plain: Any) -> Curve:
@@ -169,8 +160,6 @@ def _from_plain(plain: Any) -> Any:
         fields = {name: _from_plain(part) for name, part in parts["fields"].items()}
         return event(**{n: list(f) if isinstance(f, tuple) else f for n, f in fields.items()})
     fields = {name: _from_plain(part) for name, part in parts.items()}
-    if kind == _SMALL:
-        return CurveForSmallDeltas(fields["other"], functools.partial(_itself, fields["made"]))
     if kind == GaussianMixtureCurve.__name__:  # its constructor would round the weights again
         curve = object.__new__(GaussianMixtureCurve)
         for name in ("weights", "mus", "smallest_delta"):

@@ -22,6 +22,7 @@ _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves 
 _FIRST, _STEP = 15.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
 _DROPPED = 1e-22  # tilted probability of the losses that are left out of a composition
 _UNDERFLOW = 1e-200  # of a sum whose largest term may have underflowed
+_LARGEST_EXPONENT = 700.0
 _MOST_MOVES = 40  # each half of the one before
 _SUMS = 256 * UNIT  # more than the relative error of the sum of all masses, wrapped to a window
 
@@ -128,7 +129,9 @@ class Part:
         cells = np.arange(nodes[first], nodes[min(last, len(nodes) - 1)] + 1)
         start = int(cells[0])
         law = self._masses.masses[start - self.lowest : start - self.lowest + len(cells)]
-        masses = law * np.exp((theta * self._masses.grid) * cells - log_mass)
+        # A tilted mass is at most 1: what is cut had one that underflowed (_SMALLEST covers it).
+        exponents = np.minimum((theta * self._masses.grid) * cells - log_mass, _LARGEST_EXPONENT)
+        masses = law * np.exp(exponents)
         total = float(masses.sum())
         masses /= total * (1 + _SUMS)
         found = log_mass + math.log(total) + _SUMS

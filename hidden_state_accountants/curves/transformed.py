@@ -13,11 +13,12 @@ from scipy import optimize, special
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import (
-    BestOfCurves,
     Curve,
-    CurveWithDelta,
     GaussianCurve,
     RdpCurve,
+    alternatives,
+    best_curve,
+    with_delta,
 )
 from hidden_state_accountants.curves.losses import GRID, Losses, PrivacyLoss, losses_of
 from hidden_state_accountants.curves.polygons import polygon
@@ -120,8 +121,9 @@ def of_groups(curve: Curve, size: int) -> Curve:
         return curve
     if curve.mu is not None:  # Dong, Roth, Su 2022, arXiv 1905.02383 v3, Theorem 2.14
         return GaussianCurve(size * curve.mu)
-    if isinstance(curve, BestOfCurves):
-        return BestOfCurves(tuple(of_groups(part, size) for part in curve.curves))
+    known = alternatives(curve)
+    if len(known) > 1:
+        return best_curve([of_groups(with_delta(*single), size) for single in known])
     return GroupCurve(curve, size)
 
 
@@ -250,12 +252,8 @@ def after_selection(curve: Curve, mean: float, shape: float) -> RdpCurve:
 
 def _orders_of(curve: Curve) -> np.ndarray:
     """Where the divergences of a curve are read: a sampled event has few orders that are quick."""
-    if isinstance(curve, BestOfCurves):
-        return functools.reduce(np.intersect1d, map(_orders_of, curve.curves))
-    if isinstance(curve, CurveWithDelta):
-        return _orders_of(curve.curve)
-    orders: np.ndarray = getattr(curve, "orders", ORDERS)
-    return orders
+    orders = (getattr(single, "orders", ORDERS) for single, _ in alternatives(curve))
+    return functools.reduce(np.intersect1d, orders)
 
 
 def _gamma(mean: float, shape: float) -> float:

@@ -144,3 +144,23 @@ def test_delta_of_a_poisson_run_is_not_negative():
     accountant = hsa.LastIterateAccountant().compose(run)
     assert accountant.get_delta(11.0) == pytest.approx(4.42e-17, rel=1e-3, abs=0)
     assert accountant.get_delta(8.0) == pytest.approx(8.611e-12, rel=1e-3, abs=0)  # PLD: 8.549e-12
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.08, 0.125])
+@pytest.mark.parametrize(
+    ("order", "relation"), [("poisson", "replace_one"), ("without_replacement", "replace_special")]
+)
+def test_one_step_at_any_delta_of_a_double(order, relation, noise):
+    """Its law underflows within the composition: "cannot convert float NaN to integer"."""
+    event = cyclic_run(
+        batch_order=order, noise_multiplier=noise, num_steps=1, batch_size=250, dataset_size=25_000
+    )
+    accountant = hsa.LastIterateAccountant(relation).compose(event)
+    deltas = [1e-5, 1e-100, 1e-200, 1e-250, 1e-280, 1e-300, 5e-324]
+    epsilons = [accountant.get_epsilon(delta) for delta in deltas]
+    assert epsilons == sorted(epsilons)
+    assert epsilons[-1] < math.inf == accountant.get_epsilon(0.0)
+    for delta, epsilon in zip(deltas, epsilons, strict=True):
+        assert accountant.get_delta(epsilon) <= max(1.01 * delta, 2e-280)
+        exact = 2 / noise * stats.norm.isf(delta / 0.01) + 2 / noise**2  # of a record that moves
+        assert epsilon <= 1.1 * exact + 10

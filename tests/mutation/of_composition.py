@@ -47,10 +47,31 @@ MUTATIONS = (
         _DETAILS,
     ),
     Mutation(
+        "failures_of_composed_runs_are_dropped",
+        CURVES_TOGETHER,
+        "composed.append(with_delta(_composed(chosen), failure))",
+        "composed.append(_composed(chosen))",
+        "laws/test_composition.py",
+    ),
+    Mutation(
+        "best_of_curves_is_unfolded_once",
+        "curves/base.py",
+        "            yield from _unfolded(part)",
+        "            yield cast(ComposableCurve, part), 0.0",
+        "laws/test_composition.py",
+    ),
+    Mutation(
+        "failure_of_a_nested_curve_is_dropped",
+        "curves/base.py",
+        "yield single, failure + curve.extra",
+        "yield single, failure",
+        "bounds/test_curvature.py",
+    ),
+    Mutation(
         "extra_delta_counts_once_for_many_runs",
         CURVES_TOGETHER,
-        "extra += count * curve.extra",
-        "extra += curve.extra",
+        "failure = sum(count * p for (_, p), count in zip(choice, counts, strict=True))",
+        "failure = sum(p for (_, p), count in zip(choice, counts, strict=True))",
         _DETAILS,
     ),
     Mutation(

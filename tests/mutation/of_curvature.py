@@ -38,20 +38,6 @@ MUTATIONS = (
         _TESTS,
     ),
     Mutation(
-        "second_failure_replaces_the_first",
-        "curves/base.py",
-        "return CurveWithDelta(curve.curve, curve.extra + extra)",
-        "return CurveWithDelta(curve.curve, extra)",
-        _TESTS,
-    ),
-    Mutation(
-        "mechanisms_without_a_certain_curve_are_left_out",
-        "curves/composed.py",
-        "    if len(known) < len(curves):  # what",
-        "    if not known:  # what",
-        _TESTS,
-    ),
-    Mutation(
         "released_curvature_has_no_margin",
         RELEASE,
         "bound = noisy + scale * math.log(1 / (2 * failure)) + _ROUNDING",

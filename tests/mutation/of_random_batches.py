@@ -35,15 +35,15 @@ MUTATIONS = (
     Mutation(
         "what_was_planned_never_fails",
         SUBSAMPLING,
-        "return CurveWithDelta(curve, run.failure) if run.failure else curve",
-        "return CurveWithDelta(curve, 0.0)",
+        "curves = [with_delta(run.released_curve(event), run.failure) for run in runs]",
+        "curves = [run.released_curve(event) for run in runs]",
         _DISTANCE_TESTS,
     ),
     Mutation(
         "second_plan_is_the_first_one",
         SUBSAMPLING,
-        "smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)",
-        "smaller = functools.partial(_curve, event, relation, _FAILURE)",
+        "runs.append(_planned(event, relation, _LARGER_FAILURE))",
+        "runs.append(_planned(event, relation, _FAILURE))",
         _DISTANCE_TESTS,
     ),
     Mutation(
@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "what_a_window_does_not_cover_is_dropped",
         SUBSAMPLING,
-        "return CurveWithDelta(curve, window.rare) if window.rare else curve",
-        "return curve",
+        "return with_delta(compose_curves(curves), window.rare)",
+        "return compose_curves(curves)",
         _SAMPLED_TESTS,
     ),
     # The sizes of Poisson batches.

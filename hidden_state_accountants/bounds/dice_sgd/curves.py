@@ -21,11 +21,11 @@ from scipy import stats
 
 from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import Inclusions, inclusions
 from hidden_state_accountants.curves.base import (
-    BestOfCurves,
     Curve,
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
+    best_curve,
+    with_delta,
 )
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import epsilon_from_rdp
@@ -114,7 +114,7 @@ def sound_curve(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
             curves += _subsampled(event, effect, revealed.epsilon(1e-6))
         if order is BatchOrder.WITHOUT_REPLACEMENT and effect.deposit == 0:
             curves.append(_plain_without_replacement(event, relation))
-    return revealed if len(curves) == 1 else BestOfCurves(tuple(curves))
+    return best_curve(curves)
 
 
 def _fewer(mus: np.ndarray) -> np.ndarray:
@@ -143,7 +143,7 @@ def _subsampled(event: DiceSgdDpEvent, effect: Effect, other_epsilon: float) -> 
     if mostly < always:
         split = _split(event, effect, mostly)
         if _quick_epsilon(split) <= _HOPELESS * other_epsilon:
-            curves.append(CurveWithDelta(split, float(stats.binom.sf(usual, steps - 1, rate))))
+            curves.append(with_delta(split, float(stats.binom.sf(usual, steps - 1, rate))))
     return curves
 
 
