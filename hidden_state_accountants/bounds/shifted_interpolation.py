@@ -18,6 +18,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.solvers.all_positions import (
+    mu_squared_after_batches,
     mu_squared_by_windows,
     mu_squared_from_start,
 )
@@ -28,10 +29,7 @@ from hidden_state_accountants.bounds.solvers.equal_steps import (
     largest_distance,
     mu_squared_of_equal_steps,
 )
-from hidden_state_accountants.bounds.solvers.taut_string import (
-    least_mu_squared,
-    least_mu_squared_by_position,
-)
+from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -266,19 +264,13 @@ def _windows_after_batches(
     process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
     def of_tail(tail: int) -> np.ndarray:
-        steps = slice(stop - tail, stop)
-        is_whole = tail == stop - start
-        initial = 0.0 if is_whole else distance_before_tail(process, stop - start - tail)
-        by_position = least_mu_squared_by_position(
-            process.contraction[steps],
-            process.sensitivity[steps],
-            process.noise_std[steps],
-            distance_anywhere(process, steps.start, stop, initial),
-            period=process.period,
-            first_position=steps.start % process.period,
-            is_whole=is_whole,
-        )
-        return np.array([by_position[p] for p in positions])
+        first, is_whole = stop - tail, tail == stop - start
+        initial = 0.0 if is_whole else distance_before_tail(process, first - start)
+        anywhere = distance_anywhere(process, first, stop, initial)
+        by_step = mu_squared_after_batches(process, first, stop, anywhere, is_whole=is_whole)
+        if by_step is None:
+            by_step = mu_squared_by_windows(process, first, stop, initial)
+        return _at(process, positions, first, by_step, 0.0 if is_whole else math.inf)
 
     if not process.is_constant or stop - start <= LONG:
         return of_tail(stop - start)

@@ -12,6 +12,7 @@ from runs import cyclic_run
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.shifted_interpolation import segment_mu_squared
 from hidden_state_accountants.bounds.solvers.all_positions import (
+    mu_squared_after_batches,
     mu_squared_by_windows,
     mu_squared_from_start,
 )
@@ -85,6 +86,32 @@ def test_without_windows_equals_one_position_by_itself(seed):
     for position, mu_squared in enumerate(found):
         alone = segment_mu_squared(process, 0, process.num_steps, [position])[0]
         assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_windows_after_batches_equal_one_position_by_itself(seed):
+    """No modulus above 1, and a domain that only a batch with the record reaches."""
+    rng = np.random.default_rng(seed)
+    process = random_process(rng)
+    moduli = np.maximum(process.contraction, 0.05).clip(max=1.0) ** rng.choice([0.1, 1.0, 20.0])
+    steps, radius = process.num_steps, float(rng.uniform(0.3, 3.0))
+    process = attrs.evolve(
+        process,
+        contraction=moduli,
+        drift_contraction=moduli,
+        drift=np.full(steps, 2.0 + radius),
+        domain_diameter=radius,
+    )
+    anywhere = np.append(np.nan, np.full(steps, radius))
+    found = mu_squared_after_batches(process, 0, steps, anywhere)
+    last = mu_squared_after_batches(process, 0, steps, anywhere, is_whole=False)
+    if found is None:  # some hundred nats
+        assert np.abs(np.cumsum(np.log(moduli[::-1]))).max() > 150
+        return
+    for position, mu_squared in enumerate(found):
+        alone = segment_mu_squared(process, 0, steps, [position])[0]
+        assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-9)
+        assert last[position] in (mu_squared, np.inf)
 
 
 def test_windows_are_looked_for_where_one_may_help():

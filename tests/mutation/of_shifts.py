@@ -67,10 +67,10 @@ MUTATIONS = (
     ),
     Mutation(
         "window_after_a_batch_starts_a_step_early",
-        TAUT_STRING,
-        "known = _scaled(known_shift[start + 1 : stop + 1], shift_unit).tolist()",
-        "known = _scaled(known_shift[start:stop], shift_unit).tolist()",
-        _LAWS,
+        ALL_POSITIONS,
+        "best = min(best, stack.cost_with((begin, rest, 0)))",
+        "best = min(best, stack.cost_with((begin, weight, 0)))",
+        _ALL_POSITIONS_TESTS,
     ),
     Mutation(
         "only_starts_after_batches_are_tried",
@@ -82,7 +82,7 @@ MUTATIONS = (
     Mutation(
         "blocks_of_all_positions_end_with_the_epoch",
         ALL_POSITIONS,
-        "blocks[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)",
+        "after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)",
         "pass",
         _ALL_POSITIONS_TESTS,
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import numpy as np
 
 from hidden_state_accountants.bounds.solvers.taut_string import BlockStack
@@ -29,43 +30,13 @@ def mu_squared_from_start(process: NoisyProcess, start: int, stop: int) -> np.nd
 
     None where a window might do better, or the products of the moduli leave the range of a double.
     """
-    steps, period = slice(start, stop), min(process.period, stop - start)
-
-    def by_epoch(values: np.ndarray, rest: float) -> np.ndarray:
-        missing = (start - stop) % period
-        return np.append(values, np.full(missing, rest)).reshape(-1, period)
-
-    sensitivity, noise_std = process.sensitivity[steps], process.noise_std[steps]
-    shift_unit, noise_unit = float(sensitivity.max()) or 1.0, float(noise_std.max()) or 1.0
-    with np.errstate(divide="ignore"):
-        log_moduli = np.log(process.contraction[steps])
-        log_shifts = np.log(by_epoch(sensitivity / shift_unit, 0.0))
-    if not np.isfinite(log_moduli).all():
+    sums = _Sums.of(process, start, stop)
+    if sums is None or _may_be_cut(process, slice(start, stop), sums):
         return None
-    later = np.append(np.cumsum(log_moduli[:0:-1])[::-1], 0.0)  # log of the product after a step
-    by_step = by_epoch(later, 0.0)
-    moved = np.logaddexp.accumulate(log_shifts + by_step, axis=0)  # seen from the end
-    if _may_be_cut(process, steps, moved, later, log_moduli, shift_unit):
-        return None
-    far = np.flatnonzero(np.abs(by_step).max(axis=1) > _SPAN)
-    first = int(far[-1]) + 1 if len(far) else 0
-    needed = 1 if (stop - start) % period == 0 else 2  # epochs with every position
-    if first > max(len(by_step) - needed, 0) or (first and by_step[first - 1].max() > -_SPAN / 2):
-        return None
-    products = np.exp(by_step[first:])
-    shifts = np.exp(log_shifts[first:]) * products
-    shifts[np.isfinite(log_shifts[first:])] = np.maximum(
-        shifts[np.isfinite(log_shifts[first:])], _TINY
-    )
-    if first:  # what is left of all that was before
-        shifts[0] += np.exp(moved[first - 1])
-    weights = (by_epoch(noise_std / noise_unit, 0.0)[first:] * products) ** 2
-    blocks = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1].copy()
-    blocks[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)
-    rounding = 2e-15 * weights.size * (1 + float(np.abs(by_step[first:]).max()))
-    scale = (shift_unit / noise_unit) ** 2 * (1 + rounding)
-    costs = [_cost(s, w) for s, w in zip(shifts.T.tolist(), blocks.T.tolist(), strict=True)]
-    return np.array(costs) * scale
+    costs = [
+        _cost(s, w) for s, w in zip(sums.shifts.T.tolist(), sums.blocks.T.tolist(), strict=True)
+    ]
+    return np.array(costs) * sums.scale
 
 
 def _cost(shifts: list[float], weights: list[float]) -> float:
@@ -75,31 +46,132 @@ def _cost(shifts: list[float], weights: list[float]) -> float:
     return stack.cost
 
 
-def _may_be_cut(
-    process: NoisyProcess,
-    steps: slice,
-    moved: np.ndarray,
-    later: np.ndarray,
-    log_moduli: np.ndarray,
-    shift_unit: float,
-) -> bool:
-    """Whether the domain or the drift is anywhere below the largest distance of all positions.
+def mu_squared_after_batches(
+    process: NoisyProcess, start: int, stop: int, distance: np.ndarray, *, is_whole: bool = True
+) -> np.ndarray | None:
+    """The same with windows that start right after a batch of the record.
 
     Args:
         process: Of the run.
-        steps: Of the segment.
-        moved: log of all shifts of each position so far, seen from the end, (epochs, positions).
-        later: log of the product of the moduli after each step.
-        log_moduli: log c_t.
-        shift_unit: Of `moved`.
+        start: The step before the segment.
+        stop: Its last step.
+        distance: A bound on |X_tau - X'_tau| for every position, NaN for none, (stop - start + 1,).
+        is_whole: Whether the run starts there. Otherwise what more steps may improve is infinite.
+
+    Returns:
+        As `mu_squared_from_start`; None if the products of the moduli leave the range of a double.
     """
-    largest = np.maximum.accumulate(moved, axis=1)
-    before = np.maximum.accumulate(moved[:-1, ::-1], axis=1)[:, ::-1]
+    sums = _Sums.of(process, start, stop)
+    if sums is None:
+        return None
+    period, first = sums.shifts.shape[1], len(sums.moved) - len(sums.shifts)
+    known = np.append(distance[1:], np.full((start - stop) % period, np.nan)).reshape(-1, period)
+    begins = np.maximum(known[first:] / sums.shift_unit * sums.products, _TINY)
+    columns = (sums.shifts, sums.blocks, begins, sums.after)
+    costs = [
+        _cost_after_batches(*(array[:, i].tolist() for array in columns), is_whole=is_whole)
+        for i in range(period)
+    ]
+    return np.array(costs) * sums.scale
+
+
+def _cost_after_batches(
+    shifts: list[float],
+    blocks: list[float],
+    begins: list[float],
+    after: list[float],
+    *,
+    is_whole: bool,
+) -> float:
+    stack, best = BlockStack(grows_left=True), math.inf
+    for shift, weight, begin, rest in zip(
+        shifts[::-1], blocks[::-1], begins[::-1], after[::-1], strict=True
+    ):
+        if not math.isnan(begin):
+            best = min(best, stack.cost_with((begin, rest, 0)))
+        stack.push((shift, weight, 0))
+        if stack.cost >= best:  # a longer window never costs less
+            return best
+    return min(best, stack.cost) if is_whole else math.inf
+
+
+@attrs.frozen(eq=False)
+class _Sums:
+    """What a participation and the steps up to the next one sum up to, seen from the end.
+
+    Arrays of (epochs, positions), the first step at position 0. Epochs that a contraction has made
+    e**150 times smaller are left out, and what is left of their shifts comes with the next one.
+
+    Attributes:
+        shifts: s_t C_t, in units of `shift_unit`.
+        blocks: Sums of (C_i sigma_i)**2 from step t to the next participation.
+        after: The same without step t.
+        products: C_t.
+        moved: log of all shifts of a position up to here; of all epochs, as `later`.
+        later: log C_t, shape (stop - start,).
+        shift_unit: Of the shifts.
+        scale: What a cost is multiplied with, rounded up.
+    """
+
+    shifts: np.ndarray
+    blocks: np.ndarray
+    after: np.ndarray
+    products: np.ndarray
+    moved: np.ndarray
+    later: np.ndarray
+    shift_unit: float
+    scale: float
+
+    @classmethod
+    def of(cls, process: NoisyProcess, start: int, stop: int) -> _Sums | None:
+        """None if the products of the moduli leave the range of a double."""
+        steps, period = slice(start, stop), min(process.period, stop - start)
+        missing = (start - stop) % period
+
+        def by_epoch(values: np.ndarray) -> np.ndarray:
+            return np.append(values, np.zeros(missing)).reshape(-1, period)
+
+        sensitivity, noise_std = process.sensitivity[steps], process.noise_std[steps]
+        shift_unit, noise_unit = float(sensitivity.max()) or 1.0, float(noise_std.max()) or 1.0
+        with np.errstate(divide="ignore"):
+            log_moduli = np.log(process.contraction[steps])
+            log_shifts = np.log(by_epoch(sensitivity / shift_unit))
+        if not np.isfinite(log_moduli).all():
+            return None
+        later = np.append(np.cumsum(log_moduli[:0:-1])[::-1], 0.0)
+        by_step = by_epoch(later)
+        far = np.flatnonzero(np.abs(by_step).max(axis=1) > _SPAN)
+        first = int(far[-1]) + 1 if len(far) else 0
+        needed = 2 if missing else 1  # epochs with every position
+        if first > max(len(by_step) - needed, 0):
+            return None
+        if first and by_step[first - 1].max() > -_SPAN / 2:
+            return None
+        moved = np.logaddexp.accumulate(log_shifts + by_step, axis=0)
+        products, takes_part = np.exp(by_step[first:]), np.isfinite(log_shifts[first:])
+        shifts = np.exp(log_shifts[first:]) * products
+        shifts[takes_part] = np.maximum(shifts[takes_part], _TINY)
+        if first:  # what is left of all that was before
+            shifts[0] += np.exp(moved[first - 1])
+        weights = (by_epoch(noise_std / noise_unit)[first:] * products) ** 2
+        after = np.zeros_like(weights)
+        after[:, :-1] = np.cumsum(weights[:, :0:-1], axis=1)[:, ::-1]
+        after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)
+        rounding = 2e-15 * weights.size * (1 + float(np.abs(by_step[first:]).max()))
+        scale = (shift_unit / noise_unit) ** 2 * (1 + rounding)
+        blocks = after + weights
+        return cls(shifts, blocks, after, products, moved, later, shift_unit, scale)
+
+
+def _may_be_cut(process: NoisyProcess, steps: slice, sums: _Sums) -> bool:
+    """Whether the domain or the drift is anywhere below the largest distance of all positions."""
+    largest = np.maximum.accumulate(sums.moved, axis=1)
+    before = np.maximum.accumulate(sums.moved[:-1, ::-1], axis=1)[:, ::-1]
     largest[1:, :-1] = np.maximum(largest[1:, :-1], before[:, 1:])
-    log_distance = np.append(-np.inf, largest.ravel()[: len(later) - 1] - later[:-1])
+    log_distance = np.append(-np.inf, largest.ravel()[: len(sums.later) - 1] - sums.later[:-1])
     with np.errstate(over="ignore"):
-        distance = np.exp(log_distance) * shift_unit
-        stretched = np.exp(log_moduli + log_distance) * shift_unit + process.sensitivity[steps]
+        distance = np.exp(log_distance) * sums.shift_unit
+    stretched = process.contraction[steps] * distance + process.sensitivity[steps]
     limit = process.drift_contraction[steps] * distance + process.drift[steps]
     return bool((stretched > np.minimum(limit, process.domain_diameter)).any())
 
