@@ -17,7 +17,6 @@ from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
     CyclicDPKerasSGDOptimizer,
     cyclic_dataset,
-    query,
 )
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
@@ -120,7 +119,7 @@ def test_own_loop_equals_the_reference_with_given_noise(monkeypatch, regulariser
         assert tuple(shape) == part.shape
         return tf.constant(stddev * part, dtype)
 
-    monkeypatch.setattr(query.tf.random.Generator, "normal", normal)
+    monkeypatch.setattr(tf.random.Generator, "normal", normal)
     tf.keras.backend.set_floatx(dtype)
     model, optimizer = factors(dtype), make(noise_multiplier=1.5, **regulariser)
     for batch in batches(4, dtype):
@@ -357,11 +356,11 @@ def set_rate(model, optimizer):
 
 
 def set_noise(model, optimizer):
-    optimizer._dp_sum_query.noise_multiplier = 1.0
+    optimizer._mean.noise_multiplier = 1.0
 
 
 def set_clip(model, optimizer):
-    optimizer._dp_sum_query.l2_norm_clip = 0.5
+    optimizer._mean.l2_norm_clip = 0.5
 
 
 def accumulate(model, optimizer):
@@ -374,7 +373,7 @@ def add_momentum(model, optimizer):
 
 def reseed(model, optimizer):
     for _ in range(2):
-        optimizer._dp_sum_query._noise._generator.reset_from_seed(7)
+        optimizer._mean._noise._generator.reset_from_seed(7)
         train(model, optimizer, 1)
 
 

@@ -437,7 +437,7 @@ def replayed_noise(make_blocks):
     run = make_blocks(compile={"run_eagerly": True})
 
     def reset(batch, logs):
-        run.optimizer._dp_sum_query._noise._generator.reset_from_seed(0)
+        run.optimizer._mean._noise._generator.reset_from_seed(0)
 
     run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=reset)])
 

@@ -55,7 +55,7 @@ def test_a_generator_that_was_set_is_noticed(kind):
     optimizer.watch()  # whoever reads the log is told
     x = tf.ones([2, 3])
     step(x)
-    before, query = variable.numpy(), optimizer._dp_sum_query
+    before, query = variable.numpy(), optimizer._mean
     query._noise._generator.reset_from_seed(0)
     for _ in range(2):  # for good
         step(x)
@@ -75,6 +75,19 @@ def test_a_generator_that_was_set_is_noticed(kind):
 def test_noise_comes_from_a_generator_that_was_left_alone(disturb):
     variable, optimizer = tf.Variable(tf.zeros([3])), CyclicDPKerasSGDOptimizer(1.0, 1.0)
     optimizer.minimize(lambda: variable, [variable])
-    disturb(optimizer._dp_sum_query._noise)
+    disturb(optimizer._mean._noise)
     with pytest.raises(hsa.UnsupportedRunError, match="generator of the noise was set"):
         optimizer.minimize(lambda: variable, [variable])
+
+
+def test_a_second_optimizer_in_a_graph_knows_of_the_first_one():
+    variable = tf.Variable(tf.ones([4]))
+    for _ in range(2):
+        optimizer = CyclicDPKerasSGDOptimizer(1.0, 1.0)
+
+        @tf.function
+        def step(x, optimizer=optimizer):
+            optimizer.minimize(lambda: tf.linalg.matvec(x, variable), [variable])
+
+        step(tf.eye(4))
+    assert optimizer.training.follows_runs

@@ -14,7 +14,7 @@ from tensorflow.python.framework import config
 from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer, query
+from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer
 
 START = np.append(np.linspace(-0.4, 0.5, 4), 0.2)
 TOLERANCE = {"float32": 2e-6, "float64": 1e-14}
@@ -91,7 +91,7 @@ def test_own_loop_equals_the_formula_with_given_noise(monkeypatch, dtype, step):
         assert tuple(shape) == part.shape
         return tf.constant(stddev * part, dtype)
 
-    monkeypatch.setattr(query.tf.random.Generator, "normal", normal)
+    monkeypatch.setattr(tf.random.Generator, "normal", normal)
     tf.keras.backend.set_floatx(dtype)
     x, y = data(dtype)
     model = layer(dtype)

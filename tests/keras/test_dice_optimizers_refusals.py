@@ -80,7 +80,7 @@ def not_finite(model, optimizer):
 
 
 def seeded_again(model, optimizer):
-    optimizer._dp_sum_query._noise._generator.reset_from_seed(0)
+    optimizer._mean._noise._generator.reset_from_seed(0)
     step(model, optimizer, FOUR)
 
 
@@ -166,12 +166,13 @@ def test_refused(act, text, ends):
 def test_an_error_that_overflows():
     """An infinite error has no direction to clip."""
     x = tf.Variable([0.0])
-    optimizer = DiceKerasSGDOptimizer(1.0, 1.0, expected_batch_size=1, learning_rate=0.0)
+    optimizer = DiceKerasSGDOptimizer(1.0, 1.0, learning_rate=0.0)
 
     def one():
-        optimizer.minimize(lambda: tf.fill([4], 3e38) * x, [x])
+        optimizer.minimize(lambda: tf.ones([4]) * x, [x])
 
     one()
+    optimizer._error._errors[0].assign([math.inf])
     with pytest.raises(hsa.UnsupportedRunError, match="The error overflowed"):
         one()
 

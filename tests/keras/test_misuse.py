@@ -127,11 +127,6 @@ def data(change=lambda dataset: dataset):
 
 
 # Settings by the names of the table.
-IN_QUERY = {
-    "clip_norm": "l2_norm_clip",
-    "noise_multiplier": "noise_multiplier",
-    "error_clip_norm": "error_l2_norm_clip",
-}
 ATTRIBUTES = {"accumulation": "gradient_accumulation_steps", "momentum": "_momentum"}
 
 
@@ -306,23 +301,29 @@ class KerasTrial(Trial):
     # The optimizer
 
     def set(self, name, value):
-        if name in IN_QUERY:
-            setattr(self.optimizer._dp_sum_query, IN_QUERY[name], value)
-        else:
-            setattr(self.optimizer, ATTRIBUTES.get(name, name), value)
+        owner, attribute = self._setting(name)
+        setattr(owner, attribute, value)
 
     def get(self, name):
-        if name in IN_QUERY:
-            if not hasattr(self.optimizer._dp_sum_query, IN_QUERY[name]):
-                raise NotImplementedError(f"no {name}")
-            return getattr(self.optimizer._dp_sum_query, IN_QUERY[name])
-        return getattr(self.optimizer, ATTRIBUTES.get(name, name), None)
+        owner, attribute = self._setting(name)
+        if owner is not self.optimizer and not hasattr(owner, attribute):
+            raise NotImplementedError(f"no {name}")
+        return getattr(owner, attribute, None)
+
+    def _setting(self, name):
+        mean = self.optimizer._mean
+        known = {
+            "clip_norm": (mean, "l2_norm_clip"),
+            "noise_multiplier": (mean, "noise_multiplier"),
+            "error_clip_norm": (mean.rule, "error_clip"),
+        }
+        return known.get(name, (self.optimizer, ATTRIBUTES.get(name, name)))
 
     def seed_the_program(self):
         tf.random.set_seed(0)
 
     def reseed(self):
-        self.optimizer._dp_sum_query._noise._generator.reset_from_seed(0)
+        self.optimizer._mean._noise._generator.reset_from_seed(0)
 
     def copy(self):
         self.go_on_with(copy.deepcopy(self.optimizer))
@@ -598,7 +599,7 @@ class ModelTrial(Trial):
         tf.random.set_seed(0)
 
     def reseed(self):
-        self.model._run.steps._step._noise._generator.reset_from_seed(0)
+        self.model._run.steps._step.mean._noise._generator.reset_from_seed(0)
 
     def train_without_noise(self):
         variables = self.model.trainable_variables

@@ -200,7 +200,7 @@ def write_weights(model):
 
 
 def set_generator(model):
-    model._run.steps._step._noise._generator.reset_from_seed(0)
+    model._run.steps._step.mean._noise._generator.reset_from_seed(0)
 
 
 def set_momentum(model):

@@ -185,7 +185,7 @@ def report_within_a_step(make_run):
 
 def clip_changed_within_a_step(make_run):
     run = accumulating(make_run, compile={"run_eagerly": True})
-    query = run.optimizer._dp_sum_query
+    query = run.optimizer._mean
     change = tf.keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: setattr(query, "noise_multiplier", 1.9)
     )

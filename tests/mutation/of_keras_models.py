@@ -165,15 +165,15 @@ MUTATIONS = (
     ),
     Mutation(
         "noise_is_divided_by_the_batch_twice",
-        f"{_TF}/step.py",
-        "added_to(sums[0], self.clip * self.noise_multiplier)",
-        "added_to(sums[0], self.clip * self.noise_multiplier / self._divisor)",
+        f"{_TF}/noisy_mean.py",
+        "added_to(sums[0], self.l2_norm_clip * self.noise_multiplier)",
+        "added_to(sums[0], self.l2_norm_clip * self.noise_multiplier / float(divisor))",
         "keras/test_model.py::test_the_noise_is_that_of_the_event",
     ),
     Mutation(
         "dice_feeds_the_whole_error_back",
         f"{_TF}/mechanisms/dice_sgd/rule.py",
-        "            self._error_clip,\n            divisor",
+        "            self.error_clip,\n            divisor",
         "            1e9,\n            divisor",
         "keras/test_model_dice.py::test_the_steps_are_those_of_the_paper_and_of_opacus",
     ),
@@ -207,9 +207,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the_optimizer_does_not_clip",
-        f"{_TF}/query.py",
-        "factors = clip / tf.maximum(norms, clip)",
-        "factors = tf.ones_like(norms)",
+        f"{_TF}/rules.py",
+        "return [bound / tf.maximum(norms, bound)]",
+        "return [tf.ones_like(norms)]",
         "keras/test_dice_optimizers.py::test_the_bias_of_clipping_vanishes",
     ),
 )

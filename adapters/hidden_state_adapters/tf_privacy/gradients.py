@@ -35,7 +35,7 @@ class ExampleGradients:
     """What one batch gave, before anything is clipped.
 
     Attributes:
-        outputs: Of the model.
+        outputs: Of the model; None of losses that an optimizer was given.
         losses: Shape (rows,).
         norms: Of the gradient of every example, for all variables together; float64, shape (rows,).
         weighted_sum: Of factors of shape (rows,), in float64: the sums over the examples of factor
@@ -43,10 +43,38 @@ class ExampleGradients:
             gradient is not finite.
     """
 
-    outputs: tf.Tensor
+    outputs: Any
     losses: tf.Tensor
     norms: tf.Tensor
     weighted_sum: Callable[[tf.Tensor], list[tf.Tensor]]
+
+
+def of_rows(
+    gradients: Sequence[tf.Tensor],
+    losses: tf.Tensor,
+    outputs: tf.Tensor | None = None,
+    *,
+    has_padding: bool,
+) -> ExampleGradients:
+    """Of gradients that are all there.
+
+    Args:
+        gradients: By every variable, each with an axis of examples first.
+        losses: Of the examples.
+        outputs: Of the model, if they are known.
+        has_padding: Whether rows with a factor of 0 are left out though they are not finite; XLA
+            writes all rows anew for it.
+    """
+    lengths = [squared_lengths(gradient) for gradient in gradients]
+    squares = tf.add_n(lengths)
+
+    def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
+        return [
+            sum_of_rows(_left_out(rows, length, factors) if has_padding else rows, factors)
+            for rows, length in zip(gradients, lengths, strict=True)
+        ]
+
+    return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
 
 
 class RowByRow:
@@ -87,16 +115,7 @@ class RowByRow:
             return [tf.convert_to_tensor(g) for g in found], loss, outputs
 
         gradients, losses, outputs = tf.vectorized_map(of_row, rows)
-        lengths = [squared_lengths(gradient) for gradient in gradients]
-        squares = tf.add_n(lengths)
-
-        def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-            return [
-                sum_of_rows(_left_out(gradient, length, factors), factors)
-                for gradient, length in zip(gradients, lengths, strict=True)
-            ]
-
-        return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
+        return of_rows(gradients, losses, outputs, has_padding=True)
 
 
 class MeansOfSeveral(RowByRow):

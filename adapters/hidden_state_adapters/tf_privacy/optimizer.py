@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 
 import attrs
 import tensorflow as tf
+from tensorflow_privacy.privacy.dp_query.gaussian_query import GaussianSumQuery
 
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, of_rows
 from hidden_state_adapters.tf_privacy.guards import settings
 from hidden_state_adapters.tf_privacy.guards.step import check_loss, check_variables
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
+from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import (
     PROBLEMS,
@@ -37,11 +39,15 @@ class Gradients:
         tensors: The noisy gradients.
         rows: Rows of the batch (int64).
         problem: A `Problem` (int64); the step must change nothing unless it is 0.
+        largest: The longest gradient, before the clip.
+        kept: What the rule keeps.
     """
 
     tensors: tuple[Any, ...]
     rows: tf.Tensor
     problem: tf.Tensor
+    largest: tf.Tensor
+    kept: Any
 
     @property
     def is_fine(self) -> tf.Tensor:
@@ -53,21 +59,16 @@ class CheckedSGD(tf.keras.optimizers.legacy.SGD):
     """SGD that does not move a variable in a refused step; to stand behind `CheckedOptimizer`."""
 
     _gradients: Gradients | None = None
-
-    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        """What the step makes of a variable."""
-        return old - rate * grad
+    _mean: NoisyMean
 
     def _resource_apply_dense(self, grad: Any, var: Any, apply_state: Any = None) -> Any:
         device, dtype = var.device, var.dtype.base_dtype
         coefficients = (apply_state or {}).get((device, dtype)) or self._fallback_apply_state(
             device, dtype
         )
-        old = var.read_value()
-        new = self._new_value(old, coefficients["lr_t"], grad)
         assert self._gradients is not None
-        # tf.where and not a factor 0: a refused gradient may hold NaN.
-        return var.assign(tf.where(self._gradients.is_fine, new, old))
+        rule, fine = self._mean.rule, self._gradients.is_fine
+        return rule.move_one(var, grad, coefficients["lr_t"], fine)
 
 
 class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
@@ -77,7 +78,7 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
     this, and not the error, is what keeps a refused step from being taken.
 
     Args:
-        query: Clips, sums and adds the noise.
+        mean: Clips, sums and adds the noise; its rule moves the variables, or what follows.
         num_microbatches: None, or the batch size.
         gradient_accumulation_steps: See TF Privacy.
         **kwargs: Arguments of the Keras optimizer.
@@ -91,13 +92,15 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
 
     def __init__(
         self,
-        query: WatchedGaussianSumQuery,
+        mean: NoisyMean,
         num_microbatches: int | None,
         gradient_accumulation_steps: int = 1,
         **kwargs: Any,
     ):
         settings.refuse_surroundings()
-        super().__init__(query, num_microbatches, gradient_accumulation_steps, **kwargs)
+        self._mean = mean
+        unused = GaussianSumQuery(mean.l2_norm_clip, mean.l2_norm_clip * mean.noise_multiplier)
+        super().__init__(unused, num_microbatches, gradient_accumulation_steps, **kwargs)
         self._log = StepLog()
         self.training = Training(self)
         self._track_trackable(TrackedTraining(self.training), "hidden_state_runs")
@@ -117,22 +120,20 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
         """What the norm of a per-example gradient may be, with room for rounding."""
         return float("inf")
 
-    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+    def _problem(self, rows: tf.Tensor, largest: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
         """The `Problem` of the step that is about to be taken (int64)."""
         return self._log.problem(
             rows,
             self._num_microbatches,
             variables,
-            self._dp_sum_query.largest_norm,
+            largest,
             self._norm_bound(),
-            self._dp_sum_query.noise_is_fresh,
+            self._mean.noise_is_fresh,
         )
 
-    def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
-        """What follows the update of the variables, before the step is noted."""
-
-    def _decay_of_step(self) -> float:
-        return 0.0
+    def _divisor(self, records: tf.Tensor) -> tf.Tensor:
+        """Of the sums over so many records, in float64."""
+        return tf.cast(records, tf.float64)
 
     # Where a model makes its steps
 
@@ -177,12 +178,12 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
     @property
     def l2_norm_clip(self) -> float:
         """C."""
-        return self._dp_sum_query.l2_norm_clip
+        return self._mean.l2_norm_clip
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise on the sum of gradients over C."""
-        return self._dp_sum_query.noise_multiplier
+        return self._mean.noise_multiplier
 
     @property
     def grouping(self) -> tuple[Any, int]:
@@ -229,22 +230,29 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
             raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
         self._gradients = None
         self._was_dp_gradients_called = True
-        losses, pairs = self._noisy_gradients(loss, var_list, tape)
-        variables = [variable for _, variable in pairs]
+        losses, found, variables = self._example_gradients(loss, var_list, tape)
         check_variables(variables)
-        self.training.begin(variables)
-        rows = tf.shape(losses, out_type=tf.int64)[0]
-        problem = self._problem(rows, variables)
+        self._begin(variables)
+        mean, rows = self._mean, tf.shape(losses, out_type=tf.int64)[0]
+        dtype = variables[0].dtype.base_dtype
+        mean.check_precision(dtype)
+        sums, largest = mean.sums(found, dtype)
+        noisy, kept = mean.of_sums(sums, self._divisor(tf.size(found.norms, tf.int64)))
+        problem = self._problem(rows, largest, variables)
         if self._expected is not None and self._is_first_loss:
             problem += self._expected.problem(losses)
         self._raise_problem(problem)
-        self._gradients = Gradients(tuple(gradient for gradient, _ in pairs), rows, problem)
-        return pairs
+        self._gradients = Gradients(tuple(noisy), rows, problem, largest, kept)
+        return list(zip(noisy, variables, strict=True))
 
-    def _noisy_gradients(
+    def _begin(self, variables: Sequence[Any]) -> None:
+        """What has to be known before noise is made for these variables."""
+        self.training.begin(variables)
+
+    def _example_gradients(
         self, loss: Any, var_list: Any, tape: Any
-    ) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
-        """The losses as they were given, and the noisy mean for every variable."""
+    ) -> tuple[tf.Tensor, ExampleGradients, list[Any]]:
+        """The losses as they were given, the gradients of every record, and the variables."""
         if not callable(loss) and tape is None:
             raise ValueError("Expected a `tape` with a loss that is a tensor, got none.")
         with tape or tf.GradientTape() as tape:
@@ -257,9 +265,11 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
             of_records = tf.reduce_mean(tf.reshape(checked, [records, -1]), axis=1)
             variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
         jacobians = tape.jacobian(of_records, variables, unconnected_gradients="zero")
-        sums = self._dp_sum_query.noisy_sums(jacobians, variables)
-        means = [part / tf.cast(records, part.dtype) for part in sums]
-        return tf.convert_to_tensor(loss), list(zip(means, variables, strict=True))
+        return (
+            tf.convert_to_tensor(loss),
+            of_rows(jacobians, of_records, has_padding=False),
+            variables,
+        )
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
         if tf.executing_eagerly():
@@ -317,7 +327,8 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
         result = super()._distributed_apply(distribution, pairs, apply_state, name)
         gradients = self._gradients
         assert gradients is not None
-        self._after_update(variables, gradients)
+        rule, fine = self._mean.rule, gradients.is_fine
+        rule.finish(variables, gradients.kept, fine, gradients.rows, gradients.largest)
         first = variables[0]
         self._log.write(
             rows=gradients.rows,
@@ -327,8 +338,8 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
                 apply_state[(first.device, first.dtype.base_dtype)]["lr_t"],
                 self.l2_norm_clip,
                 self.noise_multiplier,
-                self._decay_of_step(),
-                self._dp_sum_query.largest_norm,
+                rule.decay,
+                gradients.largest,
             ],
         )
         return result

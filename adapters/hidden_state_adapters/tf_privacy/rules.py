@@ -29,7 +29,7 @@ class PlainSGD:
 
     Args:
         rate: Gives the learning rate of the next update.
-        count: Notes an update, if it is told that it was made.
+        count: Notes an update, if it is told that it was made; by default nobody has to.
         decay: w.
         prox: h, or None.
         radius: R, or None for no projection.
@@ -38,7 +38,7 @@ class PlainSGD:
     def __init__(
         self,
         rate: Callable[[], Any],
-        count: Callable[[tf.Tensor], None],
+        count: Callable[[tf.Tensor], None] = lambda fine: None,
         *,
         decay: float = 0.0,
         prox: Regulariser | None = None,
@@ -77,12 +77,16 @@ class PlainSGD:
     ) -> None:
         """Moves the variables if the step is taken."""
         for gradient, variable in zip(gradients, variables, strict=True):
-            old, step = variable.read_value(), tf.cast(rate, gradient.dtype)
-            # tf.cast of the decay would go through float32.
-            kept = old * (1 - step * tf.constant(self.decay, old.dtype)) if self.decay else old
-            # tf.where and not a factor 0: a refused gradient may hold NaN.
-            new = proximal.after_prox(self._prox, kept - step * gradient, step)
-            variable.assign(tf.where(fine, new, old))
+            self.move_one(variable, gradient, tf.cast(rate, gradient.dtype), fine)
+
+    def move_one(self, variable: Any, gradient: Any, rate: tf.Tensor, fine: tf.Tensor) -> Any:
+        """Moves a variable, with a rate in its precision; returns the assignment."""
+        old = variable.read_value()
+        # tf.cast of the decay would go through float32.
+        kept = old * (1 - rate * tf.constant(self.decay, old.dtype)) if self.decay else old
+        new = proximal.after_prox(self._prox, kept - rate * gradient, rate)
+        # tf.where and not a factor 0: a refused gradient may hold NaN.
+        return variable.assign(tf.where(fine, new, old))
 
     def finish(
         self, variables: Sequence[Any], kept: Any, fine: tf.Tensor, rows: Any, largest: Any
@@ -110,7 +114,7 @@ class AnyOptimizer(PlainSGD):
     """
 
     def __init__(self, rate: Callable[[], Any], apply: Callable[[Any, Any], Any]):
-        super().__init__(rate, lambda fine: None)
+        super().__init__(rate)
         self._apply = apply
 
     def move(

@@ -17,14 +17,10 @@ import tensorflow as tf
 
 from hidden_state_accountants.runs.base import SLACK
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
-from hidden_state_adapters.tf_privacy.noise import FreshNoise
-from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
 from hidden_state_adapters.tf_privacy.replicas import copies, together
 from hidden_state_adapters.tf_privacy.rules import PlainSGD
 from hidden_state_adapters.tf_privacy.step_log import Problem, RingLog, as_bits
-
-# 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
-_SMALLEST_CLIP = 1.1e-11
 
 
 @attrs.frozen(eq=False)
@@ -54,9 +50,9 @@ class PrivateStep:
     """Clips to C, adds N(0, (zC)^2), divides, moves by a rule, and writes down what was done.
 
     Attributes:
-        clip: C.
-        noise_multiplier: z, which may be assigned before the first step.
-        norm_bound: What no gradient is longer than, but for rounding; likewise.
+        mean: Clips and adds the noise.
+        norm_bound: What no gradient is longer than, but for rounding; may be assigned before the
+            first step.
         log: Of the steps.
 
     Args:
@@ -83,17 +79,13 @@ class PrivateStep:
         kept: Sequence[Any] = (),
         blocks: Sequence[Sequence[Any]] = (),
     ):
-        if variables[0].dtype.base_dtype == tf.float32 and clip < _SMALLEST_CLIP:
-            raise refusal(
-                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got {clip:g}: squares of "
-                "shorter gradients underflow, and they are not clipped. Scale the loss up, or "
-                "train in float64."
-            )
+        self.mean = NoisyMean(rule, clip, noise_multiplier)
+        self._dtype = variables[0].dtype.base_dtype
+        self.mean.check_precision(self._dtype)
         self.variables, self.blocks = list(variables), tuple(blocks) or (tuple(variables),)
-        self.clip, self.noise_multiplier, self.norm_bound = clip, noise_multiplier, math.inf
+        self.norm_bound = math.inf
         self._rule, self._divisor, self._kept = rule, divisor, list(kept)
-        self._noise = FreshNoise()
-        self._noise.make_generator()  # outside of the scope of a strategy
+        self.mean.make_generator()  # outside of the scope of a strategy
         self.log = RingLog(self._tracked)
         self._begun: Prepared | None = None  # of a step that has more blocks
 
@@ -114,38 +106,22 @@ class PrivateStep:
         found = []
         for gradients_of in passes:
             found.append(gradients_of())
-            sums, largest = self._sums(found[-1], rows)
+            sums, largest = self.mean.sums(found[-1], self._dtype, rows)
             together(self._commit_sums, sums, largest, dealt, rows)
         return found[0]
 
     def _commit_sums(self, sums: Any, largest: Any, dealt: Any, rows: Any) -> None:
         self.commit(self._of_sums(sums, largest, dealt, rows))
 
-    def _sums(self, found: ExampleGradients, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
-        """The sums that the rule wants, and the longest gradient; nothing of padding."""
-        is_example = tf.range(tf.shape(found.norms, out_type=tf.int64)[0]) < rows
-        nothing = tf.zeros_like(found.norms)
-        norms = tf.where(is_example, found.norms, nothing)
-        infinite = tf.constant(math.inf, tf.float64)
-        largest = tf.reduce_max(tf.where(tf.math.is_finite(norms), norms, infinite))
-        dtype = self.variables[0].dtype.base_dtype
-        sums = [
-            found.weighted_sum(tf.where(is_example, factors, nothing))
-            for factors in self._rule.factors(norms, self.clip, dtype)
-        ]
-        return sums, largest
-
     def _of_sums(self, sums: Any, largest: Any, dealt: Any, rows: Any) -> Prepared:
-        noisy = self._noise.added_to(sums[0], self.clip * self.noise_multiplier)
         divisor = tf.constant(self._divisor, tf.float64)
-        means = [part / tf.cast(divisor, part.dtype) for part in noisy]
-        gradients, kept = self._rule.direction(means, sums[1:], divisor)
+        gradients, kept = self.mean.of_sums(sums, divisor)
         is_finite = tf.math.is_finite(largest)
         bound = self.norm_bound * (1 + SLACK)
         holds = {
             Problem.GRADIENT: (largest <= bound) | ~is_finite,
             Problem.NOT_FINITE: is_finite,
-            Problem.NOISE: self._noise.is_fresh,
+            Problem.NOISE: self.mean.noise_is_fresh,
         }
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -175,7 +151,13 @@ class PrivateStep:
             rows=prepared.rows,
             problem=prepared.problem,
             variables=self._tracked,
-            values=[rate, self.clip, self.noise_multiplier, self._rule.decay, prepared.largest],
+            values=[
+                rate,
+                self.mean.l2_norm_clip,
+                self.mean.noise_multiplier,
+                self._rule.decay,
+                prepared.largest,
+            ],
         )
 
     # On the host

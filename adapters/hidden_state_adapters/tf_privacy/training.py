@@ -145,10 +145,11 @@ class Training:
     def _note(self) -> Mapping[str, Any]:
         if not self._variables or not self._trainer.has_stepped:
             return self._loaded
+        now = [digest(variable) for variable in self._variables]  # := is not in AutoGraph
         moved = [
-            one
-            for variable, initial in zip(self._variables, self._initial, strict=True)
-            if (one := digest(variable)) != initial and is_telling(variable)
+            found
+            for found, variable, initial in zip(now, self._variables, self._initial, strict=True)
+            if found != initial and is_telling(variable)
         ]
         origin = self._origin()
         remember(moved, origin)

@@ -29,30 +29,19 @@ from hidden_state_adapters.tf_privacy.guards.step import (
     check_microbatches,
     refuse_tensor_float_32,
 )
-from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD, Gradients
+from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
+from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
 from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
-from hidden_state_adapters.tf_privacy.projection import check_within, project
-from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
+from hidden_state_adapters.tf_privacy.projection import check_within
 from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rules import PlainSGD
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units, checked_microbatches, checked_norms
 
 
-class _DecayedSGD(CheckedSGD):
-    """SGD with decoupled decay, x <- prox((1 - lr * weight_decay) x - lr * gradient)."""
-
-    _weight_decay = 0.0
-    _prox: Regulariser | None = None
-
-    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        decay = tf.constant(self._weight_decay, old.dtype)  # tf.cast goes through float32
-        kept = old * (1 - rate * decay) if self._weight_decay else old
-        return proximal.after_prox(self._prox, kept - rate * grad, rate)
-
-
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _DecayedSGD):
+class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, CheckedSGD):
     r"""DPKerasSGDOptimizer for runs of which only the last iterate is released.
 
     One step with the b examples of a batch is
@@ -140,8 +129,11 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
                 'does not see the model: say loss_geometry="auto" and feature_norm= to '
                 "HiddenStateCallback or HiddenStateRecorder."
             )
+        rule = PlainSGD(
+            lambda: self._decayed_lr(tf.float32), decay=decay, prox=prox, radius=projection_radius
+        )
         super().__init__(
-            WatchedGaussianSumQuery(clip, noise),
+            NoisyMean(rule, clip, noise),
             settings.microbatches(num_microbatches),
             validate.integer("gradient_accumulation_steps", gradient_accumulation_steps, minimum=1),
             learning_rate=learning_rate,
@@ -177,11 +169,9 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         check_microbatches(loss, self._num_microbatches)
         return loss
 
-    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
-        query = self._dp_sum_query
-        return self._log.problem(
-            rows, None, variables, query.largest_norm, self._norm_bound(), query.noise_is_fresh
-        )
+    def _problem(self, rows: tf.Tensor, largest: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+        is_fresh = self._mean.noise_is_fresh
+        return self._log.problem(rows, None, variables, largest, self._norm_bound(), is_fresh)
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
         with tf.control_dependencies([self._log.count_draw()]):  # before anything can raise
@@ -197,13 +187,6 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, _Decaye
         if geometry is None or geometry.lipschitz is None:
             return float("inf")
         return geometry.lipschitz * (1 + SLACK)
-
-    def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
-        if self._projection_radius is not None:
-            project(variables, self._projection_radius, gradients.is_fine)
-
-    def _decay_of_step(self) -> float:
-        return self._weight_decay
 
     # What kind of run its steps are
 

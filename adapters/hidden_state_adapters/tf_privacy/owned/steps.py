@@ -304,12 +304,12 @@ class OwnedSteps(Mechanism):
     @property
     def l2_norm_clip(self) -> float:
         """C."""
-        return self._step.clip
+        return self._step.mean.l2_norm_clip
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise on the sum of gradients over C."""
-        return self._step.noise_multiplier
+        return self._step.mean.noise_multiplier
 
     @property
     def iterations(self) -> Any:  # type: ignore[override]
@@ -372,7 +372,7 @@ class OwnedSteps(Mechanism):
     def set_noise(self, noise_multiplier: float) -> None:
         """Of all steps; before the first one."""
         assert not self.has_stepped
-        self._step.noise_multiplier = noise_multiplier
+        self._step.mean.noise_multiplier = noise_multiplier
 
     def event_ahead(self, units: Units, declared: Declared, ahead: StepsAhead) -> Any:
         """The event of a run that is still to be made, with a noise multiplier of 1.

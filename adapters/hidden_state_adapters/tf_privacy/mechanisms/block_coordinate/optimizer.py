@@ -31,29 +31,17 @@ from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.log import Blo
 from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.model_steps import (
     BlockCoordinateUpdate,
 )
+from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
 from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, CheckedSGD
-from hidden_state_adapters.tf_privacy.proximal import after_prox
-from hidden_state_adapters.tf_privacy.query import WatchedGaussianSumQuery
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rules import PlainSGD
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.units import Units
 
 
-class _ProxSGD(CheckedSGD):
-    """SGD, and then the proximal map."""
-
-    _l1 = _l2 = 0.0
-    _nonnegative = False
-
-    def _new_value(self, old: tf.Tensor, rate: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        low = 0.0 if self._nonnegative else -math.inf
-        prox = Regulariser(l1=self._l1, l2=self._l2, low=low)
-        return after_prox(prox, super()._new_value(old, rate, grad), rate)
-
-
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class BlockCoordinateKerasOptimizer(
-    BlockCoordinateAccount, CheckedOptimizer, GenericDPSGDOptimizer, _ProxSGD
+    BlockCoordinateAccount, CheckedOptimizer, GenericDPSGDOptimizer, CheckedSGD
 ):
     r"""DP-MBCD: lists of variables are blocks, updated in turn on the same batch.
 
@@ -145,8 +133,11 @@ class BlockCoordinateKerasOptimizer(
             settings.check_scale(weight, value)
         if not isinstance(nonnegative, bool):
             raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
+        prox = Regulariser(
+            l1=weights["l1"], l2=weights["l2"], low=0.0 if nonnegative else -math.inf
+        )
         super().__init__(
-            WatchedGaussianSumQuery(clip, noise),
+            NoisyMean(PlainSGD(lambda: self._decayed_lr(tf.float32), prox=prox), clip, noise),
             settings.microbatches(num_microbatches),
             learning_rate=rate,
             name=name,
@@ -228,14 +219,14 @@ class BlockCoordinateKerasOptimizer(
         self._is_begun = self._log.begin()
         return super()._compute_gradients(loss, var_list, grad_loss, tape)
 
-    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
+    def _problem(self, rows: tf.Tensor, largest: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
         rate = self._decayed_lr(variables[0].dtype.base_dtype)
         return self._log.problem_of_update(
             is_begun=self._is_begun,
             rows=rows,
             expected_rows=self._num_microbatches,
-            largest_norm=self._dp_sum_query.largest_norm,
-            noise_is_fresh=self._dp_sum_query.noise_is_fresh,
+            largest_norm=largest,
+            noise_is_fresh=self._mean.noise_is_fresh,
             settings=[
                 tf.cast(rate, tf.float64),
                 tf.constant(self.l2_norm_clip, tf.float64),

@@ -25,9 +25,11 @@ from hidden_state_adapters.tf_privacy.guards.step import check_loss
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.account import CHECKED, DiceAccount
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.model_steps import DiceUpdate
-from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.sums import DiceSumQuery
-from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer, Gradients
+from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.rule import DiceRule
+from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
+from hidden_state_adapters.tf_privacy.optimizer import CheckedOptimizer
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rules import PlainSGD
 from hidden_state_adapters.tf_privacy.units import Units
 
 
@@ -63,34 +65,31 @@ class DiceOptimizer(DiceAccount, CheckedOptimizer):
             )
         settings.check_learning_rate(learning_rate)
         error = HiddenError()
-        query = DiceSumQuery(
-            clip,
-            noise,
-            error_l2_norm_clip=error_clip,
-            automatic=automatic,
-            divisor=expected_batch_size,
-            error=error,
-        )
+        inner = PlainSGD(lambda: self._decayed_lr(tf.float32))  # Keras moves the variables
+        self._rule = DiceRule(inner, error, error_clip=error_clip, automatic=automatic)
         super().__init__(
-            query, settings.microbatches(num_microbatches), learning_rate=learning_rate, **kwargs
+            NoisyMean(self._rule, clip, noise),
+            settings.microbatches(num_microbatches),
+            learning_rate=learning_rate,
+            **kwargs,
         )
-        self._error = error
+        self._error, self._expected_batch_size = error, expected_batch_size
         self._settings = self._current_settings()
 
     @property
     def error_l2_norm_clip(self) -> float:
         """C_2, in units of the mean update."""
-        return self._dp_sum_query.error_l2_norm_clip
+        return self._rule.error_clip
 
     @property
     def automatic(self) -> bool:
         """Whether both clips normalise (Algorithm 4)."""
-        return self._dp_sum_query.automatic
+        return self._rule.automatic
 
     @property
     def expected_batch_size(self) -> int | None:
         """B, the divisor of the sums; None for the number of rows of every batch."""
-        return self._dp_sum_query.divisor
+        return self._expected_batch_size
 
     def _current_settings(self) -> dict[str, Any]:
         return {
@@ -129,23 +128,30 @@ class DiceOptimizer(DiceAccount, CheckedOptimizer):
         )
         if rows_vary and not loss.shape[0]:
             loss = _at_least_one_row(loss)
-        self._dp_sum_query.rows = tf.shape(loss)[0]
         return loss
 
-    def _problem(self, rows: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
-        query = self._dp_sum_query
+    def _begin(self, variables: Sequence[Any]) -> None:
+        super()._begin(variables)
+        self._error.belongs_to(variables)
+
+    def _divisor(self, records: tf.Tensor) -> tf.Tensor:
+        """Of every batch, however many rows it has, if one was declared."""
+        given = self.expected_batch_size
+        return super()._divisor(records) if given is None else tf.constant(given, tf.float64)
+
+    def _problem(self, rows: tf.Tensor, largest: tf.Tensor, variables: Sequence[Any]) -> tf.Tensor:
         with tf.init_scope():
             iterations = self.iterations  # Keras makes the variable at the first use
         of_step = self._log.problem(
             rows,
             self._num_microbatches,
             variables,
-            query.largest_norm,
+            largest,
             self._norm_bound(),
-            query.noise_is_fresh,
+            self._mean.noise_is_fresh,
             rows_vary=self.expected_batch_size is not None,
         )
-        of_run = self._error.problem(self._log.steps, iterations, query.error_norm)
+        of_run = self._error.problem(self._log.steps, iterations, self._rule.error_norm)
         return of_step + of_run
 
     def _raise_problem(self, problem: tf.Tensor) -> None:
@@ -163,16 +169,6 @@ class DiceOptimizer(DiceAccount, CheckedOptimizer):
             return tf.constant(True)
 
         return tf.cond(self._gradients.is_fine, take, lambda: tf.constant(False))
-
-    def _after_update(self, variables: Sequence[Any], gradients: Gradients) -> None:
-        query = self._dp_sum_query
-        self._error.finish(
-            is_fine=gradients.is_fine,
-            rows=gradients.rows,
-            largest=query.largest_norm,
-            errors=query.next_errors,
-        )
-        query.next_errors = []
 
     # What kind of run its steps are
 

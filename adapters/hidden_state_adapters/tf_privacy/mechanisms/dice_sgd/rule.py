@@ -20,12 +20,18 @@ from hidden_state_adapters.tf_privacy.rules import PlainSGD
 class DiceRule(PlainSGD):
     """A rule along the noisy v.
 
+    Attributes:
+        error_clip: C_2.
+        automatic: Whether both clips normalise.
+        error_norm: After `direction`, the norm of e, in the trace that called it.
+
     Args:
         inner: Moves the variables.
         error: Where e is kept.
         error_clip: C_2.
-        automatic: Whether both clips normalise.
-        iterations: Keras' count of the updates.
+        automatic: Likewise.
+        iterations: Keras' count of the updates; None if who takes the steps asks for `problem`
+            by itself.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
@@ -37,34 +43,34 @@ class DiceRule(PlainSGD):
         *,
         error_clip: float,
         automatic: bool,
-        iterations: Any,
+        iterations: Any = None,
     ):
         super().__init__(inner.rate, inner.count, decay=inner.decay)
         self._inner, self._error, self._iterations = inner, error, iterations
-        self._error_clip, self._automatic = error_clip, automatic
-        self._error_norm: Any = None
+        self.error_clip, self.automatic = error_clip, automatic
+        self.error_norm: Any = None
 
     def factors(self, norms: tf.Tensor, clip: float, dtype: Any) -> list[tf.Tensor]:
         """Of the clipped gradients, and of what the clip cuts off."""
-        factors = clip_factor(norms, clip, dtype, automatic=self._automatic)
+        factors = clip_factor(norms, clip, dtype, automatic=self.automatic)
         # Not the difference of two sums: what is not clipped leaves exactly nothing.
         return [factors, 1 - factors]
 
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
         """The noisy mean and the clipped error; the next error."""
-        self._error_norm, fed, errors = fed_back(
+        self.error_norm, fed, errors = fed_back(
             self._error.read(),
             rests[0],
-            self._error_clip,
+            self.error_clip,
             divisor=divisor,
-            automatic=self._automatic,
+            automatic=self.automatic,
         )
         # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
         return [n + f for n, f in zip(noisy, fed, strict=True)], errors
 
     def problem(self, steps: tf.Tensor) -> tf.Tensor:
         """Whether the error is that of the step before."""
-        found = self._error.problem(steps, self._iterations, self._error_norm)
+        found = self._error.problem(steps, self._iterations, self.error_norm)
         self._error.begin(self._iterations)
         return found
 
