@@ -68,8 +68,8 @@ MUTATIONS = (
     Mutation(
         "window_after_a_batch_starts_a_step_early",
         ALL_POSITIONS,
-        "best = min(best, stack.cost_with((begin, rest, 0)))",
-        "best = min(best, stack.cost_with((begin, weight, 0)))",
+        "sums.columns(begins, sums.after)",
+        "sums.columns(begins, sums.blocks)",
         _ALL_POSITIONS_TESTS,
     ),
     Mutation(
@@ -78,6 +78,13 @@ MUTATIONS = (
         "return bool((c <= 1).all() and (excess <= slack).all())",
         "return True",
         _LAWS,
+    ),
+    Mutation(
+        "blocks_of_all_positions_have_one_exponent",
+        ALL_POSITIONS,
+        "exponents = np.frexp(self.products)[1]",
+        "exponents = 0 * np.frexp(self.products)[1]",
+        _ALL_POSITIONS_TESTS,
     ),
     Mutation(
         "blocks_of_all_positions_end_with_the_epoch",

@@ -10,11 +10,12 @@ windows scanned backwards for all positions together, an array operation for eac
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import attrs
 import numpy as np
 
-from hidden_state_accountants.bounds.solvers.taut_string import BlockStack
+from hidden_state_accountants.bounds.solvers.taut_string import Block, BlockStack
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 _NEAR = 1000  # starts of windows that differ by less than this part of their length are alike
@@ -33,16 +34,15 @@ def mu_squared_from_start(process: NoisyProcess, start: int, stop: int) -> np.nd
     sums = _Sums.of(process, start, stop)
     if sums is None or _may_be_cut(process, slice(start, stop), sums):
         return None
-    costs = [
-        _cost(s, w) for s, w in zip(sums.shifts.T.tolist(), sums.blocks.T.tolist(), strict=True)
-    ]
-    return np.array(costs) * sums.scale
+    return (
+        np.array([_cost(column) for column in sums.columns(sums.shifts, sums.blocks)]) * sums.scale
+    )
 
 
-def _cost(shifts: list[float], weights: list[float]) -> float:
+def _cost(blocks: list[Block]) -> float:
     stack = BlockStack(grows_left=False)
-    for shift, weight in zip(shifts, weights, strict=True):
-        stack.push((shift, weight, 0))
+    for block in blocks:
+        stack.push(block)
     return stack.cost
 
 
@@ -67,29 +67,18 @@ def mu_squared_after_batches(
     period, first = sums.shifts.shape[1], len(sums.moved) - len(sums.shifts)
     known = np.append(distance[1:], np.full((start - stop) % period, np.nan)).reshape(-1, period)
     begins = np.maximum(known[first:] / sums.shift_unit * sums.products, _TINY)
-    columns = (sums.shifts, sums.blocks, begins, sums.after)
-    costs = [
-        _cost_after_batches(*(array[:, i].tolist() for array in columns), is_whole=is_whole)
-        for i in range(period)
-    ]
-    return np.array(costs) * sums.scale
+    columns = zip(
+        sums.columns(sums.shifts, sums.blocks), sums.columns(begins, sums.after), strict=True
+    )
+    return np.array([_cost_after_batches(*both, is_whole) for both in columns]) * sums.scale
 
 
-def _cost_after_batches(
-    shifts: list[float],
-    blocks: list[float],
-    begins: list[float],
-    after: list[float],
-    *,
-    is_whole: bool,
-) -> float:
+def _cost_after_batches(blocks: list[Block], begins: list[Block], is_whole: bool) -> float:
     stack, best = BlockStack(grows_left=True), math.inf
-    for shift, weight, begin, rest in zip(
-        shifts[::-1], blocks[::-1], begins[::-1], after[::-1], strict=True
-    ):
-        if not math.isnan(begin):
-            best = min(best, stack.cost_with((begin, rest, 0)))
-        stack.push((shift, weight, 0))
+    for block, begin in zip(reversed(blocks), reversed(begins), strict=True):
+        if not math.isnan(begin[0]):
+            best = min(best, stack.cost_with(begin))
+        stack.push(block)
         if stack.cost >= best:  # a longer window never costs less
             return best
     return min(best, stack.cost) if is_whole else math.inf
@@ -121,6 +110,13 @@ class _Sums:
     later: np.ndarray
     shift_unit: float
     scale: float
+
+    def columns(self, shifts: np.ndarray, weights: np.ndarray) -> Iterator[list[Block]]:
+        """Blocks by position, with exponents of their own: their products may not underflow."""
+        exponents = np.frexp(self.products)[1]
+        arrays = np.ldexp(shifts, -exponents), np.ldexp(weights, -2 * exponents), exponents
+        for columns in zip(*(array.T.tolist() for array in arrays), strict=True):
+            yield list(zip(*columns, strict=True))
 
     @classmethod
     def of(cls, process: NoisyProcess, start: int, stop: int) -> _Sums | None:
@@ -171,8 +167,8 @@ def _may_be_cut(process: NoisyProcess, steps: slice, sums: _Sums) -> bool:
     log_distance = np.append(-np.inf, largest.ravel()[: len(sums.later) - 1] - sums.later[:-1])
     with np.errstate(over="ignore"):
         distance = np.exp(log_distance) * sums.shift_unit
-    stretched = process.contraction[steps] * distance + process.sensitivity[steps]
-    limit = process.drift_contraction[steps] * distance + process.drift[steps]
+        stretched = process.contraction[steps] * distance + process.sensitivity[steps]
+        limit = process.drift_contraction[steps] * distance + process.drift[steps]
     return bool((stretched > np.minimum(limit, process.domain_diameter)).any())
 
 
