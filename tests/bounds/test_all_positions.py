@@ -10,7 +10,10 @@ from dp_accounting import NeighboringRelation
 from runs import cyclic_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.shifted_interpolation import segment_mu_squared
+from hidden_state_accountants.bounds.shifted_interpolation import (
+    mu_squared_by_position,
+    segment_mu_squared,
+)
 from hidden_state_accountants.bounds.solvers.all_positions import (
     mu_squared_after_batches,
     mu_squared_by_windows,
@@ -53,6 +56,15 @@ def test_equals_one_position_by_itself(seed):
         position = (start + offset) % process.period
         alone = segment_mu_squared(process, start, stop, [position])[0]
         assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-11)
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_whichever_scan_a_run_needs(seed):
+    process = random_process(np.random.default_rng(seed))
+    found = mu_squared_by_position(process)
+    for position, mu_squared in enumerate(found):
+        alone = segment_mu_squared(process, 0, process.num_steps, [position])[0]
+        assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-9) + 1e-100
 
 
 @pytest.mark.parametrize("exponent", [-3e3, 3e3])

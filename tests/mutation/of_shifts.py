@@ -77,7 +77,7 @@ MUTATIONS = (
         SHIFTS,
         "return bool((c <= 1).all() and (excess <= slack).all())",
         "return True",
-        _LAWS,
+        _ALL_POSITIONS_TESTS,
     ),
     Mutation(
         "blocks_of_all_positions_have_one_exponent",
