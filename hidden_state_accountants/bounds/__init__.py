@@ -5,12 +5,12 @@ from hidden_state_accountants.bounds.amplification_by_iteration import Amplifica
 from hidden_state_accountants.bounds.base import Bound, Citation
 from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
 from hidden_state_accountants.bounds.chien_li.bound import ChienLi
+from hidden_state_accountants.bounds.chourasia_2021 import Langevin
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
 from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
 from hidden_state_accountants.bounds.hoelder import Hoelder
 from hidden_state_accountants.bounds.kong_ribero import KongRibero
-from hidden_state_accountants.bounds.langevin.bound import Langevin
 from hidden_state_accountants.bounds.overlapping_laws import OverlappingLaws
 from hidden_state_accountants.bounds.shifted_interpolation import (
     ShiftedInterpolation,

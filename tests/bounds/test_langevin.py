@@ -1,6 +1,5 @@
-"""Chourasia, Ye, Shokri 2021 (arXiv 2102.05855): formulas, recursion, conditions, dominance."""
+"""Chourasia, Ye, Shokri 2021 (arXiv 2102.05855): recursion, conditions, dominance."""
 
-import itertools
 import math
 import warnings
 
@@ -14,14 +13,12 @@ from runs import cyclic_run, full_run
 from scipy import integrate
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.langevin import formulas
-from hidden_state_accountants.bounds.langevin.bound import Langevin, recursion_rate
+from hidden_state_accountants.bounds.chourasia_2021 import Langevin, recursion_rate
 from hidden_state_accountants.bounds.solvers.log_sobolev import log_sobolev_step
 from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-FIGURE_2 = {"total_sensitivity": 4.0, "dataset_size": 5000, "noise_std": 0.02}
 
 
 def ridge_run(**changes):
@@ -35,145 +32,6 @@ def ridge_run(**changes):
 
 def rate(event, relation=REPLACE_ONE, analysis="sound"):
     return float(Langevin(analysis).guarantee(event, relation).rdp([2.0])[0]) / 2
-
-
-class TestFormulas:
-    """Typed again from the paper."""
-
-    @pytest.mark.parametrize(
-        ("s", "n", "sigma", "eta", "k", "lam"),
-        [
-            (4.0, 5000, 0.02, 0.02, 300, 0.7),
-            (1.0, 1, 1.0, 0.9, 1, 2.0),
-            (0.3, 7, 5.0, 0.1, 0, 1e-3),
-        ],
-    )
-    def test_against_the_paper(self, s, n, sigma, eta, k, lam):
-        arguments = (s, n, sigma, eta, k)
-        alpha = 7.0
-        # Theorem 1 with S_v = S_g/n, T = eta K: alpha S_v^2 T / (4 sigma^2)
-        assert alpha * formulas.linear_rate(*arguments) == pytest.approx(
-            alpha * (s / n) ** 2 * eta * k / (4 * sigma**2), rel=1e-12
-        )
-        # (56): alpha S_g^2 / (2 c sigma^4 n^2) (1 - exp(-sigma^2 c eta K))
-        c = lam / 3
-        assert alpha * formulas.log_sobolev_rate(*arguments, c) == pytest.approx(
-            alpha * s**2 / (2 * c * sigma**4 * n**2) * (1 - np.exp(-(sigma**2) * c * eta * k)),
-            rel=1e-9,
-        )
-        # Corollary 1: alpha S_g^2 / (lambda sigma^2 n^2) (1 - exp(-lambda eta K / 2))
-        assert alpha * formulas.strongly_convex_rate(*arguments, lam) == pytest.approx(
-            alpha * s**2 / (lam * sigma**2 * n**2) * (1 - np.exp(-lam * eta * k / 2)), rel=1e-9
-        )
-        # (70): alpha S_g^2 / ((2 - eta) sigma^2 n^2) (1 - exp(-(2 - eta)/2 eta K))
-        assert alpha * formulas.squared_norm_rate(*arguments) == pytest.approx(
-            alpha * s**2 / ((2 - eta) * sigma**2 * n**2) * (1 - np.exp(-(2 - eta) / 2 * eta * k)),
-            rel=1e-9,
-        )
-        # (68): alpha S_g^2 / (4 sigma^2 n^2) (1 - exp(-eta K))
-        assert alpha * formulas.squared_norm_lower_rate(*arguments) == pytest.approx(
-            alpha * s**2 / (4 * sigma**2 * n**2) * (1 - np.exp(-eta * k)), rel=1e-9
-        )
-
-    def test_corollaries_are_theorem_2(self):
-        arguments = (1.0, 10, 0.5, 0.1, 40)
-        assert formulas.strongly_convex_rate(*arguments, 0.3) == pytest.approx(
-            formulas.log_sobolev_rate(*arguments, 0.3 / (2 * 0.5**2)), rel=1e-12
-        )
-        assert formulas.squared_norm_rate(*arguments) == pytest.approx(
-            formulas.log_sobolev_rate(*arguments, (2 - 0.1) / (2 * 0.5**2)), rel=1e-12
-        )
-
-    def test_prescriptions_give_the_privacy_that_they_promise(self):
-        loss = {
-            "lipschitz": 3.0,
-            "strong_convexity": 0.2,
-            "smoothness": 2.0,
-            "dataset_size": 50_000,
-            "dimension": 30,
-        }
-        by_rdp = formulas.prescription_for_rdp(8.0, 0.5, **loss)
-        # (71): sigma^2 = 4 alpha L^2/(lambda eps n^2), K* = 2 beta^2/lambda^2 log(n^2 eps/alpha d)
-        assert by_rdp.noise_std**2 == pytest.approx(4 * 8 * 9 / (0.2 * 0.5 * 50_000**2), rel=1e-12)
-        assert by_rdp.num_steps == math.ceil(200 * math.log(50_000**2 * 0.5 / (8 * 30)))
-        assert by_rdp.learning_rate == 0.2 / 8
-        steps = (by_rdp.num_steps, 10**9)
-        for k in steps:
-            promised = formulas.strongly_convex_rate(
-                6.0, 50_000, by_rdp.noise_std, by_rdp.learning_rate, k, 0.2
-            )
-            assert 8 * promised <= 0.5 * (1 + 1e-12)
-        # (72): sigma^2 = 8 L^2 (eps + 2 log(1/delta)) / (lambda eps^2 n^2)
-        by_dp = formulas.prescription_for_dp(1.5, 1e-6, **loss)
-        log = math.log(1e6)
-        assert by_dp.noise_std**2 == pytest.approx(
-            8 * 9 * (1.5 + 2 * log) / (0.2 * 1.5**2 * 50_000**2), rel=1e-12
-        )
-        assert by_dp.num_steps == math.ceil(200 * math.log(50_000**2 * 1.5**2 / (4 * log * 30)))
-        limit = formulas.strongly_convex_rate(
-            6.0, 50_000, by_dp.noise_std, by_dp.learning_rate, 10**9, 0.2
-        )
-        order = 1 + 2 / 1.5 * log
-        assert order * limit + log / (order - 1) <= 1.5 * (1 + 1e-12)
-
-    @pytest.mark.parametrize(
-        ("name", "value", "text"),
-        [
-            ("total_sensitivity", -1.0, "total_sensitivity >= 0"),
-            ("dataset_size", 0, "dataset_size >= 1"),
-            ("noise_std", math.nan, "noise_std"),
-            ("learning_rate", 1.0, "learning_rate < 1"),
-            ("num_steps", -1, "num_steps >= 0"),
-        ],
-    )
-    def test_bad_arguments(self, name, value, text):
-        arguments = FIGURE_2 | {"learning_rate": 0.02, "num_steps": 3, name: value}
-        with pytest.raises(ValueError, match=text):
-            formulas.squared_norm_lower_rate(**arguments)
-
-    def test_no_noise_no_privacy(self):
-        assert formulas.linear_rate(1.0, 1, 0.0, 0.1, 3) == math.inf
-        assert formulas.log_sobolev_rate(1.0, 1, 0.0, 0.1, 3, 1.0) == math.inf
-        assert formulas.strongly_convex_rate(1.0, 1, 0.0, 0.1, 3, 1.0) == math.inf
-        assert formulas.log_sobolev_rate(0.0, 1, 0.0, 0.1, 3, 1.0) == 0
-        assert formulas.linear_rate(1.0, 1, 0.0, 0.1, 0) == 0
-
-
-class TestFigure2:
-    """sigma = eta = 0.02, n = 5000, S_g = 4: the figures behind the plot, divided by alpha."""
-
-    def test_the_plotted_values(self):
-        values = {
-            k: (
-                formulas.squared_norm_lower_rate(**FIGURE_2, learning_rate=0.02, num_steps=k),
-                formulas.squared_norm_rate(**FIGURE_2, learning_rate=0.02, num_steps=k),
-                formulas.linear_rate(**FIGURE_2, learning_rate=0.02, num_steps=k),
-            )
-            for k in (1, 100, 5000)
-        }
-        for k, (lower, upper, composed) in values.items():
-            assert lower == pytest.approx(4e-4 * (1 - math.exp(-0.02 * k)), rel=1e-12)
-            assert upper == pytest.approx(
-                16 / (1.98 * 4e-4 * 5000**2) * (1 - math.exp(-0.99 * 0.02 * k)), rel=1e-12
-            )
-            assert composed == pytest.approx(8e-6 * k, rel=1e-12)
-
-    def test_upper_is_twice_lower_in_the_limit(self):
-        far = {"learning_rate": 0.02, "num_steps": 10_000}
-        ratio = formulas.squared_norm_rate(**FIGURE_2, **far) / formulas.squared_norm_lower_rate(
-            **FIGURE_2, **far
-        )
-        assert ratio == pytest.approx(4 / 1.98, rel=1e-9)
-
-    def test_where_it_beats_composition_does_not_depend_on_the_order(self):
-        """The text says that larger orders need fewer steps; both bounds are linear in alpha."""
-        crossing = next(
-            k
-            for k in itertools.count(1)
-            if formulas.squared_norm_rate(**FIGURE_2, learning_rate=0.02, num_steps=k)
-            < formulas.linear_rate(**FIGURE_2, learning_rate=0.02, num_steps=k)
-        )
-        assert crossing == 81
 
 
 class TestStep:
@@ -261,17 +119,19 @@ class TestBound:
             num_steps=steps,
         )
         left = (1 - eta) ** steps
-        exact = 4 / (4 * sigma**2 * n**2) * (2 - eta) / (1 + left) * (1 - left)
+        square = (2.0 / (sigma * n)) ** 2
+        exact = square / 4 * (2 - eta) / (1 + left) * (1 - left)
         assert rate(event) == pytest.approx(exact, rel=1e-11)
-        assert exact >= formulas.squared_norm_lower_rate(2.0, n, sigma, eta, steps)
-        assert exact <= formulas.squared_norm_rate(2.0, n, sigma, eta, steps)
+        lower = square / 4 * (1 - math.exp(-eta * steps))  # (68), Theorem 3
+        upper = square / (2 - eta) * (1 - math.exp(-(2 - eta) * eta * steps / 2))  # (70)
+        assert lower <= exact <= upper
         assert exact <= rate(event, analysis="published")
         # From the paper's start N(0, 2 sigma^2 I) the variance is larger by (1 - eta)^2K 2 sigma^2.
         fixed = 2 * eta * sigma**2 * (1 - left**2) / (1 - (1 - eta) ** 2)
         random = exact * fixed / (fixed + left**2 * 2 * sigma**2)
         assert random <= rate(event, analysis="published")
         if steps == 1:
-            assert random < formulas.squared_norm_lower_rate(2.0, n, sigma, eta, steps)
+            assert random < lower
 
     @pytest.mark.parametrize("seed", seeds(40))
     def test_default_accountant_is_never_larger(self, seed):
