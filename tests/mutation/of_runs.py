@@ -83,6 +83,35 @@ MUTATIONS = (
         "",
         "opacus_engine/test_packed_sequences.py",
     ),
+    # Weights that other runs left, and criteria that divide by the tokens of the batch.
+    Mutation(
+        "weights_of_another_engine_pass_if_they_were_copied",
+        "../adapters/hidden_state_adapters/opacus/run/registry.py",
+        "shapes = {param.shape for param in params if copies}",
+        "return",
+        "opacus_engine/test_earlier_runs.py",
+    ),
+    Mutation(
+        "weights_from_the_middle_of_a_run_pass",
+        "../adapters/hidden_state_adapters/opacus/run/registry.py",
+        "return not is_hidden or step == run.num_steps or step in run.release_steps",
+        "return True",
+        "opacus_engine/test_earlier_runs.py",
+    ),
+    Mutation(
+        "tokens_are_not_looked_at",
+        "../adapters/hidden_state_adapters/opacus/guards/independence.py",
+        "if not self.is_open or ratio.denominator != 1:",
+        "if True:",
+        "opacus_engine/test_independence.py",
+    ),
+    Mutation(
+        "undeclared_batches_of_a_fixed_size_pass",
+        "../adapters/hidden_state_adapters/opacus/stock/made.py",
+        "if self.is_poisson is False:",
+        "if False:",
+        "opacus_engine/test_stock.py",
+    ),
     # Gradients between the backward pass and the step.
     Mutation(
         "gradients_that_are_written_in_place_pass",

@@ -56,18 +56,9 @@ class BatchCursor:
         prefetched: How many batches the loader's workers fetch in advance.
         counts_steps: Whether the index of a batch is the number of its step (batches that are drawn
             for every step), not its place in the epoch.
-        may_wait: How many pieces may wait when the sampler is exhausted and not have been left out:
-            prefetched ones, of a pass that goes on or was broken off.
     """
 
-    def __init__(
-        self,
-        num_batches: int,
-        prefetched: int = 0,
-        *,
-        counts_steps: bool = False,
-        may_wait: int = 0,
-    ):
+    def __init__(self, num_batches: int, prefetched: int = 0, *, counts_steps: bool = False):
         # What the flags mean, and what changes them:
         #
         #   flag           true if                                      set by           unset by
@@ -89,7 +80,7 @@ class BatchCursor:
         # A pass that is only looked at leaves nothing out. Pieces that wait when the sampler is
         # exhausted were passed over, too; before that they may still be prefetched ones.
         self._num_batches, self._prefetched = num_batches, prefetched
-        self._counts_steps, self._may_wait = counts_steps, may_wait
+        self._counts_steps = counts_steps
         self._is_kept = num_batches == 1 and not counts_steps
         self.steps_taken = 0
         self.first_batch = 0
@@ -105,11 +96,6 @@ class BatchCursor:
     def pass_id(self) -> int:
         """Identifies the latest pass over the batches."""
         return self._pass_id
-
-    @property
-    def open_passes(self) -> set[int]:
-        """The passes that may go on."""
-        return {self._pass_id, *(kept["_pass_id"] for kept in self._interrupted)}
 
     @property
     def expected_index(self) -> int:
@@ -292,4 +278,4 @@ class BatchCursor:
             )
 
     def _is_incomplete(self) -> bool:
-        return self._left_out or (self._is_exhausted and len(self._pieces) > self._may_wait)
+        return self._left_out or (self._is_exhausted and bool(self._pieces))
