@@ -16,13 +16,6 @@ from hidden_state_accountants.cli import names
 if TYPE_CHECKING:  # the help needs nothing of this
     from hidden_state_accountants.cli.run_file import RunDescription
 
-_RUN, _LOSS, _ACCOUNTING = "The run", "The loss, per example", "Accounting"
-_ORDERS = ", ".join(names.ORDERS)
-
-
-def _option(text: str, panel: str, *flags: str, **options: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False, **options)
-
 
 def completed_by(known: Sequence[str]) -> Callable[[str], list[str]]:
     """What the shell proposes as a value."""
@@ -43,118 +36,91 @@ def _whole(text: str) -> int:
     raise ValueError(f"expected a whole number, got {text!r}")
 
 
-def _count(text: str) -> Any:
-    return _option(text, _RUN, parser=_whole, metavar="INTEGER")
+def _flag(
+    name: str, kind: Any, text: str, panel: str, known: Sequence[str] = (), *flags: str
+) -> inspect.Parameter:
+    """The flag of a field: `known` are the values that a shell completes, `flags` other names."""
+    options: dict[str, Any] = {"help": text, "rich_help_panel": panel, "show_default": False}
+    if kind is int:
+        options |= {"parser": _whole, "metavar": "INTEGER"}
+    if known:
+        options["autocompletion"] = completed_by(known)
+    annotation = Annotated[kind | None, typer.Option(*flags, **options)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=annotation)
 
 
-def _run_fields(
-    noise_multiplier: Annotated[
-        float | None, _option("Noise std on the sum of gradients over the clip norm.", _RUN)
-    ] = None,
-    learning_rate: Annotated[float | None, _option("Step size eta.", _RUN)] = None,
-    clip_norm: Annotated[
-        str | None, _option("Per-example clip norm C, or none (needs --lipschitz).", _RUN)
-    ] = None,
-    batch_size: Annotated[int | None, _count("b: what sums are divided by.")] = None,
-    dataset_size: Annotated[int | None, _count("n: records that take part.")] = None,
-    num_steps: Annotated[int | None, _count("T.")] = None,
-    epochs: Annotated[int | None, _count("Instead of --num-steps.")] = None,
-    batch_order: Annotated[
-        str | None,
-        _option(f"One of {_ORDERS}.", _RUN, autocompletion=completed_by(names.ORDERS)),
-    ] = None,
-    weight_decay: Annotated[float | None, _option("Decoupled weight decay.", _RUN)] = None,
-    prox_strong_convexity: Annotated[
-        float | None,
-        _option("Strong convexity of the regulariser of a prox after the noise.", _RUN),
-    ] = None,
-    domain_diameter: Annotated[
-        float | None, _option("Diameter (2 x radius) of the set projected on.", _RUN)
-    ] = None,
-    release_steps: Annotated[
-        str | None, _option("Steps after which the model is released too: 100,200.", _RUN)
-    ] = None,
-    sampling_rate: Annotated[
-        float | None,
-        _option("Poisson: the rate of the loader; default: batch size / data set size.", _RUN),
-    ] = None,
-    max_batch_size: Annotated[int | None, _count("Cap on poisson batches.")] = None,
-    record_position: Annotated[
-        int | None,
-        _option("Cyclic: account for the records of this batch ONLY (hsa profile: all).", _RUN),
-    ] = None,
-    is_microbatched: Annotated[
-        bool | None,
-        _option(
-            "A record is a microbatch of several examples (needs --relation replace_one).",
-            _RUN,
-            "--microbatched/--no-microbatched",
-        ),
-    ] = None,
-) -> None: ...
-
-
-def _loss_fields(
-    loss: Annotated[
-        str | None,
-        _option(
-            f"none (default), {', '.join(names.LOSSES)}.",
-            _LOSS,
-            autocompletion=completed_by(names.LOSSES),
-        ),
-    ] = None,
-    smoothness: Annotated[float | None, _option("M of convex, smooth, ...", _LOSS)] = None,
-    strong_convexity: Annotated[float | None, _option("Of strongly_convex.", _LOSS)] = None,
-    weak_convexity: Annotated[float | None, _option("Of weakly_convex.", _LOSS)] = None,
-    constant: Annotated[float | None, _option("Of hoelder.", _LOSS)] = None,
-    exponent: Annotated[float | None, _option("Of hoelder.", _LOSS)] = None,
-    lipschitz: Annotated[
-        float | None, _option("Gradient norm bound before clipping.", _LOSS)
-    ] = None,
-    feature_norm: Annotated[
-        float | None, _option("Of the losses of linear models: logistic, huber, ...", _LOSS)
-    ] = None,
-    bias: Annotated[
-        bool | None, _option("Whether a bias is trained as well.", _LOSS, "--bias/--no-bias")
-    ] = None,
-    threshold: Annotated[float | None, _option("Of huber.", _LOSS)] = None,
-    scale: Annotated[float | None, _option("Of squared_error.", _LOSS)] = None,
-    loss_clip_norm: Annotated[float | None, _option("Of envelope losses.", _LOSS)] = None,
-    smoothing: Annotated[float | None, _option("Of envelope losses.", _LOSS)] = None,
-) -> None: ...
-
-
-def _accounting(
-    delta: Annotated[float | None, _option("Default 1e-5.", _ACCOUNTING, "--delta", "-d")] = None,
-    relation: Annotated[
-        str | None,
-        _option(
-            f"{', '.join(names.RELATIONS)}; default replace_special.",
-            _ACCOUNTING,
-            autocompletion=completed_by(names.RELATIONS),
-        ),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        _option(
-            "Records that one person may have; default 1.",
-            _ACCOUNTING,
-            parser=_whole,
-            metavar="INTEGER",
-        ),
-    ] = None,
-) -> None: ...
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _panel(title: str, fields: Mapping[str, tuple[Any, ...]]) -> dict[str, inspect.Parameter]:
     return {
-        name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
+        name: _flag(name, kind, text, title, *more) for name, (kind, text, *more) in fields.items()
     }
 
 
-_RUN_FIELDS, _LOSS_FIELDS = _parameters(_run_fields), _parameters(_loss_fields)
-_ACCOUNTING_FIELDS = _parameters(_accounting)
+_RUN_FIELDS = _panel(
+    "The run",
+    {
+        "noise_multiplier": (float, "Noise std on the sum of gradients over the clip norm."),
+        "learning_rate": (float, "Step size eta."),
+        "clip_norm": (str, "Per-example clip norm C, or none (needs --lipschitz)."),
+        "batch_size": (int, "b: what sums are divided by."),
+        "dataset_size": (int, "n: records that take part."),
+        "num_steps": (int, "T."),
+        "epochs": (int, "Instead of --num-steps."),
+        "batch_order": (str, f"One of {', '.join(names.ORDERS)}.", names.ORDERS),
+        "weight_decay": (float, "Decoupled weight decay."),
+        "prox_strong_convexity": (
+            float,
+            "Strong convexity of the regulariser of a prox after the noise.",
+        ),
+        "domain_diameter": (float, "Diameter (2 x radius) of the set projected on."),
+        "release_steps": (str, "Steps after which the model is released too: 100,200."),
+        "sampling_rate": (
+            float,
+            "Poisson: the rate of the loader; default: batch size / data set size.",
+        ),
+        "max_batch_size": (int, "Cap on poisson batches."),
+        "record_position": (
+            int,
+            "Cyclic: account for the records of this batch ONLY (hsa profile: all).",
+        ),
+        "is_microbatched": (
+            bool,
+            "A record is a microbatch of several examples (needs --relation replace_one).",
+            (),
+            "--microbatched/--no-microbatched",
+        ),
+    },
+)
+_LOSS_FIELDS = _panel(
+    "The loss, per example",
+    {
+        "loss": (str, f"none (default), {', '.join(names.LOSSES)}.", names.LOSSES),
+        "smoothness": (float, "M of convex, smooth, ..."),
+        "strong_convexity": (float, "Of strongly_convex."),
+        "weak_convexity": (float, "Of weakly_convex."),
+        "constant": (float, "Of hoelder."),
+        "exponent": (float, "Of hoelder."),
+        "lipschitz": (float, "Gradient norm bound before clipping."),
+        "feature_norm": (float, "Of the losses of linear models: logistic, huber, ..."),
+        "bias": (bool, "Whether a bias is trained as well.", (), "--bias/--no-bias"),
+        "threshold": (float, "Of huber."),
+        "scale": (float, "Of squared_error."),
+        "loss_clip_norm": (float, "Of envelope losses."),
+        "smoothing": (float, "Of envelope losses."),
+    },
+)
+_ACCOUNTING_FIELDS = _panel(
+    "Accounting",
+    {
+        "delta": (float, "Default 1e-5.", (), "--delta", "-d"),
+        "relation": (
+            str,
+            f"{', '.join(names.RELATIONS)}; default replace_special.",
+            names.RELATIONS,
+        ),
+        "group_size": (int, "Records that one person may have; default 1."),
+    },
+)
 _FILE = inspect.Parameter(
     "file",
     inspect.Parameter.KEYWORD_ONLY,
@@ -167,6 +133,13 @@ _FILE = inspect.Parameter(
         ),
     ],
 )
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {
+        name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
+    }
 
 
 def with_run(function: Callable[..., Any]) -> Callable[..., Any]:
