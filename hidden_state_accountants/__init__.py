@@ -15,7 +15,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hidden_state_accountants.accountants import (
+        BlockCoordinateAccountant as BlockCoordinateAccountant,
+    )
+    from hidden_state_accountants.accountants import ChienLiAccountant as ChienLiAccountant
+    from hidden_state_accountants.accountants import DiceSgdAccountant as DiceSgdAccountant
+    from hidden_state_accountants.accountants import (
+        KongRiberoAccountant as KongRiberoAccountant,
+    )
+    from hidden_state_accountants.accountants import LangevinAccountant as LangevinAccountant
     from hidden_state_accountants.accountants import LastIterateAccountant as LastIterateAccountant
+    from hidden_state_accountants.accountants import (
+        ShiftedInterpolationAccountant as ShiftedInterpolationAccountant,
+    )
     from hidden_state_accountants.accountants import compose_guarantees as compose_guarantees
     from hidden_state_accountants.auditing.audit import audit as audit
     from hidden_state_accountants.auditing.report import AuditReport as AuditReport
@@ -45,18 +57,6 @@ if TYPE_CHECKING:
     from hidden_state_accountants.guarantee import Assumption as Assumption
     from hidden_state_accountants.guarantee import Guarantee as Guarantee
     from hidden_state_accountants.losses.envelope import envelope_smoothing as envelope_smoothing
-    from hidden_state_accountants.paper_accountants import (
-        BlockCoordinateAccountant as BlockCoordinateAccountant,
-    )
-    from hidden_state_accountants.paper_accountants import ChienLiAccountant as ChienLiAccountant
-    from hidden_state_accountants.paper_accountants import DiceSgdAccountant as DiceSgdAccountant
-    from hidden_state_accountants.paper_accountants import (
-        KongRiberoAccountant as KongRiberoAccountant,
-    )
-    from hidden_state_accountants.paper_accountants import LangevinAccountant as LangevinAccountant
-    from hidden_state_accountants.paper_accountants import (
-        ShiftedInterpolationAccountant as ShiftedInterpolationAccountant,
-    )
     from hidden_state_accountants.process.batch_curvature import (
         CurvatureRelease as CurvatureRelease,
     )
@@ -77,7 +77,9 @@ __version__ = "0.1.0"
 # A name is imported when it is first used: SciPy and dp-accounting take a second to import, and
 # `hsa --help` needs neither.
 _NAMES = {
-    "accountants": "LastIterateAccountant compose_guarantees",
+    "accountants": "BlockCoordinateAccountant ChienLiAccountant DiceSgdAccountant "
+    "KongRiberoAccountant LangevinAccountant LastIterateAccountant ShiftedInterpolationAccountant "
+    "compose_guarantees",
     "auditing.audit": "audit",
     "auditing.report": "AuditReport",
     "bounds": "BOUNDS Bound shifted_gdp_mu",
@@ -92,8 +94,6 @@ _NAMES = {
     "events.schedule": "Schedule",
     "guarantee": "Assumption Guarantee",
     "losses.envelope": "envelope_smoothing",
-    "paper_accountants": "BlockCoordinateAccountant ChienLiAccountant DiceSgdAccountant "
-    "KongRiberoAccountant LangevinAccountant ShiftedInterpolationAccountant",
     "process.batch_curvature": "CurvatureRelease release_curvature",
     "process.geometry": "clipped_update_lipschitz",
     "recommendation": "Candidate Recommendation recommend",

@@ -11,8 +11,7 @@
 shifted_interpolation 1.993
 """
 
-from hidden_state_accountants.comparing.comparison import Comparison, compare
+from hidden_state_accountants.comparing.comparison import Comparison, compare, position_profile
 from hidden_state_accountants.comparing.methods import Row
-from hidden_state_accountants.comparing.positions import position_profile
 
 __all__ = ["Comparison", "Row", "compare", "position_profile"]

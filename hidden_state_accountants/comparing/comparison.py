@@ -13,7 +13,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import RUN_EVENTS
+from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee
 from hidden_state_accountants.comparing.methods import (
     COMBINED,
     OTHER_ALGORITHM,
@@ -21,7 +21,8 @@ from hidden_state_accountants.comparing.methods import (
     Row,
     rows_of,
 )
-from hidden_state_accountants.comparing.shorter import first_epochs, plotted_epochs
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.plotting import Panel, Series, check_path, plot_comparison
 
@@ -316,3 +317,70 @@ def _title(label: str, event: Any, several: bool) -> str:
     if getattr(event, "record_position", None) is not None:
         parts[-1] += f", ONLY FOR {event.records}"
     return " ".join(parts)
+
+
+def position_profile(
+    event: dp_accounting.DpEvent,
+    delta: float = 1e-5,
+    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+) -> np.ndarray:
+    """The smallest proven epsilon of the records of each batch of an epoch.
+
+    Noise that comes after a record's last participation hides it: the last batches of an epoch pay
+    most. The epsilon of the run is the largest entry, and the one to publish.
+
+    Formal guarantees: entry k is an epsilon for the records of batch k of every epoch, and for no
+    others; which batch a record is in must not depend on the data.
+
+    Args:
+        event: A run over CYCLIC batches; its own `record_position` is ignored.
+        delta: In [0, 1].
+        neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
+
+    Returns:
+        Shape (batches of an epoch,).
+
+    Raises:
+        TypeError: `event` is no `LastIterateDpEvent`.
+        ValueError: Its batches are not CYCLIC.
+        UnsupportedRunError: No bound covers the run.
+    """
+    if not isinstance(event, LastIterateDpEvent):
+        raise TypeError(f"Expected event to be a LastIterateDpEvent, got {event!r}.")
+    delta = validate.target_delta(delta)
+    relation = validate.neighboring_relation(neighboring_relation)
+    positions = [
+        attrs.evolve(event, record_position=position) for position in range(event.batches_per_epoch)
+    ]
+    return np.array([best_guarantee(run, relation).epsilon(delta) for run in positions])
+
+
+_MOST_POINTS = 10
+
+
+def _epochs(event: Any) -> int:
+    return -(-int(event.num_steps) // int(event.batches_per_epoch))
+
+
+def plotted_epochs(event: Any) -> list[int]:
+    """Numbers of epochs from 1 to all, evenly spaced on a logarithmic axis."""
+    total = _epochs(event)
+    if total <= _MOST_POINTS:
+        return list(range(1, total + 1))
+    grid = np.geomspace(1, total, _MOST_POINTS)
+    return sorted({round(value) for value in grid})
+
+
+def first_epochs(event: Any, epochs: int) -> Any:
+    """The run cut off after its first epochs."""
+    steps = min(event.num_steps, epochs * event.batches_per_epoch)
+    changes: dict[str, Any] = {"num_steps": steps}
+    if hasattr(event, "num_epochs"):
+        changes = {"num_epochs": epochs}
+    for field in attrs.fields(type(event)):
+        value = getattr(event, field.name)
+        if isinstance(value, Schedule):
+            changes[field.name] = Schedule.from_sequence(value.to_array()[:steps])
+    if isinstance(event, LastIterateDpEvent):
+        changes["release_steps"] = tuple(step for step in event.release_steps if step < steps)
+    return attrs.evolve(event, **changes)

@@ -286,7 +286,7 @@ def test_plot(tmp_path):
 
 
 def test_plotted_points_are_the_first_epochs():
-    from hidden_state_accountants.comparing.shorter import first_epochs, plotted_epochs
+    from hidden_state_accountants.comparing.comparison import first_epochs, plotted_epochs
 
     event = cyclic_run(learning_rate=[0.5] * 12 + [0.25] * 11, num_steps=23, release_steps=(4, 20))
     assert plotted_epochs(event) == [1, 2, 3, 4, 5, 6]
