@@ -25,11 +25,6 @@ DELTA = 1e-5
 # Row 1: batches that are not the declared ones.
 
 
-def next_iter_every_step(run):
-    for _ in range(2):
-        run.step(next(iter(run.loader)))
-
-
 def own_loader_around_the_private_batches(run):
     run.epoch(DataLoader(run.loader.dataset, batch_sampler=run.loader.batch_sampler))
 
@@ -120,7 +115,6 @@ def backward_twice(run):
 
 
 RAISES = [
-    (1, next_iter_every_step, "step 2 used batch 0, expected batch 1", 1),
     (1, own_loader_around_the_private_batches, "no new batch, expected batch 0.*another loader", 0),
     (1, copy_of_the_loader, "step 1 used no new batch, expected batch 0", 0),
     (1, two_iterators_at_once, "used batch 0|second iterator", 0),
@@ -133,7 +127,6 @@ RAISES = [
     (1, no_zero_grad, "step 2: got the gradients of 2 batches, expected 1", 1),
     (1, two_passes_in_one_step, "step 1 follows 2 training passes", 0),
     (1, sum_changed_between_pieces, "step 1 starts with a sum of clipped gradients", 0),
-    (1, memory_manager_left_early, "step 3 used batch 0, expected batch 2", 2),
     (1, memory_manager_piece_skipped, "step 2: a piece of a batch", 1),
     (1, cycle_over_the_loader, "step 7 used no new batch, expected batch 0", 6),
     (1, backward_twice, "step 1 has gradients of another loss", 0),
@@ -178,11 +171,12 @@ def test_prefetching_workers_do_not_move_the_cursor(make_run, workers):
     run.epoch()
     for batch in itertools.islice(run.loader, 2):
         run.step(batch)
-    with pytest.raises(hsa.UnsupportedRunError, match="step 9 used batch 0, expected batch 2"):
-        run.epoch()
+    run.epoch()  # the other four
+    assert run.engine.privacy_event.num_steps == 12
 
 
-def test_memory_manager_with_workers_left_early(make_run):
-    run = make_run(loader={"num_workers": 2})
-    with pytest.raises(hsa.UnsupportedRunError, match="step 3 used batch 0, expected batch 2"):
-        memory_manager_left_early(run)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_manager_left_early(make_run, workers):
+    run = make_run(loader={"num_workers": workers})
+    memory_manager_left_early(run)
+    assert run.engine.privacy_event.num_steps == 4

@@ -1,3 +1,4 @@
+import itertools
 import logging
 
 import pytest
@@ -236,9 +237,27 @@ def test_a_look_within_a_pass_is_over_when_its_iterator_is_gone(workers):
 
 def test_a_pass_can_start_in_the_middle():
     cursor = BatchCursor(3)
-    cursor.first_batch = 1
+    cursor.resume_at(1)
     sampler = OrderedBatchSampler(FixedPlan(range(6), 2, BatchOrder.CYCLIC), cursor)
     assert list(sampler) == [[2, 3], [4, 5]]
     assert list(sampler) == [[2, 3], [4, 5]]  # still no step was taken
     cursor.take()
+    cursor.steps_taken = 3
     assert list(sampler) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("order", ["cyclic", "reshuffled", "shuffled_once"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_an_epoch_that_is_left_early_goes_on(order, workers, taken):
+    """Every record acts once in an epoch, however many passes the loop makes of it."""
+    loader = deal(DataLoader(numbers(8), batch_size=2, num_workers=workers), BatchOrder(order))
+    cursor, used = loader.batch_sampler.cursor, []
+    while len(used) < 8:
+        for batch in itertools.islice(loader, taken):
+            number = len(used)
+            assert cursor.take() == (number % 4, False)
+            cursor.steps_taken = number + 1
+            used.append(batch)
+    for epoch in (used[:4], used[4:8]):
+        assert sorted(torch.cat([x for (x,) in epoch]).tolist()) == list(range(8))

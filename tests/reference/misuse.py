@@ -484,8 +484,8 @@ MISUSES = (
     Misuse(0, weights_averaged_on_the_side, ACCOUNTED, ACCOUNTED),
     # Other batches.
     Misuse(1, batch_skipped, "used batch 2, expected batch 1", ONE_STEP_EACH),
-    Misuse(1, last_batch_skipped, "used batch 0, expected batch 2", ONE_STEP_EACH),
-    Misuse(1, pass_left_and_begun_again, "used batch 0, expected batch 1", ACCOUNTED),
+    Misuse(1, last_batch_skipped, ACCOUNTED, ONE_STEP_EACH),
+    Misuse(1, pass_left_and_begun_again, ACCOUNTED, ACCOUNTED),
     Misuse(1, batch_used_twice, "used no new batch, expected batch 1", ONE_STEP_EACH),
     Misuse(1, batch_used_after_the_pass, "no new batch, expected batch 0", r"took \d steps, but"),
     Misuse(1, other_loader, "used no new batch, expected batch 0", ONE_STEP_EACH),

@@ -44,7 +44,8 @@ class BatchCursor:
     one, unless the loop left a piece out.
 
     A pass may be interrupted by a look at the batches: another pass that ends, or whose iterator is
-    dropped, before a step is taken in it. The interrupted pass then goes on where it was.
+    dropped, before a step is taken in it. The interrupted pass then goes on where it was. A pass
+    that is left early for good, with steps, is followed by one that goes on with the next batch.
 
     Attributes:
         taken: The batch of the latest `take`; None for a piece, and where nothing was delivered.
@@ -82,8 +83,7 @@ class BatchCursor:
         self._num_batches, self._prefetched = num_batches, prefetched
         self._counts_steps = counts_steps
         self._is_kept = num_batches == 1 and not counts_steps
-        self.steps_taken = 0
-        self.first_batch = 0
+        self.steps_taken = self._first_batch = 0
         self._times_taken = 0
         self._was_left_out = self._has_taken = self._fetches_ahead = self._is_open = False
         self._waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
@@ -103,22 +103,20 @@ class BatchCursor:
         return self.steps_taken if self._counts_steps else self.steps_taken % self._num_batches
 
     @property
-    def first_index(self) -> int:
-        """The index of the first batch of a pass that starts now."""
-        return self.steps_taken if self._counts_steps else self.first_batch
+    def batches_left(self) -> int:
+        """The batches of a pass that starts now: the rest of an epoch that was left early.
 
-    @property
-    def first_step(self) -> int:
-        """The step (from 0 on) that the first batch of a pass that starts now belongs to."""
-        if self._counts_steps:
-            return self.steps_taken
-        return self.steps_taken // self._num_batches * self._num_batches + self.first_batch
+        Batches that are drawn for every step have no epochs; only a run that goes on from a
+        checkpoint ends its pass where it would have ended.
+        """
+        begun = self._first_batch if self._counts_steps else self.expected_index
+        return self._num_batches - begun
 
     def resume_at(self, step: int) -> None:
         """The next pass starts where a run after `step` steps goes on."""
         self._interrupted.clear()
         self._forget_pass()
-        self.steps_taken, self.first_batch = step, step % self._num_batches
+        self.steps_taken, self._first_batch = step, step % self._num_batches
 
     def start_pass(self) -> int:
         """Forgets what an earlier pass announced, but not that the loop left a piece out.
@@ -227,7 +225,7 @@ class BatchCursor:
             index, do_skip = None if self.taken is None else self.taken.index, False
         self.was_looked = False
         self._times_taken += 1
-        self.first_batch = 0
+        self._first_batch = 0
         return index, do_skip
 
     def _check_not_looked(self) -> None:

@@ -41,9 +41,9 @@ class OrderedBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self._check_subsets()
         cursor = self.cursor
-        pass_id, step, index = cursor.start_pass(), cursor.first_step, cursor.first_index
+        pass_id, step, index = cursor.start_pass(), cursor.steps_taken, cursor.expected_index
         self.plan.start_pass(step)
-        return self._batches(pass_id, step, index, len(self) - cursor.first_batch)
+        return self._batches(pass_id, step, index, cursor.batches_left)
 
     def _batches(self, pass_id: int, step: int, index: int, count: int) -> Iterator[list[int]]:
         try:
@@ -86,7 +86,7 @@ class OrderedDataLoader(DataLoader):
         super().__setattr__(name, value)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        first = self.batch_sampler.cursor.first_index
+        first = self.batch_sampler.cursor.expected_index
         at_once = reads_at_once(self)
         iterator = super().__iter__() if at_once is None else iter(at_once)
         return self._deliver(iterator, self.batch_sampler.cursor.pass_id, first)
