@@ -195,6 +195,18 @@ def test_weights_that_no_private_run_left(new_engine):
 
 
 @each_engine
+def test_a_model_that_was_set_back(new_engine):
+    """Its weights are the initial ones again, which the run did not leave."""
+    initial = copy.deepcopy(nn.Linear(5, 3).state_dict())
+    run = Run(new_engine(), initial).epoch()
+    left = copy.deepcopy(copied(run))
+    run.plain.load_state_dict(initial)
+    assert Run(new_engine(), copied(run)).epoch().epsilon > 0
+    with pytest.raises(hsa.UnsupportedRunError, match="no other engine has trained"):
+        Run(new_engine(), left).epoch()
+
+
+@each_engine
 def test_a_checkpoint_goes_on(new_engine, tmp_path):
     first = trained(new_engine())
     first.engine.save_checkpoint(path=tmp_path / "a", module=first.model, optimizer=first.optimizer)

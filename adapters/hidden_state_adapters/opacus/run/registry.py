@@ -65,6 +65,9 @@ _trained: Any = WeakIdKeyDictionary()
 """Parameter -> its trainers."""
 _left: dict[torch.Size, dict[bytes, tuple[_Trainer, int]]] = {}
 """Shape and digest of weights -> who left them, in which step; as far as there may be copies."""
+_initial: set[bytes] = set()
+"""Digests of weights that runs began with and no private step had left: who has them learned
+nothing from a run that has not moved yet, or whose model was set back to them."""
 
 
 def note_branch(run_id: str, run: Run) -> None:
@@ -135,6 +138,9 @@ def note_trained(
         hides_iterates: Whether its epsilon may be below that of composition.
     """
     for param in params:
+        digest = _digest(param)
+        if param not in _trained and digest not in _left.get(param.shape, ()):
+            _initial.update(() if digest is None else (digest,))
         _trained.setdefault(param, []).append(_Trainer(engine, run, hides_iterates))
     for part in () if module is None else module.modules():
         is_trained = any(param in _trained for param in part.parameters(recurse=False))
@@ -156,7 +162,7 @@ def _note_left(param: nn.Parameter) -> None:
     """Remembers the weights that `param` has, if a run left them."""
     trainers = [trainer for trainer in _trained.get(param, ()) if trainer.has_moved]
     digest = _digest(param) if trainers else None
-    if digest is not None:
+    if digest is not None and digest not in _initial:
         last = trainers[-1]
         _left.setdefault(param.shape, {}).setdefault(digest, (last, last.run.num_steps))
 
