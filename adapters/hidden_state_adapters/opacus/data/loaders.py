@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from opacus.data_loader import CollateFnWithEmpty
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.contents import tensors_of
 from hidden_state_adapters.opacus.data.cursor import BatchCursor
-from hidden_state_adapters.opacus.data.subsets import FixedSubsets
 from hidden_state_adapters.opacus.data.whole_batches import reads_at_once
 
 
@@ -21,25 +22,19 @@ class OrderedBatchSampler(BatchSampler):
 
     A BatchSampler, so that Opacus' BatchMemoryManager splits its batches and knows its length.
 
-    Every pass checks, when it starts and when it ends, that the records behind the indices are
-    still the same as far as torch.utils.data.Subset says.
-
     Args:
         plan: The batches.
         cursor: Told about every batch.
-        dataset: What the indices point into.
     """
 
-    def __init__(self, plan: BatchPlan, cursor: BatchCursor, dataset: Any = None):
+    def __init__(self, plan: BatchPlan, cursor: BatchCursor):
         super().__init__(range(len(plan.records)), plan.batch_size, drop_last=False)
         self.plan, self.cursor = plan, cursor
-        self._subsets = FixedSubsets(dataset)
 
     def __len__(self) -> int:
         return self.plan.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._check_subsets()
         cursor = self.cursor
         pass_id, step, index = cursor.start_pass(), cursor.steps_taken, cursor.expected_index
         self.plan.start_pass(step)
@@ -54,14 +49,8 @@ class OrderedBatchSampler(BatchSampler):
         except GeneratorExit:
             self.cursor.end_pass(pass_id)
             raise
-        self._check_subsets()
         if self.cursor.pass_id == pass_id:
             self.cursor.exhaust()
-
-    def _check_subsets(self) -> None:
-        reason = self._subsets.why_not()
-        if reason:
-            raise UnsupportedRunError(reason)
 
 
 class OrderedDataLoader(DataLoader):
@@ -109,8 +98,8 @@ def private_loader(
 ) -> OrderedDataLoader:
     """A loader of the same data set by `plan`, with the user's workers and collate_fn."""
     return OrderedDataLoader(
-        data_loader.dataset,
-        batch_sampler=OrderedBatchSampler(plan, cursor, data_loader.dataset),
+        _with_own_indices(data_loader.dataset),
+        batch_sampler=OrderedBatchSampler(plan, cursor),
         num_workers=data_loader.num_workers,
         collate_fn=_collate(data_loader, plan, batch_first),
         pin_memory=data_loader.pin_memory,
@@ -122,6 +111,17 @@ def private_loader(
         persistent_workers=data_loader.persistent_workers,
         pin_memory_device=data_loader.pin_memory_device,
     )
+
+
+def _with_own_indices(dataset: Any) -> Any:
+    """The same records, whatever happens to the indices of torch.utils.data.Subset later."""
+    if type(dataset) is Subset:
+        indices: Any = dataset.indices
+        kept = indices.clone() if isinstance(indices, torch.Tensor) else copy.copy(indices)
+        return Subset(_with_own_indices(dataset.dataset), kept)
+    if type(dataset) is ConcatDataset and any(type(part) is Subset for part in dataset.datasets):
+        return ConcatDataset([_with_own_indices(part) for part in dataset.datasets])
+    return dataset
 
 
 def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any:
