@@ -11,8 +11,9 @@ distances, and for the squared error with k = 4, it is divided by the square roo
 batches per epoch. The weights start at zero, the rate stays constant and nothing decays. With the
 first term the noise in every weight has the standard deviation :math:`\kappa` F, whatever the data
 are: F is the noise factor, the noise in the sum of all gradients over that of full batches.
-:math:`\kappa` is 1.4, and up to four times as much where the noise is small beside the longest
-gradient that there can be: by :math:`n \mu / (35 \sqrt d)` for d weights.
+:math:`\kappa` is .2 for the squared error, else 1.4, and up to four times as much where the noise
+is small beside the longest gradient that there can be: by :math:`n \mu / (35 \sqrt d)` for d
+weights.
 
 Full batches may have momentum (heavy ball). Every noisy gradient is accounted as if it were
 released, so that whatever is computed from them costs nothing more, and momentum makes up for what
@@ -63,6 +64,7 @@ _LEAST_BATCH = 50
 _EVALUATIONS = 8_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
 _KAPPA = 1.4
+_KAPPA_OF_TARGETS = 0.2  # half ranges: a prediction of a number has a scale
 # The longest gradient over the noise in one of all records. Above it what is not fitted yet costs
 # more than noise does, and the noise in a weight may be up to so many times _KAPPA.
 _CLEAR, _MOST_KAPPA = 35.0, 4.0
@@ -73,7 +75,8 @@ _TOLERANCE = 1e-3
 _ROUNDING = 1e-9  # of mu
 _DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
 _OF_EACH_ORDER = 2  # runs with exact figures
-_MOST_MOMENTUM = 0.97  # of 64 steps: more would not come to rest
+# More would not come to rest in 64 steps; what does not fade swings the longest.
+_MOST_MOMENTUM, _MOST_OF_TARGETS = 0.97, 0.9
 
 
 @attrs.frozen
@@ -123,7 +126,7 @@ LOSSES = {
         LinearLoss(
             "squared_error",
             1.0,
-            0.3,
+            0.1,
             4.0,
             False,
             LossGeometry.envelope_squared_error,
@@ -477,7 +480,7 @@ class _Task:
     def kappa(self) -> float:
         """The standard deviation that the noise in a weight may have, for features of norm 1."""
         if self.weights is None or not self.loss.fades:  # a prediction has a scale of its own
-            return _KAPPA
+            return _KAPPA if self.loss.fades else _KAPPA_OF_TARGETS
         clear = self.n * self.mu / math.sqrt(self.weights)
         return _KAPPA * min(max(clear / _CLEAR, 1.0), _MOST_KAPPA)
 
@@ -520,7 +523,8 @@ class _Plan:
         """What makes up for a rate below the one wanted, as far as it may."""
         if not self.has_momentum:
             return 0.0
-        return min(round(1 - self.rate / self.wanted, 4), _MOST_MOMENTUM)
+        most = _MOST_MOMENTUM if self.task.loss.fades else _MOST_OF_TARGETS
+        return min(round(1 - self.rate / self.wanted, 4), most)
 
     @property
     def reach(self) -> float:
@@ -581,7 +585,7 @@ class _Plan:
             learning_rate=self.learning_rate,
             weight_decay=task.decay,
             # A little above the gradient bound of the envelope, so that rounding never clips.
-            clip_norm=round_up(clip_norm * math.sqrt(task.square) * (1 + 1e-5), 8),
+            clip_norm=_just_above(clip_norm * math.sqrt(task.square)),
             batch_size=size,
             dataset_size=task.n if self.order in _COMPOSED else size * self.split,
             num_steps=self.steps,
@@ -649,3 +653,8 @@ def _quiet_absl() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _just_above(bound: float) -> float:
+    """A clip norm that does not act: Opacus clips with min(1, C / (norm + 1e-6))."""
+    return round_up(max(bound * (1 + 1e-5), bound + 2e-6), 8)

@@ -248,3 +248,13 @@ def test_examples():
     found = doctest.testmod(estimators)
     assert found.failed == 0
     assert found.attempted >= 10
+
+
+def test_regression_at_small_epsilons_is_no_worse_than_a_constant():
+    from sklearn.datasets import load_diabetes
+
+    X, y = load_diabetes(return_X_y=True)
+    for epsilon, least in ((0.1, 0.0), (1.0, 0.3)):
+        model = PrivateRegressor(epsilon, target_bounds=(0, 400), feature_norm=0.12)
+        scores = [model.fit(X[:300], y[:300]).score(X[300:], y[300:]) for _ in range(20)]
+        assert np.mean(scores) > least

@@ -508,7 +508,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
         preprocessing: As for `PrivateClassifier`.
-        fit_intercept: Whether a constant of `feature_norm` is appended to every record.
+        fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         neighboring_relation, verbose: As for `PrivateClassifier`.
 
     Attributes:
@@ -517,7 +517,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         n_features_in_, n_iter_, privacy_event_, guarantee_, report_: As for `PrivateClassifier`.
     """
 
-    _intercept_share = 1.0
+    _intercept_share = 0.3
 
     def __init__(
         self,
@@ -525,7 +525,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         delta: float = 1e-5,
         *,
         target_bounds: Any = None,
-        threshold: float = 0.3,
+        threshold: float = 0.1,
         alpha: float = 0.0,
         feature_norm: float = 1.0,
         normalization: str = "clip",
