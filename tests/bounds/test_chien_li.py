@@ -13,7 +13,7 @@ from scipy import optimize, special, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.chien_li.hoelder import HoelderModulus, HoelderProblem
-from hidden_state_accountants.bounds.chien_li.linear import least_value, least_value_of_any
+from hidden_state_accountants.bounds.chien_li.linear import least_value
 from hidden_state_accountants.bounds.chien_li.sampled import sampled_gaussian_divergence
 
 
@@ -120,20 +120,6 @@ def test_theorem_3_1_is_the_minimum_of_its_formula(kind, seed):
         assert ours == pytest.approx(best, rel=1e-6)
 
 
-@pytest.mark.parametrize("c", [0.9, 1.0, 1.1])
-def test_the_value_is_the_formula_at_the_point_that_is_returned(c):
-    diameter, steps, s = 1.0, 60, 0.08
-    distance = np.array(
-        [min(s * sum(c**t for t in range(tau)), 0.4 * tau, diameter) for tau in range(steps + 1)]
-    )
-    point = least_value(c, s, distance, period=1, position=0)
-    typed = theorem_3_1(c, point.start, point.beta, 2.0, 0.1, 5, steps, diameter, 1.0)
-    assert ((point.beta >= 0) & (point.beta <= 1)).all()
-    assert point.value / 2 == pytest.approx(typed, rel=1e-9)
-    kind = {0.9: "strongly_convex", 1.0: "convex", 1.1: "smooth"}[c]
-    assert per_alpha(figure_1(kind, steps)) == pytest.approx(typed, rel=1e-9)
-
-
 def test_convex_case_in_closed_form():
     """c = 1: the least (min(D, tau s) + k s)^2/k over k = T - tau."""
     for steps, diameter in ((5, 0.2), (50, 0.3), (300, 1.0)):
@@ -231,7 +217,7 @@ def changed(event, **changes):
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_both_linear_solvers_agree(seed):
+def test_shooting_is_exact_for_a_linear_modulus_too(seed):
     rng = np.random.default_rng(seed)
     steps, period = int(rng.integers(1, 60)), int(rng.integers(1, 6))
     position, c = int(rng.integers(0, period)), float(rng.choice([0, 0.5, 0.97, 1, 1.03, 3]))
@@ -240,8 +226,10 @@ def test_both_linear_solvers_agree(seed):
         (np.arange(steps) % period == position) & (np.arange(steps) >= position), 0.3, 0.0
     )
     by_bisection = least_value(c, 0.3, distance, period=period, position=position)
-    by_sorting = least_value_of_any(c, own, distance)
-    assert by_bisection.value == pytest.approx(by_sorting.value, rel=1e-10)
+    shooting = HoelderProblem.tabulated(
+        HoelderModulus(0.0, c, 1.0), 0.3, own[None, :] > 0, distance[None, :]
+    )
+    assert shooting.least_values()[0] == pytest.approx(by_bisection, rel=1e-6)
 
 
 def dynamic_program(modulus, own, distance, cells, optimistic):

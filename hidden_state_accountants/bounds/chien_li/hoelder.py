@@ -49,8 +49,9 @@ class HoelderModulus:
 
     def inverse(self, value: np.ndarray) -> np.ndarray:
         """h: Newton's method in u = z**exponent, where g is convex; it never undershoots."""
-        if self.coefficient == 0:
-            return value / self.decay
+        if self.coefficient == 0 or self.exponent == 1:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return value / (self.decay + self.coefficient)
         power = 1 / self.exponent
         u = np.minimum(value / self.coefficient, (value / self.decay) ** self.exponent)
         for _ in range(60):

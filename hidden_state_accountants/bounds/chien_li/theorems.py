@@ -59,11 +59,9 @@ def published_values(event: LastIterateDpEvent, run: ConstantRun) -> tuple[np.nd
         return _linear_values(event, run, smooth, own), theorem
     c = published_lipschitz(run)
     distance = closed_form_distance(c, run)
-    point = linear.least_value(c, run.sensitivity, distance, period=1, position=0)
+    lipschitz = linear.least_value(c, run.sensitivity, distance, period=1, position=0)
     hoelder = float(_linear_values(event, run, smooth, smooth)[0])
-    if hoelder < point.value:
-        return np.array([hoelder]), "Theorem 3.7"
-    return np.array([point.value]), theorem
+    return np.array([min(hoelder, lipschitz)]), "Theorem 3.7" if hoelder < lipschitz else theorem
 
 
 def _gradient_lipschitz(run: ConstantRun) -> float:
@@ -158,16 +156,7 @@ def _linear_values(
     """Theorem 3.1 or A.1 with recursive tracking; `own_contraction` where the record takes part."""
     others, own = (HoelderModulus(0.0, c, 1.0) for c in (contraction, own_contraction))
     if event.batch_order is BatchOrder.RESHUFFLED and run.period > 1:
-        return np.array(
-            [
-                linear.least_value_of_any(
-                    contraction,
-                    np.where(present, run.sensitivity, 0.0),
-                    tracked_distance(own, others, run, present),
-                ).value
-                for present in _reshuffled(run)
-            ]
-        )
+        return _reshuffled_values(run, others, own)
     distance = tracked_distance(own, others, run, _every(run.period, 0, run.num_steps))
     return np.array(
         [
@@ -177,7 +166,7 @@ def _linear_values(
                 _late(distance, position),
                 period=run.period,
                 position=position,
-            ).value
+            )
             for position in _positions(event, run).tolist()
         ]
     )
@@ -197,21 +186,19 @@ def _hoelder_values(event: LastIterateDpEvent, run: ConstantRun, share: float | 
     """Theorem 3.7 or A.1."""
     whole, own = hoelder_moduli(run, share)
     if event.batch_order is BatchOrder.RESHUFFLED and run.period > 1:
-        present = np.array(_reshuffled(run))
-        distances = np.array([tracked_distance(own, whole, run, row) for row in present])
-        problem = HoelderProblem.tabulated(whole, run.sensitivity, present, distances)
-    else:
-        distance = tracked_distance(own, whole, run, _every(run.period, 0, run.num_steps))
-        positions = _positions(event, run)
-        problem = HoelderProblem.periodic(whole, run.sensitivity, distance, run.period, positions)
+        return _reshuffled_values(run, whole, own)
+    distance = tracked_distance(own, whole, run, _every(run.period, 0, run.num_steps))
+    positions = _positions(event, run)
+    problem = HoelderProblem.periodic(whole, run.sensitivity, distance, run.period, positions)
     return problem.least_values()
 
 
-def _reshuffled(run: ConstantRun) -> list[np.ndarray]:
-    """The steps of the record for every equally likely sequence of positions."""
-    epochs = -(-run.num_steps // run.period)
-    steps = np.arange(run.num_steps)
-    return [
+def _reshuffled_values(run: ConstantRun, others: HoelderModulus, own: HoelderModulus) -> np.ndarray:
+    """Theorem A.1 for every equally likely sequence of positions."""
+    epochs, steps = -(-run.num_steps // run.period), np.arange(run.num_steps)
+    present = np.array([
         np.array(chosen)[steps // run.period] == steps % run.period
         for chosen in itertools.product(range(run.period), repeat=epochs)
-    ]
+    ])  # fmt: skip
+    distances = np.array([tracked_distance(own, others, run, row) for row in present])
+    return HoelderProblem.tabulated(others, run.sensitivity, present, distances).least_values()
