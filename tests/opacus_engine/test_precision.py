@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from opacus import GradSampleModule, PrivacyEngine
+from opacus import GradSampleModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -115,29 +115,6 @@ def test_dice_sgd(coarse, text):
     with coarse(), pytest.raises(hsa.UnsupportedRunError, match=f"step 1: {text}"):
         optimizer.step()
     assert optimizer.num_steps == 0
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_the_accountant_of_a_stock_engine(make_loader, precision):
-    """(Under autocast torch itself does not take the gradient, or the accountant refuses.)"""
-    engine = PrivacyEngine(accountant="hidden_state")
-    softmax = LossGeometry.softmax_cross_entropy(1.0, bias=True)
-    engine.accountant.declare_run(
-        batch_order="cyclic", dataset_size=60, batch_size=10, loss_geometry=softmax
-    )
-    model = nn.Linear(5, 3)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=make_loader(),
-        noise_multiplier=1.0,
-        max_grad_norm=2.1,
-        poisson_sampling=False,
-    )
-    features, labels = next(iter(loader))
-    nn.functional.cross_entropy(model(features), labels).backward()
-    with products(precision), pytest.raises(hsa.UnsupportedRunError, match=PRODUCTS):
-        optimizer.step()
 
 
 def test_float64_is_never_rounded(make_run, dataset):

@@ -73,18 +73,6 @@ def test_gradients_of_a_piece(make_run):
             run.optimizer.step()
 
 
-def test_a_stock_engine_with_a_criterion(train):
-    criterion = nn.CrossEntropyLoss()
-    declared = {"criterion": criterion, "feature_norm": 1.0}
-    _, model, private, batches = train(declared, epochs=1)
-    features, labels = next(iter(batches))
-    private.zero_grad()
-    criterion(model(features), labels).backward()
-    centred_in_place(next(model.parameters()))
-    with pytest.raises(hsa.UnsupportedRunError, match=TEXT):
-        private.step()
-
-
 def test_what_is_not_written(make_run):
     """Reading, gradients that nobody clips and passes between the steps change nothing."""
     run = make_run(grad_sample_mode="hooks")
