@@ -23,7 +23,7 @@ def project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None
         is_fine: Whether the step is taken.
     """
     eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
-    norm = _joint_norm(variables)
+    norm = joint_norm(variables)
     factor = tf.minimum(tf.constant(1.0, tf.float64), radius * (1 - 2 * eps) / norm)
     factor = tf.where(is_fine, factor, tf.ones_like(factor))
     for variable in variables:
@@ -38,7 +38,7 @@ def check_within(variables: Sequence[Any], radius: float | None) -> None:
     """
     if radius is None:
         return
-    norm = float(_joint_norm(variables))
+    norm = float(joint_norm(variables))
     if not norm <= radius * (1 + SLACK):
         raise refusal(
             f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
@@ -46,7 +46,12 @@ def check_within(variables: Sequence[Any], radius: float | None) -> None:
         )
 
 
-def _joint_norm(variables: Sequence[Any]) -> tf.Tensor:
-    """The L2 norm of all variables as one vector, computed in float64 (0-dim)."""
-    squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float64))) for v in variables]
-    return tf.sqrt(tf.add_n(squares))
+def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
+    """The L2 norm of all parts as one vector, in float64 (0-dim), without over- or underflow."""
+    doubles = [tf.cast(part, tf.float64) for part in parts]
+    unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
+    if any(part.dtype.base_dtype == tf.float64 for part in parts):
+        largest = tf.reduce_max(tf.stack([tf.reduce_max(tf.abs(part)) for part in doubles]))
+        unit = tf.where(largest > 0, largest, tf.ones_like(largest))
+        doubles = [part / unit for part in doubles]
+    return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part)) for part in doubles]))

@@ -9,34 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hidden_state_adapters.tf_privacy.projection import joint_norm
+
 # An automatic clip takes a vector for 0 below this part of its length, so that the factor stays
 # within float32.
 _SHORTEST = 1e-30
-
-
-def row_norms(parts: Sequence[Any]) -> tf.Tensor:
-    """The L2 norm of every row of all parts together, without overflow or underflow.
-
-    Args:
-        parts: Shape (rows, ...) each.
-
-    Returns:
-        float64, shape (rows,).
-    """
-    doubles = [tf.reshape(tf.cast(part, tf.float64), [tf.shape(part)[0], -1]) for part in parts]
-    unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
-    if any(part.dtype.base_dtype == tf.float64 for part in parts):
-        sizes = [tf.reduce_max(tf.abs(part), axis=1) for part in doubles]
-        largest = tf.reduce_max(tf.stack(sizes), axis=0)
-        unit = tf.where(largest > 0, largest, tf.ones_like(largest))
-        doubles = [part / unit[:, tf.newaxis] for part in doubles]
-    squares = tf.add_n([tf.reduce_sum(tf.square(part), axis=1) for part in doubles])
-    return unit * tf.sqrt(squares)
-
-
-def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
-    """The L2 norm of all parts as one vector, in float64, likewise (0-dim)."""
-    return row_norms([tf.convert_to_tensor(part)[tf.newaxis] for part in parts])[0]
 
 
 def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -> tf.Tensor:
