@@ -94,3 +94,30 @@ def test_sample_weights_that_are_refused():
             model.fit(X, LABELS, np.ones(3))
     assert not hasattr(regressor, "privacy_event_")
     assert regressor.fit(X, LABELS, np.ones(2000)).coef_.shape == (2,)
+
+
+def test_one_of_many_records_in_float32_moves_the_sum_by_no_more_than_its_gradient():
+    """A float32 sum of so many is rounded by some per cent of the clip norm, either way."""
+    n, clip_norm, random = 2**18, 0.3, np.random.default_rng(1)
+    records, targets = (
+        Records.of(np.ones((n, 1), "float32"), 1.0, "clip", 0.0),
+        np.full((n, 1), -1.0),
+    )
+
+    def sum_of(factors):
+        return gradient_sum(
+            "squared_error",
+            clip_norm,
+            records,
+            lambda part: targets[part],
+            np.zeros((2, 1)),
+            factors,
+        )
+
+    for _ in range(20):
+        factors = np.full(n, random.uniform(0.5, 1))
+        row = random.integers(n)
+        factors[row] = 1.0
+        there = sum_of(factors)
+        factors[row] = 0.0
+        assert np.linalg.norm(there - sum_of(factors)) <= clip_norm * (1 + 1e-9)

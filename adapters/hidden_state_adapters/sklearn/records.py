@@ -68,9 +68,14 @@ class Records:
         return scaled + self.constant * weights[-1]
 
     def add_gradients(self, index: slice, slopes: np.ndarray, total: np.ndarray) -> None:
-        """Adds the gradients of records with the slopes (rows, outputs) in their predictions."""
-        scaled = (slopes * self.scales[index][:, None]).astype(self.matrix.dtype)
-        total[:-1] += self.matrix[index].T @ scaled
+        """Adds the gradients of records with the slopes (rows, outputs) in their predictions.
+
+        In float64 whatever the matrix is: a sum of 200,000 gradients in float32 is rounded by some
+        per cent of one of them, and which way depends on every record.
+        """
+        total[:-1] += self.matrix[index].astype(np.float64).T @ (
+            slopes * self.scales[index][:, None]
+        )
         total[-1] += self.constant * slopes.sum(axis=0)
 
 

@@ -23,6 +23,7 @@ _LARGE = 2.0**150  # products are renormalised when they exceed it
 _SMALL = 2.0**-200  # of a product: what comes before hardly counts, and is not scanned
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
 _SPAN = 300.0  # nats of products of moduli that one computation holds
+_CERTAIN = 1e100  # mu**2 above it is taken for infinite, and one below its inverse for that
 _ROUNDING = 4e-15  # relative, for each step: sums and products of positive numbers, few a step
 
 
@@ -217,7 +218,14 @@ def mu_squared_by_windows(
         if product > _LARGE:
             blocks.shrink(1 / product)
             product = 1.0
-    return best * (shift_unit / noise_unit) ** 2 * (1 + _ROUNDING * (stop - start))
+    found = best * (shift_unit / noise_unit) ** 2 * (1 + _ROUNDING * (stop - start))
+    # What lies beyond was made of numbers that may have left the range of a double on the way.
+    found[found > _CERTAIN] = np.inf
+    is_moved = np.full(period, initial > 0)
+    np.logical_or.at(
+        is_moved, np.arange(stop - start) % period, process.sensitivity[start:stop] > 0
+    )
+    return np.where(is_moved, np.maximum(found, 1 / _CERTAIN), found)
 
 
 class _Distances:
