@@ -15,6 +15,7 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
+from hidden_state_adapters.opacus.run import registry
 
 RECORDS, FEATURES, CLASSES, BATCH = 60, 5, 3, 10
 
@@ -24,6 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_runs():
+    """Models of other tests start from the same weights, and some end there."""
+    yield
+    registry._left.clear()
+    registry._trained.clear()
 
 
 @attrs.define

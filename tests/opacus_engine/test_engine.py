@@ -267,7 +267,7 @@ def test_report_and_assumptions(make_run):
         "radius 5",
         "noise/sensitivity 2.1",  # noise 2 * 2.1 on a sum that a record moves by at most 2
         "indices of the batches",
-        "criterion called once",
+        "the formula of the loss and the last private iterate",
         "per-example gradient norms at most 2",
         "feature norms at most 1",
     ):

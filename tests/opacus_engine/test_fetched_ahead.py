@@ -107,7 +107,7 @@ def test_a_loop_that_fetches_beyond_the_end_of_a_pass(make_run, order, arguments
 
 def test_a_batch_that_was_looked_at_first(make_run):
     """In a plain loop, which may then transform what the loader delivers."""
-    run = make_run(batch_order="poisson")
+    run = make_run(batch_order="poisson", loop_maps_records=True)
     next(iter(run.loader))
     for features, labels in run.loader:
         run.step((0.5 * features, labels))
@@ -162,11 +162,7 @@ def reshaped(features):
     return features.reshape(len(features), 5, 1)
 
 
-def written_in_place(features):
-    return features.mul_(0.5)
-
-
-@pytest.mark.parametrize("move", [moved, cast, laid_out_again, reshaped, written_in_place])
+@pytest.mark.parametrize("move", [moved, cast, laid_out_again, reshaped])
 def test_the_batch_is_followed(make_run, move):
     run = make_run(model=nn.Sequential(nn.Flatten(), nn.Linear(5, 3)))
     for features, labels in ahead(run.loader):
@@ -290,7 +286,7 @@ REFUSED = [
     (one_left_out, "step 3 used batch 3, expected batch 2"),
     (another_one_at_the_end, "step 6 used no new batch, expected batch 5"),
     (best_of_two, r"step \d used (batch \d|no new batch), expected batch \d"),
-    (of_another_loader, "step 2 used no new batch, expected batch 1"),
+    (of_another_loader, "not what the loader dealt"),
 ]
 
 

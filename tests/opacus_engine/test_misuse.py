@@ -106,6 +106,7 @@ class OpacusTrial(Trial):
         start, records, has_bound: See `Trial`.
         arguments: Further arguments of make_private.
         takes_closure: Whether a step asks for the gradients of every block.
+        seed: Of the noise, where two runs need the same; None for noise that nobody knows.
     """
 
     layer: str
@@ -115,12 +116,16 @@ class OpacusTrial(Trial):
     records: frozenset = frozenset()
     has_bound: bool = True
     takes_closure: bool = False
+    is_computed: bool = False
+    seed: int | None = None
 
     def __attrs_post_init__(self):
         torch.manual_seed(0)
         self.model, self.criterion = Model(self.layer), nn.CrossEntropyLoss()
         self.engine = HiddenStatePrivacyEngine()
         self.generator = None
+        if self.seed is not None:
+            self.generator = torch.Generator().manual_seed(self.seed)
         self.private, self.optimizer, self.loader = self.made_private(self.engine)
 
     def made_private(self, engine, module=None):
@@ -364,6 +369,7 @@ OPTIMIZERS = {
         },
         arguments={"loss_geometry": "auto", "feature_norm": 1.0},
         records={"learning_rate", "noise_multiplier", "clip_norm", "weight_decay"},
+        is_computed=True,
     ),
     "composed": composed(torch.optim.SGD, weight_decay=0.1),
     "composed_adam": composed(torch.optim.Adam),

@@ -52,7 +52,7 @@ def test_gradients_that_are_written(make_run, mode, write):
 
 
 def test_gradients_that_take_the_place_of_ghosts(make_run):
-    run = make_run()  # whose head is linear, so that nobody makes its gradients
+    run = make_run(loss_geometry=None)  # whose head is linear, so that nobody makes its gradients
     run.backward(next(iter(run.loader)))
     for param in run.plain_model.parameters():
         zeros(param)
@@ -61,7 +61,7 @@ def test_gradients_that_take_the_place_of_ghosts(make_run):
 
 
 def test_gradients_of_a_piece(make_run):
-    run = make_run(grad_sample_mode="hooks")
+    run = make_run(grad_sample_mode="hooks", loss_geometry=None)
     with BatchMemoryManager(
         data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
     ) as pieces:
@@ -75,7 +75,7 @@ def test_gradients_of_a_piece(make_run):
 
 def test_what_is_not_written(make_run):
     """Reading, gradients that nobody clips and passes between the steps change nothing."""
-    run = make_run(grad_sample_mode="hooks")
+    run = make_run(grad_sample_mode="hooks", loss_geometry=None)
     for batch in run.loader:
         run.backward(batch)
         assert run.plain_model.weight.grad_sample.norm(dim=(1, 2)).max() > 0

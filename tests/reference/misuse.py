@@ -2,8 +2,10 @@
 
 A case commits its misuse on a `Trial`, which tests/opacus_engine/test_misuse.py and
 tests/keras/test_misuse.py make for their optimizers. Either the package refuses, with a text, and
-answers no question about the run any more; or the run is accounted as it happened. A case has the
-number of its row in docs/guards.md.
+answers no question about the run any more; or the run is accounted as it happened; or, where a
+trainer computes its steps from what it holds itself, the weights are those of the honest run with
+the same noise. What nobody looks at is declared. A case has the number of its row in
+docs/guards.md.
 
 What is committed on batches, data and several runs is in misuse_of_runs.py, the rest is here. A new
 optimizer gets all cases by one line in the table of its framework's test; a new case reaches
@@ -63,6 +65,8 @@ from trial import STEPS, Trial
 from hidden_state_accountants import UnsupportedRunError
 
 ACCOUNTED = "accounted"
+CONSTRUCTED = "by construction"
+DECLARED = "declared"
 
 
 @attrs.frozen
@@ -75,6 +79,9 @@ class Misuse:
             number of steps, and settings.
         opacus: The text of the refusal; ACCOUNTED; or None if it cannot be committed there.
         keras: The same.
+        computed: The same for trainers that compute their steps themselves; CONSTRUCTED: weights
+            and event are those of the honest run; DECLARED: nobody looks. None: as for the others.
+        is_asked: Whether such trainers notice when they are asked about the model, and go on.
         setting: What it changes: accounted by optimizers that record it.
         goes_on: Frameworks in which the refusal does not end the run: no step was asked for, or it
             is about the model as it is.
@@ -86,6 +93,8 @@ class Misuse:
     commit: Callable[[Trial], object]
     opacus: str | None
     keras: str | None
+    computed: str | None = attrs.field(default=None, kw_only=True)
+    is_asked: bool = attrs.field(default=False, kw_only=True)
     setting: str = attrs.field(default="", kw_only=True)
     goes_on: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     needs_bound: bool = attrs.field(default=False, kw_only=True)
@@ -147,9 +156,22 @@ def check(framework, misuse, make_trial, honest_epochs):
 
 def _check(framework, misuse, make_trial, honest_epochs):
     outcome = getattr(misuse, framework)
+    if misuse.computed is not None and make_trial("").is_computed:
+        outcome = misuse.computed
+    if outcome == CONSTRUCTED:
+        _check_constructed(make_trial, misuse, honest_epochs)
+        return
+    if outcome == DECLARED:
+        raise NotImplementedError("declared")
     if misuse.layer:
+
+        def commit_on_layer():
+            trial = make_trial(misuse.layer)
+            misuse.commit(trial)
+            trial.get_epsilon()
+
         with pytest.raises(UnsupportedRunError, match=outcome):
-            misuse.commit(make_trial(misuse.layer))
+            commit_on_layer()
         return
     trial = make_trial("")
     if misuse.needs_bound and not trial.has_bound:
@@ -166,10 +188,27 @@ def _check(framework, misuse, make_trial, honest_epochs):
 
     with pytest.raises(UnsupportedRunError, match=outcome):
         commit_and_ask()
-    if framework not in misuse.goes_on:
+    goes_on = framework in misuse.goes_on or (misuse.is_asked and trial.is_computed)
+    if not goes_on:
         for ask in trial.questions():
             with pytest.raises(UnsupportedRunError):
                 ask()
+
+
+def _check_constructed(make_trial, misuse, honest_epochs):
+    """The final weights, and the event, are those of an honest run with the same noise."""
+    trial, honest = (make_trial("", seed=5) for _ in range(2))
+    for _ in range(honest_epochs):
+        trial.epoch()
+    misuse.commit(trial)
+    steps = trial.event().num_steps
+    assert steps % STEPS == 0
+    for _ in range(steps // STEPS):
+        honest.epoch()
+    assert trial.event() == honest.event()
+    assert trial.get_epsilon() == honest.get_epsilon()
+    for own, expected in zip(trial.weights(), honest.weights(), strict=True):
+        assert (own == expected).all()
 
 
 def _check_accounted(trial, changes, before):
@@ -512,9 +551,12 @@ MISUSES = (
     Misuse(3, update_changed, "sum of clipped gradients that does not come", "not the noisy mean"),
     # Other losses.
     Misuse(4, loss_scaled, "per-example gradient of norm|gradient_bound >=",
-           "longer than|gradient_bound >=", needs_bound=True),
-    Misuse(20, loss_not_a_number, "norm nan|norm is not finite", "not finite"),
-    Misuse(20, loss_infinite, "norm nan|norm inf|norm is not finite", "not finite"),
+           "longer than|gradient_bound >=", needs_bound=True,
+           computed="1e.03 times as long|scaled or doubled|1000 times"),
+    Misuse(20, loss_not_a_number, "norm nan|norm is not finite", "not finite",
+           computed="gradients are not finite"),
+    Misuse(20, loss_infinite, "norm nan|norm inf|norm is not finite", "not finite",
+           computed="gradients are not finite"),
     # Constants that are not those of the loss, and losses that depend on several records.
     Misuse(70, one_epoch, None, "Keras' loss has no factor 1/2", layer="half_squared_error"),
     Misuse(71, one_epoch, None, "without activation, got", layer="tanh"),
@@ -523,12 +565,14 @@ MISUSES = (
     Misuse(73, targets_broadcast, None, r"shape \(examples,\)|" + OTHER_LOSSES, goes_on=KERAS),
     # Precision.
     Misuse(10, precision_halved, "float32 or float64", None),
-    Misuse(21, coarse_products, "Expected no autocast", None, goes_on=OPACUS),
+    Misuse(21, coarse_products, "Expected no autocast", None, goes_on=OPACUS,
+           computed="used features of norm"),
     # Other weights.
     Misuse(11, weights_moved_between_steps, MOVED, MOVED),
     Misuse(11, weights_moved_a_little, MOVED, MOVED),
     Misuse(11, weights_moved_in_the_pass, MOVED, MOVED),
-    Misuse(11, weights_moved_for_the_pass, "gradients at other parameters", OTHER_LOSSES),
+    Misuse(11, weights_moved_for_the_pass, "gradients at other parameters", OTHER_LOSSES,
+           computed=MOVED),
     Misuse(11, weights_moved_at_the_end, MOVED, MOVED, goes_on=BOTH),
     Misuse(11, older_weights_loaded, MOVED, MOVED, goes_on=KERAS),
     Misuse(11, averaged_weights_released, MOVED, MOVED, goes_on=BOTH),
@@ -538,26 +582,34 @@ MISUSES = (
     Misuse(11, parameter_frozen, r"trains \[|of the construction", OTHER_VARIABLES, goes_on=KERAS),
     Misuse(11, frozen_parameter_trained, r"trains \[|of the construction", OTHER_VARIABLES,
            goes_on=KERAS),
-    Misuse(11, parameter_added, "optimizes 3 parameters", OTHER_VARIABLES, goes_on=KERAS),
-    Misuse(11, frozen_parameter_written, "value of the frozen parameter", FIXED),
+    Misuse(11, parameter_added, "optimizes 3 parameters", OTHER_VARIABLES, goes_on=KERAS,
+           computed=CONSTRUCTED),
+    Misuse(11, frozen_parameter_written, "value of the frozen parameter", FIXED,
+           computed="value of the frozen parameter", is_asked=True),
     Misuse(11, frozen_parameter_written_at_the_end, "the frozen parameter", FIXED, goes_on=BOTH),
     Misuse(11, frozen_parameter_written_unseen, "value of the frozen parameter", None,
            goes_on=BOTH),
-    Misuse(11, frozen_parameter_permuted, "value of the frozen parameter", FIXED),
-    Misuse(33, buffer_written, "A buffer of the module was changed", FIXED),
-    Misuse(33, buffer_written_in_the_pass, "A buffer of the module was changed", FIXED),
+    Misuse(11, frozen_parameter_permuted, "value of the frozen parameter", FIXED,
+           computed="value of the frozen parameter", is_asked=True),
+    Misuse(33, buffer_written, "A buffer of the module was changed", FIXED,
+           computed="used features of norm"),
+    Misuse(33, buffer_written_in_the_pass, "A buffer of the module was changed", FIXED,
+           computed="used features of norm"),
     Misuse(33, buffer_written_at_the_end, "A buffer of the module was changed", FIXED,
            goes_on=BOTH),
     Misuse(33, one_epoch, r"A buffer of the module was changed|in eval\(\) mode",
-           "not trained was changed", layer="counts"),
+           "not trained was changed", layer="counts",
+           computed="A buffer of the module was changed"),
     Misuse(33, one_epoch, "BatchNorm1d|batch statistics", "no trainable batch normalisation",
            layer="batch_norm"),
     # Records that act on each other, or change.
-    Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="statistics"),
+    Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="statistics",
+           computed="used features of norm"),
     Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="mean"),
     Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="largest"),
     Misuse(102, switched_on_later, None, OWN_ROWS, layer="switched"),
-    Misuse(64, records_written, "a write to the tensors of the data set", None),
+    Misuse(64, records_written, "a write to the tensors of the data set", None,
+           computed=DECLARED),
     Misuse(82, trained_again, None, ACCOUNTED),
     Misuse(82, trained_again_elsewhere, None, ACCOUNTED),
     Misuse(82, moved_and_trained_again, None, "something else has changed", goes_on=KERAS),
@@ -587,10 +639,13 @@ MISUSES = (
            goes_on=BOTH),
     Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,
            goes_on=OPACUS),
-    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED + "|fit was interrupted"),
-    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted"),
+    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED + "|fit was interrupted",
+           computed=CONSTRUCTED),
+    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted",
+           computed=CONSTRUCTED),
     Misuse(30, refusal_ignored, "An earlier step of this run was", NOT_APPLIED + "|cannot go on"),
-    Misuse(31, gradients_not_used, "follows 2 training passes", NOT_APPLIED),
+    Misuse(31, gradients_not_used, "follows 2 training passes", NOT_APPLIED,
+           computed="gradients of 2 batches"),
     # The data.
     Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
     Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),

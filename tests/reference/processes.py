@@ -431,7 +431,7 @@ def averages_gradients():
     """A loop that averages what it should not: .grad, before and after the step."""
     from opacus.distributed import average_gradients
 
-    run = Training(grad_sample_mode="hooks")
+    run = Training(grad_sample_mode="hooks", loss_geometry=None, feature_norm=None)
     for _ in range(2):
         for batch in run.loader:
             run.backward(batch)

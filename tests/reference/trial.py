@@ -15,11 +15,13 @@ class Trial:
         start: Settings by name, as they are at the start.
         records: The settings that may change during the run, and are recorded as they were used.
         has_bound: Whether a bound on the gradients is declared, which scaled losses exceed.
+        is_computed: Whether the trainer computes its steps from what it holds itself.
     """
 
     start: dict
     records: frozenset[str] = frozenset()
     has_bound = True
+    is_computed = False
 
     # The loop
 

@@ -115,6 +115,24 @@ class KnownCriterion:
         """Of the sum of the losses of all outputs, shape (n, outputs); NaN at forbidden targets."""
         raise NotImplementedError
 
+    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
+        """Whether `target` has a form in which the targets of `output` may come."""
+        return target.numel() == output.numel() and target.shape[:1] == output.shape[:1]
+
+    def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss of every record in its outputs, shape (n, outputs).
+
+        Args:
+            output: Of the linear layer, shape (n, outputs), float32 or float64.
+            target: What `takes` takes. NaN follows from targets that the loss is not made for.
+
+        Raises:
+            TypeError, ValueError: Such targets, of a loss that looks at them by itself.
+        """
+        gradient = self.gradient(output, target.to(output).reshape(output.shape))
+        share = self.share(output.shape[1])
+        return gradient if share == 1 else gradient / share
+
     def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient at the label of each record that explains `gradient` best.
 
@@ -153,6 +171,13 @@ class KnownCriterion:
 def _is_off(gradient: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     slack = _ROUNDING_UNITS * torch.finfo(gradient.dtype).eps * size
     return ~((gradient - expected).abs() <= slack).all()
+
+
+def takes_classes(target: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether `target` may be class indices, or probabilities, for `output`."""
+    if target.is_floating_point():
+        return target.shape == output.shape
+    return target.shape[:1] == output.shape[:1] and target.numel() == len(output)
 
 
 class SoftmaxCriterion(KnownCriterion):
@@ -201,6 +226,21 @@ class SoftmaxCriterion(KnownCriterion):
         weight = self.criterion.weight
         return output.new_ones(output.shape[1]) if weight is None else weight.to(output)
 
+    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
+        """See `KnownCriterion.takes`; class indices or probabilities."""
+        return takes_classes(target, output)
+
+    def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.slopes`; a label that is no class is taken for none."""
+        criterion = self.criterion
+        if not target.is_floating_point():
+            classes = torch.arange(output.shape[1], device=output.device)
+            is_label = target.to(output.device).reshape(-1, 1) == classes
+            if criterion.weight is None and not criterion.label_smoothing:
+                return output.softmax(dim=1).sub_(is_label.to(output.dtype))
+            target = is_label
+        return self.gradient(output, target.to(output))
+
     def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.gradient`; targets are probabilities."""
         smoothing = self.criterion.label_smoothing
@@ -225,7 +265,8 @@ class SoftmaxCriterion(KnownCriterion):
 
     def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """See `KnownCriterion.size`."""
-        return self._weight(output).max()
+        weight = self.criterion.weight
+        return output.new_ones(()) if weight is None else weight.max().to(output)
 
 
 class LogisticCriterion(KnownCriterion):
@@ -363,10 +404,7 @@ class SmoothL1Criterion(ResidualCriterion):
 
 
 class EnvelopeCriterion(KnownCriterion):
-    """A loss of `losses`, which knows its constants and checks its targets by itself.
-
-    It is made to be called: a gradient alone is not compared with it.
-    """
+    """A loss of `losses`, which knows its constants and checks its targets by itself."""
 
     settings = ("reduction", "clip_norm", "smoothing", "scale")
     is_elementwise = False
@@ -381,6 +419,25 @@ class EnvelopeCriterion(KnownCriterion):
             )
         geometry: LossGeometry = self.criterion.geometry(norm, bias)
         return geometry
+
+    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
+        """See `KnownCriterion.takes`."""
+        if isinstance(self.criterion, EnvelopeCrossEntropyLoss):
+            return takes_classes(target, output)
+        return super().takes(target, output)
+
+    def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """See `KnownCriterion.slopes`."""
+        is_label = isinstance(self.criterion, EnvelopeCrossEntropyLoss)
+        is_label = is_label and not target.is_floating_point()
+        shape = output.shape[:1] if is_label else output.shape
+        target = target.to(output.device).reshape(shape)
+        slopes: torch.Tensor = self.criterion.slopes(output, target)
+        return slopes
+
+    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """See `KnownCriterion.size`; the gradients are computed in float64."""
+        return output.new_ones(())
 
     def is_other(
         self, output: torch.Tensor, gradient: torch.Tensor, targets: Iterable[torch.Tensor]

@@ -47,6 +47,8 @@ from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
 from hidden_state_adapters.opacus.guards.noise import NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import check_parameters
+from hidden_state_adapters.opacus.head.guard import HeadRun
+from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
@@ -65,10 +67,8 @@ from hidden_state_adapters.opacus.run.registry import (
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
-_NOT_SEEN = (
-    "every per-example gradient is that of the loss at one record of the delivered batch",
-    "the initial model and the order of the records do not depend on the records",
-)
+_NOT_SEEN = "every per-example gradient is that of the loss at one record of the delivered batch"
+_INITIAL = "the initial model and the order of the records do not depend on the records"
 _PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
 
@@ -194,6 +194,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 of a block; of use for one block.)
             feature_norm: Bound on the norm of every record at the linear layer; checked at every
                 step.
+            targets: loss_geometry="auto" only: what the loop makes of the labels of a batch (the
+                last tensor that the loader deals), a function of that tensor. None: nothing, but a
+                cast or another shape.
+            loop_maps_records: loss_geometry="auto" only: True declares that what the loop does to
+                records before the model it does to every record by itself. False compares, in the
+                first steps, the model's input with what the loader dealt.
             prox: A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box, non-negative
                 parameters), whose proximal map with the step's learning rate follows every step; l2
                 contracts, which the event says. Or a function(list of tensors, step size) that
@@ -401,7 +407,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
         note_trained(
             declared.inner,
-            context.parameters.params,
+            context.params,
             self._token,
             run,
             hides_iterates=mechanism.hides_iterates,
@@ -481,6 +487,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         is_ghost = grad_sample_mode == "ghost" or self._clips_by_ghost(module)
         is_plain = not isinstance(module, AbstractGradSampleModule)
+        assert self._context is not None
+        if isinstance(module, HeadModule):
+            module, is_plain = module._module, True
+        if isinstance(self._context.watch, HeadRun):
+            self.validate(module=module, optimizer=None, data_loader=None)
+            return HeadModule.of(module, **options)
         if not is_ghost:
             mode = {"grad_sample_mode": grad_sample_mode}
             made = super()._prepare_model(module, **mode, **options, **kwargs)
@@ -577,8 +589,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked at every step, declared or public."""
         proven, optimizer = self.accountant.guarantee.assumptions, self._optimizer
+        context = None if optimizer is None else optimizer.context
+        is_computed = context is not None and isinstance(context.watch, HeadRun)
         own = [
-            *(Assumption.declared(text) for text in _NOT_SEEN),
+            *([] if is_computed else [Assumption.declared(_NOT_SEEN)]),
+            Assumption.declared(_INITIAL),
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
         ]
         if optimizer is not None:

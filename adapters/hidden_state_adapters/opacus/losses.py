@@ -119,6 +119,14 @@ class EnvelopeLoss(nn.Module):
             return losses
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
+    def slopes(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss of every record in its predictions; no reduction divides it.
+
+        Raises:
+            TypeError, ValueError: As `forward`.
+        """
+        return self._evaluate(predictions, targets)[1].to(predictions)
+
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         """Values and gradients of the records."""
         raise NotImplementedError

@@ -151,6 +151,10 @@ class Mechanism:
     def before_noise(self, piece: Piece) -> None:
         """The sums are complete; noise is added to them next, or is in them already."""
 
+    def move(self, piece: Piece) -> None:
+        """Moves the parameters along their noisy gradients."""
+        self.base.step()
+
     def after_move(self, piece: Piece) -> None:
         """The wrapped optimizer has moved the parameters of the piece."""
 

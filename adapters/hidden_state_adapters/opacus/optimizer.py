@@ -28,6 +28,7 @@ from hidden_state_adapters.opacus.guards.batch import RowsGuard
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
 from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
+from hidden_state_adapters.opacus.head.guard import HeadRun
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.group import AgreedError, Totals, refuse_group
@@ -121,6 +122,8 @@ class PrivateOptimizer(DPOptimizer):
         else:
             self.run, self._batch = context.run, context.batch
             self.guards = context.guards(self, self._settings, self.mechanism.guards())
+        watch = None if context is None else context.watch
+        self._iterate = watch.iterate if isinstance(watch, HeadRun) else None
         self._steps_taken = self.run.num_steps
         self._largest_norm = 0.0  # of the current step
         self._failure = self._closed = self._loose_noise = ""
@@ -177,6 +180,10 @@ class PrivateOptimizer(DPOptimizer):
                     return
                 self._move(is_last=block == len(self.mechanism.blocks) - 1)
             self._complete()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in DPOptimizer; gradients of the parameters become None, and take no memory."""
+        super().zero_grad(set_to_none=True)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Checks the run, then clips and adds noise; true if the parameters may move.
@@ -277,8 +284,12 @@ class PrivateOptimizer(DPOptimizer):
             totals = self._totals
             self.run.add(self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm))
         self._note_move()
-        self.original_optimizer.step()
+        if self._iterate is not None:
+            self._iterate.put_back()
+        self.mechanism.move(piece)
         self.mechanism.after_move(piece)
+        if self._iterate is not None:
+            self._iterate.keep()
         self.guards.moved(piece)
         self._piece = None
 

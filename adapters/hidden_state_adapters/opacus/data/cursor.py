@@ -28,6 +28,16 @@ class Delivery:
     index: int
     tensors: tuple[torch.Tensor, ...]
     steps_before: int
+    _writes: list[int] = attrs.field(init=False)
+
+    @_writes.default
+    def _count(self) -> list[int]:
+        return [0 if x.is_inference() else x._version for x in self.tensors]
+
+    @property
+    def is_as_delivered(self) -> bool:
+        """Whether torch counted no write to the tensors since then."""
+        return self._count() == self._writes
 
 
 class BatchCursor:

@@ -11,7 +11,8 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, read
-from hidden_state_adapters.opacus.gradients.sums import gradient_norms
+from hidden_state_adapters.opacus.gradients.head import HeadGradients
+from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums, gradient_norms
 
 _T = TypeVar("_T")
 
@@ -25,12 +26,14 @@ class Piece:
         params: The parameters whose gradients these are: all, or those of one block.
         block: The number of the block, from 0 on; 0 for an optimizer that has one.
         rows: Per-example gradients.
+        gradients: Where they are: with the parameters, or of a head that computed them.
     """
 
     step: int
     params: Sequence[nn.Parameter]
     block: int = 0
     rows: int = 0
+    gradients: HeadGradients | None = None
     _norms: torch.Tensor | None = None
 
     @property
@@ -41,8 +44,23 @@ class Piece:
         computes beside the batch need not find room beside that.
         """
         if self._norms is None:
-            self._norms = gradient_norms(self.params)
+            own = self.gradients
+            self._norms = gradient_norms(self.params) if own is None else own.norms(self.params)
         return self._norms
+
+    def add_sums(self, weights: torch.Tensor, *others: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Adds the sums of the gradients, each times its weight, to `summed_grad`.
+
+        Args:
+            weights: Shape (rows,), made from the norms.
+            *others: Further weights.
+
+        Returns:
+            For each of `params` the sums with each of `others`.
+        """
+        if self.gradients is not None:
+            return self.gradients.add_sums(self.params, weights, *others)
+        return add_weighted_sums(self.params, weights, *others)
 
     @property
     def largest_norm(self) -> Figure:

@@ -42,11 +42,14 @@ class RowsGuard(Guard):
 
     def before(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless there are per-example gradients of one batch."""
-        piece.rows = at_step(piece.step, lambda: gradient_rows(piece.params))
+        piece.rows = self._count(piece)
         if piece.block == 0:
             self._take(piece)
             self.rows += piece.rows
         self._check_rows(piece)
+
+    def _count(self, piece: Piece) -> int:
+        return at_step(piece.step, lambda: gradient_rows(piece.params))
 
     def _take(self, piece: Piece) -> None:
         self.skips_step = self._pieces.pop(0) if self._pieces else False
@@ -95,6 +98,7 @@ class BatchGuard(RowsGuard):
         plan: The batches.
         cursor: Says which batch the loop is working on.
         inputs: The tensors that went into the model in the latest training pass.
+        count: The number of rows of a piece; None to count per-example gradients.
         divisor_is_public: Whether the sampling probability has to be declared a public constant.
     """
 
@@ -104,11 +108,12 @@ class BatchGuard(RowsGuard):
         cursor: BatchCursor,
         inputs: Callable[[], Sequence[torch.Tensor]],
         *,
+        count: Callable[[Piece], int] | None = None,
         divisor_is_public: bool = False,
     ):
         super().__init__()
         self._plan, self._cursor, self._inputs = plan, cursor, inputs
-        self._divisor_is_public = divisor_is_public
+        self._counts, self._divisor_is_public = count, divisor_is_public
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
@@ -128,6 +133,9 @@ class BatchGuard(RowsGuard):
             yield Assumption.declared("the sizes of the batches are shown to nobody")
             if self._divisor_is_public:
                 yield Assumption.declared("the sampling probability b/n is a public constant")
+
+    def _count(self, piece: Piece) -> int:
+        return super()._count(piece) if self._counts is None else self._counts(piece)
 
     def signal(self, do_skip: bool) -> None:
         """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
@@ -175,7 +183,7 @@ class BatchGuard(RowsGuard):
         """Whether the training pass was on something else than the batch whose turn it is."""
         if piece.block > 0 or not self._cursor.was_fetched_ahead or self._cursor.taken is None:
             return {"other_batch": False}
-        return {"other_batch": _holds_others(self._inputs(), self._cursor.taken.tensors)}
+        return {"other_batch": holds_others(self._inputs(), self._cursor.taken.tensors)}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if it was."""
@@ -186,7 +194,7 @@ class BatchGuard(RowsGuard):
         """Which of the delivered batches went into the model, for an error."""
         taken = self._cursor.taken
         for batch in (*([] if taken is None else [taken]), *self._cursor.waiting):
-            if not _holds_others(self._inputs(), batch.tensors):
+            if not holds_others(self._inputs(), batch.tensors):
                 return batch.index
         return None
 
@@ -218,7 +226,7 @@ class BatchGuard(RowsGuard):
         self._cursor.check_finished()
 
 
-def _holds_others(inputs: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> Figure:
+def holds_others(inputs: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> Figure:
     """Whether `inputs` are none, or one of them is not a tensor of `batch`."""
     if not inputs:
         return True

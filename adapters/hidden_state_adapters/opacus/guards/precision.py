@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.exact import is_exact, matrix_product_precision
 
 _FULL = ("ieee", "none")
 
@@ -35,7 +36,7 @@ def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
     Raises:
         UnsupportedRunError: The arithmetic is not that of float32.
     """
-    if not _any_autocast() and _matrix_product_precision() == "highest":
+    if is_exact():
         return  # whatever the parameters are
     params = list(params)
     for device_type in {p.device.type for p in params}:
@@ -51,7 +52,7 @@ def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
 
 
 def _check_matrix_products() -> None:
-    precision = _matrix_product_precision()
+    precision = matrix_product_precision()
     if precision != "highest":
         raise UnsupportedRunError(
             f"Expected float32 matrix products of the highest precision, got {precision!r} (TF32 "
@@ -59,18 +60,6 @@ def _check_matrix_products() -> None:
             'for more than the clip norm. Call torch.set_float32_matmul_precision("highest"); only '
             "a frozen backbone may lower it, inside the model's forward, if it sets it back."
         )
-
-
-def _any_autocast() -> bool:
-    """Whether autocast is enabled for some type of device."""
-    return bool(torch._C._is_any_autocast_enabled())
-
-
-def _matrix_product_precision() -> str:
-    try:
-        return str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # since torch 2.9, where one device was set by itself
-        return "lower on some device"
 
 
 def check_convolutions(params: Sequence[nn.Parameter]) -> None:

@@ -29,7 +29,6 @@ from hidden_state_accountants.runs.block_coordinate import (
     BlockCoordinateRun,
 )
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
-from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.batch import EqualRowsGuard, RowsGuard
 from hidden_state_adapters.opacus.guards.forward import ForwardGuard, SameInputsGuard
@@ -37,6 +36,7 @@ from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard, check_parameters
 from hidden_state_adapters.opacus.guards.precision import check_convolutions
 from hidden_state_adapters.opacus.guards.settings import check_options, sgd_options
+from hidden_state_adapters.opacus.head.guard import HeadRun
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.proximal import RegulariserProx
@@ -172,8 +172,11 @@ class BlockCoordinate(Mechanism):
     def guards(self) -> Sequence[Guard]:
         """The same inputs for all blocks."""
         context = self.optimizer.context
-        forward = self._forward if context is None else context.forward
-        return (SameInputsGuard(self.optimizer.module, forward),)
+        if context is None:
+            return (SameInputsGuard(self.optimizer.module, self._forward),)
+        if isinstance(context.watch, HeadRun):
+            return ()  # which compares them itself
+        return (SameInputsGuard(self.optimizer.module, context.watch.forward),)
 
     def guards_by_hand(self) -> Sequence[Guard]:
         """The parameters and the training passes of the module."""
@@ -196,7 +199,7 @@ class BlockCoordinate(Mechanism):
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
         factors = clip_factors(piece.norms, float(self.optimizer.max_grad_norm))
-        add_weighted_sums(piece.params, factors)
+        piece.add_sums(factors)
         for p in self.params:
             p.grad = None  # the wrapped optimizer moves what has a gradient
 

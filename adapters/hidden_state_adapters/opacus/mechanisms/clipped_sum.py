@@ -8,7 +8,6 @@ from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
-from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.gradients import SumsGuard
 from hidden_state_adapters.opacus.mechanism import Mechanism
@@ -43,7 +42,7 @@ class ClippedSum(Mechanism):
 
     def clip(self, piece: Piece, clip_norm: float) -> None:
         """Adds the clipped gradients of a piece to the sums."""
-        add_weighted_sums(piece.params, opacus_clip_factors(piece.norms, clip_norm))
+        piece.add_sums(opacus_clip_factors(piece.norms, clip_norm))
 
     def check_pieces(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if the noise is for another clip norm."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -107,6 +108,15 @@ class NoisySgd(ClippedSum):
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
         check_clip_margin(float(self.optimizer.max_grad_norm), self._lipschitz)
         super().accumulate(piece)
+
+    @torch.no_grad()
+    def move(self, piece: Piece) -> None:
+        """The step of plain SGD, with the rate and decay that were recorded."""
+        base: Any = self.base
+        options = base.param_groups[0]
+        for p in piece.params:
+            p.add_(torch.add(p.grad, p, alpha=options["weight_decay"]), alpha=-options["lr"])  # type: ignore[arg-type]
+        base._opt_called = True  # what torch's schedulers look for before they warn
 
     def after_move(self, piece: Piece) -> None:
         """Applies the prox with the rate of the step, and projects all parameters."""

@@ -38,6 +38,8 @@ class RunOptions(TypedDict, total=False):
     criterion: Any
     loss_geometry: LossGeometry | str | None
     feature_norm: float | None
+    targets: Any
+    loop_maps_records: bool
     prox: Any
     projection: Any
     projection_diameter: float | None
@@ -86,6 +88,8 @@ class RunArguments:
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
+    targets: Any = None
+    loop_maps_records: bool = False
     prox: Any = None
     projection: Any = None
     projection_diameter: float | None = None

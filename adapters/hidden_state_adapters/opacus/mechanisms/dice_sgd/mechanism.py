@@ -18,7 +18,6 @@ from hidden_state_adapters.opacus.gradients.norms import (
     clip_factors,
     smallest_norm,
 )
-from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums
 from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.gradients import SumsGuard, refuse_second_pass
 from hidden_state_adapters.opacus.guards.moments import (
@@ -170,7 +169,7 @@ class DiceSgd(Mechanism):
         """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
         factors = self._clip(piece.norms, float(self.optimizer.max_grad_norm))
         # Not the difference of two sums: what is not clipped leaves exactly nothing.
-        rests = add_weighted_sums(piece.params, factors, 1 - factors)
+        rests = piece.add_sums(factors, 1 - factors)
         for index, (rest,) in enumerate(rests):
             self.hidden.add_rest(index, rest)
 

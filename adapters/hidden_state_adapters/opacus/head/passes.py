@@ -1,0 +1,124 @@
+"""What went into a linear head, and the leaf that was handed to the loop for what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.exact import exact_products, is_exact
+from hidden_state_adapters.opacus.gradients.figures import Figure
+from hidden_state_adapters.opacus.guards.frozen import FrozenPart
+from hidden_state_adapters.opacus.guards.records import counted_writes
+from hidden_state_adapters.opacus.head.iterate import Iterate
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
+
+
+@attrs.frozen(eq=False)
+class HeadPass:
+    """One pass of a batch through the head.
+
+    Attributes:
+        features: What went in.
+        outputs: What the loop got: a leaf, at which its backward pass ends.
+        moved: Whether the weights of the pass were not those of the last step.
+        call: What the model was called with; None where the loop called the head by itself.
+    """
+
+    features: torch.Tensor
+    outputs: torch.Tensor
+    moved: Figure
+    call: Call | None
+    _writes: int = attrs.field(init=False)
+
+    @_writes.default
+    def _count(self) -> int:
+        return counted_writes(self.features) + counted_writes(self.outputs)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the loop changed features or outputs in place."""
+        return counted_writes(self.features) + counted_writes(self.outputs) != self._writes
+
+
+class HeadPasses:
+    """Follows a linear head. The loop gets its outputs as leaves, so that backward() ends there.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: Its linear layer.
+        iterate: The weights that the last step left.
+        frozen: What is kept in eval() mode.
+    """
+
+    def __init__(self, module: nn.Module, head: nn.Linear, iterate: Iterate, frozen: FrozenPart):
+        self._iterate, self._frozen = iterate, frozen
+        self._passes: list[HeadPass] = []
+        self._call: Call | None = None
+        self._is_idle = False  # as a copy is
+        self._handles = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            head.register_forward_hook(self._note, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._is_idle:
+            self._frozen.hold()
+            self._call = args, kwargs
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._call = None
+
+    def _note(
+        self, head: nn.Linear, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> torch.Tensor | None:
+        if self._is_idle or not output.requires_grad:
+            return None
+        features = (args[0] if args else kwargs["input"]).detach()
+        if features.dim() != 2:
+            raise UnsupportedRunError(
+                f"Expected features of shape (records, {head.in_features}) at the linear layer, "
+                f"got {tuple(features.shape)}: several rows per record are not one linear "
+                "prediction. Flatten them, or declare loss_geometry without feature_norm."
+            )
+        if is_exact() and output.dtype == head.weight.dtype:
+            outputs, moved = output.detach(), self._iterate.moved()
+        else:
+            with exact_products(output.device.type), torch.no_grad():
+                outputs, moved = self._iterate.outputs(features), False
+        leaf = outputs.requires_grad_()
+        self._passes.append(HeadPass(features, leaf, moved, self._call))
+        return leaf
+
+    def used(self) -> list[HeadPass]:
+        """The passes whose outputs a backward pass reached; a look at others has no effect."""
+        return [one for one in self._passes if one.outputs.grad is not None]
+
+    def forget(self) -> None:
+        """The next passes are of another piece."""
+        self._passes = []
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
+
+    def __reduce__(self) -> Any:
+        return _idle, ()  # a copy of the module trains nothing here
+
+
+def _idle() -> HeadPasses:
+    head = nn.Linear(1, 1)
+    iterate = Iterate(head, dict(head.named_parameters()))
+    passes = HeadPasses(head, head, iterate, FrozenPart(head))
+    passes.close()
+    passes._is_idle = True  # Opacus and users copy models with their hooks
+    return passes

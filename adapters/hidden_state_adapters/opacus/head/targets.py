@@ -1,0 +1,117 @@
+"""The targets of the batch that was dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.opacus.criteria import KnownCriterion
+from hidden_state_adapters.opacus.data.contents import tensors_of
+from hidden_state_adapters.opacus.data.cursor import BatchCursor
+
+REMEDY = (
+    "A loop that maps labels (to -1 and 1, to probabilities, by a scale) passes make_private "
+    "targets=, the function of the loader's last tensor that it applies; every record by itself."
+)
+
+
+class Targets:
+    """Finds the targets among the tensors of a batch: once, and then in the same place.
+
+    Args:
+        known: The loss that they are for.
+        function: Of the last tensor of a batch, or None to find what fits the loss.
+        plan: The batches.
+        cursor: What was dealt.
+        loader: Where pieces of a batch come from that Opacus' BatchMemoryManager dealt.
+    """
+
+    def __init__(
+        self,
+        known: KnownCriterion,
+        function: Callable[[torch.Tensor], torch.Tensor] | None,
+        plan: BatchPlan,
+        cursor: BatchCursor,
+        loader: Any,
+    ):
+        self._known, self._function = known, function
+        self._plan, self._cursor, self._loader = plan, cursor, loader
+        self._place: int | None = None
+
+    def of(
+        self, step: int, rows: slice, output: torch.Tensor, fit: Callable[[torch.Tensor], float]
+    ) -> torch.Tensor:
+        """The targets of a piece.
+
+        Args:
+            step: Of the piece, from 1 on.
+            rows: Its place in the batch.
+            output: Of the head, shape (rows, outputs).
+            fit: How badly targets explain the gradient at the outputs.
+
+        Raises:
+            UnsupportedRunError: The batch has none.
+        """
+        tensors = self._dealt(step, rows)
+        if self._function is not None:
+            return self._mapped(tensors, output)
+        if self._place is None:
+            self._place = self._find(tensors, output, fit)
+        target = tensors[self._place] if self._place < len(tensors) else None
+        if target is None or not self._known.takes(target, output):
+            raise self._not_found(tensors, output)
+        return target
+
+    def _dealt(self, step: int, rows: slice) -> Sequence[torch.Tensor]:
+        taken = self._cursor.taken
+        if taken is not None:
+            return taken.tensors
+        dataset, collate = self._loader.dataset, self._loader.collate_fn
+        return tuple(
+            tensors_of(collate([dataset[i] for i in self._plan.own_batch(step - 1)[rows]]))
+        )
+
+    def _find(
+        self,
+        tensors: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        fit: Callable[[torch.Tensor], float],
+    ) -> int:
+        places = [i for i, t in enumerate(tensors) if self._known.takes(t, output)]
+        if not places:
+            raise self._not_found(tensors, output)
+        if len(places) == 1:
+            return places[0]
+        return min(reversed(places), key=lambda i: fit(tensors[i]))
+
+    def _mapped(self, tensors: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        assert self._function is not None
+        if not tensors:
+            raise self._not_found(tensors, output)
+        target = self._function(tensors[-1])
+        if self._place is None:
+            self._place = len(tensors) - 1
+            halves = [self._function(half) for half in tensors[-1].tensor_split(2)]
+            if len(target) > 1 and not torch.equal(torch.cat(halves), target):
+                raise UnsupportedRunError(
+                    "Expected targets= to map every target by itself, got a function whose result "
+                    "for half of a batch is not half of its result: one record would change the "
+                    "targets of others."
+                )
+        if not self._known.takes(target, output):
+            raise self._not_found([target], output)
+        return target
+
+    def _not_found(
+        self, tensors: Sequence[torch.Tensor], output: torch.Tensor
+    ) -> UnsupportedRunError:
+        shapes = ", ".join(f"{tuple(t.shape)} of {t.dtype}" for t in tensors) or "no tensors"
+        name = type(self._known.criterion).__name__
+        return UnsupportedRunError(
+            f"Expected targets for {name} at outputs of shape {tuple(output.shape)} in the batch "
+            f"that the loader dealt, got {shapes}. {REMEDY}"
+        )
