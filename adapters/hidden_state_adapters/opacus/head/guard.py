@@ -308,6 +308,12 @@ class HeadRun(Guard):
                 "epsilon before it is put in."
             )
         now = self._fixed_part()
+        for name in now.keys() - self._fixed.keys():
+            raise UnsupportedRunError(
+                f"The model after step {steps} has {name}, which was not there at the start: it "
+                "was not accounted, and a buffer may carry data of the records past the noise. "
+                "Add parameters and buffers before make_private."
+            )
         for name, (known, is_buffer) in self._fixed.items():
             if now.get(name) == (known, is_buffer):
                 continue

@@ -19,6 +19,8 @@ from hidden_state_adapters.opacus.head.iterate import Iterate
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call."""
 
+_uncompiled = torch.compiler.disable  # a compiled model would write what hooks keep into its graph
+
 
 @attrs.frozen(eq=False)
 class HeadPass:
@@ -68,14 +70,17 @@ class HeadPasses:
             module.register_forward_hook(self._end, always_call=True),
         ]
 
+    @_uncompiled
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not self._is_idle:
             self._frozen.hold()
             self._call = args, kwargs
 
+    @_uncompiled
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._call = None
 
+    @_uncompiled
     def _note(
         self, head: nn.Linear, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> torch.Tensor | None:
