@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -23,8 +23,6 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeSquaredErrorLoss,
 )
 
-# Another formula for the same loss rounds in another way.
-_ROUNDING_UNITS = 100.0
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 
 _MODULES: dict[Callable[..., Any], type[nn.Module]] = {
@@ -85,15 +83,9 @@ class KnownCriterion:
 
     Attributes:
         criterion: As a module.
-        settings: The attributes that its constants and gradients depend on.
-        is_elementwise: Whether every output has a target of its own, of the output's shape.
-        about_targets: Which targets are bad, and why.
     """
 
     criterion: Any
-    settings: ClassVar[tuple[str, ...]] = ()
-    is_elementwise: ClassVar[bool] = True
-    about_targets: ClassVar[str] = ""
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """The loss of a record, as a function of the parameters of a linear layer.
@@ -102,10 +94,6 @@ class KnownCriterion:
             UnsupportedRunError: The loss of a record has no constants, or depends on others.
         """
         raise NotImplementedError
-
-    def has_bad_target(self, target: torch.Tensor) -> torch.Tensor | bool:
-        """Whether the constants do not hold for a target."""
-        return False
 
     def share(self, outputs: int) -> float:
         """What the loss of a record divides the sum over its outputs by."""
@@ -133,44 +121,9 @@ class KnownCriterion:
         share = self.share(output.shape[1])
         return gradient if share == 1 else gradient / share
 
-    def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient at the label of each record that explains `gradient` best.
-
-        None for a loss that can have any gradient, at some target.
-        """
-        return None
-
     def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """How large the numbers are whose rounding shows in the gradient."""
         raise NotImplementedError
-
-    def is_other(
-        self, output: torch.Tensor, gradient: torch.Tensor, targets: Iterable[torch.Tensor]
-    ) -> torch.Tensor | bool:
-        """Whether `gradient` is not that of this criterion, whatever the targets.
-
-        Args:
-            output: Of the linear layer, shape (n, outputs).
-            gradient: Of the loss of every record in it, the same shape.
-            targets: What the targets may be, beside hard labels.
-        """
-        share = self.share(output.shape[1])
-        gradient = gradient * share
-        flags = []
-        labelled = self.at_best_label(output, gradient)
-        if labelled is not None:
-            flags.append(_is_off(gradient, labelled, self.size(output, None)))
-        for target in targets:
-            if target.numel() == output.numel() and target.shape[:1] == output.shape[:1]:
-                own = target.detach().to(output).reshape(output.shape)
-                expected = self.gradient(output, own)
-                flags.append(_is_off(gradient, expected, self.size(output, own)))
-        return torch.stack(flags).all() if flags else True
-
-
-def _is_off(gradient: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    slack = _ROUNDING_UNITS * torch.finfo(gradient.dtype).eps * size
-    return ~((gradient - expected).abs() <= slack).all()
 
 
 def takes_classes(target: torch.Tensor, output: torch.Tensor) -> bool:
@@ -182,13 +135,6 @@ def takes_classes(target: torch.Tensor, output: torch.Tensor) -> bool:
 
 class SoftmaxCriterion(KnownCriterion):
     """nn.CrossEntropyLoss: with targets t and weights w the softmax p has gradient s p - w t."""
-
-    settings = ("reduction", "ignore_index", "label_smoothing", "weight")
-    is_elementwise = False
-    about_targets = (
-        "that equals ignore_index = -100 or is no vector of probabilities: ignored records rescale "
-        "the gradients of the others"
-    )
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
@@ -210,13 +156,6 @@ class SoftmaxCriterion(KnownCriterion):
             )
         largest = 1.0 if weight is None else float(weight.max())
         return _scaled(LossGeometry.softmax_cross_entropy(norm, bias), largest)
-
-    def has_bad_target(self, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.has_bad_target`; class indices or probabilities."""
-        if not target.is_floating_point():
-            return (target == self.criterion.ignore_index).any()
-        off = (target.detach().sum(dim=-1, dtype=torch.float64) - 1).abs()
-        return ~((target >= 0).all() & (off <= _PROBABILITY_SLACK).all())
 
     def share(self, outputs: int) -> float:
         """One loss for all outputs."""
@@ -251,18 +190,6 @@ class SoftmaxCriterion(KnownCriterion):
         is_forbidden = off | (target < 0).any(dim=1)
         return torch.where(is_forbidden[:, None], math.nan, gradient)
 
-    def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """See `KnownCriterion.at_best_label`."""
-        weight, smoothing = self._weight(output), self.criterion.label_smoothing
-        own = (1 - smoothing) * weight
-        spread = smoothing / output.shape[1] * weight
-        total = own + spread.sum()
-        probabilities = output.softmax(dim=1)
-        # Entry y of the gradient at label y, for every y.
-        label = (gradient - (probabilities * total - own - spread)).abs().argmin(dim=1)
-        at_label = probabilities * total[label, None] - spread
-        return at_label - own * F.one_hot(label, output.shape[1])
-
     def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """See `KnownCriterion.size`."""
         weight = self.criterion.weight
@@ -271,9 +198,6 @@ class SoftmaxCriterion(KnownCriterion):
 
 class LogisticCriterion(KnownCriterion):
     """nn.BCEWithLogitsLoss: one or several labels for each record."""
-
-    settings = ("reduction", "weight", "pos_weight")
-    about_targets = "that is no probability: the constants of the loss are about labels in [0, 1]"
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
@@ -290,10 +214,6 @@ class LogisticCriterion(KnownCriterion):
             return _scaled(one, float(largest.max()))
         return _sum_of(one, largest / self.share(outputs))
 
-    def has_bad_target(self, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.has_bad_target`."""
-        return ~((target >= 0) & (target <= 1)).all()
-
     def _factors(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the slopes at label 0 and at label 1 are multiplied with."""
         weight, positive = self.criterion.weight, self.criterion.pos_weight
@@ -308,13 +228,6 @@ class LogisticCriterion(KnownCriterion):
         up = positive * target * (-output).sigmoid()
         is_allowed = (target >= 0) & (target <= 1)
         return torch.where(is_allowed, down - up, math.nan)
-
-    def at_best_label(self, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """See `KnownCriterion.at_best_label`."""
-        negative, positive = self._factors(output)
-        at_zero, at_one = negative * output.sigmoid(), -positive * (-output).sigmoid()
-        is_one = (gradient - at_one).abs() < (gradient - at_zero).abs()
-        return torch.where(is_one, at_one, at_zero)
 
     def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """See `KnownCriterion.size`."""
@@ -346,8 +259,6 @@ class ResidualCriterion(KnownCriterion):
 class SquaredCriterion(ResidualCriterion):
     """nn.MSELoss: the square, without a factor 1/2."""
 
-    settings = ("reduction",)
-
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
         return LossGeometry.squared_error(norm, bias, scale=2 / self.share(outputs))
@@ -365,8 +276,6 @@ class SquaredCriterion(ResidualCriterion):
 class HuberCriterion(ResidualCriterion):
     """nn.HuberLoss."""
 
-    settings = ("reduction", "delta")
-
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
         one = LossGeometry.huber(norm, self.criterion.delta, bias)
@@ -379,8 +288,6 @@ class HuberCriterion(ResidualCriterion):
 
 class SmoothL1Criterion(ResidualCriterion):
     """nn.SmoothL1Loss: the Huber loss with delta = beta, divided by beta."""
-
-    settings = ("reduction", "beta")
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
@@ -405,9 +312,6 @@ class SmoothL1Criterion(ResidualCriterion):
 
 class EnvelopeCriterion(KnownCriterion):
     """A loss of `losses`, which knows its constants and checks its targets by itself."""
-
-    settings = ("reduction", "clip_norm", "smoothing", "scale")
-    is_elementwise = False
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
@@ -438,12 +342,6 @@ class EnvelopeCriterion(KnownCriterion):
     def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """See `KnownCriterion.size`; the gradients are computed in float64."""
         return output.new_ones(())
-
-    def is_other(
-        self, output: torch.Tensor, gradient: torch.Tensor, targets: Iterable[torch.Tensor]
-    ) -> bool:
-        """See `KnownCriterion.is_other`."""
-        return True
 
 
 _ENVELOPES_OF_MANY_OUTPUTS = (EnvelopeCrossEntropyLoss, EnvelopeSquaredErrorLoss)

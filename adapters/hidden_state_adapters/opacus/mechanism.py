@@ -207,3 +207,19 @@ class Mechanism:
 
     def after_loading(self) -> None:
         """The wrapped optimizer has loaded a state."""
+
+
+@torch.no_grad()
+def move_by_sgd(base: Any, params: Sequence[nn.Parameter]) -> None:
+    """A step of plain SGD, of `params` alone: others may hold gradients without noise.
+
+    Args:
+        base: The wrapped torch.optim.SGD, whose groups have equal options.
+        params: With their noisy gradients.
+    """
+    options = base.param_groups[0]
+    decay, rate = float(options["weight_decay"]), float(options["lr"])
+    for p in params:
+        assert p.grad is not None
+        p.add_(torch.add(p.grad, p, alpha=decay), alpha=-rate)
+    base._opt_called = True  # what torch's schedulers look for before they warn

@@ -29,7 +29,6 @@ class LinearPass:
 
     Attributes:
         is_private: Whether the per-example gradients of a pass are kept.
-        listener: Is told the gradient that arrives at the output, after all that hooks made of it.
 
     Args:
         layer: An nn.Linear.
@@ -39,7 +38,6 @@ class LinearPass:
 
     def __init__(self, layer: nn.Linear, is_private: Callable[[], bool], keep: Keep):
         self._layer, self.is_private, self._keep = layer, is_private, keep
-        self.listener: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """The output of the layer; the argument has the name that nn.Linear gives it."""
@@ -55,8 +53,6 @@ class LinearPass:
 
     def note(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keeps a use of the layer, unless the hooks of the module were disabled meanwhile."""
-        if self.listener is not None:
-            self.listener(gradient)
         if self.is_private():
             self._keep(self._layer, inputs, gradient)
 

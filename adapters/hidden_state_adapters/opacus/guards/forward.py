@@ -88,8 +88,6 @@ class ForwardGuard(Guard):
         precision.check_arithmetic(self._trainable)
         if self._checks_convolutions:
             precision.check_convolutions(self._trainable)
-        if self._head is not None:
-            self._head.start_pass()
         self._is_inside = True
 
     def _begin(self) -> None:
@@ -116,8 +114,6 @@ class ForwardGuard(Guard):
             )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_inside and self._head is not None:
-            self._head.end_pass()
         self._is_inside = False
 
     def _count_layer(self, module: nn.Module, args: tuple[Any, ...]) -> None:

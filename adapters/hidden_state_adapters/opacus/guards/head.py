@@ -20,48 +20,22 @@ from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 
 class HeadWatch:
-    """Measures the features that reach a linear head; optionally follows its output.
+    """Measures the features that reach a linear head.
 
     Args:
         head: The linear layer of a module.
-        is_followed: Whether the loss geometry was derived from the head: it is then called once in
-            a training pass, and its output is followed to the loss.
 
     Attributes:
         features: Since the last reset.
-        follow_output: Told the output in a training pass, if it is followed.
-        follow_gradient: Told the gradient that the backward pass sends there, likewise.
     """
 
-    def __init__(self, head: nn.Linear, is_followed: bool):
+    def __init__(self, head: nn.Linear):
         self._largest: torch.Tensor | None = None
         self._is_deferred = False
         self._head = head
         self.features: list[torch.Tensor] = []
-        self.follow_output: Callable[[torch.Tensor], None] | None = None
-        self.follow_gradient: Callable[[torch.Tensor], None] | None = None
-        self._is_followed, self._is_open, self._is_idle = is_followed, False, False
-        self._calls = 0
+        self._is_idle = False
         self._handle = head.register_forward_hook(self._note, with_kwargs=True)
-
-    def start_pass(self) -> None:
-        """A training pass through the module begins."""
-        self._calls, self._is_open = 0, True
-
-    def end_pass(self) -> None:
-        """The pass is over.
-
-        Raises:
-            UnsupportedRunError: The head was not called once.
-        """
-        calls, self._calls, self._is_open = self._calls, 0, False
-        if self._is_followed and calls != 1:
-            raise UnsupportedRunError(
-                f"Expected one call of the linear head in a training pass, got {calls}: the loss "
-                'is then not the one whose constants loss_geometry="auto" knows. Compute '
-                "self.head(features) once in forward (not with functional.linear), or declare a "
-                "LossGeometry."
-            )
 
     def _note(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
@@ -69,16 +43,6 @@ class HeadWatch:
         # After the pass: these are the features that pre-hooks, if there are any, left.
         if not self._is_idle and torch.is_grad_enabled() and module.training:
             self._measure(module, args[0] if args else kwargs["input"])
-        self._keep(output)
-
-    def _keep(self, output: torch.Tensor) -> None:
-        if not self._is_open:
-            return
-        self._calls += 1
-        if self.follow_output is not None:
-            self.follow_output(output)
-            if not self._is_deferred and self.follow_gradient and output.requires_grad:
-                output.register_hook(self.follow_gradient)
 
     def _measure(self, module: nn.Module, features: torch.Tensor) -> None:
         if features.dim() != 2:
@@ -88,10 +52,8 @@ class HeadWatch:
                 "prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
         self.features.append(features.detach())
-        own = pass_that_keeps(module)
-        if own is not None:
+        if pass_that_keeps(module) is not None:
             self._is_deferred = True
-            own.listener = self.follow_gradient
             return
         largest = row_norms(features.detach()).max() if len(features) else None
         if largest is not None and self._largest is not None:
@@ -159,7 +121,7 @@ class FeatureGuard(Guard):
 
 def _idle_watch() -> HeadWatch:
     head = nn.Linear(1, 1)
-    watch = HeadWatch(head, False)
+    watch = HeadWatch(head)
     watch.remove()
     watch._is_idle = True  # Opacus calls copies of the head, with their hooks, inside vmap
     return watch

@@ -45,8 +45,11 @@ class Iterate:
 
     def outputs(self, features: torch.Tensor) -> torch.Tensor:
         """What the head computes with these weights."""
-        weight, *bias = (value.to(features.device) for value in self._values)
-        return F.linear(features.to(weight.dtype), weight, *bias)
+        own = dict(zip(map(id, self.params), self._values, strict=True))
+        weight, bias = (own.get(id(p), p) for p in (self._head.weight, self._head.bias))
+        assert weight is not None
+        bias = None if bias is None else bias.to(features.device)
+        return F.linear(features.to(weight.dtype), weight.to(features.device), bias)
 
     def moved(self, params: Sequence[torch.Tensor] | None = None) -> Figure:
         """Whether `params` (those of the model) hold other numbers."""

@@ -37,7 +37,7 @@ from hidden_state_adapters.opacus.guards.parameters import ParameterGuard, check
 from hidden_state_adapters.opacus.guards.precision import check_convolutions
 from hidden_state_adapters.opacus.guards.settings import check_options, sgd_options
 from hidden_state_adapters.opacus.head.guard import HeadRun
-from hidden_state_adapters.opacus.mechanism import Mechanism
+from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.proximal import RegulariserProx
 from hidden_state_adapters.opacus.run.arguments import RunArguments
@@ -218,6 +218,10 @@ class BlockCoordinate(Mechanism):
         """What is recorded of a step, with its step size."""
         step = super().step(batch, rows, largest_norm)
         return attrs.evolve(step, learning_rate=self.step_size)
+
+    def move(self, piece: Piece) -> None:
+        """The step of plain SGD, of the parameters of the block."""
+        move_by_sgd(self.base, piece.params)
 
     def after_move(self, piece: Piece) -> None:
         """Applies the prox; the next block needs gradients at the new values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -16,6 +15,7 @@ from hidden_state_adapters.opacus.guards.base import Guard, Piece
 from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
 from hidden_state_adapters.opacus.guards.proximal import ProxGuard
 from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.mechanism import move_by_sgd
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.projections import Projection
@@ -109,14 +109,9 @@ class NoisySgd(ClippedSum):
         check_clip_margin(float(self.optimizer.max_grad_norm), self._lipschitz)
         super().accumulate(piece)
 
-    @torch.no_grad()
     def move(self, piece: Piece) -> None:
         """The step of plain SGD, with the rate and decay that were recorded."""
-        base: Any = self.base
-        options = base.param_groups[0]
-        for p in piece.params:
-            p.add_(torch.add(p.grad, p, alpha=options["weight_decay"]), alpha=-options["lr"])  # type: ignore[arg-type]
-        base._opt_called = True  # what torch's schedulers look for before they warn
+        move_by_sgd(self.base, piece.params)
 
     def after_move(self, piece: Piece) -> None:
         """Applies the prox with the rate of the step, and projects all parameters."""

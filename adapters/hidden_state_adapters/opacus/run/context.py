@@ -197,7 +197,7 @@ class LoopWatch:
         inner, arguments = declared.inner, declared.arguments
         collation = CollationGuard(arguments.data_loader)
         parameters = ParameterGuard(inner, declared.optimizer)
-        head = None if declared.head is None else HeadWatch(declared.head, is_followed=False)
+        head = None if declared.head is None else HeadWatch(declared.head)
         # Of a linear head every gradient is a matrix product.
         is_general = declared.loss is not None and find_linear_head(inner) is None
         forward = ForwardGuard(
