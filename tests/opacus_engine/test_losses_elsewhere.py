@@ -16,7 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, geometry
+from hidden_state_adapters.opacus import (
+    EnvelopeCrossEntropyLoss,
+    HiddenStatePrivacyEngine,
+    geometry,
+)
 from hidden_state_adapters.opacus.criteria import as_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -412,3 +416,28 @@ def test_another_regression_is_refused(make, loss):
     run = make("number", criterion=F.mse_loss)
     with pytest.raises(hsa.UnsupportedRunError, match="step 1: the loop has gradients of another"):
         epoch(run, loss)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), EnvelopeCrossEntropyLoss(2.0)])
+@pytest.mark.parametrize("is_label_first", [False, True])
+def test_features_that_could_be_targets(make_run, criterion, is_label_first):
+    """As many features as outputs: a batch has two tensors of the form of probabilities."""
+    features = F.normalize(torch.randn(60, 3), dim=1)
+    tensors = features, labels_of("classes")
+    data = TensorDataset(*(tensors[::-1] if is_label_first else tensors))
+    arguments = {"loader": {"dataset": data}, "criterion": criterion, "max_grad_norm": 2.1}
+    run = make_run(model=nn.Linear(3, 3), **arguments)
+    for batch in run.loader:
+        features, labels = batch[::-1] if is_label_first else batch
+        run.optimizer.zero_grad()
+        criterion(run.model(features), labels).backward()
+        run.optimizer.step()
+    assert run.engine.get_epsilon(DELTA) > 0
+
+
+def test_added_parameters_and_buffers_end_a_run(make):
+    run = make(model=nn.Sequential(nn.Identity(), nn.Linear(5, 3)))
+    epoch(run, nn.CrossEntropyLoss())
+    run.plain_model[0].register_buffer("mean", torch.zeros(5))
+    with pytest.raises(hsa.UnsupportedRunError, match=r"has 0.mean, which was not there"):
+        run.engine.get_epsilon(DELTA)

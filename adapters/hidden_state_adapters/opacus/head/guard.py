@@ -159,7 +159,7 @@ class HeadRun(Guard):
             piece.step,
             slice(start, start + piece.rows),
             output,
-            lambda target: float(torch.linalg.vector_norm(self._slopes(output, target) - got)),
+            lambda target: self._misfit(output, target, got),
         )
         slopes = self._slopes(output, self._target)
         gradients = piece.gradients = HeadGradients(self._head, features, slopes)
@@ -191,6 +191,14 @@ class HeadRun(Guard):
             return self._known.slopes(output, target)
         except (TypeError, ValueError) as error:
             raise UnsupportedRunError(f"The targets of the batch: {error}") from None
+
+    def _misfit(self, output: torch.Tensor, target: torch.Tensor, got: torch.Tensor) -> float:
+        """How far the slopes at `target` are from `got`; inf where the loss has none there."""
+        try:
+            off = float(torch.linalg.vector_norm(self._known.slopes(output, target) - got))
+        except (TypeError, ValueError):
+            return math.inf
+        return math.inf if math.isnan(off) else off
 
     def _looks(self, piece: Piece, own: HeadPass) -> dict[str, Figure]:
         """What is looked at in the first steps only."""
