@@ -11,6 +11,7 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.opacus import BlockCoordinateOptimizer
 from hidden_state_adapters.opacus.geometry import auto_loss_geometry
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -333,3 +334,32 @@ def test_models_that_auto_knows(model):
     assert auto_loss_geometry(
         model, nn.CrossEntropyLoss(), 1.0
     ) == LossGeometry.softmax_cross_entropy(1.0, bias=True)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gradients_that_were_there_before_have_no_effect(make_run, blocks):
+    """Neither those of the frozen part, nor those of the steps before (no zero_grad)."""
+    weights = []
+    for is_honest in (True, False):
+        model = nn.Sequential(nn.Linear(5, 5), Unit(), nn.Linear(5, 3))
+        model.load_state_dict(
+            {
+                name: torch.linspace(-1, 1, value.numel()).reshape(value.shape)
+                for name, value in model.state_dict().items()
+            }
+        )
+        if not is_honest:
+            model(torch.ones(1, 5)).sum().backward()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        kind = {"optimizer_class": BlockCoordinateOptimizer} if blocks else {}
+        run = make_run(model=model, optimizer=optimizer, noise_multiplier=0.0, **kind)
+        frozen = model[0].weight.clone()
+        for features, labels in run.loader:
+            if is_honest:
+                run.optimizer.zero_grad()
+            run.criterion(run.model(features), labels).backward()
+            run.optimizer.step()
+        assert torch.equal(model[0].weight, frozen)
+        weights.append(model[2].weight.detach().clone())
+    assert torch.equal(*weights)

@@ -121,7 +121,7 @@ class KnownCriterion:
         share = self.share(output.shape[1])
         return gradient if share == 1 else gradient / share
 
-    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """How large the numbers are whose rounding shows in the gradient."""
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class SoftmaxCriterion(KnownCriterion):
         is_forbidden = off | (target < 0).any(dim=1)
         return torch.where(is_forbidden[:, None], math.nan, gradient)
 
-    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.size`."""
         weight = self.criterion.weight
         return output.new_ones(()) if weight is None else weight.max().to(output)
@@ -229,7 +229,7 @@ class LogisticCriterion(KnownCriterion):
         is_allowed = (target >= 0) & (target <= 1)
         return torch.where(is_allowed, down - up, math.nan)
 
-    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.size`."""
         return torch.maximum(*self._factors(output))
 
@@ -250,9 +250,8 @@ class ResidualCriterion(KnownCriterion):
         """See `KnownCriterion.gradient`."""
         return self.slope(output - target)
 
-    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.size`."""
-        assert target is not None
         return self.curvature * (output.abs() + target.abs())
 
 
@@ -339,7 +338,7 @@ class EnvelopeCriterion(KnownCriterion):
         slopes: torch.Tensor = self.criterion.slopes(output, target)
         return slopes
 
-    def size(self, output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.size`; the gradients are computed in float64."""
         return output.new_ones(())
 
