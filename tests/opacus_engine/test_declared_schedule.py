@@ -111,7 +111,7 @@ def test_every_run_of_an_engine_for_itself(make_run):
     first.epoch()
     second = make_run(engine=first.engine, model=first.model)
     second.epoch()
-    assert any("schedules and released steps fixed in advance" in text for text in trusted(second))
+    assert any("schedules fixed in advance" in text for text in trusted(second))
     assert "all of the 6 steps declared in advance" in checked(second)
 
 

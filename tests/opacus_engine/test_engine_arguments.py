@@ -208,7 +208,7 @@ def test_calls_that_opacus_takes():
 
 
 def test_a_look_at_gradients_that_there_are_not(make_run):
-    run = make_run()
+    run = make_run(loss_geometry=hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True))
     features, labels = next(iter(run.loader))
     nn.functional.cross_entropy(run.model(features), labels).backward()
     weight = next(run.model.parameters())

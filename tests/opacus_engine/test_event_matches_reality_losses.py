@@ -117,6 +117,14 @@ def hook_on_the_output(change):
     return loop
 
 
+def penalty_in_the_loss(run):
+    for features, labels in run.loader:
+        run.optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in run.model.parameters())
+        (run.criterion(run.model(features), labels) + 0.5 * penalty).backward()
+        run.optimizer.step()
+
+
 def targets_from_the_output(run):
     for features, _ in run.loader:
         run.optimizer.zero_grad()
@@ -144,26 +152,22 @@ def not_a_number(run):
 
 
 RAISES = [
-    (4, sum_instead_of_mean, "step 1 has a per-example gradient of norm", 0),
-    (
-        4,
-        criterion_on_half_of_the_batch,
-        "the last one on 5 rows, expected 1 call on all 10 rows",
-        0,
-    ),
-    (4, criterion_called_twice, "step 1 follows 2 calls of the criterion", 0),
-    (4, criterion_changed, "Expected the criterion as it was at make_private", 6),
-    (4, ignored_target, "step 7 has a target that equals ignore_index = -100", 6),
-    (4, target_with_mass_two, "step 1 has a target .* no vector of probabilities", 0),
-    (4, scaled_loss, "step 1 has a per-example gradient of norm", 0),
-    (4, loss_divided, "step 1 has gradients of another loss", 0),
-    (4, focal_loss, "step 1 has gradients of another loss", 0),
-    (4, temperature, "step 1: the criterion was called with something else", 0),
-    (4, criterion_for_the_log_only, "step 1 has gradients of another loss", 0),
-    (4, second_loss_on_the_output, "step 1 has gradients of another loss", 0),
-    (4, hook_on_the_output(lambda gradient: 0.9 * gradient), "step 1 has gradients of another", 0),
-    (4, hook_on_the_output(lambda gradient: gradient.mul_(0.9)), "step 1 has gradients of", 0),
-    (4, targets_from_the_output, "step 1 has gradients of another loss", 0),
+    (4, sum_instead_of_mean, 'its gradients are 10 times as long, as with reduction="sum"', 0),
+    (4, criterion_on_half_of_the_batch, "its rows are scaled by 0 to 2: weights of records", 0),
+    (4, criterion_called_twice, "step 1: the loop has gradients of another loss", 0),
+    (4, criterion_changed, "step 7: .*each class is scaled by one number: class weights", 6),
+    (4, ignored_target, "step 7: .*its rows are scaled by 0 to 1.11", 6),
+    (4, target_with_mass_two, "step 1: .*other targets than those of the batch", 0),
+    (4, scaled_loss, "its gradients are 5 times as long: a scaled or doubled loss", 0),
+    (4, loss_divided, "its gradients are 0.25 times as long", 0),
+    (4, focal_loss, "its gradients are 0.69.* times as long", 0),
+    (4, temperature, "step 1: the loop has gradients of another loss", 0),
+    (4, criterion_for_the_log_only, "step 1: the loop has gradients of another loss", 0),
+    (4, second_loss_on_the_output, "step 1: the loop has gradients of another loss", 0),
+    (4, hook_on_the_output(lambda gradient: 0.9 * gradient), "0.9 times as long: .*a hook", 0),
+    (4, hook_on_the_output(lambda gradient: gradient.mul_(0.9)), "0.9 times as long: .*a hook", 0),
+    (4, targets_from_the_output, "step 1: .*other targets than those of the batch", 0),
+    (9, penalty_in_the_loss, "step 1: .*: a penalty in the loss", 0),
     (5, features_too_long, "step 1 used features of norm 1.001", 0),
     (5, not_a_number, "step 1 used features of norm nan", 0),
     (150, features_that_a_hook_lengthens, "step 1 used features of norm 1.2", 0),
@@ -171,13 +175,15 @@ RAISES = [
 
 
 @each_row(("loop", "text", "steps"), RAISES)
-@pytest.mark.parametrize("mode", ["ghost", "hooks"])
-def test_a_different_loop_raises(make_run, loop, text, steps, mode):
-    run = make_run(**{} if mode == "ghost" else {"grad_sample_mode": mode})
+def test_a_different_loop_raises(make_run, loop, text, steps):
+    run = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         loop(run)
-    if steps is not None:
-        assert run.steps == steps
+    assert run.steps == steps
+
+
+def binary(labels):
+    return (labels > 0).float()[:, None]
 
 
 @pytest.mark.parametrize(
@@ -185,14 +191,13 @@ def test_a_different_loop_raises(make_run, loop, text, steps, mode):
 )
 def test_targets_that_would_be_broadcast(make_run, criterion):
     # Row i of the gradient would then depend on the targets of all records.
-    run = make_run(model=nn.Linear(5, 1), criterion=criterion)
+    run = make_run(model=nn.Linear(5, 1), criterion=criterion, targets=binary)
     for features, labels in run.loader:
-        run.step((features, (labels > 0).float().reshape(10, 1)))
+        run.step((features, binary(labels)))
     assert run.steps == 6
     features, labels = next(iter(run.loader))
-    with pytest.raises(
-        hsa.UnsupportedRunError, match=r"shape \(10, 1\) of the model's output, got \(10,\)"
-    ):
+    text = "step 7: the loop has gradients of another|Target size"  # torch's own, of BCE
+    with pytest.raises((hsa.UnsupportedRunError, ValueError), match=text):
         run.step((features, (labels > 0).float()))
     assert run.steps == 6
 
@@ -208,7 +213,8 @@ def test_targets_that_would_be_broadcast(make_run, criterion):
 )
 @pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=str)
 def test_row4_other_shapes_of_the_same_output(make_run, criterion, shape):
-    run = make_run(model=nn.Linear(5, 1), criterion=criterion, max_grad_norm=0.5)
+    arguments = {"criterion": criterion, "targets": binary, "max_grad_norm": 0.5}
+    run = make_run(model=nn.Linear(5, 1), **arguments)
     for features, labels in run.loader:
         run.optimizer.zero_grad()
         run.criterion(input=shape(run.model(features)), target=(labels > 0).float()).backward()
@@ -216,8 +222,8 @@ def test_row4_other_shapes_of_the_same_output(make_run, criterion, shape):
     assert run.steps == 6
     features, labels = next(iter(run.loader))
     run.optimizer.zero_grad()
-    run.criterion(shape(run.model(features)).flip(0), (labels > 0).float()).backward()
-    with pytest.raises(hsa.UnsupportedRunError, match="something else than the output"):
+    run.criterion(shape(run.model(features)).roll(1, 0), (labels > 0).float()).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
         run.optimizer.step()
 
 

@@ -291,6 +291,9 @@ class OpacusTrial(Trial):
 
     @contextlib.contextmanager
     def interrupted_update(self):
+        if self.takes_closure:
+            raise NotImplementedError("the step of a block calls no inner optimizer")
+
         def interrupt(*args, **kwargs):
             raise KeyboardInterrupt
 
