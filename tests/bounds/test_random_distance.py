@@ -256,7 +256,7 @@ class TestModulusLines:
         event = clipped(loss=hsa.LossGeometry.generalized_linear(0.5))
         sizes = BatchSizes.of(event, SPECIAL, 5e-13)
         assert modulus_lines(event, SPECIAL, sizes) is None
-        assert _SampledRun.of(event, SPECIAL).failure == event.overfull_delta(
+        assert _SampledRun.of(event, SPECIAL, 1e-12).failure == event.overfull_delta(
             SPECIAL, sizes.largest
         )
 
@@ -275,7 +275,7 @@ class TestModulusLines:
         """The effective modulus of 1, 10, 100 and 1000 steps, between those of b and of k_max."""
         event = clipped(batch_size=500, dataset_size=50_000, num_steps=20_000,
                         loss=hsa.LossGeometry.softmax_cross_entropy(1.0))  # fmt: skip
-        stretching = _SampledRun.of(event, SPECIAL).stretching
+        stretching = _SampledRun.of(event, SPECIAL, 1e-12).stretching
         effective = [np.exp(stretching.log_product(0, k) / k) for k in (1, 10, 100, 1000)]
         np.testing.assert_allclose(effective, [0.9970, 0.9874, 0.9844, 0.9835], atol=1e-4)
 
