@@ -121,14 +121,7 @@ class ParameterGuard(Guard):
 
     def _judge(self, steps: int, values: Mapping[str, float]) -> None:
         if values["changed"]:
-            raise UnsupportedRunError(
-                f"The parameters were changed outside the private optimizer after step {steps}, so "
-                "the model is not the iterate that was accounted (load_state_dict, an average of "
-                "weights, another optimizer?). Load weights before make_private, or a run with "
-                "engine.load_checkpoint, and leave them alone then. To end with an earlier iterate "
-                "(or an average), call engine.release() where it is the current one, and ask for "
-                "epsilon before it is put in."
-            )
+            raise another_iterate(steps)
         if values["buffers"]:
             raise UnsupportedRunError(
                 "A buffer of the module was changed during the run (running statistics, counters, "
@@ -361,6 +354,18 @@ def _differ(value: torch.Tensor, copy: torch.Tensor) -> Figure:
 def _as_integers(value: torch.Tensor) -> torch.Tensor:
     """The bits of float32 or float64 numbers, in the same memory; others as they are."""
     return value.view(_INTEGERS[value.dtype]) if value.dtype in _INTEGERS else value
+
+
+def another_iterate(steps: int) -> UnsupportedRunError:
+    """The refusal of a model that is not what the last of `steps` steps left."""
+    return UnsupportedRunError(
+        f"The parameters were changed outside the private optimizer after step {steps}, so the "
+        "model is not the iterate that was accounted (load_state_dict, an average of weights, "
+        "another optimizer?). Load weights before make_private, or a run with "
+        "engine.load_checkpoint, and leave them alone then. To end with an earlier iterate (or an "
+        "average), call engine.release() where it is the current one, and ask for epsilon before "
+        "it is put in."
+    )
 
 
 def fingerprint(value: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from hidden_state_adapters.opacus.guards.batch import holds_others
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.gradients import GradientGuard
 from hidden_state_adapters.opacus.guards.head import FeatureGuard
-from hidden_state_adapters.opacus.guards.parameters import fingerprint
+from hidden_state_adapters.opacus.guards.parameters import another_iterate, fingerprint
 from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.head.apart import features_are_apart
 from hidden_state_adapters.opacus.head.diagnosis import diagnosis
@@ -307,14 +307,7 @@ class HeadRun(Guard):
     def judge_iterate(self, steps: int, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if it is not, or its frozen part is another one."""
         if values["moved"]:
-            raise UnsupportedRunError(
-                f"The parameters were changed outside the private optimizer after step {steps}, so "
-                "the model is not the iterate that was accounted (load_state_dict, an average of "
-                "weights, another optimizer?). Load weights before make_private, or a run with "
-                "engine.load_checkpoint, and leave them alone then. To end with an earlier iterate "
-                "(or an average), call engine.release() where it is the current one, and ask for "
-                "epsilon before it is put in."
-            )
+            raise another_iterate(steps)
         now = self._fixed_part()
         for name in now.keys() - self._fixed.keys():
             raise UnsupportedRunError(
