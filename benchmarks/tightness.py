@@ -2,9 +2,9 @@
 
     python benchmarks/tightness.py [--output docs/tightness.md]
 
-For every class of runs a small family of members is evaluated by exact oracles, one of
-`hidden_state_accountants.auditing` and one of the tests. The ratio is at least the looseness of the
-bound on the members of that family, and so an upper estimate of its looseness on the class.
+For every class of runs a small family of members is evaluated by the exact oracles of the tests. The
+ratio is at least the looseness of the bound on the members of that family, and so an upper estimate
+of its looseness on the class.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "oracles"))
 from gaussian_oracle import GaussianOracle
+from grid_oracle import GridOracle
 
 DELTA = 1e-5
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE

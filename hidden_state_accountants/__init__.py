@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         ShiftedInterpolationAccountant as ShiftedInterpolationAccountant,
     )
     from hidden_state_accountants.accountants import compose_guarantees as compose_guarantees
+    from hidden_state_accountants.auditing.audit import AuditReport as AuditReport
     from hidden_state_accountants.auditing.audit import audit as audit
-    from hidden_state_accountants.auditing.report import AuditReport as AuditReport
     from hidden_state_accountants.bounds import BOUNDS as BOUNDS
     from hidden_state_accountants.bounds import Bound as Bound
     from hidden_state_accountants.bounds import shifted_gdp_mu as shifted_gdp_mu
@@ -80,8 +80,7 @@ _NAMES = {
     "accountants": "BlockCoordinateAccountant ChienLiAccountant DiceSgdAccountant "
     "KongRiberoAccountant LangevinAccountant LastIterateAccountant ShiftedInterpolationAccountant "
     "compose_guarantees",
-    "auditing.audit": "audit",
-    "auditing.report": "AuditReport",
+    "auditing.audit": "AuditReport audit",
     "bounds": "BOUNDS Bound shifted_gdp_mu",
     "calibration": "calibrate_epochs calibrate_noise calibrate_weight_decay",
     "comparing": "Comparison compare position_profile",

@@ -8,11 +8,11 @@ import pytest
 from cases import seeds
 from chien_li import PUBLISHED, REPLACE_ONE, SOUND, per_alpha
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from quadratics import largest_exact_mu, random_hessian
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import Composition
 
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import cyclic_run, full_run
 from scipy import optimize
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import ChienLi, Composition, Hoelder, ShiftedInterpolation
 from hidden_state_accountants.bounds import hoelder as module
 from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation, pld
+from grid_oracle import GridOracle
 from runs import cyclic_run, probe_run
 from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import Composition, Subsampling
 from hidden_state_accountants.bounds.sampled_steps import record_mus
 from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows

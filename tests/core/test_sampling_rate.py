@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from dice_outlier import DiceOutlier
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle, LinearLosses
+from hidden_state_accountants.auditing import LinearLosses
 from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 

@@ -5,6 +5,7 @@ import math
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from hypothesis import assume
 from hypothesis import strategies as st
 from scipy import stats
@@ -23,7 +24,6 @@ from strategies import (
 )
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 
 
 @attrs.frozen(eq=False)

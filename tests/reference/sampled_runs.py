@@ -7,12 +7,12 @@ steps is worth having, so that an attack comes close to what is claimed of it.
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from grid_runs import Ramp, Sigmoid
 from hypothesis import strategies as st
 from strategies import REPLACE_ONE, SAMPLED, magnitudes, relations
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 
 
 @attrs.frozen(eq=False)

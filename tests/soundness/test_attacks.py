@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from gaussian_oracle import GaussianOracle
+from grid_oracle import GridOracle
+from one_dimensional import OneDimensional, Piece, curvatures, witnesses
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import (
-    GridOracle,
-    LinearLosses,
-    OneDimensional,
-    QuadraticLosses,
-)
+from hidden_state_accountants.auditing import LinearLosses, QuadraticLosses
 from hidden_state_accountants.auditing.linear_losses import (
     Atoms,
     HalfLines,
@@ -24,7 +21,6 @@ from hidden_state_accountants.auditing.linear_losses import (
     released_shifts,
     shift_law,
 )
-from hidden_state_accountants.auditing.one_dimensional import Piece, curvatures, witnesses
 from hidden_state_accountants.auditing.quadratic_losses import quadratic_runs
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 
@@ -404,24 +400,13 @@ def test_a_domain_hides_something_but_not_all():
         (QuadraticLosses(), cyclic_run(loss=LINEAR), SPECIAL, "curvature"),
         (QuadraticLosses(), cyclic_run(loss=CLASSES[7]), SPECIAL, "no strong convexity"),
         (QuadraticLosses(), cyclic_run(noise_multiplier=0.0), SPECIAL, "noise_multiplier > 0"),
-        (OneDimensional(), cyclic_run(release_steps=(3,)), SPECIAL, "last iterate alone"),
-        (
-            OneDimensional(),
-            cyclic_run(batch_order="poisson", max_batch_size=9),
-            SPECIAL,
-            "max_batch_size = 9",
-        ),
-        (OneDimensional(), cyclic_run(noise_multiplier=0.0), SPECIAL, "at every step"),
-        (OneDimensional(), cyclic_run(loss=CLASSES[7]), SPECIAL, "domain_diameter <"),
-        (OneDimensional(), probe_run(), SPECIAL, "20000 steps"),
-        (OneDimensional(effort=1e5), cyclic_run(), SPECIAL, "effort="),
     ],
 )
 def test_reasons(attack, event, relation, text):
     assert text in "; ".join(map(str, attack.check(event, relation)))
 
 
-@pytest.mark.parametrize("attack", [LinearLosses(), QuadraticLosses(), OneDimensional()])
+@pytest.mark.parametrize("attack", [LinearLosses(), QuadraticLosses()])
 def test_no_noise_is_no_privacy_or_declined(attack):
     event = full_run(noise_multiplier=0.0)
     if not attack.check(event, SPECIAL):

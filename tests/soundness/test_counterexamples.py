@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from bounded_domain import _U, BoundedDomain, _Run
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from interval_chain import IntervalChain
 from scipy import special, stats
 from without_replacement_direction import (
@@ -15,7 +16,6 @@ from without_replacement_direction import (
 )
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.process.geometry import clipped_update_lipschitz
 

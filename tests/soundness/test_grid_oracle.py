@@ -9,11 +9,11 @@ from cases import seeds
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 from gaussian_oracle import GaussianOracle
+from grid_oracle import GridOracle
 from quadratics import cyclic_batches
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 
 EPSILONS = (0.0, 0.5, 2.0)

@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds import OverlappingLaws, ShiftedInterpolation
 from hidden_state_accountants.bounds.solvers.state_windows import StateProfile
 from hidden_state_accountants.curves.polygons import polygon

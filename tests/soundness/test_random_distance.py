@@ -12,13 +12,13 @@ import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 from hypothesis import given, seed, settings, target
 from sampled_runs import sampled_runs
 from scipy import stats
 from strategies import SAMPLED, quick_search
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.auditing import GridOracle
 from hidden_state_accountants.bounds.sampled_steps import step_profile
 from hidden_state_accountants.bounds.solvers.distance_law import DistanceLaw
 from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window

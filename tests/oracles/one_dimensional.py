@@ -1,17 +1,4 @@
-r"""The attack by kinked losses in one dimension, on a grid: domains, Huber losses, concave pieces.
-
->>> import hidden_state_accountants as hsa
->>> from dp_accounting import NeighboringRelation
->>> from hidden_state_accountants.auditing import OneDimensional
->>> run = hsa.LastIterateDpEvent(
-...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=2, dataset_size=2,
-...     num_steps=8, batch_order="full", loss=hsa.LossGeometry.convex(1.0), domain_diameter=4.0)
->>> evidence = OneDimensional().evidence(
-...     run, NeighboringRelation.REPLACE_SPECIAL, lambda text: None)
->>> claimed = hsa.LastIterateAccountant().compose(run).get_epsilon(1e-5)
->>> 0.9 < evidence.epsilon(1e-5) / claimed <= 1
-True
-"""
+"""Kinked losses in one dimension, on a grid: domains, Huber losses, concave pieces."""
 
 from __future__ import annotations
 
@@ -23,9 +10,9 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from grid_oracle import GridOracle
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress, relation_conditions
-from hidden_state_accountants.auditing.grid import GridOracle
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent

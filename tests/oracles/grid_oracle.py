@@ -1,16 +1,4 @@
-r"""The law of the last iterate of a one-dimensional run, for any gradients and any batch order.
-
->>> import numpy as np
->>> import hidden_state_accountants as hsa
->>> from hidden_state_accountants.auditing import GridOracle
->>> event = hsa.LastIterateDpEvent(
-...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=2, dataset_size=4,
-...     num_steps=6, batch_order="shuffled_once", loss=hsa.LossGeometry.generalized_linear(1.0))
->>> oracle = GridOracle(event, [np.tanh] * 4, lambda x: np.ones_like(x))
->>> forward, backward = oracle.delta(0.5)
->>> 0 < forward.lower_bound <= forward.value
-True
-"""
+r"""The law of the last iterate of a one-dimensional run, for any gradients and any batch order."""
 
 from __future__ import annotations
 
@@ -19,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
+from batch_laws import Chain, Counts, batch_chains
 from scipy import special
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.auditing.batch_laws import Chain, Counts, batch_chains
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
