@@ -2,9 +2,9 @@
 
     python benchmarks/tightness.py [--output docs/tightness.md]
 
-For every class of runs a small family of members is evaluated by the exact oracles of the tests. The
-ratio is at least the looseness of the bound on the members of that family, and so an upper estimate
-of its looseness on the class.
+For every class of runs a small family of members is evaluated by the exact oracles of the tests.
+The ratio is at least the looseness of the bound on the members of that family, and so an upper
+estimate of its looseness on the class.
 """
 
 from __future__ import annotations
