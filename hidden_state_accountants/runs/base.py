@@ -384,14 +384,13 @@ def _known() -> str:
 
 def check_covered(event: DpEvent, relation: NeighboringRelation | str) -> None:
     """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
-    unmet = {
-        bound.name: bound.check(event, relation)
-        for bound in BOUNDS
-        if bound.sound and isinstance(event, bound.event_type)
-    }
-    if all(unmet.values()):
-        reasons = why_none_applies(event, unmet)
-        raise UnsupportedRunError(f"No theorem here covers the run. {reasons}")
+    unmet = {}
+    for bound in BOUNDS:
+        if bound.sound and isinstance(event, bound.event_type):
+            unmet[bound.name] = bound.check(event, relation)
+            if not unmet[bound.name]:
+                return
+    raise UnsupportedRunError(f"No theorem here covers the run. {why_none_applies(event, unmet)}")
 
 
 def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:

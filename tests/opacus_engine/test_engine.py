@@ -1,8 +1,6 @@
 """The engine trains the event that it accounts."""
 
-import logging
 import math
-import re
 
 import dp_accounting
 import numpy as np
@@ -183,39 +181,6 @@ def test_clip_norm_just_above_the_bound_is_inactive(make_run):
     run.epoch()
     event = run.engine.privacy_event
     assert event.loss.lipschitz == 2.0 < event.clip_norm
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"loss_geometry": None}, r"no contraction: epsilon equals composition .* no loss geom"),
-        (
-            {"batch_order": "full", "sgd": {"weight_decay": 0.0}},
-            r"no contraction: epsilon equals composition .* \(c = 1\) \(assuming delta = 1e-05 and",
-        ),
-        (
-            {"max_grad_norm": 1.0, "sgd": {"weight_decay": 0.0}},
-            r"no contraction: one step stretches distances by up to c = 1\.\d+; after 10 epochs",
-        ),
-        (
-            {"sgd": {"weight_decay": 0.0}},  # amplification by iteration: c = 1 with six batches
-            r"no contraction: the update does not shrink distances \(c = 1\); after 10 epochs "
-            r"epsilon is 0\.\d+ times .* \(assuming delta = 1e-05 and the first step's hyper",
-        ),
-        ({}, None),
-        ({"sgd": {"weight_decay": 0.0}, "projection_radius": 5.0}, None),
-    ],
-)  # fmt: skip
-def test_one_line_before_training(make_run, caplog, arguments, text):
-    with caplog.at_level(logging.INFO, "hidden_state_accountants"):
-        make_run(loader={"batch_size": 60 if "batch_order" in arguments else 10}, **arguments)
-    records = [r for r in caplog.records if r.name == "hidden_state_accountants"]
-    about_others = ("with other batches", "raise max_grad_norm")  # see test_advice.py
-    records = [r for r in records if not r.message.startswith(about_others)]
-    assert [record.levelno for record in records] == ([] if text is None else [logging.WARNING])
-    if text is not None:
-        assert re.match(text, records[0].message), records[0].message
-        assert "\n" not in records[0].message
 
 
 @pytest.mark.parametrize(("batches", "epochs"), [(25_000, 2), (16_000, 3), (25_001, None)])

@@ -33,9 +33,7 @@ def three():
 
 @pytest.fixture(scope="module")
 def of_one():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes.engine_module, "advice_before", lambda *arguments: [])
-        return trajectories()
+    return trajectories()
 
 
 @pytest.mark.parametrize("size", [2, 3])  # 3 do not divide a batch of 10
@@ -75,7 +73,6 @@ def test_noise_is_that_of_one_process(three):
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson"])
 def test_epsilon_is_that_of_one_process(two, order, monkeypatch):
-    monkeypatch.setattr(processes.engine_module, "advice_before", lambda *arguments: [])
     expected, _ = processes.epsilon(order)
     for epsilon, report in two.call("epsilon", order):
         assert epsilon == expected
@@ -217,7 +214,6 @@ def test_what_one_process_was_told_all_know_at_the_next_step(two):
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson", "reshuffled"])
 def test_a_checkpoint_is_written_once_and_goes_on_everywhere(two, order, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes.engine_module, "advice_before", lambda *arguments: [])
     whole = processes.Training(batch_order=order, **processes.SEEDED.get(order, {})).epochs(1)
     for files, weights in two.call("resumes", str(tmp_path), order):
         assert files == [True, False]

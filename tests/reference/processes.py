@@ -20,9 +20,6 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus import (
-    engine as engine_module,
-)
 
 RECORDS, FEATURES, CLASSES, BATCH = 30, 4, 3, 10
 SEEDED = {
@@ -72,7 +69,6 @@ class Group:
 def _work(rank, size, store, patience, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    engine_module.advice_before = lambda *arguments: []  # takes seconds, and says nothing here
     # On a busy machine it takes longer until all processes have begun.
     patience_at_first = datetime.timedelta(seconds=60)
     distributed.init_process_group(

@@ -34,12 +34,12 @@ from hidden_state_accountants.guarantee import (
     merge_assumptions,
     replace_assumptions,
 )
-from hidden_state_accountants.runs.base import Run, check_covered, kind_of
+from hidden_state_accountants.runs.base import Run, check_covered
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
-from hidden_state_adapters.opacus.advice import advice_after, advice_before
+from hidden_state_adapters.opacus.advice import advice
 from hidden_state_adapters.opacus.data.loaders import private_loader
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
@@ -390,7 +390,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         arguments, relation = declared.arguments, self.accountant.neighboring_relation
         mechanism = _optimizer_class(arguments).mechanism_type
-        first = mechanism.event(declared, noise_multiplier, 1)  # checks the values
+        mechanism.event(declared, noise_multiplier, 1)  # checks the values
         wrap = functools.partial(self._wrap, declared, noise_multiplier)
         try:
             was_refused, result = wrap() if declared.group is None else declared.group.agreed(wrap)
@@ -422,12 +422,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._run_id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
         self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
         note_branch(self._run_id, run)
-        if declared.group is not None and declared.group.rank:
-            return result  # process 0 says it
-        line = result[1].mechanism.why_composition or kind_of(first).line_before(first, relation)
-        lines = advice_before(first, relation, declared.schedule.num_steps)
-        for told in ([line] if line else []) + lines:
-            _logger.warning(told)
         return result
 
     def _wrap(self, declared: DeclaredRun, noise_multiplier: float) -> tuple[bool, Any]:
@@ -625,7 +619,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
         lines = [statement_of(events, guarantee, self.assumptions, delta, **notes).lines()]
         if len(events) == 1:
-            lines += advice_after(events[0], guarantee.neighboring_relation, delta)
+            lines += advice(events[0], guarantee.neighboring_relation, delta)
         return "\n".join(lines)
 
     def compare(self, delta: float = 1e-5) -> Comparison:
