@@ -1,8 +1,4 @@
-"""A training loop of one's own, as in TensorFlow's guides, with the hidden-state optimizer.
-
-HiddenStateRecorder hands out the batches and records the steps that were taken on them, so the loop
-gets the same privacy statement as Model.fit with HiddenStateCallback. At the end it shows what
-happens to a loop that does something else than it says.
+"""A training loop of one's own that asks a private run for its steps.
 
     python examples/keras_custom_loop.py [--epochs 60] [--noise-multiplier 6.0] ...
 """
@@ -13,13 +9,8 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_adapters.tf_privacy import (
-    CyclicDPKerasSGDOptimizer,
-    HiddenStateRecorder,
-    cyclic_dataset,
-)
+from hidden_state_adapters.tf_privacy import PrivateRun
 
 RECORDS, CLASSES = 1500, 10
 
@@ -44,47 +35,33 @@ def main():
 
     (x, y), (x_test, y_test) = load_data()
     model = tf.keras.layers.Dense(CLASSES, use_bias=False, kernel_initializer="zeros")
-    optimizer = CyclicDPKerasSGDOptimizer(
+    steps = RECORDS // options.batch_size
+    rate = tf.keras.optimizers.schedules.CosineDecay(
+        options.learning_rate, decay_steps=options.epochs * steps
+    )
+    run = PrivateRun(
+        model,
+        x,
+        y,
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer=tf.keras.optimizers.SGD(rate, weight_decay=0.005),
+        batch_size=options.batch_size,
+        batch_order="cyclic",
         l2_norm_clip=1.4143,
         noise_multiplier=options.noise_multiplier,
-        learning_rate=tf.keras.optimizers.schedules.CosineDecay(
-            options.learning_rate, decay_steps=options.epochs * RECORDS // options.batch_size
-        ),
-        weight_decay=0.005,
         projection_radius=options.projection_radius,
-    )
-    record = HiddenStateRecorder(
-        model,
-        optimizer,
-        cyclic_dataset(x, y, batch_size=options.batch_size),
-        # What the loop below computes: every step is compared with it.
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
         loss_geometry="auto",
         feature_norm=1.0,
     )
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x))  # one per example
-        optimizer.minimize(losses, model.trainable_variables, tape=tape)
-
     for epoch in range(1, options.epochs + 1):
-        for batch in record.batches():
-            step(*batch)
+        for _ in range(steps):
+            run.step()
         if epoch % 20 == 0:
-            epsilon = record.get_epsilon(options.delta)
+            epsilon = run.get_epsilon(options.delta)
             print(f"  epoch {epoch}: epsilon if the model were released now {fixed_up(epsilon, 3)}")
     accuracy = np.mean(np.argmax(model(x_test), axis=1) == y_test)
     print(f"Test accuracy of the released model: {accuracy:.3f}\n")
-    print(record.report(options.delta))
-
-    try:
-        for batch in record.batches():
-            step(*batch)
-            step(*batch)  # once more on the same batch
-    except UnsupportedRunError as error:
-        print(f"A loop that takes two steps on a batch is refused: {error}")
+    print(run.report(options.delta))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
-from hidden_state_adapters.tf_privacy import owned_run
+from hidden_state_adapters.tf_privacy import run as private_run
 from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
@@ -96,21 +96,21 @@ def without_graphs():
 @pytest.fixture
 def dealt(monkeypatch):
     """The records of every step of a model that owns its run, by step."""
-    batches, deal = {}, owned_data._Dealer.deal
+    batches, deal = {}, owned_data.Dealer.deal
 
-    def noted(dealer, index):
-        step, rows, indices = deal(dealer, index)
-        batches[int(step)] = indices[:rows]
-        return step, rows, indices
+    def noted(dealer, step):
+        found = deal(dealer, step)
+        batches[step] = found[2][: found[1]]
+        return found
 
-    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
+    monkeypatch.setattr(owned_data.Dealer, "deal", noted)
     return batches
 
 
 @pytest.fixture(autouse=True)
 def _pace_of_a_fast_machine(monkeypatch):
     """Where nobody says how many steps are made at once, the clock does."""
-    monkeypatch.setattr(owned_run, "_MOMENT", 1e9)
+    monkeypatch.setattr(private_run, "_MOMENT", 1e9)
 
 
 @pytest.fixture(autouse=True)

@@ -118,16 +118,16 @@ def test_it_takes_the_same_steps(order, new_process):
 
 
 def test_noise_and_random_batches_are_new(monkeypatch, new_process):
-    dealt, deal = [], owned_data._Dealer.deal
+    dealt, deal = [], owned_data.Dealer.deal
 
-    def noted(dealer, index):
-        step, rows, indices = deal(dealer, index)
+    def noted(dealer, step):
+        step, rows, indices = deal(dealer, step)
         dealt.append((int(step), tuple(indices[:rows])))
         return step, rows, indices
 
     x, y = np.linspace(-1, 1, 96 * FEATURES).reshape(96, FEATURES), np.tile(Y, 8)
     left = saved(fit(make(batch_order="poisson"), x=x, y=y, batch_size=48))
-    monkeypatch.setattr(owned_data._Dealer, "deal", noted)
+    monkeypatch.setattr(owned_data.Dealer, "deal", noted)
     ends = []
     for _ in range(2):
         new_process()

@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keras_batches_are_taken_in_the_order_of_the_data",
-        "../adapters/hidden_state_adapters/tf_privacy/owned_run.py",
+        "../adapters/hidden_state_adapters/tf_privacy/run.py",
         "index = self.plan.batch(step)",
         "size = self.plan.batch_size; index = list(range(step * size, (step + 1) * size))",
         "keras/test_batch_curvature.py",

@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "microbatches_are_accounted_under_the_relation_that_was_asked_for",
-        f"{_TF}/owned_run.py",
+        f"{_TF}/run.py",
         "            self.relation = NeighboringRelation.REPLACE_ONE\n",
         "            self.relation = settings.neighboring_relation\n",
         "keras/test_model_microbatches.py::test_the_event_is_the_run",
@@ -109,9 +109,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_early_stopping_would_have_seen_is_hidden",
-        f"{_TF}/owned_run.py",
-        "StepsAhead(total, self._period, *releases)",
-        "StepsAhead(total, self._period, False, False)",
+        f"{_TF}/run.py",
+        "StepsAhead(total, self.steps_per_epoch, *releases)",
+        "StepsAhead(total, self.steps_per_epoch, False, False)",
         "keras/test_model_stopping.py::test_all_epochs_count",
     ),
     Mutation(
@@ -123,14 +123,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_that_is_kept_for_its_metric_is_no_choice",
-        f"{_TF}/owned_run.py",
+        f"{_TF}/recording.py",
         "self.chooses = bool(self.stopping) or keeps_the_best(others)",
         "self.chooses = bool(self.stopping)",
         "keras/test_model_stopping.py::test_the_best_file_is_kept",
     ),
     Mutation(
         "any_weights_may_come_back_when_it_stops",
-        f"{_TF}/owned_run.py",
+        f"{_TF}/recording.py",
         "if stopped and self._digests() in self._released:",
         "if stopped:",
         "keras/test_model_stopping.py::test_other_weights_that_are_put_in_when_it_stops",

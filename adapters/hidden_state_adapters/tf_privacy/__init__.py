@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from hidden_state_adapters.tf_privacy.recommended import RecommendedRun, recommended_run
     from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
+    from hidden_state_adapters.tf_privacy.run import PrivateRun
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
@@ -67,6 +68,7 @@ _MODULES = {
     "HiddenStateModel": "model",
     "HiddenStateRecorder": "recorder",
     "HiddenStateSequential": "model",
+    "PrivateRun": "run",
     "RecommendedRun": "recommended",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
@@ -79,6 +81,7 @@ _WITHOUT_PRIVACY = (
     "DiceUpdate",
     "HiddenStateModel",
     "HiddenStateSequential",
+    "PrivateRun",
     "RecommendedRun",
     "make_private",
     "recommended_run",
@@ -102,6 +105,7 @@ __all__ = [
     "HiddenStateModel",
     "HiddenStateRecorder",
     "HiddenStateSequential",
+    "PrivateRun",
     "RecommendedRun",
     "compute_last_iterate_privacy_statement",
     "cyclic_dataset",

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import Comparison, UnsupportedRunError, compare, validate
+from hidden_state_accountants import Comparison, UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
@@ -24,8 +24,9 @@ from hidden_state_adapters.tf_privacy.owned.rule import (
 )
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
-from hidden_state_adapters.tf_privacy.owned_run import Continued, OwnedRun, Recording, Target
+from hidden_state_adapters.tf_privacy.recording import Recording
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.step_log import MOST_STEPS
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
@@ -43,15 +44,12 @@ class PrivateTraining(tf.keras.Model, Figures):
     """
 
     _how_to_begin = "Call fit."
-    _run: OwnedRun | None = None
+    _run: PrivateRun | None = None
     _is_fitting = _is_beside = _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
-    _calls = 0  # of fit
-    _may_stop = False
     _loaded_runs: Mapping[str, Any]
     _rule: UpdateRule | None = None
     _loaded_rule: Mapping[str, Any] = {}  # of the file that the model comes from
-    _foreign: frozenset[str] = frozenset()  # names of other callbacks
     _continued: Continued | None = None  # what the next fit goes on with
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -140,7 +138,6 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._uses_xla = jit_compile not in (None, False, "auto")
         self._given_pace = steps_per_execution
         self._run = self._record = None
-        self._calls, self._may_stop, self._foreign = 0, False, frozenset()
 
     def fit(
         self,
@@ -215,32 +212,25 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._taken_over.check_unchanged()
         _check_fit(validation_split, shuffle, self._settings)
         weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
-        target = self._target(target_epsilon, target_delta)
-        run = self._run_on(x, y, batch_size, steps_per_epoch, weights)
+        run = self._run_on(Given(x, y, batch_size, steps_per_epoch, weights))
+        target = run.target(target_epsilon, target_delta)
         others = _as_list(callbacks)
-        recording = Recording(
-            run,
-            self._settings,
-            others,
-            self._pace(others),
-            has_validation=validation_data is not None,
-        )
-        may_stop = recording.chooses
-        if may_stop or target is not None:
+        has_validation = validation_data is not None
+        recording = Recording(run, others, self._pace(others), has_validation=has_validation)
+        if recording.chooses or target is not None:
             refuse_moved_rates(others)
-        run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=may_stop)
-        self._may_stop |= may_stop
-        run.steps.rates_are_chosen |= recording.chooses_rates
+        run.prepare(
+            epochs - initial_epoch, recording.releases, target, may_stop=recording.chooses
+        )
+        run.fits(recording)
         steps = run.steps.last_step.steps
         self._run, self._record, self._continued = run, run.record, None
-        self._foreign |= recording.foreign
-        self._calls += 1
         self._is_fitting = True
         try:
             history = super().fit(
                 run.epochs(epochs - initial_epoch),
                 epochs=epochs,
-                steps_per_epoch=run.steps_per_epoch,
+                steps_per_epoch=run.length,
                 verbose=verbose,
                 callbacks=[recording, *others],
                 shuffle=False,  # which Keras cannot, of a Dataset
@@ -263,43 +253,10 @@ class PrivateTraining(tf.keras.Model, Figures):
                 pace.assign(self._given_pace or 1)
             self.reset_metrics()
 
-    def _target(self, epsilon: float | None, delta: float | None) -> Target | None:
-        """What the noise is to be found for; None if it is known."""
-        is_given = self._settings.noise_multiplier is not None
-        is_found = self.noise_multiplier is not None and not is_given
-        if epsilon is None:
-            if delta is not None:
-                raise TypeError("Expected target_epsilon with target_delta, got None.")
-            if not is_given and not is_found:
-                raise ValueError(
-                    "Expected noise_multiplier, or fit(target_epsilon=...), got neither. Give the "
-                    "model one, or the target to the first call of fit."
-                )
-            return None
-        if is_given:
-            raise TypeError(
-                f"Expected target_epsilon = None, got {epsilon!r} with noise_multiplier = "
-                f"{self._settings.noise_multiplier:g}. Make the model without noise_multiplier, "
-                "compile with an optimizer without noise, and fit finds it."
-            )
-        if is_found or self._continued is not None:
-            raise refusal(
-                "Expected target_epsilon in the first call of fit of a run, got it in a later one: "
-                "steps with another noise were taken. Leave it out, or compile again."
-            )
-        delta = self._target_delta if delta is None else delta
-        if delta is None:
-            raise ValueError("Expected target_delta with target_epsilon, got None.")
-        return Target(
-            validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
-        )
-
     @property
     def noise_multiplier(self) -> float | None:
         """The one that was given, or that fit found; None before."""
-        if self._run is None or not self._run.record.has_begun:
-            return self._settings.noise_multiplier
-        return self._run.steps.noise_multiplier
+        return (self._run or self._settings).noise_multiplier
 
     def _pace(self, callbacks: list[Any]) -> tf.Variable | None:
         """Keras' number of steps between two looks, if it is for `Recording` to choose."""
@@ -362,24 +319,19 @@ class PrivateTraining(tf.keras.Model, Figures):
             return found
         return {**found, "loss": self._loss_mean.result()}
 
-    def _run_on(
-        self, x: Any, y: Any, batch_size: Any, steps_per_epoch: Any, weights: GivenWeights
-    ) -> OwnedRun:
+    def _run_on(self, given: Given) -> PrivateRun:
         if self._run is not None and self._run.record.has_begun:
-            self._run.go_on(self, x, y, batch_size, steps_per_epoch, weights)
+            self._run.go_on(given)
             return self._run
         self.train_function = None  # that was traced for a run without a step
         assert self._rule is not None  # it is compiled
-        return OwnedRun(
+        return PrivateRun.of_compiled(
             self,
-            self._settings,
             self._rule,
+            self._settings,
+            given,
             uses_xla=self._uses_xla,
-            x=x,
-            y=y,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            weights=weights,
+            pace=self._given_pace,
             continued=self._continued,
         )
 
@@ -392,9 +344,9 @@ class PrivateTraining(tf.keras.Model, Figures):
         if self._run is None or not self._is_fitting:
             raise refusal(
                 "Expected train_step to be called by fit, got another caller: the batch is not one "
-                "that the model dealt. Use fit; for an own loop use HiddenStateRecorder."
+                "that the model dealt. Use fit; for an own loop use PrivateRun."
             )
-        losses, targets, outputs = self._run.step(data)
+        losses, targets, outputs = self._run.take(data)
         return keras_api.shown(self, self._loss_mean, losses, targets, outputs)
 
     def reset_metrics(self) -> None:
@@ -410,8 +362,8 @@ class PrivateTraining(tf.keras.Model, Figures):
             UnsupportedRunError: Always: the model deals its batches itself.
         """
         raise refusal(
-            "Expected fit, got train_on_batch: the model deals its batches itself. For an own loop "
-            "use HiddenStateRecorder with one of the optimizers."
+            "Expected fit, got train_on_batch: the model deals its batches itself. For a loop of "
+            "your own ask PrivateRun for the steps."
         )
 
     def _check_own_step(self) -> None:
@@ -427,29 +379,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     # Figures
 
     def _declared_texts(self) -> Iterable[str]:
-        if self._calls > 1:
-            yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
-        if self._run is not None and self._run.has_weights:
-            yield (
-                "weights of classes are public numbers, weights of examples depend on nothing but "
-                "their example"
-            )
-        if self._may_stop:
-            yield (
-                "validation data are public; by their metrics only EarlyStopping chose when to "
-                "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
-                "asked for count as released, trained or not"
-            )
-        if self._run is not None and self._run.steps.rates_are_chosen:
-            yield (
-                "validation data are public; by their metrics ReduceLROnPlateau chose learning "
-                "rates, from iterates that composition covers: every step counts, whatever its rate"
-            )
-        if self._settings.checkpoints_stay_private:
-            yield "the files of ModelCheckpoint stay private"
-        if self._foreign:
-            names = ", ".join(sorted(self._foreign))
-            yield f"other callbacks ({names}) release nothing and choose nothing by data"
+        return () if self._run is None else self._run._declared_texts()
 
     def compare(self, delta: float = 1e-5) -> Comparison:
         """What every bound, and dp-accounting's own accountants, say about what happened.
@@ -463,9 +393,9 @@ class PrivateTraining(tf.keras.Model, Figures):
         Raises:
             ValueError, UnsupportedRunError: As `get_epsilon`.
         """
-        self.get_epsilon(delta)  # checks the iterate
+        self._recorded()
         assert self._run is not None
-        return compare(list(self.privacy_events), delta, self._run.relation)
+        return self._run.compare(delta)
 
     # How it goes on elsewhere
 

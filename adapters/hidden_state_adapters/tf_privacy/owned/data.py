@@ -156,32 +156,22 @@ class HeldExamples:
         )
 
 
-def dealt(
-    plan: BatchPlan,
-    period: int,
-    done: Callable[[], int],
-    multiple: int,
-    *,
-    epochs: int = 1,
-) -> tf.data.Dataset:
+def dealt(dealer: Dealer, epochs: int = 1) -> tf.data.Dataset:
     """Epochs of batches of a plan, as (step, rows, indices); indices beyond `rows` are padding.
 
     Several batches are drawn at once, which costs less than the pipeline does for each.
 
     Args:
-        plan: Which examples each step uses.
-        period: Batches of the epoch.
-        done: The number of steps so far, asked when an epoch begins.
-        multiple: Indices of a batch are `filled` up to one of it.
+        dealer: Of the batches.
         epochs: That are iterated as one.
     """
-    dealer, count = _Dealer(plan, done, multiple, period), period * epochs
+    count = dealer.period * epochs
 
     def of_steps(first: tf.Tensor) -> Any:
         kinds = (tf.int64, tf.int64, tf.int64)
         last = tf.minimum(first + _DRAWN_AT_ONCE, count)
         steps, rows, indices = tf.numpy_function(
-            dealer.deal_all, [first, last], kinds, stateful=True
+            dealer.deal_after_begin, [first, last], kinds, stateful=True
         )
         return (
             tf.ensure_shape(steps, [None]),
@@ -199,26 +189,29 @@ def dealt(
     return counted.prefetch(2).with_options(options)
 
 
-class _Dealer:
-    """Draws the batch of a step when the pipeline asks for it, once."""
+class Dealer:
+    """Draws the batch of a step when it is asked for, once.
+
+    Attributes:
+        period: Batches of an epoch.
+
+    Args:
+        plan: Which examples each step uses.
+        done: The number of steps so far, asked when an epoch begins.
+        multiple: Indices of a batch are `filled` up to one of it.
+        period: Batches of an epoch.
+    """
 
     def __init__(self, plan: BatchPlan, done: Callable[[], int], multiple: int, period: int):
-        self._plan, self._done, self._multiple, self._period = plan, done, multiple, period
+        self._plan, self._done, self._multiple, self.period = plan, done, multiple, period
         self._first = 0
         self._lock = threading.Lock()  # Keras begins the first epoch's pipeline twice
 
-    def deal(self, index: int) -> tuple[Any, Any, Any]:
-        """Step, rows, and the examples of the batch filled up with the first one.
-
-        Args:
-            index: Of the batch, within all epochs.
-        """
+    def deal(self, step: int) -> tuple[Any, Any, Any]:
+        """Step, rows, and the examples of the batch filled up with the first one."""
         with self._lock:
-            if index == 0:
-                self._first = self._done()
-            if index % self._period == 0:
+            if step % self.period == 0:
                 self._plan.start_pass(self._done())
-            step = self._first + int(index)
             chosen = self._plan.batch(step)
         rows = len(chosen)
         indices = np.zeros(filled(rows, self._multiple), np.int64)
@@ -226,12 +219,18 @@ class _Dealer:
         return np.int64(step), np.int64(rows), indices
 
     def deal_all(self, first: int, last: int) -> tuple[Any, Any, Any]:
-        """The same of several batches, stacked, with as many indices as the largest has."""
+        """The same of several steps, stacked, with as many indices as the largest batch has."""
         steps, rows, indices = zip(*map(self.deal, range(first, last)), strict=True)
         stacked = np.zeros((len(steps), max(map(len, indices))), np.int64)
         for place, own in zip(stacked, indices, strict=True):
             place[: len(own)] = own
         return np.array(steps), np.array(rows), stacked
+
+    def deal_after_begin(self, first: int, last: int) -> tuple[Any, Any, Any]:
+        """The same by numbers that begin with 0 at the step that follows when 0 is asked for."""
+        if first == 0:
+            self._first = self._done()
+        return self.deal_all(self._first + int(first), self._first + int(last))
 
 
 def plan_of(

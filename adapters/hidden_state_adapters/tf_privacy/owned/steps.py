@@ -465,7 +465,7 @@ class OwnedSteps(Mechanism):
         """The values of the steps, and what holds for the variables."""
         checked = [
             "learning rate, weight decay, clip norm and noise as recorded, in every step, made by "
-            "the model's own train_step"
+            "the run itself"
             if self._update.is_plain_sgd
             else f"clip norm and noise as recorded, in every step; {self._update.name} along the "
             "noisy gradients, its moments as the last step left them"

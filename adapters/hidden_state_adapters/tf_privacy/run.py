@@ -1,0 +1,895 @@
+"""A private run: it holds the data, deals the batches, takes the steps and accounts them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import tensorflow as tf
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import (
+    BatchOrder,
+    Comparison,
+    UnsupportedRunError,
+    compare,
+    validate,
+)
+from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.continuation import RunState
+from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.figures import Figures
+from hidden_state_adapters.tf_privacy.gradients import (
+    ExampleGradients,
+    MeansOfSeveral,
+    RowByRow,
+    ThroughLinearLayers,
+)
+from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
+from hidden_state_adapters.tf_privacy.guards.model import build
+from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
+from hidden_state_adapters.tf_privacy.owned.data import (
+    FEWEST_ROWS,
+    Dealer,
+    HeldExamples,
+    dealt,
+    filled,
+    multiple_of_sizes,
+    plan_of,
+)
+from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+from hidden_state_adapters.tf_privacy.owned.rule import (
+    TakenOver,
+    UpdateRule,
+    rule_and_settings,
+)
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
+from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.replicas import check_made_in, strategy_of
+from hidden_state_adapters.tf_privacy.step_log import Problem
+from hidden_state_adapters.tf_privacy.units import Units
+
+_BATCH_SIZE = 32  # of Keras, where nothing is said
+_MOMENT = 0.05  # seconds between two looks, which nobody notices
+_LONGEST_PACE = 64  # steps between them
+_LARGEST_JUMP = 8  # times as many: the first ones may have been short
+
+
+def quicker(pace: int, seconds: float) -> int:
+    """How many steps are made until the next look, if so many were only a moment."""
+    faster = min(_MOMENT / max(seconds, 1e-9), _LARGEST_JUMP)
+    return min(int(max(faster, 2) * pace), _LONGEST_PACE) if faster > 1 else pace
+
+
+@attrs.frozen
+class Target:
+    """What the noise of a run is found for.
+
+    Attributes:
+        epsilon: Met from below.
+        delta: In (0, 1).
+    """
+
+    epsilon: float
+    delta: float
+
+
+@attrs.frozen
+class Continued:
+    """A run that goes on.
+
+    Attributes:
+        state: Where it stood.
+        discard_later_steps: Says that nothing of the steps after the state was ever seen.
+    """
+
+    state: RunState
+    discard_later_steps: bool
+
+
+@attrs.frozen(eq=False)
+class Given:
+    """What a run, or a call of fit, trains on; as for fit.
+
+    Attributes:
+        x: The examples.
+        y: Targets.
+        batch_size: b, or None.
+        steps_per_epoch: Or None.
+        weights: Of classes and examples.
+    """
+
+    x: Any
+    y: Any
+    batch_size: int | None
+    steps_per_epoch: int | None
+    weights: GivenWeights
+
+    def batches(self, of_data: int | None) -> tuple[int, int | None]:
+        """Batch size and steps of an epoch, where the data may say the first."""
+        size, steps = self.batch_size or of_data or _BATCH_SIZE, self.steps_per_epoch
+        if self.batch_size is not None:
+            size = validate.integer("batch_size", self.batch_size, minimum=1)
+        if steps is not None:
+            steps = validate.integer("steps_per_epoch", steps, minimum=1)
+        return size, steps
+
+
+class PrivateRun(Figures):
+    r"""A private run that a loop of your own asks for its steps; `fit` of a model asks likewise.
+
+        run = PrivateRun(
+            model, x, y, loss=loss, optimizer=tf.keras.optimizers.SGD(0.5), batch_size=150,
+            l2_norm_clip=1.5, noise_multiplier=6.0, loss_geometry="auto", feature_norm=1.0,
+        )
+        for _ in range(1000):
+            loss = run.step()  # deals, clips, adds noise, moves the model, writes down
+        print(run.report(1e-5))
+
+    A step is that of `HiddenStateModel`, and so are the arguments that are described there. It
+    needs nothing of Keras but ``model(x)``, its variables, a loss and an optimizer, and trains the
+    model that it is given, with Keras 2 and with Keras 3.
+
+    Attributes:
+        relation: That the run is accounted under. An example that is left out, or has no gradient,
+            makes another microbatch, and none is left out: for them it is REPLACE_ONE, which
+            covers an example without gradient.
+        steps_per_epoch: Of `train`.
+
+    Args:
+        model: A Keras model or layer. Its trainable variables are trained.
+        x: Examples, as for the `fit` of a `HiddenStateModel`.
+        y: Targets, likewise.
+        loss: As for its `compile`.
+        optimizer: Likewise: of Keras, a `DiceUpdate`, a `BlockCoordinateUpdate`, or an optimizer
+            with noise of this package.
+        batch_size: As for its `fit`.
+        steps_per_epoch: Likewise.
+        class_weight: Likewise.
+        sample_weight: Likewise.
+        jit_compile: Whether XLA compiles the step.
+        state: Of a run that goes on, as `state()` returned it; the model has the weights that were
+            saved with it.
+        discard_later_steps: Declares that nothing that was computed after the state, in this
+            process, was ever seen by anybody, nor made you go back.
+        **settings: The arguments of `HiddenStateModel` by name: `l2_norm_clip`,
+            `noise_multiplier`, `batch_order`, `loss_geometry`, `feature_norm`, ...
+
+    Formal guarantees: those of `HiddenStateModel`. Your word, and listed: what the loop does beside
+    the steps (evaluation, choice of their number) does not depend on the examples.
+
+    Raises:
+        UnsupportedRunError: No such run can be accounted; from every step, once it has ended.
+        TypeError, ValueError: An argument has an impossible value.
+
+    Source: DP-SGD (Abadi et al. 2016, arXiv:1607.00133v2, algorithm 1).
+    """
+
+    _how_to_begin = "Call step or train."
+
+    def __init__(
+        self,
+        model: Any,
+        x: Any,
+        y: Any = None,
+        *,
+        loss: Any,
+        optimizer: Any,
+        batch_size: int | None = None,
+        steps_per_epoch: int | None = None,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        jit_compile: bool = False,
+        state: Mapping[str, Any] | None = None,
+        discard_later_steps: bool = False,
+        **settings: Any,
+    ):
+        if not isinstance(model, tf.keras.layers.Layer):
+            raise TypeError(f"Expected a Keras model or layer, got {type(model).__name__}.")
+        if isinstance(model, Figures):
+            raise refusal(
+                f"Expected a plain model of Keras, got {type(model).__name__}, which has a run of "
+                "its own. Call its fit."
+            )
+        rule, checked = rule_and_settings(optimizer, Settings(**settings))
+        self._taken_over = TakenOver(optimizer)
+        continued = state and Continued(RunState.of_plain(state), discard_later_steps)
+        self._open(
+            model,
+            loss,
+            tf.keras.optimizers.get(rule.optimizer),
+            rule,
+            checked,
+            Given(
+                x,
+                y,
+                batch_size,
+                steps_per_epoch,
+                GivenWeights(class_weight, sample_weight, checked.weight_bound),
+            ),
+            strategy=None,
+            uses_xla=jit_compile,
+            continued=continued or None,
+        )
+        refuse_surroundings(None)
+
+    @classmethod
+    def of_compiled(
+        cls,
+        model: Any,
+        rule: UpdateRule,
+        settings: Settings,
+        given: Given,
+        *,
+        uses_xla: bool,
+        pace: int | None,
+        continued: Continued | None,
+    ) -> PrivateRun:
+        """That of a model whose fit takes its steps.
+
+        Args:
+            model: It is compiled.
+            rule: That it is compiled with.
+            settings: Of the model.
+            given: To fit.
+            uses_xla: Whether XLA compiles the step.
+            pace: The steps between two looks that were asked for, or None.
+            continued: The run that goes on; None for a new one.
+
+        Raises:
+            UnsupportedRunError, TypeError, ValueError: As for the class.
+        """
+        refuse_surroundings(strategy := strategy_of(model))
+        if strategy is not None and uses_xla:
+            raise refusal(
+                "Expected jit_compile = False in a MirroredStrategy, got True: XLA compiles no "
+                "exchange between its replicas. Leave it out."
+            )
+        if strategy is not None and (pace or 1) != 1:
+            raise refusal(
+                f"Expected steps_per_execution = 1 in a MirroredStrategy, got {pace}: "
+                "its replicas meet in every step. Leave it out."
+            )
+        run = cls.__new__(cls)
+        run._open(
+            model,
+            model.loss,
+            model.optimizer,
+            rule,
+            settings,
+            given,
+            strategy=strategy,
+            uses_xla=uses_xla,
+            continued=continued,
+        )
+        return run
+
+    def _open(
+        self,
+        model: Any,
+        loss: Any,
+        optimizer: Any,
+        rule: UpdateRule,
+        settings: Settings,
+        given: Given,
+        *,
+        strategy: Any,
+        uses_xla: bool,
+        continued: Continued | None,
+    ) -> None:
+        self._strategy, self._uses_xla = strategy, uses_xla
+        self._model, self.settings, self._losses = model, settings, RowLosses(loss)
+        self._target_delta = settings.target_delta
+        self._examples = HeldExamples(given.x, given.y, given.weights, given.steps_per_epoch)
+        self._largest_weight = self._examples.given.largest
+        self._asked = given.batches(self._examples.batch_size)
+        size, number = self._asked
+        if settings.order is BatchOrder.FULL:
+            size = self._examples.number
+        self._microbatch = _microbatch(settings, rule, size)
+        self.relation = settings.neighboring_relation
+        if self._microbatch > 1:
+            self.relation = NeighboringRelation.REPLACE_ONE
+        self._examples.microbatch = self._microbatch
+        self.plan = plan_of(
+            settings.order,
+            self._examples.number,
+            size,
+            max_batch_size=settings.max_batch_size,
+            drop_remainder=settings.drop_remainder,
+            microbatch=self._microbatch,
+        )
+        self.steps_per_epoch = number or self.plan.num_batches
+        self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+        fewest = max(FEWEST_ROWS, self._replicas)
+        self.is_padded = settings.order is BatchOrder.POISSON or self.plan.batch_size < fewest
+        self._multiple = multiple_of_sizes(
+            is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size
+        )
+        if self.steps_per_epoch != self.plan.num_batches and not self.plan.draws_every_step:
+            raise refusal(
+                f"Expected {self.plan.num_batches} steps in an epoch, got steps_per_epoch = "
+                f"{number}: every batch is used once per epoch. Leave it out."
+            )
+        if continued is not None:
+            self._check_relation(continued.state)
+            self._check_end_of_epoch(continued.state.num_batches)
+            self._restore_order(continued.state)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            build(model, self._examples.x)  # variables of Keras are those of its replicas
+            check_made_in(strategy, keras_api.variables(model))
+            if strategy is not None or keras_api.IS_KERAS_3:
+                keras_api.build_optimizer(optimizer, model.trainable_variables)
+        variables = keras_api.trained(model)
+        declared = self._weighted(rule.declared(settings))
+        steps = rule.steps(settings, optimizer, self.plan, variables)
+        steps.examples_of_record = self._microbatch
+        # Of the order of the batches; what is known of the loss only adds theorems.
+        steps.new_run(Units(size, size, 1, 1), declared).check_relation(self.relation)
+        self._record: RecordedRun = RecordedRun(
+            model,
+            steps,
+            batch_size=self.plan.batch_size,
+            examples=len(self.plan.records),
+            relation=self.relation,
+            declared=declared,
+            trained=self._trained(model),
+            dealt=Dealt(
+                self.plan.description,
+                self.steps_per_epoch,
+                self.plan.num_rows,
+                self._examples_of_steps(),
+            ),
+            state=None if continued is None else continued.state,
+            discard_later_steps=continued is not None and continued.discard_later_steps,
+        )
+        self._examples.warn_of_equal()
+        self.first_batch = next(self._batches())  # whoever trains on it
+        parts = steps.blocks or (variables,)
+        self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
+        self._refuse_broken_products()
+        self.steps, self.planned = steps, 0  # by the end of the call of fit
+        self.pace = 1  # steps between two looks, where nobody says how many
+        self._dealer = self._new_dealer()
+        self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
+        steps.training.begin(variables)
+        # Step by step even where the loop of fit is eager, so that no example is traced anew.
+        self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
+        width = None if self.is_padded else self.plan.batch_size
+        kinds = [tf.TensorSpec(shape, tf.int64) for shape in ([None], [None], [None, width])]
+        self._several = tf.function(self._take_several, kinds, autograph=False)
+
+    @property
+    def record(self) -> RecordedRun:
+        """What is written down."""
+        return self._record
+
+    # A loop of one's own
+
+    def step(self) -> float:
+        """Deals a batch and takes the next private step on it.
+
+        Returns:
+            The mean loss of its examples before the step, for you alone: it has no guarantee.
+
+        Raises:
+            UnsupportedRunError: The step was refused, or the run has ended; nothing was trained.
+        """
+        self._check_may_step(1)
+        return self._advance(1)
+
+    def train(
+        self,
+        epochs: int,
+        *,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        verbose: bool = True,
+    ) -> list[float]:
+        """Takes the steps of so many epochs; a bar shows how far they are.
+
+        Args:
+            epochs: Passes over the data, of `steps_per_epoch` steps each.
+            target_epsilon: Finds the smallest noise that meets it after these epochs, the first
+                steps of a run that was made without noise_multiplier.
+            target_delta: In (0, 1); None for that of the run.
+            verbose: Whether to show the bar.
+
+        Returns:
+            The mean loss of every epoch, for you alone: it has no guarantee.
+
+        Raises:
+            UnsupportedRunError: As `step`. An interruption ends the run, because the number of
+                steps may depend on the data.
+            ValueError: No noise meets the target.
+        """
+        epochs = validate.integer("epochs", epochs, minimum=1)
+        self._check_may_step(1, target_epsilon)
+        self._check_end_of_epoch(self._record.num_batches)
+        target = self.target(target_epsilon, target_delta)
+        self.prepare(epochs, (False, False), target, may_stop=False)
+        steps, losses = self.steps.last_step.steps, []
+        self._calls += 1
+        try:
+            for epoch in range(epochs):
+                losses.append(self._train_epoch(f"Epoch {epoch + 1}/{epochs}", verbose))
+                self._record.after_epoch()
+        except BaseException:
+            with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
+                self.end_interrupted(steps)
+            raise
+        return losses
+
+    def _train_epoch(self, title: str, verbose: bool) -> float:
+        total, done = 0.0, 0
+        bar = tf.keras.utils.Progbar(self.steps_per_epoch, verbose=int(verbose))
+        if verbose:
+            print(title)
+        while done < self.steps_per_epoch:
+            began, count = time.monotonic(), min(self.pace, self.steps_per_epoch - done)
+            loss = self._advance(count)
+            total, done = total + count * loss, done + count
+            bar.add(count, [("loss", loss)])
+            if count == self.pace:
+                self.pace = quicker(self.pace, time.monotonic() - began)
+        return total / done
+
+    def _check_may_step(self, count: int, target_epsilon: float | None = None) -> None:
+        """Raises UnsupportedRunError if the run has ended, or takes no more steps."""
+        self._taken_over.check_unchanged()
+        self._catch_up()
+        self._record.check_iterate()
+        self._check_declared(count)
+        if target_epsilon is None and self.noise_multiplier is None:
+            raise ValueError(
+                "Expected noise_multiplier, or train(target_epsilon=...), got neither. Give the "
+                "run one, or the target to the first call of train."
+            )
+
+    def _advance(self, count: int) -> float:
+        """Takes steps and records them; the mean of their losses."""
+        first = self._record.num_batches
+        steps, rows, indices = self._dealer.deal_all(first, first + count)
+        total = self._several(*map(tf.constant, (steps, rows, indices)))
+        self._catch_up()
+        return float(total) / count
+
+    def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+        def one(number: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            losses, *_ = self.take((steps[number], rows[number], indices[number]))
+            mean = tf.math.divide_no_nan(
+                tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)
+            )
+            return number + 1, total + tf.cast(mean, tf.float64)
+
+        start = tf.constant(0), tf.zeros([], tf.float64)
+        return tf.while_loop(lambda number, _: number < tf.size(steps), one, start)[1]
+
+    def _catch_up(self) -> None:
+        if self._record.has_all_steps:
+            return
+        for entry in self.steps.steps_since(self._record.num_batches):
+            self._record.add(self._record.next_batch, entry)
+
+    def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
+        of_run = self._model, self._losses, variables
+        linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
+        return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
+
+    def _refuse_broken_products(self) -> None:
+        """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""
+        x, y, *weights = self._examples.taken(tf.constant([0, 0], tf.int64))
+        rows = (x, y, *weights) if self._microbatch > 1 else (x, y)
+        for clipping in self.clipping:
+
+            def norms(*rows: Any, of: Any = clipping) -> tf.Tensor:
+                return of.gradients(*rows).norms
+
+            refuse_broken_products(norms, *rows)
+
+    def check_can_go_on(self) -> None:
+        """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
+        if self._record.chooses_steps:
+            raise refusal(
+                "Expected a run that EarlyStopping cannot stop, or has not, got one that it may "
+                "have: its steps are accounted ahead, and do not go on elsewhere. Save the model; "
+                "whoever trains it further composes both runs."
+            )
+        self._check_end_of_epoch(self._record.num_batches)
+
+    def _check_end_of_epoch(self, steps: int) -> None:
+        batch = steps % self.steps_per_epoch
+        if batch and not self.plan.draws_every_step:
+            raise refusal(
+                f"Expected a state of the end of an epoch, got one before batch {batch} of "
+                f"{self.steps_per_epoch}: fit begins with batch 0. Take the state after fit, or in "
+                "on_epoch_end of a callback."
+            )
+
+    def _check_relation(self, state: RunState) -> None:
+        if state.named_relation is not self.relation:
+            raise refusal(
+                f"The state is of another run: expected neighboring_relation = {state.relation}, "
+                f"got {self.relation.name}. Use the settings of before."
+            )
+
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        size = self.plan.batch_size * self._microbatch
+        return self._examples.batches(min(size, self._examples.number))
+
+    def _weighted(self, declared: Declared) -> Declared:
+        """What is said of the loss, with the weights that an example may have."""
+        if self._examples.weights is None or declared == Declared():
+            return declared
+        largest = self._largest_weight
+        if largest is None:
+            raise refusal(
+                "Expected weight_bound= of the model with sample_weight and what is known of the "
+                "loss, got none: gradients and curvature grow with the weight. It is a bound on "
+                "the weights that an example could have, not the largest one of these examples; or "
+                "leave loss_geometry and gradient_bound out."
+            )
+        return attrs.evolve(declared, largest_weight=largest)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether classes or examples have weights."""
+        return self._examples.weights is not None
+
+    def _restore_order(self, state: RunState) -> None:
+        """That of a run that has one, before anything is asked about its batches.
+
+        Raises:
+            ValueError: The state is damaged.
+        """
+        if not self.plan.why_not_resumable(self.plan.num_batches) or state.private is None:
+            return  # a state that lacks it is refused by the record
+        try:
+            self.plan.load_private_state(state.private["order"])
+        except KeyError as error:
+            raise ValueError(
+                f"The state is damaged, or of another batch_order: it lacks {error}."
+            ) from error
+
+    def _examples_of_steps(self) -> Any:
+        """As `Dealt` wants them."""
+        if self.plan.order is BatchOrder.POISSON:  # of which no theorem uses the curvature
+            return lambda: ()
+        if not isinstance(self.plan, FixedPlan):
+            return None
+
+        def examples() -> Any:
+            for step in range(self.plan.num_batches):
+                index = self.plan.batch(step)
+                x, *_ = self._examples.taken(tf.constant(index, tf.int64))
+                yield [self._one_by_one(x)]
+
+        return examples
+
+    def _trained(self, model: Any) -> TrainedLoss:
+        return TrainedLoss(
+            model,
+            self._batches,
+            self._losses,
+            given=self._losses.given,
+            keras_loss=self._losses.keras_loss,
+            is_the_step=True,
+        )
+
+    def go_on(self, given: Given) -> None:
+        """Checks that another call of fit goes on with the run.
+
+        Raises:
+            UnsupportedRunError: It does not.
+        """
+        if self._record.chooses_steps:
+            raise refusal(
+                "Expected a run that EarlyStopping has not stopped, got one that it has: it is "
+                "accounted with all epochs that could have followed, and is over. Compile again: "
+                "that begins another run, which is composed with this one."
+            )
+        asked = given.batches(self._examples.batch_size)
+        if asked != self._asked:
+            raise refusal(
+                f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
+                f"got {asked}. Compile again for another run."
+            )
+        weights = self._examples.check_same(
+            given.x, given.y, given.weights, given.steps_per_epoch
+        )
+        if self.has_weights and weights.largest != self._largest_weight:
+            raise refusal(
+                f"Expected weights of at most {self._largest_weight}, as in the run so far, got at "
+                f"most {weights.largest}: another example could have that one. Keep class_weight; "
+                "or compile again for another run."
+            )
+        self._record.go_on(self._model, self.steps, self._trained(self._model))
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """The one that was given, or that was found; None before."""
+        if not self._record.has_begun:
+            return self.settings.noise_multiplier
+        return self.steps.noise_multiplier
+
+    def target(self, epsilon: float | None, delta: float | None) -> Target | None:
+        """What the noise is to be found for; None if it is known.
+
+        Args:
+            epsilon: target_epsilon of fit or train, or None.
+            delta: target_delta, likewise.
+
+        Raises:
+            UnsupportedRunError, TypeError, ValueError: Noise is known already, or target or noise
+                are missing.
+        """
+        is_given, has_begun = self.settings.noise_multiplier is not None, self._record.has_begun
+        if epsilon is None:
+            if delta is not None:
+                raise TypeError("Expected target_epsilon with target_delta, got None.")
+            if not is_given and not has_begun:
+                raise ValueError(
+                    "Expected noise_multiplier, or fit(target_epsilon=...), got neither. Give the "
+                    "model one, or the target to the first call of fit."
+                )
+            return None
+        if is_given:
+            raise TypeError(
+                f"Expected target_epsilon = None, got {epsilon!r} with noise_multiplier = "
+                f"{self.settings.noise_multiplier:g}. Make the model without noise_multiplier, "
+                "compile with an optimizer without noise, and fit finds it."
+            )
+        if has_begun:
+            raise refusal(
+                "Expected target_epsilon in the first call of fit of a run, got it in a later one: "
+                "steps with another noise were taken. Leave it out, or compile again."
+            )
+        delta = self._target_delta if delta is None else delta
+        if delta is None:
+            raise ValueError("Expected target_delta with target_epsilon, got None.")
+        return Target(
+            validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
+        )
+
+    def _check_declared(self, more: int) -> None:
+        """Raises UnsupportedRunError if there would be more steps than were declared."""
+        before, declared = self._record.num_batches, self.settings.num_steps
+        if declared is not None and before + more > declared:
+            raise refusal(
+                f"Expected at most num_steps = {declared} steps, as declared to the model, got "
+                f"{before} so far and {more} more. Train fewer epochs; or compile again "
+                "for another run, which is composed with this one."
+            )
+
+    def prepare(
+        self, epochs: int, releases: tuple[bool, bool], target: Target | None, *, may_stop: bool
+    ) -> None:
+        """Gets ready for the steps of a call of fit.
+
+        Args:
+            epochs: That it trains.
+            releases: Whether an iterate is seen after every epoch, and after every step.
+            target: What the noise is to be found for; None if it is known.
+            may_stop: Whether validation data choose the number of epochs, or one of them.
+
+        Raises:
+            UnsupportedRunError: There are more steps than were declared.
+            ValueError: No noise meets the target.
+        """
+        before = self._record.num_batches
+        total = before + max(0, epochs) * self.steps_per_epoch
+        self._check_declared(total - before)
+        self.planned = total
+        ahead = StepsAhead(total, self.steps_per_epoch, *releases)
+        units = self._record.units
+        if target is not None:
+            event = self.steps.event_ahead(units, self._record.declared, ahead)
+            spent = self._record.earlier_events
+            noise = noise_for(target.epsilon, target.delta, event, spent, self.relation)
+            self.steps.set_noise(noise)
+        if may_stop:
+            empty = self.steps.new_run(units, self._record.declared)
+            self.steps.with_steps_ahead(empty, units, ahead)  # raises
+            self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, units, ahead))
+        self.steps.asked_for = None if before else total
+
+    def _new_dealer(self) -> Dealer:
+        record = self._record
+        return Dealer(
+            self.plan, lambda: record.num_batches, self._multiple, self.steps_per_epoch
+        )
+
+    @property
+    def length(self) -> int | None:
+        """The steps_per_epoch that Keras has to be told; None if `epochs` has their length."""
+        return None if self._strategy is None else self.steps_per_epoch
+
+    def epochs(self, number: int) -> Any:
+        """The batches of one epoch, drawn when it begins, which Keras iterates `number` times.
+
+        In a strategy those of all epochs, which it iterates once.
+        """
+        strategy = self._strategy
+
+        def batches(epochs: int) -> tf.data.Dataset:
+            return dealt(self._new_dealer(), epochs)
+
+        if strategy is None:
+            return batches(1)
+
+        def for_each_replica(*batch: Any) -> tf.data.Dataset:
+            return tf.data.Dataset.from_tensors(batch).repeat(self._replicas)
+
+        return strategy.distribute_datasets_from_function(
+            lambda context: batches(number).flat_map(for_each_replica)
+        )
+
+    def take(self, data: Any) -> tuple[Any, Any, Any]:
+        """Takes the private step on a batch of `epochs`.
+
+        Returns:
+            The losses, the targets and the outputs of its examples.
+        """
+        step, rows, indices = data
+        indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
+        if self._strategy is not None:
+            indices, rows = self._part(indices, rows)
+        x, y, *weights = self._examples.taken(indices)
+        in_graph = not self._uses_xla and not tf.executing_eagerly()
+        take = self._take if in_graph or self._strategy is not None else self._compiled
+        losses, outputs = take(step, rows, x, y, *weights)
+        if self.is_padded:
+            losses, y, outputs = losses[:rows], y[:rows], outputs[:rows]
+        return losses, self._one_by_one(y), self._one_by_one(outputs)
+
+    def _one_by_one(self, structure: Any) -> Any:
+        """Of records that are microbatches the rows of all examples."""
+        if self._microbatch == 1:
+            return structure
+        return tf.nest.map_structure(
+            lambda part: tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0)), structure
+        )
+
+    def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What this replica takes of a batch, at least one row, and how many are examples."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        own = indices[:rows][replica :: self._replicas]
+        count = tf.shape(own, out_type=tf.int64)[0]
+        return tf.concat([own, indices[:1]], 0)[: tf.maximum(count, 1)], count
+
+    def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
+        if not self.steps.trains(keras_api.trained(self._model)):
+            raise refusal(str(Problem.WEIGHTS))
+
+        def gradients_by(clipping: Any) -> ExampleGradients:
+            if self._microbatch > 1:
+                return clipping.gradients(x, y, *weights)
+            found = clipping.gradients(x, y)
+            return times(found, *weights) if weights else found
+
+        passes = [functools.partial(gradients_by, one) for one in self.clipping]
+        found = self.steps.take(passes, step, rows)
+        return found.losses, found.outputs
+
+    def end_interrupted(self, steps_before: int) -> None:
+        """Ends the run of a fit that an error or the user has stopped, if it took a step."""
+        record = self._record
+        record.note_weights()
+        if record.has_ended or self.steps.last_step.steps == steps_before:
+            return
+        record.invalidate(
+            "fit was interrupted (by an error, or by hand when the model was good?), so the "
+            "number of steps may depend on the data. Fix it in advance, and start again."
+        )
+
+
+    # Figures
+
+    def fits(self, recording: Any) -> None:
+        """Notes a call of fit.
+
+        Args:
+            recording: Its callback.
+        """
+        self._calls += 1
+        self._may_stop |= recording.chooses
+        self.steps.rates_are_chosen |= recording.chooses_rates
+        self._foreign |= recording.foreign
+
+    def _declared_texts(self) -> Iterable[str]:
+        if self._calls > 1:
+            yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
+        if self.has_weights:
+            yield (
+                "weights of classes are public numbers, weights of examples depend on nothing but "
+                "their example"
+            )
+        if self._may_stop:
+            yield (
+                "validation data are public; by their metrics only EarlyStopping chose when to "
+                "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
+                "asked for count as released, trained or not"
+            )
+        if self.steps.rates_are_chosen:
+            yield (
+                "validation data are public; by their metrics ReduceLROnPlateau chose learning "
+                "rates, from iterates that composition covers: every step counts, whatever its rate"
+            )
+        if self.settings.checkpoints_stay_private:
+            yield "the files of ModelCheckpoint stay private"
+        if self._foreign:
+            names = ", ".join(sorted(self._foreign))
+            yield f"other callbacks ({names}) release nothing and choose nothing by data"
+
+    def compare(self, delta: float = 1e-5) -> Comparison:
+        """What every bound, and dp-accounting's own accountants, say about what happened.
+
+        Args:
+            delta: In [0, 1].
+
+        Returns:
+            A table with the rows of each run; `print` it.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `get_epsilon`.
+        """
+        self.get_epsilon(delta)  # checks the iterate
+        return compare(list(self.privacy_events), delta, self.relation)
+
+    def state(
+        self, *, stays_private: bool = False, include_private_state: bool = False
+    ) -> dict[str, Any]:
+        """As of every record, at the end of an epoch; see `HiddenStateModel.state`."""
+        self.check_can_go_on()
+        return super().state(
+            stays_private=stays_private, include_private_state=include_private_state
+        )
+
+
+def _microbatch(settings: Settings, rule: UpdateRule, batch_size: int) -> int:
+    """The examples of a microbatch.
+
+    Args:
+        settings: Of the model.
+        rule: Of the update.
+        batch_size: In examples.
+
+    Raises:
+        UnsupportedRunError: There are none of equal size, or no bound covers them.
+    """
+    number = settings.num_microbatches or batch_size
+    if batch_size % number:
+        raise refusal(
+            f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. Leave "
+            "it out, for one example each."
+        )
+    size = batch_size // number
+    if size == 1:
+        return 1
+    of_several = f"got microbatches of {size} examples (batch_size / num_microbatches)"
+    if not rule.knows_microbatches:
+        raise refusal(
+            f"Expected num_microbatches = None with {type(rule).__name__}, {of_several}: its bound "
+            "is about gradients of single examples. Leave it out."
+        )
+    if settings.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+        raise refusal(
+            f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {of_several} and "
+            "ADD_OR_REMOVE_ONE: with one example more or less all microbatches after it are other "
+            "ones. Leave num_microbatches out, for one example each."
+        )
+    if settings.max_batch_size is not None and settings.max_batch_size < size:
+        raise refusal(
+            f"Expected max_batch_size >= {size}, got {settings.max_batch_size} and microbatches of "
+            f"{size} examples: no microbatch fits. Raise it."
+        )
+    return size

@@ -1,0 +1,201 @@
+"""A loop of one's own that asks a run for its steps: the run that fit makes, and its account."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+import tensorflow as tf
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    HiddenStateSequential,
+    PrivateRun,
+)
+
+RECORDS, FEATURES, CLASSES, BATCH, DELTA = 24, 4, 3, 6, 1e-5
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x, random.integers(0, CLASSES, RECORDS)
+
+
+X, Y = data()
+
+
+def stack():
+    return [tf.keras.layers.Dense(CLASSES, kernel_initializer="ones")]
+
+
+def loss():
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def sgd():
+    return tf.keras.optimizers.SGD(0.5, weight_decay=0.1)
+
+
+OPTIMIZERS = {
+    "sgd": (sgd, {}),
+    "head": (sgd, AUTO),
+    "adam": (lambda: tf.keras.optimizers.Adam(0.1), {}),
+    "dice": (lambda: DiceUpdate(sgd(), error_l2_norm_clip=0.1), {}),
+    "blocks": (lambda: BlockCoordinateUpdate(tf.keras.optimizers.SGD(0.5)), {}),
+}
+
+
+def settings(optimizer="sgd", **kwargs):
+    return {
+        "l2_norm_clip": 0.5,
+        "noise_multiplier": 2.0,
+        "batch_order": "cyclic",
+        **OPTIMIZERS[optimizer][1],
+        **kwargs,
+    }
+
+
+def private_run(optimizer="sgd", model=None, x=X, y=Y, batch_size=BATCH, state=None, **kwargs):
+    return PrivateRun(
+        model or tf.keras.Sequential(stack()), x, y, loss=loss(),
+        optimizer=OPTIMIZERS[optimizer][0](), batch_size=batch_size, state=state,
+        **settings(optimizer, **kwargs),
+    )  # fmt: skip
+
+
+def fitted(optimizer="sgd", epochs=2, **kwargs):
+    model = HiddenStateSequential(stack(), **settings(optimizer, **kwargs))
+    model.compile(OPTIMIZERS[optimizer][0](), loss())
+    model.fit(X, Y, batch_size=BATCH, epochs=epochs, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.usefixtures("without_graphs")
+def test_it_is_the_run_of_fit(optimizer):
+    run = private_run(optimizer, noise_multiplier=0.0)
+    for _ in range(2 * RECORDS // BATCH):
+        run.step()
+    model = fitted(optimizer, noise_multiplier=0.0)
+    for own, other in zip(run.record.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+    noisy = private_run(optimizer)
+    noisy.train(2, verbose=False)
+    expected = fitted(optimizer)
+    assert noisy.get_epsilon(DELTA) == expected.get_epsilon(DELTA)
+    assert noisy.privacy_event == expected.privacy_event
+
+
+def test_several_steps_between_two_looks_are_single_steps():
+    """In a graph, at the pace of a fast machine."""
+    run = private_run("head", noise_multiplier=0.0)
+    shown = run.train(3, verbose=False)
+    assert run.pace > 1
+    model = fitted("head", noise_multiplier=0.0, epochs=3)
+    for own, other in zip(run.record.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+    np.testing.assert_allclose(shown, model.history.history["loss"], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("without_graphs")
+class TestEager:
+    def test_released_iterates_count(self):
+        run = private_run("head", batch_order="poisson")
+        run.train(1, verbose=False)
+        hidden = run.get_epsilon(DELTA)
+        run.release()
+        run.step()
+        assert run.privacy_event.release_steps == (RECORDS // BATCH,)
+        assert run.get_epsilon(DELTA) > hidden
+        assert "in poisson order" in run.report(DELTA)
+
+    def test_it_goes_on_from_a_state(self):
+        first = private_run("head")
+        first.train(1, verbose=False)
+        state = json.loads(json.dumps(first.state(stays_private=True)))
+        model = tf.keras.models.clone_model(first.record.model)
+        model.set_weights(first.record.model.get_weights())
+        again = private_run("head", model, state=state)
+        again.train(1, verbose=False)
+        whole = private_run("head")
+        whole.train(2, verbose=False)
+        assert again.get_epsilon(DELTA) == whole.get_epsilon(DELTA)
+        with pytest.raises(UnsupportedRunError, match="Another record|another record"):
+            first.step()
+
+    def test_a_state_is_of_the_end_of_an_epoch(self):
+        run = private_run()
+        run.step()
+        with pytest.raises(UnsupportedRunError, match="end of an epoch"):
+            run.state()
+
+    def test_noise_is_found_for_a_target(self):
+        run = private_run("head", noise_multiplier=None, target_delta=DELTA)
+        with pytest.raises(ValueError, match="noise_multiplier"):
+            run.step()
+        run.train(2, target_epsilon=3.0, verbose=False)
+        assert 2.9 < run.get_epsilon(DELTA) <= 3.0
+        assert run.noise_multiplier == run.privacy_event.noise_multiplier
+
+    def test_a_layer_is_a_model(self):
+        layer = tf.keras.layers.Dense(CLASSES, kernel_initializer="ones")
+        run = private_run("head", layer)
+        run.step()
+        assert run.get_epsilon(DELTA) == pytest.approx(_one_step())
+
+    def test_weights_that_something_else_changed_end_it(self):
+        run = private_run()
+        run.step()
+        kernel = run.record.model.trainable_variables[0]
+        kernel.assign_add(tf.ones_like(kernel))
+        with pytest.raises(UnsupportedRunError, match="changed outside"):
+            run.step()
+        with pytest.raises(UnsupportedRunError, match="changed outside"):
+            run.get_epsilon(DELTA)
+
+    def test_declared_steps(self):
+        run = private_run(num_steps=1)
+        run.step()
+        with pytest.raises(UnsupportedRunError, match="num_steps = 1"):
+            run.step()
+
+    def test_an_interruption_ends_it(self, monkeypatch):
+        run = private_run()
+        take = run._advance
+        calls = []
+
+        def interrupted(count):
+            calls.append(count)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return take(count)
+
+        monkeypatch.setattr(run, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(2, verbose=False)
+        with pytest.raises(UnsupportedRunError, match="interrupted"):
+            run.get_epsilon(DELTA)
+
+
+def _one_step():
+    run = private_run("head")
+    run.step()
+    return run.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize(
+    "model, error",
+    [
+        (lambda: HiddenStateSequential(stack(), l2_norm_clip=1.0), UnsupportedRunError),
+        (lambda: tf.keras.activations.relu, TypeError),
+    ],
+)
+def test_what_it_does_not_train(model, error):
+    with pytest.raises(error, match="Expected a (plain|Keras) model"):
+        private_run(model=model())
