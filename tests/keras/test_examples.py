@@ -17,10 +17,7 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
     [
         ("keras_cyclic.py", ["epoch 2: epsilon if the model were released now"]),
         ("keras_mnist_tutorial.py", ["Test accuracy of the released model"]),
-        (
-            "keras_custom_loop.py",
-            ["the losses of every step are those", "two steps on a batch is refused: after batch"],
-        ),
+        ("keras_custom_loop.py", ["Test accuracy of the released model", "made by the run itself"]),
     ],
 )
 def test_example(name, promised, tmp_path):

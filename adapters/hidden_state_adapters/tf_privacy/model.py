@@ -219,9 +219,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         recording = Recording(run, others, self._pace(others), has_validation=has_validation)
         if recording.chooses or target is not None:
             refuse_moved_rates(others)
-        run.prepare(
-            epochs - initial_epoch, recording.releases, target, may_stop=recording.chooses
-        )
+        run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=recording.chooses)
         run.fits(recording)
         steps = run.steps.last_step.steps
         self._run, self._record, self._continued = run, run.record, None

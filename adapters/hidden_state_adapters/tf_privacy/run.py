@@ -603,9 +603,7 @@ class PrivateRun(Figures):
                 f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
                 f"got {asked}. Compile again for another run."
             )
-        weights = self._examples.check_same(
-            given.x, given.y, given.weights, given.steps_per_epoch
-        )
+        weights = self._examples.check_same(given.x, given.y, given.weights, given.steps_per_epoch)
         if self.has_weights and weights.largest != self._largest_weight:
             raise refusal(
                 f"Expected weights of at most {self._largest_weight}, as in the run so far, got at "
@@ -704,9 +702,7 @@ class PrivateRun(Figures):
 
     def _new_dealer(self) -> Dealer:
         record = self._record
-        return Dealer(
-            self.plan, lambda: record.num_batches, self._multiple, self.steps_per_epoch
-        )
+        return Dealer(self.plan, lambda: record.num_batches, self._multiple, self.steps_per_epoch)
 
     @property
     def length(self) -> int | None:
@@ -790,7 +786,6 @@ class PrivateRun(Figures):
             "fit was interrupted (by an error, or by hand when the model was good?), so the "
             "number of steps may depend on the data. Fix it in advance, and start again."
         )
-
 
     # Figures
 
