@@ -14,6 +14,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
@@ -71,8 +72,7 @@ def main():
         dataset_size=len(x),
         batch_size=options.batch_size,
         target_delta=options.delta,
-        loss_geometry="auto",  # from the loss and the linear layer
-        feature_norm=1.0,  # checked for every record
+        loss_geometry=LossGeometry.softmax_cross_entropy(1.0),  # every record has norm 1
     )
     data = cyclic_dataset(x, y, batch_size=options.batch_size)
     history = model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0).history

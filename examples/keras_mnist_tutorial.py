@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
+from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     HiddenStateCallback,
@@ -87,8 +88,7 @@ def main():
     record = HiddenStateCallback(
         dataset_size=len(x),
         batch_size=options.batch_size,
-        loss_geometry="auto",
-        feature_norm=1.0,
+        loss_geometry=LossGeometry.softmax_cross_entropy(1.0),
     )
     data = cyclic_dataset(x, y, batch_size=options.batch_size)
     model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0)

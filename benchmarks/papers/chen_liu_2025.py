@@ -300,7 +300,7 @@ grid.)
 
 Table 4's privacy column and Table 3's epsilon do not follow from Theorem 4.6 at the stated
 parameters, and the text and the caption of Figure 4 disagree: [the figures, one by
-one](../theory/block_coordinate.md). Algorithm 4 is `AuxiliaryNetwork` of both adapters; the
+one](../theory/block_coordinate.md). Algorithm 4 is `AuxiliaryNetwork` of the Opacus adapter; the
 accuracies of Table 3 and Figure 3 (MNIST, four layers of 1,200 units) are not recomputed.
 """)  # fmt: skip
 

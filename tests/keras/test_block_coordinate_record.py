@@ -1,4 +1,4 @@
-"""DP-MBCD with HiddenStateCallback and HiddenStateRecorder: the event of what ran, or an error."""
+"""DP-MBCD with HiddenStateCallback: the event of what ran, or an error."""
 
 import numpy as np
 import pytest
@@ -12,9 +12,7 @@ from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
     CyclicDPKerasSGDOptimizer,
-    DiceKerasSGDOptimizer,
     HiddenStateCallback,
-    HiddenStateRecorder,
     cyclic_dataset,
 )
 
@@ -112,63 +110,10 @@ def test_report(make_blocks, relation):
         fixed_up(exact(event(num_blocks=2), relation), 3),
         "Checked: - batches of equal size in the fixed order of the data set",
         "the clip of each block as one vector",
-        "the losses of every step are those of the given loss and model",
-        "the losses of the later blocks of a step are those of the delivered batch",
+        "each entry of the loss is about one example of the batch",
         "losses and metrics of the training data",
     ):
         assert part in text
-
-
-def minimise(run, blocks, jit_compile=None):
-    """A step of an own loop."""
-
-    def step(x, y):
-        loss = bce()
-        run.optimizer.minimize(lambda: loss(y, run.model(x, training=True)), blocks(run.model))
-
-    return tf.function(step, jit_compile=jit_compile)
-
-
-def of_layers(model):
-    return [layer.trainable_variables for layer in model.layers]
-
-
-def all_variables(model):
-    return model.trainable_variables
-
-
-def recorded(run, **kwargs):
-    return HiddenStateRecorder(run.model, run.optimizer, run.data, **kwargs)
-
-
-@pytest.mark.parametrize("jit_compile", [None, True])
-def test_own_loop_of_several_blocks(make_blocks, jit_compile):
-    run = make_blocks(*two())
-    record, step = recorded(run), minimise(run, lambda model: of_layers(model)[::-1], jit_compile)
-    for _ in range(2):
-        for x, y in record.batches():
-            step(x, y)
-    assert record.privacy_event == event(num_blocks=2)
-    assert record.get_epsilon(DELTA) == pytest.approx(exact(event(num_blocks=2)))
-    assert "the loss of every step was computed from the batch" in " ".join(
-        record.report(DELTA).split()
-    )
-
-
-def test_own_loop_of_one_block(make_blocks):
-    run = make_blocks()
-    record = recorded(run, block_loss=LOGISTIC, neighboring_relation=ONE)
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            losses = bce()(y, run.model(x))
-        run.optimizer.minimize(losses, run.model.trainable_variables, tape=tape)
-
-    for x, y in record.batches():
-        step(x, y)
-    assert record.privacy_event == event(1, block_loss=LOGISTIC)
-    assert record.get_epsilon(DELTA) == pytest.approx(exact(event(1, block_loss=LOGISTIC), ONE))
 
 
 def test_a_frozen_layer_is_in_no_block(make_blocks):
@@ -222,23 +167,11 @@ def test_the_last_release_costs_nothing_more(make_blocks):
     assert private.callback.get_epsilon(DELTA) == before
 
 
-def test_a_release_in_an_own_loop(make_blocks):
-    run = make_blocks()
-    record, step = recorded(run, block_loss=LOGISTIC), minimise(run, all_variables)
-    for count, (x, y) in enumerate(record.batches()):
-        if count == 3:
-            record.release()  # within the epoch
-        step(x, y)
-    assert record.privacy_event == event(1)
-    assert record.guarantee.theorem.startswith("composition")
+def of_layers(model):
+    return [layer.trainable_variables for layer in model.layers]
 
 
 # What is refused
-
-
-def shuffled_arrays(make_blocks):
-    run = make_blocks()
-    run.fit(run.x, y=run.y, batch_size=4)
 
 
 def another_dataset_size(make_blocks):
@@ -281,25 +214,6 @@ def rate_of_epochs(make_blocks):
     make_blocks().fit(callbacks=[scheduler], epochs=2)
 
 
-def a_layer_without_a_block(make_blocks):
-    run = make_blocks(*two())
-    run.model.train_step = type(run.model).train_step.__get__(run.model)
-    record = recorded(run)
-    step = minimise(run, lambda model: of_layers(model)[1:])
-    for x, y in record.batches():
-        step(x, y)
-
-
-def a_variable_that_is_not_the_models(make_blocks):
-    run = make_blocks(*two())
-    other = tf.Variable([1.0])
-    record = recorded(run)
-    for x, y in record.batches():
-        run.optimizer.minimize(
-            lambda x=x, y=y: other * bce()(y, run.model(x)), [*of_layers(run.model), [other]]
-        )
-
-
 def nudged_between_fits(make_blocks):
     run = make_blocks(*two())
     run.fit()
@@ -335,14 +249,6 @@ def interrupted_epoch(make_blocks):
     run.fit()
 
 
-def figures_within_an_epoch(make_blocks):
-    run = make_blocks()
-    record, step = recorded(run), minimise(run, all_variables)
-    for x, y in record.batches():
-        step(x, y)
-        assert record.privacy_event
-
-
 def interrupted_between_the_blocks(make_blocks):
     run = make_blocks(*two())
     run.fit()
@@ -357,29 +263,6 @@ def interrupted_between_the_blocks(make_blocks):
     with pytest.raises(KeyboardInterrupt):
         run.optimizer.minimize(loss, of_layers(run.model))
     run.callback.report(DELTA)
-
-
-def two_steps_on_a_batch(make_blocks):
-    run = make_blocks(*two())
-    record, step = recorded(run), minimise(run, of_layers)
-    for x, y in record.batches():
-        step(x, y)
-        step(x, y)
-
-
-def a_batch_without_a_step(make_blocks):
-    run = make_blocks(*two())
-    record, step = recorded(run), minimise(run, of_layers)
-    for index, (x, y) in enumerate(record.batches()):
-        if index != 2:
-            step(x, y)
-
-
-def part_of_a_batch(make_blocks):
-    run = make_blocks(*two())
-    record, step = recorded(run), minimise(run, of_layers)
-    for x, y in record.batches():
-        step(x[:2], y[:2])
 
 
 def step_outside_of_fit(make_blocks):
@@ -415,12 +298,6 @@ def block_loss_of_a_cyclic_optimizer(make_blocks):
     run.fit()
 
 
-def block_loss_of_dice(make_blocks):
-    run = make_blocks()
-    dice = DiceKerasSGDOptimizer(1.0, 1.0)
-    HiddenStateRecorder(run.model, dice, run.data, block_loss=LOGISTIC)
-
-
 def add_or_remove_one(make_blocks):
     make_blocks(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
 
@@ -433,17 +310,7 @@ def loaded_model_in_the_same_record(make_blocks):
     run.fit()
 
 
-def replayed_noise(make_blocks):
-    run = make_blocks(compile={"run_eagerly": True})
-
-    def reset(batch, logs):
-        run.optimizer._mean._noise._generator.reset_from_seed(0)
-
-    run.fit(callbacks=[callbacks.LambdaCallback(on_train_batch_end=reset)])
-
-
 CASES = {
-    shuffled_arrays: "shuffle=True",
     another_dataset_size: "dataset_size = 48 examples, got 24",
     batch_normalisation: "no trainable batch normalisation",
     regularised: "no regularisation losses",
@@ -452,27 +319,19 @@ CASES = {
     plateau: "got ReduceLROnPlateau",
     stopped: "stopped early",
     rate_of_epochs: "step 7 was not taken. The learning rate, clip norm or noise multiplier",
-    a_layer_without_a_block: "together the trainable variables of the model, got .*kernel",
-    a_variable_that_is_not_the_models: "together the trainable variables of the model, got",
     nudged_between_fits: "were changed outside",
     other_weights_reported: "were changed outside",
     nudged_within_a_compiled_fit: "step 2 was not taken. The trainable variables were changed",
     interrupted_epoch: "fit was interrupted",
-    figures_within_an_epoch: "whole epochs of 6 steps, got 1",
     interrupted_between_the_blocks: "Of 14 updates of 2 blocks 13 were finished",
-    two_steps_on_a_batch: "has taken 2 steps, expected 1",
-    a_batch_without_a_step: "after batch 2 the optimizer has taken 2 steps, expected 3",
-    part_of_a_batch: "used 2 rows of batch 0, expected batch_size = 4",
     step_outside_of_fit: "took 7 steps, but 6 are recorded",
     steps_before_the_record: "without steps, got one with 6",
     not_finite_in_xla: "step 3 was not taken. A per-example gradient is not finite",
     longer_gradients_than_declared: "block_loss.lipschitz >= .* gradient of step 1, got 0.1",
     gradient_bound: "gradient_bound for a Dice optimizer, got BlockCoordinateKerasOptimizer",
     block_loss_of_a_cyclic_optimizer: "block_loss for a BlockCoordinateKerasOptimizer, got Cyclic",
-    block_loss_of_dice: "block_loss for a BlockCoordinateKerasOptimizer, got Dice",
     add_or_remove_one: "cannot add or remove",
     loaded_model_in_the_same_record: "got another one",
-    replayed_noise: "step 2 was not taken. The generator of the noise was set",
 }
 
 

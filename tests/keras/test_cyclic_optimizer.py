@@ -480,7 +480,6 @@ def test_applying_foreign_gradients_first_fails_as_in_tf_privacy():
         ({"noise_multiplier": -1.0}, ValueError),
         ({"noise_multiplier": "1"}, TypeError),
         ({"num_microbatches": 0}, ValueError),
-        ({"gradient_accumulation_steps": 0}, ValueError),
         ({"learning_rate": -0.1}, ValueError),
         ({"weight_decay": -0.1}, ValueError),
         ({"projection_radius": 0.0}, ValueError),

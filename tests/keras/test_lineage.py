@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow_privacy")
@@ -14,8 +13,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy import (
     DiceKerasSGDOptimizer,
-    HiddenStateCallback,
-    HiddenStateRecorder,
     lineage,
 )
 
@@ -399,22 +396,3 @@ def test_the_note_is_plain_and_public(make_run):
             type(run.optimizer).from_config(
                 {**run.optimizer.get_config(), "runs_behind_the_weights": {**note, **damage}}
             )
-
-
-@pytest.mark.parametrize("is_early", [False, True], ids=["after", "before"])
-def test_recorders_are_told_likewise(make_run, is_early):
-    """Whether they are made after the weights were trained, or before."""
-    again = make_run()
-    run = make_run()
-    if not is_early:
-        run.fit()
-    record = HiddenStateRecorder(run.model, again.optimizer, again.data)
-    if is_early:
-        run.fit()
-    for x, y in record.batches():
-        with tf.GradientTape() as tape:
-            losses = run.model.loss(y, run.model(x))
-        again.optimizer.minimize(losses, run.variables, tape=tape)
-    assert record.privacy_events == (run.callback.privacy_event, record.privacy_event)
-    assert isinstance(run.callback, HiddenStateCallback)
-    assert np.isfinite(record.get_epsilon(DELTA))

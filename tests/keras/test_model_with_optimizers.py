@@ -215,7 +215,6 @@ def stepped():
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        (lambda: cyclic(gradient_accumulation_steps=2), "accumulation_steps = 1, got 2"),
         (lambda: cyclic(learning_rate=lambda: 0.1), "or a schedule of Keras"),
         (lambda: Subclass(CLIP, NOISE), "got Subclass, a subclass"),
         (stepped, "without steps in compile"),

@@ -14,7 +14,7 @@ KINDS = (
     "DiceKerasAdamOptimizer",
     "BlockCoordinateKerasOptimizer",
 )
-WAYS = ("constructed_in_scope", "fit_without_callback", "own_loop", "fit", "recorder")
+WAYS = ("constructed_in_scope", "fit_without_callback", "own_loop", "fit")
 TEXT = "UnsupportedRunError: Expected no distribution strategy, got MirroredStrategy with 2"
 
 

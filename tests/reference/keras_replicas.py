@@ -12,7 +12,6 @@ from hidden_state_adapters.tf_privacy import (
     DiceKerasAdamOptimizer,
     DiceKerasSGDOptimizer,
     HiddenStateCallback,
-    HiddenStateRecorder,
     cyclic_dataset,
 )
 
@@ -64,19 +63,6 @@ def own_loop(kind, strategy):
     step(X[:4], Y[:4])
 
 
-def recorder(kind, strategy):
-    optimizer = kind(1.0, 1.0)
-    with strategy.scope():
-        model = make_model()
-    record = HiddenStateRecorder(model, optimizer, cyclic_dataset(X, Y, batch_size=4))
-    for x, y in record.batches():
-        strategy.run(
-            lambda x, y: optimizer.minimize(lambda: loss()(y, model(x)), model.trainable_variables),
-            (x, y),
-        )
-    record.report(1e-5)
-
-
 def main():
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -87,7 +73,7 @@ def main():
         DiceKerasAdamOptimizer,
         BlockCoordinateKerasOptimizer,
     ):
-        for act in (constructed_in_scope, fit_without_callback, own_loop, fit, recorder):
+        for act in (constructed_in_scope, fit_without_callback, own_loop, fit):
             try:
                 act(kind, strategy)
             except Exception as error:

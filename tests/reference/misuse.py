@@ -501,17 +501,14 @@ def released_between_steps(trial):
 
 
 OPACUS, KERAS, BOTH = ("opacus",), ("keras",), ("opacus", "keras")
-ONE_STEP_EACH = r"has taken \d steps, expected \d"
 MOVED = "changed outside"
 NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
 FIXED = "not trained was changed|gradient_bound|longer than loss_geometry.lipschitz"
 OTHER_VARIABLES = (
     "changed outside|not trained was changed|error belongs to them|blocks of the first step"
 )
-REPEATED = "generator of the noise was set|Earlier noisy gradients"
 CONSTANT = "as at construction|constant values|Earlier noisy gradients"
 OWN_ROWS = "a loss of its own|outputs of its own"
-OTHER_LOSSES = "The losses are not those of the known loss"
 ALONE = "|its bound is about gradients of single examples"
 
 MISUSES = (
@@ -522,30 +519,27 @@ MISUSES = (
     Misuse(0, released_between_steps, ACCOUNTED, ACCOUNTED),
     Misuse(0, weights_averaged_on_the_side, ACCOUNTED, ACCOUNTED),
     # Other batches.
-    Misuse(1, batch_skipped, "used batch 2, expected batch 1", ONE_STEP_EACH),
-    Misuse(1, last_batch_skipped, ACCOUNTED, ONE_STEP_EACH),
-    Misuse(1, pass_left_and_begun_again, ACCOUNTED, ACCOUNTED),
-    Misuse(1, batch_used_twice, "used no new batch, expected batch 1", ONE_STEP_EACH),
-    Misuse(1, batch_used_after_the_pass, "no new batch, expected batch 0", r"took \d steps, but"),
-    Misuse(1, other_loader, "used no new batch, expected batch 0", ONE_STEP_EACH),
-    Misuse(1, batches_fetched_in_advance, "no new batch, expected batch 0", ONE_STEP_EACH),
-    Misuse(1, one_batch_ahead_and_an_older_one_again, "no new batch, expected batch 1",
-           ONE_STEP_EACH),
-    Misuse(1, one_batch_ahead_and_the_newer_one_used, "used batch 1, expected batch 0",
-           ONE_STEP_EACH),
-    Misuse(1, two_passes_at_once, "second iterator", "begun before the last", goes_on=OPACUS),
-    Misuse(1, older_pass_goes_on, "second iterator", "begun before the last", goes_on=OPACUS),
-    Misuse(1, fewer_rows, "used 1 rows, expected batch_size = 2", "another number of rows"),
-    Misuse(1, more_rows, "used 3 rows, expected batch_size = 2", "another number of rows"),
-    Misuse(1, batch_doubled, "used 4 rows, expected batch_size = 2", "used 4 rows of batch 0"),
-    Misuse(1, no_rows, "used 0 rows, expected batch_size = 2", "one example", goes_on=KERAS),
+    Misuse(1, batch_skipped, "used batch 2, expected batch 1", None),
+    Misuse(1, last_batch_skipped, ACCOUNTED, None),
+    Misuse(1, pass_left_and_begun_again, ACCOUNTED, None),
+    Misuse(1, batch_used_twice, "used no new batch, expected batch 1", None),
+    Misuse(1, batch_used_after_the_pass, "no new batch, expected batch 0", None),
+    Misuse(1, other_loader, "used no new batch, expected batch 0", None),
+    Misuse(1, batches_fetched_in_advance, "no new batch, expected batch 0", None),
+    Misuse(1, one_batch_ahead_and_an_older_one_again, "no new batch, expected batch 1", None),
+    Misuse(1, one_batch_ahead_and_the_newer_one_used, "used batch 1, expected batch 0", None),
+    Misuse(1, two_passes_at_once, "second iterator", None, goes_on=OPACUS),
+    Misuse(1, older_pass_goes_on, "second iterator", None, goes_on=OPACUS),
+    Misuse(1, fewer_rows, "used 1 rows, expected batch_size = 2", None),
+    Misuse(1, more_rows, "used 3 rows, expected batch_size = 2", None),
+    Misuse(1, batch_doubled, "used 4 rows, expected batch_size = 2", None),
+    Misuse(1, no_rows, "used 0 rows, expected batch_size = 2", None),
     Misuse(1, a_second_pass, "gradients of 2 batches", NOT_APPLIED),
     # Other update rules.
     Misuse(3, becomes("momentum", 0.9), "momentum = 0", "momentum", setting="momentum",
            goes_on=KERAS),
     Misuse(3, becomes("maximize", True), "maximize = False", None, setting="maximize"),
     Misuse(3, becomes("clipnorm", 1.0), None, "clipnorm = None", goes_on=KERAS),
-    Misuse(3, becomes("accumulation", 2), None, "accumulation", goes_on=KERAS),
     Misuse(3, inner_optimizer_replaced, "another original_optimizer", None),
     Misuse(3, update_hooked, "without step hooks", "no gradient_transformers", goes_on=KERAS),
     Misuse(3, update_changed, "sum of clipped gradients that does not come", "not the noisy mean"),
@@ -562,7 +556,7 @@ MISUSES = (
     Misuse(71, one_epoch, None, "without activation, got", layer="tanh"),
     Misuse(71, one_epoch, None, "output of the model to be that of", layer="sigmoid_after"),
     Misuse(71, one_epoch, None, "of Keras, got BinaryFocalCrossentropy", layer="focal"),
-    Misuse(73, targets_broadcast, None, r"shape \(examples,\)|" + OTHER_LOSSES, goes_on=KERAS),
+    Misuse(73, targets_broadcast, None, r"shape \(examples,\)", goes_on=KERAS),
     # Precision.
     Misuse(10, precision_halved, "float32 or float64", None),
     Misuse(21, coarse_products, "Expected no autocast", None, goes_on=OPACUS,
@@ -571,7 +565,7 @@ MISUSES = (
     Misuse(11, weights_moved_between_steps, MOVED, MOVED),
     Misuse(11, weights_moved_a_little, MOVED, MOVED),
     Misuse(11, weights_moved_in_the_pass, MOVED, MOVED),
-    Misuse(11, weights_moved_for_the_pass, "gradients at other parameters", OTHER_LOSSES,
+    Misuse(11, weights_moved_for_the_pass, "gradients at other parameters", None,
            computed=MOVED),
     Misuse(11, weights_moved_at_the_end, MOVED, MOVED, goes_on=BOTH),
     Misuse(11, older_weights_loaded, MOVED, MOVED, goes_on=KERAS),
@@ -621,19 +615,19 @@ MISUSES = (
     Misuse(83, one_epoch, None, "with constants, got normalization", layer="adapted"),
     # Settings and noise.
     Misuse(14, changes("learning_rate", 0.5), "uses lr = ", CONSTANT, setting="learning_rate"),
-    Misuse(14, changes("noise_multiplier", 0.5), "uses noise_multiplier", CONSTANT,
+    Misuse(14, changes("noise_multiplier", 0.5), "uses noise_multiplier", None,
            setting="noise_multiplier"),
-    Misuse(14, changes("clip_norm", 1.01), "uses max_grad_norm", CONSTANT, setting="clip_norm"),
+    Misuse(14, changes("clip_norm", 1.01), "uses max_grad_norm", None, setting="clip_norm"),
     Misuse(14, changes("weight_decay", 0.5), "weight_decay", None, setting="weight_decay"),
-    Misuse(14, changes("error_clip_norm", 2.0), "uses error_max_grad_norm", CONSTANT),
+    Misuse(14, changes("error_clip_norm", 2.0), "uses error_max_grad_norm", None),
     Misuse(14, becomes("automatic", True), "uses automatic = True", None),
     Misuse(14, changes("divisor", 2), "expected_batch_size", None),
     Misuse(14, becomes("step_hook", print), "step_hook", None),
     Misuse(14, becomes("grad_scale", 1.0), "GradScaler", None, goes_on=OPACUS),
     Misuse(23, becomes("generator", "another"), "another noise generator", None),
     Misuse(60, program_seeded_for_every_step, ACCOUNTED, ACCOUNTED),
-    Misuse(23, noise_seeded_again, "noise generator is in a state", REPEATED),
-    Misuse(23, noise_seeded_for_every_step, "noise generator is in a state", REPEATED),
+    Misuse(23, noise_seeded_again, "noise generator is in a state", None),
+    Misuse(23, noise_seeded_for_every_step, "noise generator is in a state", None),
     # Several runs, and runs that ended.
     Misuse(26, accounted_again, "no other engine has trained|took no step", "without steps, got",
            goes_on=BOTH),

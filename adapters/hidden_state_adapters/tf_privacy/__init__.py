@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from hidden_state_adapters.tf_privacy import requirements
 
 if TYPE_CHECKING:
-    from hidden_state_adapters.tf_privacy.auxiliary import AuxiliaryNetwork
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
     from hidden_state_adapters.tf_privacy.losses import (
@@ -46,13 +45,10 @@ if TYPE_CHECKING:
         HiddenStateSequential,
         make_private,
     )
-    from hidden_state_adapters.tf_privacy.recommended import RecommendedRun, recommended_run
-    from hidden_state_adapters.tf_privacy.recorder import HiddenStateRecorder
     from hidden_state_adapters.tf_privacy.run import PrivateRun
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
-    "AuxiliaryNetwork": "auxiliary",
     "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate.optimizer",
     "BlockCoordinateUpdate": "mechanisms.block_coordinate.model_steps",
     "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
@@ -66,30 +62,23 @@ _MODULES = {
     "EnvelopeSquaredError": "losses",
     "HiddenStateCallback": "callback",
     "HiddenStateModel": "model",
-    "HiddenStateRecorder": "recorder",
     "HiddenStateSequential": "model",
     "PrivateRun": "run",
-    "RecommendedRun": "recommended",
     "compute_last_iterate_privacy_statement": "statement",
     "cyclic_dataset": "data",
     "make_private": "model",
-    "recommended_run": "recommended",
 }
 _WITHOUT_PRIVACY = (
-    "AuxiliaryNetwork",
     "BlockCoordinateUpdate",
     "DiceUpdate",
     "HiddenStateModel",
     "HiddenStateSequential",
     "PrivateRun",
-    "RecommendedRun",
     "make_private",
-    "recommended_run",
 )
 _WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
 
 __all__ = [
-    "AuxiliaryNetwork",
     "BlockCoordinateKerasOptimizer",
     "BlockCoordinateUpdate",
     "CyclicDPKerasSGDOptimizer",
@@ -103,14 +92,11 @@ __all__ = [
     "EnvelopeSquaredError",
     "HiddenStateCallback",
     "HiddenStateModel",
-    "HiddenStateRecorder",
     "HiddenStateSequential",
     "PrivateRun",
-    "RecommendedRun",
     "compute_last_iterate_privacy_statement",
     "cyclic_dataset",
     "make_private",
-    "recommended_run",
 ]
 
 

@@ -24,8 +24,7 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _NO_LOSS = (
     'loss_geometry="auto" needs one loss of Keras for the one output of the model, got none or '
-    "several: in compile(loss=...) for fit, as HiddenStateRecorder(loss=...), or loss= of its "
-    f"from_state, for a loop of your own. {DECLARE}"
+    "several: pass it to compile(loss=...). {DECLARE}"
 )
 
 

@@ -1,4 +1,4 @@
-"""What a callback and a recorder tell of the run that they hold."""
+"""What a callback and a model tell of the run that they hold."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Figures:
         """What the run needs to go on in another process, as plain types for JSON.
 
         Save the model at the same moment. There, load it, construct or load the optimizer as
-        before, and call `from_state`: it is then one run. The noise of the other process is new.
+        before, and call `resume`: it is then one run. The noise of the other process is new.
 
         It holds nothing that was measured on the examples, unless `include_private_state`.
 
@@ -140,6 +140,6 @@ class Figures:
     def __getstate__(self) -> Any:
         raise UnsupportedRunError(
             "The record of a run cannot be copied or pickled: the steps of the copy would be "
-            "missing from epsilon. Use state() and from_state(...), or keep "
+            "missing from epsilon. Keep "
             "privacy_event.to_dict()."
         )

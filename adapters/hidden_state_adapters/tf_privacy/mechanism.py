@@ -13,7 +13,7 @@ from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
-from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, StepEntry, StepLog
+from hidden_state_adapters.tf_privacy.step_log import StepEntry, StepLog
 from hidden_state_adapters.tf_privacy.training import Training
 from hidden_state_adapters.tf_privacy.units import Units
 
@@ -22,7 +22,7 @@ class Mechanism:
     """Makes private steps, notes each in a log on the device, and says what run they make.
 
     It is a base of the private optimizers, and what stands behind a model that owns its steps.
-    Callback, recorder and model know no more than this.
+    Callback and model know no more than this.
 
     Attributes:
         training: What its steps train.
@@ -66,15 +66,8 @@ class Mechanism:
         """What the event counts as one record and as one step."""
         return Units(batch_size, examples, microbatch=1, accumulated=1)
 
-    def watch(
-        self, *, has_single_rows: bool = False, expected: ExpectedLosses | None = None
-    ) -> None:
-        """The caller reads `last_step` after every step and raises if it was refused.
-
-        Args:
-            has_single_rows: Whether a row of the losses is known to be about one example.
-            expected: What the losses of every step are compared with; None if they are not.
-        """
+    def watch(self) -> None:
+        """The caller reads `last_step` after every step and raises if it was refused."""
 
     # What kind of run its steps are
 

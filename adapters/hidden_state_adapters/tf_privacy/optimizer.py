@@ -21,7 +21,6 @@ from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step_log import (
     PROBLEMS,
-    ExpectedLosses,
     Problem,
     StepLog,
 )
@@ -87,8 +86,7 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
     # Keras' options that must keep these values, by name.
     _neutral_options: ClassVar[Mapping[str, Any]] = settings.NEUTRAL
     _gradients: Gradients | None = None
-    _is_watched = _has_single_rows = False
-    _expected: ExpectedLosses | None = None
+    _is_watched = False
 
     def __init__(
         self,
@@ -109,12 +107,7 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
 
     def _checked_loss(self, loss: Any) -> Any:
         """The loss to differentiate, at least one entry; called under the tape."""
-        return check_loss(loss, self._num_microbatches, may_have_axes=self._has_single_rows)
-
-    @property
-    def _is_first_loss(self) -> bool:
-        """Whether this loss is the first one that is computed of the batch."""
-        return True
+        return check_loss(loss, self._num_microbatches)
 
     def _norm_bound(self) -> float:
         """What the norm of a per-example gradient may be, with room for rounding."""
@@ -194,17 +187,9 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
         """As every mechanism's, with microbatches and accumulated steps."""
         return Units.of(self, batch_size, examples)
 
-    def watch(
-        self, *, has_single_rows: bool = False, expected: ExpectedLosses | None = None
-    ) -> None:
-        """The caller reads `last_step` after every step and raises if it was refused.
-
-        Args:
-            has_single_rows: Whether a row of the losses is known to be about one example.
-            expected: What the losses of every step are compared with; None if they are not.
-        """
+    def watch(self) -> None:
+        """The caller reads `last_step` after every step and raises if it was refused."""
         self._is_watched = True
-        self._has_single_rows, self._expected = has_single_rows, expected
 
     # Keras' and TF Privacy's seams
 
@@ -239,8 +224,6 @@ class CheckedOptimizer(Mechanism, tf.keras.optimizers.legacy.Optimizer):
         sums, largest = mean.sums(found, dtype)
         noisy, kept = mean.of_sums(sums, self._divisor(tf.size(found.norms, tf.int64)))
         problem = self._problem(rows, largest, variables)
-        if self._expected is not None and self._is_first_loss:
-            problem += self._expected.problem(losses)
         self._raise_problem(problem)
         self._gradients = Gradients(tuple(noisy), rows, problem, largest, kept)
         return list(zip(noisy, variables, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import attrs
@@ -41,7 +41,7 @@ from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, li
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import first_alone
-from hidden_state_adapters.tf_privacy.step_log import ExpectedLosses, Problem, StepEntry
+from hidden_state_adapters.tf_privacy.step_log import StepEntry
 
 _FIXED = (
     "batches of equal size in the fixed order of the data set, each once per epoch, one step each"
@@ -58,6 +58,11 @@ _DECLARED = (
 _NO_MEMORY = (
     "no step reads what was computed from other examples without noise and is kept outside of the "
     "model's variables: a memory of features, centres, running statistics"
+)
+_FOREIGN_LOOP = (
+    "this loop trains what TensorFlow Privacy's optimizers assume: each entry of the loss is about "
+    "one example of the batch, computed at the weights that the step moves; batches are those of "
+    "cyclic_dataset"
 )
 _EARLIER = (
     "the private runs that the initial weights come from ({}) are composed with this one: the "
@@ -90,7 +95,7 @@ class Dealt:
 
 
 class RecordedRun:
-    """What a callback and a recorder hold: they say which batch a step was taken on.
+    """What a callback and a model hold: they say which batch a step was taken on.
 
     The optimizer says what kind of `Run` its steps are, and what each of them did.
 
@@ -101,10 +106,10 @@ class RecordedRun:
         examples: Of an epoch, a multiple of b.
         relation: Of the guarantee.
         declared: By the user.
-        trained: What the gradients are taken of.
+        trained: What the gradients are taken of; None in a loop of somebody else.
         state: Of the run that goes on; None for a new one.
         discard_later_steps: Says that nothing of the steps after the state was ever seen.
-        dealt: The batches; None for equal ones in the fixed order of the data set.
+        dealt: The batches; None for those of `cyclic_dataset`.
 
     Raises:
         UnsupportedRunError: No run of this optimizer and model can be accounted, or the state is
@@ -121,7 +126,7 @@ class RecordedRun:
         examples: int,
         relation: NeighboringRelation,
         declared: Declared,
-        trained: TrainedLoss,
+        trained: TrainedLoss | None = None,
         state: RunState | None = None,
         discard_later_steps: bool = False,
         dealt: Dealt | None = None,
@@ -143,14 +148,13 @@ class RecordedRun:
             state.check_fits(model, optimizer, self.units)
         self.model = model
         self._fixed = FixedVariables(model)
-        trained.look()
-        self._fixed.check(model)
+        if trained is not None:
+            trained.look()
+            self._fixed.check(model)
         self._trained = trained
-        self._dealt = dealt or Dealt(
-            _FIXED, self.units.batches, lambda _: batch_size, self._examples_of_steps
-        )
+        self._dealt = dealt or Dealt(_FIXED, self.units.batches, lambda _: batch_size, None)
         self._declared = self._known(declared)
-        self._features = features_of_first_batch(self._declared, trained)
+        self._features = [] if trained is None else features_of_first_batch(self._declared, trained)
         self._looked_at = 0  # the steps by then
         self.num_batches = 0  # of which the optimizer made steps, or parts of them
         # Of a microbatch no example is left out, and one without gradient makes it another one.
@@ -170,38 +174,27 @@ class RecordedRun:
         else:
             self._resume(state, discard_later_steps)
         self.optimizer.training.where_from = self.where_from
-        self._expected: ExpectedLosses | None = None
-        if trained.is_compared:
-            self._expected = ExpectedLosses(self.units.batch_size, self.num_batches)
-        optimizer.watch(has_single_rows=trained.has_single_rows, expected=self._expected)
+        optimizer.watch()
         line = "" if state else self.optimizer.line_before(self.units, self._relation)
         if line:
             _logger.warning(line)
 
     def _known(self, declared: Declared) -> Declared:
         """What the run is accounted with, and the optimizer is told."""
-        known = resolved(declared, self._trained)
+        trained = self._trained
+        known = declared if trained is None else resolved(declared, trained)
         self.optimizer.begin(known)
         self.optimizer.check_start(self.units, keras_api.trained(self.model), known)
         geometry = self.optimizer.known_loss(known)
-        if geometry is not None and not known.source:
-            of_loss = geometry if known.largest_weight == 1 else known.of_loss
-            check_curvature(of_loss or geometry, self._trained)
         self._curvature = []
-        if geometry is not None:
+        if geometry is not None and trained is not None:
+            if not known.source:
+                of_loss = geometry if known.largest_weight == 1 else known.of_loss
+                check_curvature(of_loss or geometry, trained)
             norm, examples = known.feature_norm, self._dealt.examples
             steps = None if examples is None else examples()
             self._curvature = check_batches(geometry, norm, self.model, steps)
         return known
-
-    def _examples_of_steps(self) -> Iterator[list[Any]]:
-        """Those of the batches in the fixed order of the data set, as many as make one step."""
-        parts: list[Any] = []
-        for examples, _ in self._trained.batches():
-            parts.append(examples)
-            if len(parts) == self.units.accumulated:
-                yield parts
-                parts = []
 
     def _begin(self) -> None:
         self._check_accumulation()
@@ -259,6 +252,12 @@ class RecordedRun:
         self.check()
         self.check_variables()
         assert self._run is not None
+        if self._trained is None:
+            raise refusal(
+                "Expected a model that deals its batches, got Keras' own fit: its run does not go "
+                "on elsewhere. Use make_private(model); or save the model, and whoever trains it "
+                "further composes both runs."
+            )
         optimizer, variables = self.optimizer, keras_api.trained(self.model)
         if optimizer.hidden_state and not include_private_state:
             raise refusal(
@@ -277,7 +276,7 @@ class RecordedRun:
             relation=self._relation.name,
             units=self.units,
             declared=self._declared,
-            texts=tuple(dict.fromkeys((*self._texts, *self._trained.left_open, *declared))),
+            texts=tuple(dict.fromkeys((*self._texts, *self._left_open, *declared))),
             num_batches=self.num_batches,
             iterations=int(optimizer.iterations.numpy()),
             run=self._run.state_dict(),
@@ -340,21 +339,6 @@ class RecordedRun:
         """Whether there is no figure for the run any more."""
         return bool(self._invalid)
 
-    @property
-    def compares_losses(self) -> bool:
-        """Whether `expect` has to be told every batch."""
-        return self._expected is not None
-
-    def expect(self, examples: Any, targets: Any) -> None:
-        """Notes the losses that the next step has to be given.
-
-        Args:
-            examples: Of the batch that is delivered.
-            targets: Likewise.
-        """
-        if self._expected is not None:
-            self._expected.expect(self._trained.losses(examples, targets))
-
     def add(self, batch: int, entry: StepEntry | None = None) -> None:
         """Records the step that was taken on a batch, with the values that it used.
 
@@ -365,8 +349,6 @@ class RecordedRun:
         Raises:
             UnsupportedRunError: It is not the step that has to follow; nothing can follow then.
         """
-        if self._expected is not None:
-            self._expected.forget()
         try:
             self._add(self.optimizer.last_step if entry is None else entry, batch)
         except (TypeError, ValueError) as error:
@@ -397,19 +379,12 @@ class RecordedRun:
                 "Another record of this process goes on with the run: no bound covers what two "
                 "continuations show together. Go on there."
             )
-        if Problem.LOSS in entry.problem:
-            self._fixed.check(self.model)  # a plainer cause
         if entry.problem:  # the run ends here for a reason that may depend on the data
             raise refusal(f"step {step} was not taken. {entry.problem}")
         if entry.steps != step:
             raise refusal(
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
-            )
-        if self._expected is not None and self._expected.compared < step:
-            raise refusal(
-                f"the losses of step {step} were not compared with those of the known loss: the "
-                "step was traced before its record began. Make the tf.function after it."
             )
         rows = self._dealt.rows(self.num_batches)
         if batch != self.next_batch or entry.rows != rows:
@@ -453,7 +428,7 @@ class RecordedRun:
             self._live.ended = text
         raise refusal(text)
 
-    def go_on(self, model: Any, optimizer: Any, trained: TrainedLoss) -> None:
+    def go_on(self, model: Any, optimizer: Any, trained: TrainedLoss | None = None) -> None:
         """Checks that the run so far may go on with this model, optimizer and loss.
 
         Raises:
@@ -469,7 +444,8 @@ class RecordedRun:
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
-        self._trained.go_on(trained)
+        if self._trained is not None and trained is not None:
+            self._trained.go_on(trained)
         self.model = model
         self.check_iterate()
         optimizer.check_start(self.units, keras_api.trained(model), self._declared)
@@ -487,10 +463,7 @@ class RecordedRun:
         if self._invalid:
             raise refusal(f"The run is not accounted: {self._invalid}")
         if not self.num_batches:
-            raise ValueError(
-                "Expected at least one step, got none yet. Pass the callback to fit, or take a "
-                "step on every batch of the recorder."
-            )
+            raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
         taken = self.optimizer.last_step.steps
         if taken != self.num_batches:
             raise refusal(
@@ -564,6 +537,8 @@ class RecordedRun:
 
     def _look_again(self) -> None:
         self._looked_at = self.num_batches
+        if self._trained is None:
+            return
         try:
             self._trained.look()
             features = features_of_first_batch(self._declared, self._trained)
@@ -661,11 +636,12 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
-        own += [Assumption.checked(text) for text in self._trained.checked(self._texts)]
+        if self._trained is not None:
+            own += [Assumption.checked(text) for text in self._trained.checked(self._texts)]
         own += [*self._declared.measured, *self._curvature]
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
-        of_run = [*self._trained.left_open, *self.optimizer.declared(self.event()), *self._texts]
+        of_run = [*self._left_open, *self.optimizer.declared(self.event()), *self._texts]
         if not self._declared.source:  # else loss and features are known
             of_run.append(_NO_MEMORY)
         own += [Assumption.declared(text) for text in (*_DECLARED, *of_run, *declared)]
@@ -676,6 +652,11 @@ class RecordedRun:
         proven = replace_assumptions(proven, *derived, *self.optimizer.in_advance(run))
         before = [guarantee.assumptions for guarantee in self._spent]
         return merge_assumptions([tuple(own), proven, *before])
+
+    @property
+    def _left_open(self) -> Iterable[str]:
+        """What is the user's word about the loss."""
+        return (_FOREIGN_LOOP,) if self._trained is None else self._trained.left_open
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""

@@ -30,7 +30,7 @@ def compute_last_iterate_privacy_statement(
     which releases every iterate, the other algorithm is DP-SGD.
 
     Args:
-        event: The run, declared or recorded by an optimizer, a callback or a recorder.
+        event: The run, declared or recorded by an optimizer, a callback or a model.
         delta: Where epsilon is read, in [0, 1].
         neighboring_relation: The relation of the guarantee.
 

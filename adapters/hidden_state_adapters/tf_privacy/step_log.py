@@ -17,10 +17,6 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 MOST_STEPS = 256  # between two looks
 _INTEGERS = {tf.float32: tf.int32, tf.float64: tf.int64}
-# Of a loss and of the mean loss of its batch: graphs, XLA and TensorFloat-32 round differently. Not
-# of 1: small losses (squared errors of small targets) would be those of any batch.
-_TOLERANCE = 1e-3
-_ROUNDING = 3e-7  # of a float32 loss near 0
 
 
 class Problem(enum.IntFlag):
@@ -37,7 +33,6 @@ class Problem(enum.IntFlag):
     ERROR = 128
     NOISE = 256
     SETTINGS = 512
-    LOSS = 1024
     BATCH = 2048
 
     def __str__(self) -> str:
@@ -78,14 +73,6 @@ PROBLEMS = {
     ),
     Problem.SETTINGS: (
         "The learning rate, clip norm or noise multiplier was changed. The event has constant ones."
-    ),
-    Problem.LOSS: (
-        "The losses are not those of the known loss and model on the batch that was delivered, at "
-        "the weights that the step moves: other weights during the forward pass (sharpness-aware "
-        "or look-ahead steps, also if they are put back), other rows, a second step on one batch, "
-        "or another loss. Compute loss(targets, model(examples, training=True)) of the delivered "
-        "batch once; or leave the loss out of compile or of HiddenStateRecorder, which makes it "
-        "your word."
     ),
     Problem.BATCH: (
         "The batch is not the one that was dealt for this step: train_step was called by something "
@@ -301,53 +288,6 @@ class RingLog(StepLog):
             for copy, variable in zip(self._copies, variables, strict=True)
         ]
         return tf.reduce_all(tf.stack(same))
-
-
-class ExpectedLosses:
-    """What the losses of the next step have to be, compared in the step itself.
-
-    Args:
-        rows: Of every batch.
-        steps: Of the run so far, which counts as compared.
-    """
-
-    def __init__(self, rows: int, steps: int):
-        with tf.init_scope():
-            self._values = tf.Variable(tf.zeros([rows], tf.float64), trainable=False)
-            self._is_known = tf.Variable(False, trainable=False)
-            self._compared = tf.Variable(steps, trainable=False, dtype=tf.int64)
-
-    def expect(self, losses: tf.Tensor) -> None:
-        """Notes the losses of the batch of the next step, with a row for each example."""
-        self._values.assign(_row_means(losses))
-        self._is_known.assign(True)
-
-    def forget(self) -> None:
-        """The next step is not one of a batch that was delivered; who counts steps notices it."""
-        self._is_known.assign(False)
-
-    def problem(self, losses: tf.Tensor) -> tf.Tensor:
-        """An int64 `Problem` of the step that is about to be taken with these losses."""
-        self._compared.assign_add(1, read_value=False)
-        expected, given = self._values.read_value(), _row_means(losses)
-        rows = int(expected.shape[0])
-        # Another number of rows is a problem by itself; shapes must not be one before.
-        given = tf.pad(given[:rows], [[0, rows - tf.shape(given[:rows])[0]]])
-        given = tf.ensure_shape(given, [rows])
-        size = tf.abs(expected)
-        room = _ROUNDING + _TOLERANCE * (size + tf.reduce_mean(size))
-        fine = tf.abs(given - expected) <= room
-        return as_bits({Problem.LOSS: tf.reduce_all(fine) | ~self._is_known.read_value()})
-
-    @property
-    def compared(self) -> int:
-        """How often losses were compared."""
-        return int(self._compared.numpy())
-
-
-def _row_means(losses: tf.Tensor) -> tf.Tensor:
-    rows = tf.reshape(losses, [tf.shape(losses)[0], -1])
-    return tf.reduce_mean(tf.cast(rows, tf.float64), axis=1)
 
 
 def as_bits(holds: Mapping[Problem, Any]) -> tf.Tensor:

@@ -127,8 +127,7 @@ class Training:
             raise refusal(
                 "Expected variables that no other private optimizer has trained, got some that one "
                 "has: a report of the steps of this one alone would be too small. Compose the "
-                "events of both in one accountant, or use HiddenStateCallback or "
-                "HiddenStateRecorder, which do."
+                "events of both in one accountant, or use HiddenStateCallback, which does."
             )
 
     # What is told
@@ -157,7 +156,7 @@ class Training:
 
     def _origin(self) -> Origin:
         if self.where_from is None:
-            return Origin(why="nobody recorded its steps, as a callback or a recorder does.")
+            return Origin(why="nobody recorded its steps, as HiddenStateCallback does.")
         try:
             if not self._trainer.is_iterate(self._variables):
                 raise refusal("something else has changed the weights since the last step.")

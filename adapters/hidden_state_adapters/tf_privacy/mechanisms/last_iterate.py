@@ -64,8 +64,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
       - Of a step: as above; independent noise for every variable and step, from TensorFlow's
         generators (which are not cryptographic).
       - Of a run: none by itself, because an optimizer does not see the order of the data.
-        `HiddenStateCallback` and `HiddenStateRecorder` record the run; or declare it as a
-        `LastIterateDpEvent`.
+        `HiddenStateCallback` records it; or declare it as a `LastIterateDpEvent`.
       - Checked in every step, and the step is not taken otherwise: equal batches, one row per
         example; the variables are those that the last step left; finite gradients, not longer than
         `loss_geometry.lipschitz`. In eager mode the error is an UnsupportedRunError, in a graph
@@ -78,8 +77,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
         num_microbatches: None for the batch size: one example each. Fewer are records of several
             examples, which are accounted under REPLACE_ONE, as of a `HiddenStateModel`.
-        gradient_accumulation_steps: As for DPKerasSGDOptimizer, noise is added in every one of
-            these steps. All together are one step of the event.
+        gradient_accumulation_steps: 1; use a larger batch_size.
         learning_rate: A number or a LearningRateSchedule, fixed before the run.
         weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
             and does not contract.)
@@ -87,7 +85,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
             or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection. As the event's domain_diameter it is 2R.
         loss_geometry: What you declare about the per-example loss; its `lipschitz` is checked.
-            Better leave it out, and let callback or recorder derive it (``"auto"``).
+            Better leave it out, and let `make_private(model)` derive it (``"auto"``).
         name: Of the optimizer.
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
 
@@ -117,6 +115,11 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
         **kwargs: Any,
     ):
         settings.refuse_options(type(self).__name__, kwargs, self._neutral_options)
+        if gradient_accumulation_steps != 1:
+            raise refusal(
+                f"Expected gradient_accumulation_steps = 1, got {gradient_accumulation_steps}: "
+                "every batch is a step, with its own noise. Use a larger batch_size."
+            )
         clip, noise = settings.clip_and_noise(l2_norm_clip, noise_multiplier)
         settings.check_learning_rate(learning_rate)
         decay = validate.real("weight_decay", weight_decay, minimum=0)
@@ -127,7 +130,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
             raise TypeError(
                 f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
                 'does not see the model: say loss_geometry="auto" and feature_norm= to '
-                "HiddenStateCallback or HiddenStateRecorder."
+                "make_private(model, ...)."
             )
         rule = PlainSGD(
             lambda: self._decayed_lr(tf.float32), decay=decay, prox=prox, radius=projection_radius
@@ -135,7 +138,6 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
         super().__init__(
             NoisyMean(rule, clip, noise),
             settings.microbatches(num_microbatches),
-            validate.integer("gradient_accumulation_steps", gradient_accumulation_steps, minimum=1),
             learning_rate=learning_rate,
             name=name,
         )
@@ -165,7 +167,7 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
         return self._loss_geometry or self._loss_of_run
 
     def _checked_loss(self, loss: Any) -> Any:
-        loss = check_loss(loss, None, may_have_axes=self._has_single_rows)
+        loss = check_loss(loss, None)
         check_microbatches(loss, self._num_microbatches)
         return loss
 
@@ -271,11 +273,6 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
         radius = self._projection_radius
         checked += checked_norms(self.loss_geometry, units.microbatch)
         checked += checked_microbatches(units.microbatch)
-        if units.accumulated > 1:
-            checked.append(
-                f"{units.accumulated} accumulated batches are one step of the event, with "
-                "independent noise from each"
-            )
         if radius is not None:
             checked.append(f"all variables together within {radius:g} of 0")
         return checked
@@ -316,7 +313,6 @@ class CyclicDPKerasSGDOptimizer(CheckedOptimizer, GenericDPSGDOptimizer, Checked
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self._num_microbatches,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "learning_rate": base["learning_rate"],
             "weight_decay": self._weight_decay,
             "prox": proximal.plain_prox(self._prox),

@@ -234,10 +234,6 @@ class BlockCoordinateKerasOptimizer(
             ],
         )
 
-    @property
-    def _is_first_loss(self) -> bool:
-        return self._turn in (None, 0)
-
     # What kind of run its steps are
 
     _declarable = "block_loss"
@@ -247,15 +243,6 @@ class BlockCoordinateKerasOptimizer(
         super().check_start(units, variables, declared)
         if self.known_loss(declared) is not None:
             refuse_tensor_float_32()
-
-    def declared(self, event: Any) -> list[str]:
-        """Only the losses of the first block are known before the step."""
-        if self._expected is None or self.num_blocks < 2:
-            return []
-        return [
-            "the losses of the later blocks of a step are those of the delivered batch at the "
-            "weights of that moment"
-        ]
 
     def known_loss(self, declared: Declared) -> LossGeometry | None:
         """Of the one block."""

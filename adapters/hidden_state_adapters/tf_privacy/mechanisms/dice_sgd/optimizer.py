@@ -124,7 +124,6 @@ class DiceOptimizer(DiceAccount, CheckedOptimizer):
             loss,
             self._num_microbatches,
             may_be_empty=rows_vary,
-            may_have_axes=self._has_single_rows,
         )
         if rows_vary and not loss.shape[0]:
             loss = _at_least_one_row(loss)

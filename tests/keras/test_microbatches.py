@@ -1,0 +1,86 @@
+"""Microbatches: what the event says of them is what ran."""
+
+import math
+
+import attrs
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    make_private,
+)
+
+DELTA = 1e-5
+EXPECTED = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0,
+    learning_rate=0.5,
+    clip_norm=1.5,
+    batch_size=4,
+    dataset_size=24,
+    num_steps=12,
+    batch_order="cyclic",
+    loss=hsa.LossGeometry.logistic(1.0, bias=True),
+    weight_decay=0.1,
+)
+# The mean of two logistic losses is convex, but no generalised linear model.
+MEANS = hsa.LossGeometry.convex(EXPECTED.loss.smoothness, EXPECTED.loss.lipschitz)
+
+
+def pairs(event):
+    """With microbatches of two examples."""
+    return attrs.evolve(
+        event,
+        batch_size=event.batch_size // 2,
+        dataset_size=event.dataset_size // 2,
+        loss=MEANS,
+        is_microbatched=True,
+    )
+
+
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
+def test_one_account_whoever_makes_the_steps(make_run, relation):
+    """Under either relation that of REPLACE_ONE, as of the model: never that of one example."""
+    run = make_run(
+        optimizer={"num_microbatches": 2},
+        callback={"neighboring_relation": relation, "target_delta": DELTA},
+    )
+    history = run.fit(epochs=2).history
+    other = make_run(optimizer={"num_microbatches": 2})
+    model = make_private(other.model, neighboring_relation=relation)
+    model.compile(other.optimizer, other.model.loss)
+    model.fit(run.x, run.y, batch_size=4, epochs=2, verbose=0)
+    assert run.callback.privacy_event == model.privacy_event == pairs(EXPECTED)
+    epsilon = run.callback.get_epsilon(DELTA)
+    assert epsilon == model.get_epsilon(DELTA) == history["epsilon_if_released_now"][-1]
+    assert epsilon > hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(DELTA)
+    text = " ".join(run.callback.report(DELTA).split())
+    assert "with microbatches of 2" in text
+    assert "moves it by up to twice the clip norm" in text
+
+
+def test_as_many_microbatches_as_examples_are_none(make_run):
+    run = make_run(optimizer={"num_microbatches": 4})
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == EXPECTED
+
+
+def test_the_noise_of_a_step():
+    size, rows = 20_000, 4
+    variable = tf.Variable(tf.zeros([size]))
+    optimizer = CyclicDPKerasSGDOptimizer(3.0, 2.0, 2, learning_rate=0.25)
+    optimizer.minimize(lambda: tf.zeros([rows]) * tf.reduce_sum(variable), [variable])
+    # As the event says: of two records a batch.
+    expected = 0.25 * 3.0 * 2.0 / 2
+    assert np.std(variable.numpy()) == pytest.approx(expected, rel=6 / math.sqrt(2 * size))
+
+
+def test_what_is_refused(make_run):
+    with pytest.raises(hsa.UnsupportedRunError, match="num_microbatches to divide"):
+        make_run(optimizer={"num_microbatches": 3}).fit()
+    with pytest.raises(hsa.UnsupportedRunError, match="larger batch_size"):
+        make_run(optimizer={"gradient_accumulation_steps": 3})
