@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus.data.contents import tensors_of
+from hidden_state_adapters.opacus.data.loader import tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -80,11 +80,6 @@ def one_batch_ahead_and_the_newer_one_used(trial):
     trial.step(next(batches))
 
 
-def two_passes_at_once(trial):
-    for batch, _ in zip(trial.batches(), trial.batches(), strict=True):
-        trial.step(batch)
-
-
 def older_pass_goes_on(trial):
     older, newer = trial.batches(), trial.batches()
     trial.step(next(older))

@@ -22,7 +22,6 @@ except ModuleNotFoundError as error:
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
-from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler, OrderedDataLoader
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.explain import EngineExplanation, explain_engine
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
@@ -67,8 +66,6 @@ __all__ = [
     "HiddenStateOptimizer",
     "HiddenStatePrivacyEngine",
     "HoelderEstimate",
-    "OrderedBatchSampler",
-    "OrderedDataLoader",
     "ParameterBallsProjection",
     "estimate_hoelder",
     "explain_engine",

@@ -40,7 +40,7 @@ from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.advice import advice
-from hidden_state_adapters.opacus.data.loaders import private_loader
+from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.gradients.in_place import keep_in_place

@@ -21,7 +21,7 @@ from hidden_state_accountants import BatchOrder, UnsupportedRunError, validate
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus.accounted import Row, undeclared_guarantee
-from hidden_state_adapters.opacus.data.loaders import OrderedDataLoader
+from hidden_state_adapters.opacus.data.loader import OrderedDataLoader
 from hidden_state_adapters.opacus.data.order import refuse_repeated_records
 from hidden_state_adapters.opacus.data.reading import is_poisson
 

@@ -12,7 +12,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.checkpoints import fields_of
-from hidden_state_adapters.opacus.data.contents import tensors_of
+from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.guards.parameters import fingerprint
 from hidden_state_adapters.opacus.guards.random_numbers import random_numbers_as_before
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer

@@ -29,7 +29,7 @@ from hidden_state_adapters.batch_plans import (
     SampledPlan,
     poisson_plan,
 )
-from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
+from hidden_state_adapters.opacus.data.loader import OrderedBatchSampler
 
 _logger = logging.getLogger("hidden_state_accountants")
 

@@ -14,7 +14,7 @@ from opacus.utils.uniform_sampler import (
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.opacus.data.loaders import OrderedBatchSampler
+from hidden_state_adapters.opacus.data.loader import OrderedBatchSampler
 from hidden_state_adapters.opacus.data.order import plan_batches, refuse_repeated_records
 
 # A seed that was drawn by the operating system has 64 bits, one that a person wrote has not.

@@ -8,7 +8,7 @@ import torch
 
 from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.loader import BatchCursor
 from hidden_state_adapters.opacus.gradients.figures import Figure, all_of, any_of, differ
 from hidden_state_adapters.opacus.guards.base import Guard, Piece, at_step
 from hidden_state_adapters.opacus.guards.gradients import gradient_rows

@@ -12,7 +12,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch.utils.data import DataLoader, default_collate
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.data.contents import tensors_of
+from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.guards.base import Guard
 from hidden_state_adapters.opacus.guards.random_numbers import random_numbers_as_before
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.data.contents import tensors_of
+from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.guards import precision
 from hidden_state_adapters.opacus.guards.base import Guard, Piece

@@ -12,8 +12,7 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.criteria import KnownCriterion
-from hidden_state_adapters.opacus.data.contents import tensors_of
-from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.loader import BatchCursor, tensors_of
 from hidden_state_adapters.opacus.gradients.exact import exact_products
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.gradients.head import HeadGradients

@@ -10,8 +10,7 @@ import torch
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criteria import KnownCriterion
-from hidden_state_adapters.opacus.data.contents import tensors_of
-from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.loader import BatchCursor, tensors_of
 
 REMEDY = (
     "A loop that maps labels (to -1 and 1, to probabilities, by a scale) passes make_private "

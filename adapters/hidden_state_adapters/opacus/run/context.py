@@ -13,7 +13,7 @@ from torch import nn
 from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.data.cursor import BatchCursor
+from hidden_state_adapters.opacus.data.loader import BatchCursor
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.guards.base import Guard, Guards
 from hidden_state_adapters.opacus.guards.batch import BatchGuard

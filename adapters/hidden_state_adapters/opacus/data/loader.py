@@ -1,0 +1,412 @@
+"""The loader of a run: it deals the batches of a plan, and knows which one the loop works on."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from opacus.data_loader import CollateFnWithEmpty
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.batch_plans import BatchPlan
+
+_AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings (a BatchEncoding is one).
+
+    Other objects are not looked into.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_of(part)
+
+
+@attrs.frozen(eq=False)
+class Delivery:
+    """A batch that the loader handed to the loop.
+
+    Attributes:
+        index: Of the batch, as the record of the run counts it.
+        tensors: What it consists of; no copies.
+    """
+
+    index: int
+    tensors: tuple[torch.Tensor, ...]
+    _writes: list[int] = attrs.field(init=False)
+
+    @_writes.default
+    def _count(self) -> list[int]:
+        return [0 if x.is_inference() else x._version for x in self.tensors]
+
+    @property
+    def is_as_delivered(self) -> bool:
+        """Whether torch counted no write to the tensors since then."""
+        return self._count() == self._writes
+
+
+@attrs.define(eq=False)
+class _Pass:
+    """One iterator over the loader.
+
+    Attributes:
+        begun_at: The steps that were taken when it began.
+        waiting: What it handed over and no step used.
+        is_over: Whether it deals nothing any more.
+        is_exhausted: Whether that is because it came to its end.
+    """
+
+    begun_at: int
+    waiting: collections.deque[Delivery] = attrs.field(
+        factory=lambda: collections.deque(maxlen=_AT_ONCE)
+    )
+    is_over: bool = False
+    is_exhausted: bool = False
+
+
+class BatchCursor:
+    """Which batch the loop is working on; written by the loader, read by the optimizer.
+
+    Every iterator over the loader starts at the batch of the next step, and a batch is the same
+    whenever it is dealt. So a loop may look at batches, leave an epoch early (the next pass goes on
+    with the next batch), or fetch one batch ahead of its steps: `take` finds the batch whose turn
+    it is among those that were handed over. Where a newer one was handed over, too, the loop may
+    have used that; `was_fetched_ahead` tells whoever sees the training passes to compare.
+
+    Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and announces
+    every physical piece with `signal` when the sampler is asked for it. Announcements queue up, as
+    many as its workers prefetch.
+
+    Attributes:
+        steps_taken: The logical steps of the run.
+        latest: The iterator that started last.
+        taken: The batch of the latest `take`; None for a piece, and where nothing was delivered.
+        was_fetched_ahead: Whether that batch is only presumably the one that the loop used.
+
+    Args:
+        num_batches: Batches per pass. A single fixed batch may be stepped on again and again.
+        prefetched: How many batches the loader's workers fetch in advance.
+        counts_steps: Whether the index of a batch is the number of its step (batches that are drawn
+            for every step), not its place in the epoch.
+    """
+
+    def __init__(self, num_batches: int, prefetched: int = 0, *, counts_steps: bool = False):
+        self._num_batches, self._prefetched = num_batches, prefetched
+        self._counts_steps, self._is_kept = counts_steps, num_batches == 1 and not counts_steps
+        self.latest = _Pass(0)
+        self.resume_at(0)
+
+    def resume_at(self, step: int) -> None:
+        """The next pass starts where a run after `step` steps goes on."""
+        self.steps_taken, self._first_batch = step, step % self._num_batches
+        self._passes: list[_Pass] = []
+        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
+        self._emitted: int | None = None
+        self._fetches_ahead = self._is_exhausted = self._left_out = False
+        self.taken: Delivery | None = None
+        self.was_fetched_ahead = False
+
+    @property
+    def expected_index(self) -> int:
+        """The index that the next batch must have."""
+        return self.index_of(self.steps_taken)
+
+    def index_of(self, step: int) -> int:
+        """The index of the batch of step `step` >= 0."""
+        return step if self._counts_steps else step % self._num_batches
+
+    @property
+    def batches_left(self) -> int:
+        """The batches of a pass that starts now: the rest of an epoch that was left early.
+
+        Batches that are drawn for every step have no epochs; only a run that goes on from a
+        checkpoint ends its pass where it would have ended.
+        """
+        begun = self._first_batch if self._counts_steps else self.expected_index
+        return self._num_batches - begun
+
+    # The loader's side
+
+    def start_pass(self) -> None:
+        """An iterator over the batches starts."""
+        self.check_finished()
+        # In passes of one batch nothing else tells a loop that fetches ahead.
+        self._fetches_ahead |= self._num_batches == 1 and any(p.waiting for p in self._passes)
+        self._passes = [p for p in self._passes if p.waiting and not p.is_over]
+        self._pieces.clear()
+        self._emitted, self._is_exhausted = None, False
+        self.latest = _Pass(self.steps_taken)
+
+    def emit(self, step: int | None) -> None:
+        """The batch sampler is about to yield the batch of a step; None at the end of its pass."""
+        self._is_exhausted = step is None
+        self._emitted = self._emitted if step is None else self.index_of(step)
+
+    def deliver(self, own: _Pass, step: int, tensors: tuple[torch.Tensor, ...]) -> None:
+        """The loader hands the batch of a step to the loop."""
+        if own not in self._passes:
+            self._passes.append(own)
+        if self._is_kept:
+            own.waiting.clear()
+        own.waiting.append(Delivery(self.index_of(step), tensors))
+
+    def end_pass(self, own: _Pass, *, is_exhausted: bool) -> None:
+        """Nobody can ask for further batches; what a look handed over is forgotten."""
+        own.is_over, own.is_exhausted = True, is_exhausted
+        others = [p for p in self._passes if p is not own and not p.is_over]
+        if own.begun_at == self.steps_taken and any(p.waiting for p in others):
+            own.waiting.clear()
+
+    def signal(self, do_skip: bool) -> None:
+        """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
+        waiting = self.waiting
+        self._pieces.append((waiting[-1].index if waiting else self._emitted, do_skip))
+
+    # The optimizer's side
+
+    @property
+    def waiting(self) -> tuple[Delivery, ...]:
+        """The batches that were delivered and not taken."""
+        return tuple(batch for own in self._passes for batch in own.waiting)
+
+    @property
+    def next_is_skipped(self) -> bool:
+        """Whether the piece that `take` returns next is not the last of its batch."""
+        return bool(self._pieces) and self._pieces[0][1]
+
+    def take(self) -> tuple[int | None, bool]:
+        """Consumes the next piece: the index of its batch, and whether more pieces follow.
+
+        The index is None if the batch whose turn it is was not delivered.
+
+        Raises:
+            UnsupportedRunError: The loop left a piece out.
+        """
+        self.taken, self.was_fetched_ahead, self._first_batch = None, False, 0
+        if self._pieces:
+            # Whoever gets a piece has asked for those that are prefetched, and for one more.
+            self._left_out |= len(self._pieces) > self._prefetched + 1
+            self._refuse_left_out()
+            index, do_skip = self._pieces.popleft()
+            if not do_skip:
+                self._drop(index)
+            return index, do_skip
+        self._refuse_left_out()
+        expected, waiting = self.expected_index, self.waiting
+        self.taken = next((b for b in reversed(waiting) if b.index == expected), None)
+        if not self._is_kept:
+            is_newest = len(waiting) == 1 and waiting[0] is self.taken
+            is_last = any(own.is_exhausted and own.waiting for own in self._passes)
+            self._fetches_ahead |= bool(waiting) and (not is_newest or is_last)
+            self.was_fetched_ahead = self._fetches_ahead
+            self._drop(expected)
+        return (None if self.taken is None else self.taken.index), False
+
+    def _drop(self, index: int | None) -> None:
+        """A step uses the batch with this index, which makes all before it old."""
+        for own in [] if self._is_kept else self._passes:
+            while own.waiting and any(batch.index == index for batch in own.waiting):
+                own.waiting.popleft()
+
+    def check_finished(self) -> None:
+        """Raises UnsupportedRunError if pieces were left out at the end of a pass."""
+        has_taken = self.latest.begun_at < self.steps_taken
+        self._left_out |= self._is_exhausted and bool(self._pieces) and has_taken
+        self._refuse_left_out()
+
+    def _refuse_left_out(self) -> None:
+        if self._left_out:
+            raise UnsupportedRunError(
+                "a piece of a batch was delivered, but no step was taken on it. Step once per "
+                "batch, empty ones included, and once per piece that BatchMemoryManager delivers; "
+                "with workers, ask for epsilon at the end of an epoch."
+            )
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether a loader that is not the private one asked for the batches of this pass."""
+        return self._emitted is not None and self.latest not in self._passes
+
+    def forget(self) -> None:
+        """The step is over, and the tensors of its batch are no longer needed."""
+        self.taken = None
+
+
+class OrderedBatchSampler(BatchSampler):
+    """Yields the batches of a plan, from the step that the run has come to.
+
+    A BatchSampler, so that Opacus' BatchMemoryManager splits its batches and knows its length.
+
+    Args:
+        plan: The batches.
+        cursor: Told about every batch.
+    """
+
+    def __init__(self, plan: BatchPlan, cursor: BatchCursor):
+        super().__init__(range(len(plan.records)), plan.batch_size, drop_last=False)
+        self.plan, self.cursor = plan, cursor
+
+    def __len__(self) -> int:
+        return self.plan.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.cursor.start_pass()
+        first, count = self.cursor.steps_taken, self.cursor.batches_left
+        self.plan.start_pass(first)
+        return self._batches(range(first, first + count))
+
+    def _batches(self, steps: range) -> Iterator[list[int]]:
+        for step in steps:
+            if step < self.cursor.steps_taken:
+                raise UnsupportedRunError(
+                    f"This iterator over the private loader is at batch {step}, which step "
+                    f"{step + 1} of {self.cursor.steps_taken} used. Iterate the loader anew."
+                )
+            self.cursor.emit(step)
+            yield list(self.plan.own_batch(step))
+        self.cursor.emit(None)
+
+
+class OrderedDataLoader(DataLoader):
+    """A DataLoader that tells the cursor which batch it hands over, when it hands it over.
+
+    Workers fetch batches in advance; the cursor moves in the main process, on yield.
+
+    Attributes:
+        rows: Reads a batch at once, not record by record; None where that makes a difference.
+    """
+
+    batch_sampler: OrderedBatchSampler
+    rows: Dataset | None = None
+    # Accelerator.prepare would build another loader around the batch sampler, whose batches could
+    # not be told apart; what carries this mark it returns as it is. (The loop moves the batches.)
+    _is_accelerate_prepared = True
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        cursor = self.batch_sampler.cursor
+        first = cursor.steps_taken
+        iterator = super().__iter__() if self.rows is None else iter(self._at_once())
+        return self._deliver(iterator, cursor.latest, first)
+
+    def _at_once(self) -> DataLoader:
+        return DataLoader(
+            self.rows,  # type: ignore[arg-type]
+            batch_sampler=self.batch_sampler,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            generator=self.generator,
+        )
+
+    def _deliver(self, iterator: Iterator[Any], own: _Pass, first: int) -> Iterator[Any]:
+        cursor, is_exhausted = self.batch_sampler.cursor, False
+        try:
+            for step, batch in enumerate(iterator, first):
+                cursor.deliver(own, step, tuple(tensors_of(batch)))
+                yield batch
+            is_exhausted = True
+        finally:
+            cursor.end_pass(own, is_exhausted=is_exhausted)
+
+
+def private_loader(
+    data_loader: DataLoader, plan: BatchPlan, cursor: BatchCursor, *, batch_first: bool = True
+) -> OrderedDataLoader:
+    """A loader of the same data set by `plan`, with the user's workers and collate_fn."""
+    made = OrderedDataLoader(
+        data_loader.dataset,
+        batch_sampler=OrderedBatchSampler(plan, cursor),
+        num_workers=data_loader.num_workers,
+        collate_fn=_collate(data_loader, plan, batch_first),
+        pin_memory=data_loader.pin_memory,
+        timeout=data_loader.timeout,
+        worker_init_fn=data_loader.worker_init_fn,
+        multiprocessing_context=data_loader.multiprocessing_context,
+        generator=data_loader.generator,
+        prefetch_factor=data_loader.prefetch_factor,
+        persistent_workers=data_loader.persistent_workers,
+        pin_memory_device=data_loader.pin_memory_device,
+    )
+    if not made.num_workers and _plain_collate(data_loader) is default_collate:
+        made.rows = _Rows.of(data_loader.dataset)
+    return made
+
+
+def _plain_collate(data_loader: DataLoader) -> Any:
+    """The user's collate_fn, without Opacus' wrapper for empty batches."""
+    collate = data_loader.collate_fn
+    return collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate
+
+
+def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any:
+    """The user's collate_fn; for batches that may be empty Opacus' wrapper, which knows the form.
+
+    The wrapper learns the form from the first batch that it sees, in every worker: it sees one
+    record right here.
+    """
+    collate = data_loader.collate_fn
+    if plan.order is not BatchOrder.POISSON or isinstance(collate, CollateFnWithEmpty):
+        return collate
+    wrapped = CollateFnWithEmpty(collate, batch_first=batch_first)
+    wrapped([data_loader.dataset[plan.records[0]]])
+    return wrapped
+
+
+class _Rows(Dataset):
+    """The rows of a TensorDataset, or of a Subset of one, which torch asks for whole batches.
+
+    A record is a row of its tensors, and default_collate stacks the rows again: with 256 records
+    per batch that takes longer than a step of a linear model.
+
+    Args:
+        tensors: Of the data set.
+        places: Of the records among the rows; None for all of them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], places: np.ndarray | None):
+        self._tensors, self._places = tensors, places
+
+    @classmethod
+    def of(cls, dataset: Any) -> _Rows | None:
+        """None unless the records are the rows of ordinary tensors, as torch's class deals them."""
+        places: np.ndarray | None = None
+        while type(dataset) is Subset:
+            own = np.asarray(dataset.indices)
+            places = own if places is None else own[places]
+            dataset = dataset.dataset
+        are_rows = type(dataset) is TensorDataset and all(
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            for tensor in dataset.tensors
+        )
+        if not are_rows:
+            return None
+        return cls(dataset.tensors, None if places is None else places % len(dataset))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        places = np.asarray(indices, dtype=np.int64)
+        rows = torch.from_numpy(places if self._places is None else self._places[places])
+        return [
+            tensor.index_select(0, rows.to(tensor.device, non_blocking=True))
+            for tensor in self._tensors
+        ]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
