@@ -81,9 +81,8 @@ def hoelder_constants(starts: int, every: int, points: int) -> dict[float, float
     200 epochs of one batch.
     """
     import torch
+    from hoelder_estimate import estimate_hoelder
     from sklearn.datasets import load_iris
-
-    from hidden_state_adapters.opacus import estimate_hoelder
 
     data = load_iris()
     inputs = torch.tensor(data.data, dtype=torch.float32)
@@ -115,9 +114,8 @@ def hoelder_constants(starts: int, every: int, points: int) -> dict[float, float
             num_points=points,
             centers=centers,
             generator=torch.Generator().manual_seed(start),
-            chunk_size=None,
         )
-        for exponent, constant in zip(EXPONENTS, found.constants, strict=True):
+        for exponent, constant in found.items():
             largest[exponent] = max(largest[exponent], constant)
     return largest
 

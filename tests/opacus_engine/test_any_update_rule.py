@@ -13,11 +13,11 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.opacus import (
-    ComposedOptimizer,
     GhostGradSampleModule,
-    HiddenStateOptimizer,
     HiddenStatePrivacyEngine,
 )
+from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
+from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

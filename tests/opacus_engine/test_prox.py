@@ -11,9 +11,9 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import Regulariser
 from hidden_state_adapters.opacus import (
     BlockCoordinateOptimizer,
-    ComposedOptimizer,
     DiceSGDOptimizer,
 )
+from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.proximal import TORCH_PROX
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

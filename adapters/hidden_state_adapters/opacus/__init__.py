@@ -23,22 +23,19 @@ except ModuleNotFoundError as error:
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.explain import EngineExplanation, explain_engine
+from hidden_state_adapters.opacus.explain import explain_engine
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
-from hidden_state_adapters.opacus.hoelder_estimate import HoelderEstimate, estimate_hoelder
 from hidden_state_adapters.opacus.losses import (
     EnvelopeBCEWithLogitsLoss,
     EnvelopeCrossEntropyLoss,
     EnvelopeHingeLoss,
     EnvelopeSquaredErrorLoss,
 )
-from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
     DiceAdamOptimizer,
     DiceSGDOptimizer,
 )
-from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.projections import (
     BallProjection,
     BoxProjection,
@@ -53,21 +50,16 @@ __all__ = [
     "BallProjection",
     "BlockCoordinateOptimizer",
     "BoxProjection",
-    "ComposedOptimizer",
     "DiceAdamOptimizer",
     "DiceSGDOptimizer",
-    "EngineExplanation",
     "EnvelopeBCEWithLogitsLoss",
     "EnvelopeCrossEntropyLoss",
     "EnvelopeHingeLoss",
     "EnvelopeSquaredErrorLoss",
     "GhostGradSampleModule",
     "HiddenStateAccountant",
-    "HiddenStateOptimizer",
     "HiddenStatePrivacyEngine",
-    "HoelderEstimate",
     "ParameterBallsProjection",
-    "estimate_hoelder",
     "explain_engine",
     "recommended_criterion",
 ]
