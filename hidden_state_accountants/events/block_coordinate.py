@@ -169,6 +169,11 @@ class BlockCoordinateDpEvent(PlainEvent):
         return -(-self.dataset_size // self.batch_size)
 
     @property
+    def sampling_probability(self) -> float:
+        """b/n: the share of an epoch that a batch is."""
+        return self.batch_size / self.dataset_size
+
+    @property
     def num_steps(self) -> int:
         """K * n/b, the number of updates of each block."""
         return self.num_epochs * self.batches_per_epoch

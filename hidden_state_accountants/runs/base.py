@@ -7,6 +7,7 @@ state that a checkpoint can hold) is the same for all frameworks and belongs to 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -19,9 +20,9 @@ from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.plain_types import SCHEMA
+from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs.description import Description
-from hidden_state_accountants.runs.run_lengths import RunLengths
 
 SLACK = 1e-6
 """Rounding in float32, relative, of a norm that is exactly at its bound."""
@@ -54,17 +55,68 @@ class Step:
     largest_norm: float = 0.0
 
 
+class RunLengths:
+    """One value per step; equal neighbours are stored once. `Schedule` is the immutable form."""
+
+    __slots__ = ("lengths", "values")
+
+    def __init__(self, values: list[float] | None = None, lengths: list[int] | None = None):
+        self.values = values or []
+        self.lengths = lengths or []
+
+    @classmethod
+    def of(cls, value: float | Schedule, num_steps: int) -> RunLengths:
+        """A number for every step, or a schedule."""
+        if isinstance(value, Schedule):
+            return cls(list(value.values), list(value.lengths))
+        return cls([float(value)], [num_steps]) if num_steps else cls()
+
+    def append(self, value: float) -> None:
+        """Adds the value of one more step."""
+        if self.values and self.values[-1] == value:
+            self.lengths[-1] += 1
+        else:
+            self.values.append(value)
+            self.lengths.append(1)
+
+    def compressed(self) -> float | Schedule | None:
+        """The values of all steps: a number if all are equal, None if there is none."""
+        if len(self.values) < 2:
+            return self.values[0] if self.values else None
+        return Schedule(self.values, self.lengths)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {"values": list(self.values), "lengths": list(self.lengths)}
+
+    @classmethod
+    def of_state(cls, name: str, state: Any) -> RunLengths:
+        """Inverse of `state_dict`; a damaged state raises ValueError, which calls it `name`."""
+        try:
+            if not state["values"] and not state["lengths"]:
+                return cls()
+            return cls.of(Schedule(state["values"], state["lengths"]), 0)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"The state is damaged: {name}: {error}") from error
+
+
 class Run(abc.ABC):
     """Records a run step by step, and refuses a step that is not one of the declared run.
 
     A subclass is about one kind of event, for which it registers itself. It says which fields of
-    the event are declared and which values the steps have; checks, figures and texts are its own.
+    the event the steps decide; all others are declared, and its arguments. The checks of a step,
+    the event and the texts are its own; the state follows from the fields.
+
+    Args:
+        **declared: The fields of the event that are the same in all steps, as the event takes them.
+
+    Raises:
+        TypeError, ValueError: As the event.
 
     Attributes:
         event_type: The kind of event that the run becomes.
         releases_every_iterate: Whether its guarantee covers every iterate, whatever is released.
-        declares: The fields of the event that are the same in all steps.
-        of_one_step: The other fields that an event needs, as those of an event of one step.
+        of_one_step: The fields that the steps decide, as those of an event of one step.
         series: The fields of a `Step` that are recorded one by one.
         later: The fields that may be left open, since an optimizer may not see its data; `event`
             is told them.
@@ -72,7 +124,6 @@ class Run(abc.ABC):
 
     event_type: ClassVar[type[DpEvent]]
     releases_every_iterate: ClassVar[bool] = False
-    declares: ClassVar[tuple[str, ...]]
     of_one_step: ClassVar[Mapping[str, Any]]
     series: ClassVar[tuple[str, ...]] = ()
     later: ClassVar[tuple[str, ...]] = ()
@@ -82,17 +133,64 @@ class Run(abc.ABC):
         _KINDS[cls.event_type] = cls
 
     def __init__(self, **declared: Any):
-        self._later = {name for name in self.later if declared[name] is None}
-        standing_in = {"dataset_size": declared["batch_size"], "batch_order": BatchOrder.POISSON}
-        declared |= {name: standing_in[name] for name in self._later}
+        self._declare(declared)
+
+    def _declare(self, declared: Mapping[str, Any]) -> None:
+        self._later = {name for name in self.later if declared.get(name) is None}
+        standing_in = {
+            "dataset_size": declared.get("batch_size"),
+            "batch_order": BatchOrder.POISSON,
+        }
+        whole = {**declared, **{name: standing_in[name] for name in self._later}}
         # The constructor of the event is the one place that knows what is valid.
-        self._template: Any = self.event_type(**declared, **self.of_one_step)
+        self._template: Any = self.event_type(**whole, **self.of_one_step)
         self._num_steps = 0
         self._release_steps: list[int] = []
         self._series = {name: RunLengths() for name in self.series}
         self._fewest_rows = self._most_rows = 0
         self._largest_norm = 0.0
         self._proved: dict[NeighboringRelation, tuple[tuple[int, int], Guarantee]] = {}
+
+    @classmethod
+    def of_totals(
+        cls: type[_AnyRun],
+        *,
+        num_steps: int,
+        largest_norm: float,
+        fewest_rows: int | None = None,
+        most_rows: int | None = None,
+        **settings: Any,
+    ) -> _AnyRun:
+        """A run whose steps were counted elsewhere, on the device.
+
+        Args:
+            num_steps: Steps taken.
+            largest_norm: The largest norm of a gradient before the clip.
+            fewest_rows: Of the batches; None if all have batch_size rows.
+            most_rows: Likewise.
+            **settings: As for the constructor; of what a step has, a number or a `Schedule`.
+
+        Raises:
+            TypeError, ValueError: No run can have these values.
+            UnsupportedRunError: The steps are not those of the declared run.
+        """
+        series = {name: settings.pop(name) for name in cls.series}
+        run = cls(**settings)
+        run._num_steps = validate.integer("num_steps", num_steps, minimum=0)
+        run._series = {name: RunLengths.of(v, run._num_steps) for name, v in series.items()}
+        rows = run._template.batch_size
+        run._set_totals(
+            rows if fewest_rows is None else fewest_rows,
+            rows if most_rows is None else most_rows,
+            largest_norm,
+        )
+        run._check_steps()
+        return run
+
+    def _set_totals(self, fewest_rows: int, most_rows: int, largest_norm: float) -> None:
+        self._fewest_rows = validate.integer("fewest_rows", fewest_rows, minimum=0)
+        self._most_rows = validate.integer("most_rows", most_rows, minimum=self._fewest_rows)
+        self._largest_norm = float(largest_norm)
 
     # What happens
 
@@ -104,6 +202,7 @@ class Run(abc.ABC):
             TypeError, ValueError: No step can have these values.
         """
         self._check(step)
+        self._check_norm(self._template, step.largest_norm, f"of step {self._num_steps + 1}")
         for name, values in self._series.items():
             value = getattr(step, name)
             if value is not None:
@@ -117,6 +216,23 @@ class Run(abc.ABC):
     @abc.abstractmethod
     def _check(self, step: Step) -> None:
         """Refuses a step that is not the next one of the declared run."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _norm_bound(cls, event: Any) -> tuple[str, float | None]:
+        """The name of the declared bound on all gradients, and its value."""
+
+    @classmethod
+    def _check_norm(cls, event: Any, largest_norm: float, where: str) -> None:
+        """Refuses gradients (NaN among them) that are longer than the declared bound."""
+        name, bound = cls._norm_bound(event)
+        limit = math.inf if bound is None else bound
+        if not largest_norm <= limit * (1 + SLACK):
+            raise UnsupportedRunError(
+                f"Expected {name} >= {largest_norm:.8g}, the largest gradient {where}, got "
+                f"{limit:.8g}. A bound has to be proven from the loss and the norm of the "
+                "features, not read off a run. Correct it, or leave it out."
+            )
 
     def _check_turn(self, batch: int | None, batches_per_epoch: int) -> None:
         """Refuses a batch that does not follow in an epoch of fixed batches."""
@@ -168,17 +284,22 @@ class Run(abc.ABC):
             self._proved[relation] = now, best_guarantee(self.event(), relation)
         return self._proved[relation][1]
 
-    @abc.abstractmethod
     def check_relation(self, relation: NeighboringRelation | str) -> None:
-        """Raises UnsupportedRunError if no bound can cover such a run under `relation`."""
+        """Raises UnsupportedRunError if no bound can cover such a run under `relation`.
 
-    @abc.abstractmethod
+        Of a run that is declared later nothing is known yet.
+        """
+        if not self._later:
+            check_covered(self._template, relation)
+
     def sampled_rows(self) -> list[tuple[float, float, int]]:
         """The run as rows of Opacus' histories: noise multiplier, sample rate, steps.
 
         Whoever reads such rows takes them for DP-SGD. A run that shows more than that has noise 0
         there, which no accountant takes for private.
         """
+        told = attrs.evolve(self._template, dataset_size=self._told("dataset_size", None))
+        return [(0.0, told.sampling_probability, self._num_steps)] if self._num_steps else []
 
     @classmethod
     @abc.abstractmethod
@@ -245,43 +366,14 @@ class Run(abc.ABC):
         declared = {name: value for name, value in plain.items() if name not in of_steps}
         return declared | dict.fromkeys(sorted(self._later))
 
-    @classmethod
-    def _of_declared(cls: type[_AnyRun], declared: Mapping[str, Any]) -> _AnyRun:
-        """A run without steps of which `_declared` returns `declared`."""
-        known = {name: value for name, value in declared.items() if value is not None}
-        whole = {"dataset_size": known.get("batch_size"), **known, **cls.of_one_step}
-        event = cls.event_type.from_dict(whole)
-        open_fields = [n for n in cls.later if n in declared and declared[n] is None]
-        run = cls.__new__(cls)
-        fields = {name: getattr(event, name) for name in cls.declares}
-        Run.__init__(run, **fields | dict.fromkeys(open_fields))
-        return run
-
-    def _steps_state(self) -> dict[str, Any]:
-        """What else restores the steps, as plain types."""
-        return {name: values.state_dict() for name, values in self._series.items()}
-
-    def _load_steps(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `_steps_state`; `num_steps` is set already.
-
-        Raises:
-            TypeError, ValueError: The state is damaged.
-        """
-        self._series = {name: RunLengths.of_state(name, state.get(name)) for name in self.series}
-        for name, values in self._series.items():
-            covered = sum(values.lengths)
-            if covered != self._num_steps and not (name == "clip_norm" and covered == 0):
-                raise ValueError(
-                    f"The state is damaged: {name} covers {covered} of {self._num_steps} steps."
-                )
-
     def private_state(self) -> dict[str, Any]:
         """What `state_dict` leaves out, because it is computed from the records. Secret.
 
         Added to `state_dict` it restores what the steps are compared with if something about them
         is declared later; a run that was declared in full does not need it.
         """
-        return {}
+        names = ("fewest_rows", "most_rows", "largest_norm")
+        return {"totals": {name: getattr(self, f"_{name}") for name in names}}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types (numbers, strings, lists, dictionaries) that restore the run.
@@ -293,7 +385,7 @@ class Run(abc.ABC):
             "declared": self._declared(),
             "num_steps": self._num_steps,
             "release_steps": list(self._release_steps),
-            **self._steps_state(),
+            "runs": {name: values.state_dict() for name, values in self._series.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,13 +412,44 @@ class Run(abc.ABC):
         before = vars(self).copy()
         self._num_steps, self._release_steps = steps, releases
         try:
-            self._load_steps(state)
+            stored = dict(state["runs"])
+            self._series = {n: RunLengths.of_state(n, stored.get(n)) for n in self.series}
+            self._set_totals(**self._stored_totals(state))
+            self._check_steps()
         except (TypeError, ValueError):
             vars(self).update(before)
             raise
 
+    def _stored_totals(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The totals of a state; of one without them what is known all the same.
+
+        A run that was declared in full was compared step by step. Nothing is known for a bound that
+        comes later, and without the order of the batches not how many rows they had.
+        """
+        if "totals" in state or "batch_order" in self._later:
+            stored = dict(state.get("totals") or {})
+            if set(stored) != {"fewest_rows", "most_rows", "largest_norm"}:
+                raise ValueError(f"The state is damaged: expected totals, got {stored!r}.")
+            norm = stored["largest_norm"]
+            stored["largest_norm"] = validate.real("largest_norm", norm, minimum=0, allow_inf=True)
+            return stored
+        rows = self._template.batch_size
+        is_open = self._norm_bound(self._template)[1] in (None, math.inf)
+        unknown = math.inf if is_open else 0.0
+        return {"fewest_rows": rows, "most_rows": rows, "largest_norm": unknown}
+
+    def _check_steps(self) -> None:
+        """Refuses counted or restored steps that are not those of the declared run."""
+        for name, values in self._series.items():
+            covered = sum(values.lengths)
+            if covered != self._num_steps and not (name == "clip_norm" and covered == 0):
+                raise ValueError(
+                    f"Expected {name} to cover {self._num_steps} steps, got {covered}: the state "
+                    "is damaged."
+                )
+
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        missing = _STATE - set(state)
+        missing = (_STATE | {"runs"}) - set(state)
         if missing or state["schema"] != SCHEMA:
             raise ValueError(
                 f"Expected the state of a {type(self).__name__} with schema {SCHEMA}, "
@@ -347,7 +470,13 @@ class Run(abc.ABC):
         Raises:
             TypeError, ValueError: The state is damaged, or of another kind of run.
         """
-        run = cls._of_declared(state["declared"])
+        declared = {k: v for k, v in state["declared"].items() if v is not None}
+        standing_in = {"dataset_size": declared.get("batch_size")}
+        event = cls.event_type.from_dict({**standing_in, **declared, **cls.of_one_step})
+        names = {field.name for field in attrs.fields(cls.event_type)} - set(cls.of_one_step)
+        left_open = {n: None for n in cls.later if n in state["declared"] and n not in declared}
+        run = cls.__new__(cls)
+        run._declare({name: getattr(event, name) for name in names} | left_open)
         run.load_state_dict(state)
         return run
 
@@ -391,20 +520,3 @@ def check_covered(event: DpEvent, relation: NeighboringRelation | str) -> None:
             if not unmet[bound.name]:
                 return
     raise UnsupportedRunError(f"No theorem here covers the run. {why_none_applies(event, unmet)}")
-
-
-def check_in_bound(name: str, bound: float, largest_norm: float, where: str) -> None:
-    """Raises UnsupportedRunError if a gradient of the run is longer than a declared bound.
-
-    Args:
-        name: Of the bound.
-        bound: Its value; inf if nothing is declared.
-        largest_norm: Of the gradients; NaN is never within a bound.
-        where: Whose gradients they are: "of step 3", or "of this run".
-    """
-    if not largest_norm <= bound * (1 + SLACK):
-        raise UnsupportedRunError(
-            f"Expected {name} >= {largest_norm:.8g}, the largest gradient {where}, got "
-            f"{bound:.8g}. A bound has to be proven from the loss and the norm of the features, "
-            "not read off a run. Correct it, or leave it out."
-        )

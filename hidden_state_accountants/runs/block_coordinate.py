@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
-import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
@@ -18,8 +16,8 @@ from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEv
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.runs.base import Run, Step, check_in_bound
-from hidden_state_accountants.runs.description import UNPROTECTED, Description, range_of
+from hidden_state_accountants.runs import description
+from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import statement_of
 
 _DELTA = 1e-5
@@ -38,87 +36,24 @@ class BlockCoordinateRun(Run):
     step to step.
 
     Args:
-        step_size: eta, the `learning_rate` of every step.
-        clip_norm: C > 0.
-        batch_size: b.
-        num_blocks: p.
-        prox_strong_convexity: Of r.
-        dataset_size: n, the records of an epoch; None if it is declared later.
-        block_loss: As for the event; its `lipschitz` is compared with the gradients of every step.
-            None if nothing is known, or if it is declared later.
+        **declared: As for `BlockCoordinateDpEvent`: `step_size` (the `learning_rate` of every
+            step), `clip_norm`, `batch_size`, `num_blocks` and, as far as they are known,
+            `prox_strong_convexity`, `dataset_size` and `block_loss`, whose `lipschitz` is compared
+            with the gradients of every step. The last two may be declared later.
 
     Raises:
         TypeError, ValueError: As `BlockCoordinateDpEvent`.
     """
 
     event_type = BlockCoordinateDpEvent
-    declares = (
-        "step_size",
-        "clip_norm",
-        "batch_size",
-        "dataset_size",
-        "block_loss",
-        "prox_strong_convexity",
-        "num_blocks",
-    )
     series = ("noise_multiplier",)
     of_one_step: ClassVar = {"noise_variance": 0.0, "num_epochs": 1}
     later = ("dataset_size",)
 
-    def __init__(
-        self,
-        *,
-        step_size: float,
-        clip_norm: float,
-        batch_size: int,
-        num_blocks: int,
-        prox_strong_convexity: float = 0.0,
-        dataset_size: int | None = None,
-        block_loss: LossGeometry | None = None,
-    ):
-        super().__init__(
-            step_size=step_size,
-            clip_norm=clip_norm,
-            batch_size=batch_size,
-            dataset_size=dataset_size,
-            block_loss=block_loss,
-            prox_strong_convexity=prox_strong_convexity,
-            num_blocks=num_blocks,
-        )
-
     @classmethod
-    def of_totals(
-        cls,
-        *,
-        num_steps: int,
-        noise_multiplier: float | Schedule,
-        largest_norm: float,
-        **settings: Any,
-    ) -> BlockCoordinateRun:
-        """A run whose steps were counted elsewhere, on the device.
-
-        Args:
-            num_steps: Steps taken, each an update of every block.
-            noise_multiplier: z, a number or one for every step.
-            largest_norm: The largest norm of a record's gradient for a block, before the clip.
-            **settings: As for the constructor.
-
-        Raises:
-            TypeError, ValueError: No run can have these values.
-        """
-        run = cls(**settings)
-        run._num_steps = validate.integer("num_steps", num_steps, minimum=0)
-        noise = run._series["noise_multiplier"]
-        if isinstance(noise_multiplier, Schedule):
-            noise.values.extend(noise_multiplier.values)
-            noise.lengths.extend(noise_multiplier.lengths)
-        elif num_steps:
-            noise.values, noise.lengths = [float(noise_multiplier)], [num_steps]
-        run._largest_norm = float(largest_norm)
-        run._check_noise()
-        return run
-
-    # What happens
+    def _norm_bound(cls, event: BlockCoordinateDpEvent) -> tuple[str, float | None]:
+        loss = event.block_loss
+        return "block_loss.lipschitz", None if loss is None else loss.lipschitz
 
     def _check(self, step: Step) -> None:
         own, number = self._template, self._num_steps + 1
@@ -137,12 +72,12 @@ class BlockCoordinateRun(Run):
         if not self._later and step.batch is not None:
             self._check_turn(step.batch, own.batches_per_epoch)
         validate.magnitude("noise_multiplier", step.noise_multiplier)
-        norm = validate.real("largest_norm", step.largest_norm, minimum=0, allow_inf=True)
-        check_in_bound(
-            "block_loss.lipschitz", _lipschitz(self._template), norm, f"of step {number}"
-        )
 
-    # What is said about it
+    def _check_steps(self) -> None:
+        super()._check_steps()
+        for value in self._series["noise_multiplier"].values:
+            validate.magnitude("noise_multiplier", value)
+        self._check_norm(self._template, self._largest_norm, "of this run")
 
     def event(
         self, *, dataset_size: int | None = None, block_loss: LossGeometry | None = None
@@ -170,7 +105,7 @@ class BlockCoordinateRun(Run):
             noise_variance=self._noise_variance(),
             block_loss=loss,
         )
-        check_in_bound("block_loss.lipschitz", _lipschitz(event), self._largest_norm, "of this run")
+        self._check_norm(event, self._largest_norm, "of this run")
         if any(step < self._num_steps for step in self._release_steps):
             # Nothing is hidden between the steps then. Without a block_loss the run has no known
             # contraction, and its guarantee is composition, which counts every block as released
@@ -199,6 +134,7 @@ class BlockCoordinateRun(Run):
         noise = self._series["noise_multiplier"].compressed()
         if isinstance(noise, Schedule):
             return Schedule([self._variance(value) for value in noise.values], noise.lengths)
+        assert noise is not None  # there are steps
         return self._variance(noise)
 
     def _variance(self, noise_multiplier: float) -> float:
@@ -215,11 +151,6 @@ class BlockCoordinateRun(Run):
                 f"{relation.name}: every batch has the same number of records."
             )
 
-    def sampled_rows(self) -> list[tuple[float, float, int]]:
-        """One row with noise 0, which no accountant takes for private: blocks are not DP-SGD."""
-        rate = self._template.batch_size / self._told("dataset_size", None)
-        return [(0.0, rate, self._num_steps)] if self._num_steps else []
-
     @classmethod
     def describe(
         cls,
@@ -227,33 +158,9 @@ class BlockCoordinateRun(Run):
         relation: NeighboringRelation,
         delta: float,
         notes: Mapping[str, Any],
-    ) -> Description:
+    ) -> description.Description:
         """As `Run.describe`; it reads none of the notes."""
-        return Description(
-            title="Privacy of the released blocks (last iterate only)",
-            theory="docs/theory/block_coordinate.md",
-            facts=(
-                (
-                    "run",
-                    f"{event.num_epochs} epochs x {event.batches_per_epoch} fixed batches of "
-                    f"{event.batch_size} records x {event.num_blocks} blocks, step size "
-                    f"{event.step_size:g}",
-                ),
-                _noise_text(event, relation),
-                ("prox", f"{event.prox_strong_convexity:g}-strongly convex"),
-            ),
-            run=(
-                f"Noisy block coordinate descent performed over {event.dataset_size} examples with "
-                f"{event.batch_size} examples per iteration in cyclic order on {event.num_blocks} "
-                f"block(s), noise variance {range_of(event.noise_variances().ravel())}, gradient "
-                f"sensitivity {event.sensitivity(relation):g}, step size {event.step_size:g}, for "
-                f"{event.num_steps} iterations ({event.num_epochs} epochs) without microbatching."
-            ),
-            protects=(
-                "This privacy guarantee protects the release of the blocks after the last "
-                "iteration. It does not protect hidden variables, earlier blocks, " + UNPROTECTED
-            ),
-        )
+        return description.of_block_coordinate(event, relation)
 
     @classmethod
     def every_iterate(
@@ -278,33 +185,6 @@ class BlockCoordinateRun(Run):
             "no contraction: epsilon equals composition (every update of every block counts); see "
             "docs/block_coordinate.md"
         )
-
-    # How it goes on elsewhere
-
-    def private_state(self) -> dict[str, Any]:
-        """The longest gradient."""
-        return {"largest_norm": self._largest_norm}
-
-    def _load_steps(self, state: Mapping[str, Any]) -> None:
-        super()._load_steps(state)
-        # A declared bound was compared step by step; nothing is known for one that comes later.
-        unknown = math.inf if _lipschitz(self._template) == math.inf else 0.0
-        self._largest_norm = validate.real(
-            "largest_norm", state.get("largest_norm", unknown), minimum=0, allow_inf=True
-        )
-        self._check_noise()
-        check_in_bound(
-            "block_loss.lipschitz", _lipschitz(self._template), self._largest_norm, "of this run"
-        )
-
-    def _check_noise(self) -> None:
-        covered = sum(self._series["noise_multiplier"].lengths)
-        if covered != self._num_steps:
-            raise ValueError(
-                f"Expected noise_multiplier to cover {self._num_steps} steps, got {covered}."
-            )
-        for value in self._series["noise_multiplier"].values:
-            validate.magnitude("noise_multiplier", value)
 
 
 class BlockCoordinateAccount:
@@ -372,28 +252,3 @@ class BlockCoordinateAccount:
         guarantee = best_guarantee(event, relation)
         assumptions = (*self._assumptions(), *guarantee.assumptions)
         return statement_of([event], guarantee, assumptions, delta).lines()
-
-
-def _lipschitz(event: BlockCoordinateDpEvent) -> float:
-    """The declared bound on all gradients; inf if there is none."""
-    loss = event.block_loss
-    return math.inf if loss is None or loss.lipschitz is None else loss.lipschitz
-
-
-def _noise_text(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> tuple[str, str]:
-    variances = event.noise_variances().ravel()
-    if event.clip_norm is None or not event.step_size:
-        return (
-            "noise",
-            f"variance {range_of(variances)} for each unit of 2 x step size, gradient sensitivity "
-            f"{event.sensitivity(relation):g}",
-        )
-    # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
-    unit = event.clip_norm / event.batch_size
-    multipliers = np.sqrt(2 * variances / event.step_size) / unit
-    gradients = "clipped to" if event.clipping_may_act else "never clipped,"
-    bound = event.sensitivity(NeighboringRelation.REPLACE_SPECIAL)
-    return (
-        "noise multiplier",
-        f"{range_of(multipliers)} on sums of gradients {gradients} {bound:g}",
-    )

@@ -107,11 +107,11 @@ class Statement:
         if self._hides_iterates:
             every = self._epsilon_of_every_iterate()
             figures.append(_figure("Epsilon if all checkpoints are released:", every))
-        for other in described.others:
-            epsilon = None
-            if other.event is not None and not guarantee.is_of_groups:
-                epsilon = _composed_epsilon([other.event], other.relation, self.delta)
-            figures.append(_figure(other.label, epsilon))
+        if described.other_label:
+            other, epsilon = described.other, None
+            if other is not None and not guarantee.is_of_groups:
+                epsilon = _composed_epsilon([other], described.other_relation, self.delta)
+            figures.append(_figure(described.other_label, epsilon))
         level = "User-level" if guarantee.is_of_groups else "Example-level"
         heading = (
             f"{level} DP with {relation.name} adjacency ({_MEANING[relation]}{self._of_groups}) at "

@@ -7,7 +7,7 @@ from dp_accounting import NeighboringRelation
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
 from hidden_state_accountants.best_bound import best_guarantee
-from hidden_state_accountants.runs.other_batches import (
+from hidden_state_accountants.runs.advice import (
     clip_that_contracts,
     epochs_to_win,
     other_batches,

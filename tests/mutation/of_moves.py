@@ -178,7 +178,7 @@ MUTATIONS = (
     ),
     Mutation(
         "recorder_mistakes_a_return_to_the_first_value",
-        "runs/run_lengths.py",
+        "runs/base.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
         _DETAILS,

@@ -14,8 +14,8 @@ MUTATIONS = (
     Mutation(
         "gradients_beyond_their_declared_bound_are_accepted",
         "runs/base.py",
-        "if not largest_norm <= bound * (1 + SLACK):",
-        "if largest_norm > 2 * bound:",
+        "if not largest_norm <= limit * (1 + SLACK):",
+        "if largest_norm > 2 * limit:",
         _RUN_TESTS,
     ),
     Mutation(
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dice_looks_like_dp_sgd_in_a_history",
-        "runs/dice_sgd.py",
+        "runs/base.py",
         "[(0.0, told",
         "[(1.0, told",
         _RUN_TESTS,

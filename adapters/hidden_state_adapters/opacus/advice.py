@@ -6,7 +6,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import LastIterateDpEvent
-from hidden_state_accountants.runs.other_batches import clip_that_contracts, other_batches_line
+from hidden_state_accountants.runs.advice import clip_that_contracts, other_batches_line
 
 
 def advice(event: dp_accounting.DpEvent, relation: NeighboringRelation, delta: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the same noise would give with other batches, and which clip would contract: advice."""
+"""What is said of a run of SGD beside its epsilon: whether it contracts, and what would help."""
 
 from __future__ import annotations
 
@@ -14,15 +14,79 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.runs.last_iterate import process_of
+from hidden_state_accountants.process.noisy_process import (
+    NoisyProcess,
+    noisy_process,
+    sampled_process,
+    unmet_conditions,
+)
 
-_STEPS_LOOKED_AHEAD, _LARGE = 20_000, 10.0
+_DELTA = 1e-5
+_EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
+_STEPS_THAT_CONTRACT, _STEPS_THAT_WIN, _LARGE = 50_000, 20_000, 10.0  # how far ahead is looked
 _NAMES = {
     BatchOrder.POISSON: "poisson",
     BatchOrder.SHUFFLED_ONCE: "shuffled_once (an order that is kept secret)",
     BatchOrder.FULL: "full",
 }
 _QUICK = (BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.FULL)
+
+
+def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess | None:
+    """The contractive process of a run; of random batches that with batches of b records."""
+    if unmet_conditions(event, relation, tuple(BatchOrder)):
+        return None
+    if event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        return sampled_process(event, relation, event.batch_size)
+    return noisy_process(event, relation)
+
+
+def _composition(event: LastIterateDpEvent, relation: NeighboringRelation) -> float | None:
+    """Epsilon by composition; None if it does not cover the run."""
+    bound = Composition()
+    if bound.check(event, relation):
+        return None
+    return bound.guarantee(event, relation).epsilon(_DELTA)
+
+
+def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+    """One line on a run whose update does not contract; empty if it does or is projected.
+
+    The run is looked at for ten epochs, or fewer if that is more than 50,000 steps.
+
+    Args:
+        event: One step of the run with its first hyper-parameters.
+        relation: The neighbouring relation.
+    """
+    process = process_of(event, relation)
+    if process is None:
+        return f"{_EQUALS_COMPOSITION}; no loss geometry is declared"
+    c = float(process.contraction[0])
+    if c < 1 or event.domain_diameter < math.inf:
+        return ""
+    reason = (
+        f"one step stretches distances by up to c = {c:.6g}"
+        if c > 1
+        else "the update does not shrink distances (c = 1)"
+    )
+    if event.batch_order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
+        return (
+            f"no contraction: {reason}; what the secret order gains is in get_epsilon (assuming "
+            "the first step's hyper-parameters)"
+        )
+    epochs = min(10, _STEPS_THAT_CONTRACT // event.batches_per_epoch)
+    if epochs < 2:  # within one epoch the last batch always costs as much as under composition
+        return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
+    ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
+    last, every = best_guarantee(ahead, relation).epsilon(_DELTA), _composition(ahead, relation)
+    gain = last / every if every is not None and 0 < every < math.inf else 1.0
+    assuming = f"assuming delta = {_DELTA:g} and the first step's hyper-parameters"
+    if gain > 0.999:
+        return f"{_EQUALS_COMPOSITION}; {reason} ({assuming})"
+    return (
+        f"no contraction: {reason}; after {epochs} epochs epsilon is {text_up(gain, 3)} times that "
+        f"of composition, thanks to the noise of the other batches only ({assuming})"
+    )
 
 
 def other_batches(
@@ -56,28 +120,27 @@ def other_batches(
 
 def _others(event: LastIterateDpEvent) -> Iterator[LastIterateDpEvent]:
     plain = attrs.evolve(event, sampling_rate=None, max_batch_size=None)
-    order, size = event.batch_order, event.dataset_size
-    if order not in (BatchOrder.POISSON, BatchOrder.FULL):
+    order = event.batch_order
+    if order is BatchOrder.FULL:
+        return
+    if order is not BatchOrder.POISSON:
         yield attrs.evolve(plain, batch_order=BatchOrder.POISSON)
-    if order not in (BatchOrder.SHUFFLED_ONCE, BatchOrder.FULL) and event.loss is not None:
+    if order is not BatchOrder.SHUFFLED_ONCE and event.loss is not None:
         yield attrs.evolve(plain, batch_order=BatchOrder.SHUFFLED_ONCE)
-    if order is not BatchOrder.FULL:
-        epochs = math.ceil(event.num_steps / event.batches_per_epoch)
-        yield attrs.evolve(
-            plain,
-            batch_order=BatchOrder.FULL,
-            batch_size=size,
-            num_steps=epochs,
-            release_steps=(),
-        )
+    yield attrs.evolve(
+        plain,
+        batch_order=BatchOrder.FULL,
+        batch_size=event.dataset_size,
+        num_steps=math.ceil(event.num_steps / event.batches_per_epoch),
+        release_steps=(),
+    )
 
 
 def _quick_epsilon(event: LastIterateDpEvent, relation: NeighboringRelation, delta: float) -> float:
     if event.batch_order is not BatchOrder.POISSON:
         return best_guarantee(event, relation).epsilon(delta)
     composition = Composition()
-    unmet = composition.check(event, relation)
-    if unmet:
+    if unmet := composition.check(event, relation):
         raise UnsupportedRunError("; ".join(map(str, unmet)))
     return composition.guarantee(event, relation).epsilon(delta)
 
@@ -111,7 +174,7 @@ def epochs_to_win(
     low, high = 0, math.ceil(event.num_steps / steps)
     while not wins(high):
         low, high = high, 4 * high
-        if high * steps > _STEPS_LOOKED_AHEAD or own(high) > _LARGE:
+        if high * steps > _STEPS_THAT_WIN or own(high) > _LARGE:
             return None
     while low and high > 1.2 * low:
         middle = math.ceil(math.sqrt(low * high))
@@ -140,7 +203,8 @@ def other_batches_line(
         f"with other batches, at this noise after {passes:g} epochs: epsilon at most "
         f"{', '.join(figures)}"
     )
-    if not costs_more_than_poisson(event, found, relation, delta):
+    poisson = found.get(BatchOrder.POISSON, math.inf)
+    if poisson >= best_guarantee(event, relation).epsilon(delta):
         return line
     own = f"{line}; {event.batch_order.value} batches cost"
     if event.loss is None:
@@ -149,24 +213,6 @@ def other_batches_line(
     if epochs is not None:
         return f"{own} less than Poisson batches from about {epochs} epochs on"
     return f"{own} more now"
-
-
-def costs_more_than_poisson(
-    event: LastIterateDpEvent,
-    others: dict[BatchOrder, float],
-    relation: NeighboringRelation,
-    delta: float,
-) -> bool:
-    """Whether Poisson batches would cost less, as far as quick bounds say.
-
-    Args:
-        event: The run.
-        others: Of `other_batches`.
-        relation: Of the guarantee.
-        delta: Where epsilons are read.
-    """
-    poisson = others.get(BatchOrder.POISSON, math.inf)
-    return poisson < best_guarantee(event, relation).epsilon(delta)
 
 
 def clip_that_contracts(
