@@ -44,7 +44,7 @@ _NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
 _SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
 _MUCH_NOISE = 4.0
 _SO_LITTLE_NOISE = 1e-12
-_BELOW = 0.01  # how far below the noise that seems to meet it a target is likely to be missed
+_BELOW = 0.99  # times the noise that seems to meet it, a target is likely to be missed
 _GRID = 1000  # weight decays
 
 
@@ -94,10 +94,10 @@ def calibrate_noise(
         target_epsilon,
         delta,
         _event_maker(make_event, field),
-        make_accountant,
-        neighboring_relation,
-        group_size,
-        for_one_position,
+        neighboring_relation=neighboring_relation,
+        make_accountant=make_accountant,
+        group_size=group_size,
+        for_one_position=for_one_position,
     )
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
     start = group_size * _composition_noise(target)
@@ -107,23 +107,14 @@ def calibrate_noise(
             raise ValueError(_unreachable(target, start * _SO_MUCH_NOISE))
     meets = min(z for z in target.seen if target.meets(z))
     misses = max((z for z in target.seen if not target.meets(z)), default=0.0)
-    while misses == 0.0:  # downwards, with care: a little noise can cost gigabytes
-        crossing = meets * math.exp(target.log_mu(meets))  # if the guarantee is Gaussian
-        lower = crossing * (1 - tolerance / 3)
-        if getattr(getattr(target.accountant, "guarantee", None), "mu", None) is None:
-            lower = max(lower, meets / 8 if meets > 4 else meets / 2)
-            below = target.line_through_the_least() * (1 - _BELOW)
-            lower = below if lower < below < meets else lower
-        if target.epsilon_of(meets) == 0:  # says nothing about how far away the target is
-            lower = meets / 8
+    while misses == 0.0:
+        lower = _less_noise(target, meets) * (1 - tolerance / 3)
         if lower < start * _SO_LITTLE_NOISE:
             return 0.0 if target.meets(0.0) else meets
         if target.meets(lower):
             meets = lower
-            continue
-        misses, upper = lower, crossing * (1 + tolerance / 3)
-        if lower >= crossing * (1 - tolerance) and upper < meets and target.meets(upper):
-            meets = upper
+        else:
+            misses = lower
     result = _close_in(target, meets, misses, tolerance)
     target.check_monotone(increasing=False)
     return result
@@ -134,11 +125,8 @@ def calibrate_epochs(
     delta: float,
     make_event: MakeEvent | dp_accounting.DpEvent,
     *,
-    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
-    make_accountant: MakeAccountant | None = None,
-    group_size: int = 1,
-    for_one_position: bool = False,
     max_epochs: int = 10_000,
+    **accounting: Any,
 ) -> int:
     """The largest number of epochs, up to `max_epochs`, that meets (target_epsilon, delta).
 
@@ -153,26 +141,15 @@ def calibrate_epochs(
         target_epsilon: >= 0, finite.
         delta: In (0, 1).
         make_event: Maps a number of epochs to a run; or a run without schedules and releases.
-        neighboring_relation: As for `calibrate_noise`.
-        make_accountant: Likewise.
-        group_size: Likewise.
-        for_one_position: Likewise.
         max_epochs: >= 1.
+        **accounting: `neighboring_relation`, `make_accountant`, `group_size` and
+            `for_one_position`, as for `calibrate_noise`.
 
     Raises:
         UnsupportedRunError: The accountant does not cover the run.
         ValueError: One epoch is too many, or epsilon falls with the number of epochs.
     """
-    target = _Target(
-        "epochs",
-        target_epsilon,
-        delta,
-        _epoch_maker(make_event),
-        make_accountant,
-        neighboring_relation,
-        group_size,
-        for_one_position,
-    )
+    target = _Target("epochs", target_epsilon, delta, _epoch_maker(make_event), **accounting)
     most = validate.integer("max_epochs", max_epochs, minimum=1)
     if not target.meets(1):
         least = text_up(target.epsilon_of(1), 6)
@@ -195,11 +172,8 @@ def calibrate_weight_decay(
     delta: float,
     event: LastIterateDpEvent,
     *,
-    neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
-    make_accountant: MakeAccountant | None = None,
-    group_size: int = 1,
-    for_one_position: bool = False,
     tolerance: float = 1e-6,
+    **accounting: Any,
 ) -> float:
     r"""The smallest constant weight decay that meets (target_epsilon, delta).
 
@@ -218,11 +192,9 @@ def calibrate_weight_decay(
         target_epsilon: >= 0, finite.
         delta: In (0, 1).
         event: The run; its own weight decay is replaced.
-        neighboring_relation: As for `calibrate_noise`.
-        make_accountant: Likewise.
-        group_size: Likewise.
-        for_one_position: Likewise.
         tolerance: Relative, in [1e-12, 0.5].
+        **accounting: `neighboring_relation`, `make_accountant`, `group_size` and
+            `for_one_position`, as for `calibrate_noise`.
 
     Returns:
         0 if the run needs no decay.
@@ -233,29 +205,17 @@ def calibrate_weight_decay(
     """
     if not isinstance(event, LastIterateDpEvent):
         raise TypeError(f"Expected event to be a LastIterateDpEvent, got {event!r}.")
-    target = _Target(
-        "weight_decay",
-        target_epsilon,
-        delta,
-        _event_maker(attrs.evolve(event, weight_decay=0.0), "weight_decay"),
-        make_accountant,
-        neighboring_relation,
-        group_size,
-        for_one_position,
-    )
+    make_event = _event_maker(attrs.evolve(event, weight_decay=0.0), "weight_decay")
+    target = _Target("weight_decay", target_epsilon, delta, make_event, **accounting)
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
     if target.meets(0.0):
         return 0.0
     most = largest_useful_decay(event)
     if not target.meets(most):
         raise ValueError(_unreachable(target, most))
-    meets, misses = most, 0.0
-    for _ in range(60):  # to a bracket whose ends can be compared on a logarithmic scale
-        middle = meets / 16
-        if not target.meets(middle):
-            misses = middle
-            break
-        meets = middle
+    meets = most
+    while target.meets(misses := meets / 16):  # ends that can be compared on a logarithmic scale
+        meets = misses
     result = _close_in(target, meets, misses, tolerance)
     target.check_monotone(increasing=False)
     return result
@@ -272,16 +232,20 @@ class _Target:
     epsilon: float
     delta: float
     make_event: MakeEvent
-    make_accountant: MakeAccountant | None
-    relation: NeighboringRelation | str
-    group_size: int
-    for_one_position: bool
-    seen: dict[float, float] = attrs.field(factory=dict)
-    accountant: Any = None  # the last one
-    event: dp_accounting.DpEvent | None = None  # the last one
+    relation: NeighboringRelation = attrs.field(
+        default=NeighboringRelation.REPLACE_SPECIAL,
+        alias="neighboring_relation",
+        kw_only=True,
+        converter=validate.neighboring_relation,
+    )
+    make_accountant: MakeAccountant | None = attrs.field(default=None, kw_only=True)
+    group_size: int = attrs.field(default=1, kw_only=True)
+    for_one_position: bool = attrs.field(default=False, kw_only=True)
+    seen: dict[float, float] = attrs.field(factory=dict, init=False)
+    accountant: Any = attrs.field(default=None, init=False)  # the last one
+    event: dp_accounting.DpEvent | None = attrs.field(default=None, init=False)  # the last one
 
     def __attrs_post_init__(self) -> None:
-        self.relation = validate.neighboring_relation(self.relation)
         validate.integer("group_size", self.group_size, minimum=1)
         if self.make_accountant is not None and self.group_size > 1:
             raise ValueError(
@@ -329,19 +293,6 @@ class _Target:
             self.epsilon, self.delta
         )
 
-    def line_through_the_least(self) -> float:
-        """Where a line through the two least values, in logarithms, meets the target; nan if none.
-
-        It is about noise that meets the target.
-        """
-        if len(self.seen) < 2:
-            return math.nan
-        a, b = sorted(self.seen)[:2]
-        low, high = self.log_mu(a), self.log_mu(b)
-        if not (math.isfinite(low) and math.isfinite(high)) or low == high:
-            return math.nan
-        return math.exp(math.log(a) - low * (math.log(b) - math.log(a)) / (high - low))
-
     def check_monotone(self, increasing: bool) -> None:
         """Whether epsilon moved in one direction only, which the bisection relies on."""
         values = sorted(self.seen, reverse=increasing)
@@ -369,6 +320,23 @@ def gaussian_log_mu(epsilon: float, delta: float) -> float:
     if excess(high) <= 0:
         return high
     return float(optimize.brentq(excess, low, high, xtol=1e-13))
+
+
+def _less_noise(target: _Target, meets: float) -> float:
+    """Where the target may be missed; with care: a little noise can cost gigabytes."""
+    if target.epsilon_of(meets) == 0:  # says nothing about how far away the target is
+        return meets / 8
+    crossing = meets * math.exp(target.log_mu(meets))  # if the guarantee is Gaussian
+    if getattr(getattr(target.accountant, "guarantee", None), "mu", None) is not None:
+        return crossing
+    lower = max(crossing, meets / 8 if meets > 4 else meets / 2)
+    if len(target.seen) > 1:  # where a line through the two least values meets the target
+        a, b = sorted(target.seen)[:2]
+        low, high = target.log_mu(a), target.log_mu(b)
+        if math.isfinite(low) and math.isfinite(high) and low != high:
+            below = _BELOW * a * (b / a) ** (-low / (high - low))
+            lower = below if lower < below < meets else lower
+    return lower
 
 
 def _close_in(
@@ -449,57 +417,45 @@ def _composition_noise(target: _Target) -> float:
 
     Of DiceSGD: with which a record that takes part in every step does.
     """
-    mu = 0.0
-    try:
-        event: Any = target.make_event(1.0)
-        relation = validate.neighboring_relation(target.relation)
-        if isinstance(event, DiceSgdDpEvent):
-            mu = largest_mu(event, relation)
-        event = _as_composition(event, relation)
-        mu = mu or gaussian_mu(event)
-    except (UnsupportedRunError, TypeError):
-        pass
     log_mu = gaussian_log_mu(target.epsilon, target.delta)
+    try:
+        event = target.make_event(1.0)
+        mu, rate = gaussian_mu_and_rate(event, target.relation)
+        if isinstance(event, DiceSgdDpEvent):
+            mu = largest_mu(event, target.relation) or mu
+    except (UnsupportedRunError, TypeError):
+        return 1.0
     if not 0 < mu < math.inf or not math.isfinite(log_mu):
         return 1.0
     noise = min(max(mu / math.exp(log_mu) * (1 + 1e-12), 1e-60), 1e60)
     # Where there is much noise a sampled record counts about as its share.
-    return min(noise, max(_MUCH_NOISE, 2 * _sampling_rate(event) * noise))
+    return min(noise, max(_MUCH_NOISE, 2 * rate * noise))
 
 
-def _as_composition(event: Any, relation: NeighboringRelation) -> dp_accounting.DpEvent:
-    """The event with its runs as standard events."""
-    if isinstance(event, dp_accounting.ComposedDpEvent):
-        return dp_accounting.ComposedDpEvent([_as_composition(e, relation) for e in event.events])
+def gaussian_mu_and_rate(event: Any, relation: NeighboringRelation) -> tuple[float, float]:
+    """The mu of an event's Gaussian mechanisms as if none was sampled, and the largest rate.
+
+    The rate is the probability with which a record takes part: 1 where one is not sampled.
+    """
     if hasattr(event, "as_composition"):
         event = attrs.evolve(event, max_batch_size=None)
-        return event.as_composition(relation, for_one_position=True)
-    return event
-
-
-def _sampling_rate(event: dp_accounting.DpEvent) -> float:
-    """The probability with which a record takes part in sampled steps; 1 if any is not sampled."""
-    if isinstance(event, dp_accounting.ComposedDpEvent):
-        return max(map(_sampling_rate, event.events))
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return _sampling_rate(event.event)
-    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-        return float(event.sampling_probability)
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-        return float(event.sample_size / event.source_dataset_size)
-    return 1.0
-
-
-def gaussian_mu(event: dp_accounting.DpEvent) -> float:
-    """The mu of composed Gaussian events, whose sampling is ignored; 0 if there is none."""
+        event = event.as_composition(relation, for_one_position=True)
     if isinstance(event, dp_accounting.GaussianDpEvent):
-        return 1 / event.noise_multiplier if event.noise_multiplier > 0 else math.inf
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return math.sqrt(event.count) * gaussian_mu(event.event)
+        return (1 / event.noise_multiplier if event.noise_multiplier > 0 else math.inf), 1.0
     if isinstance(event, dp_accounting.ComposedDpEvent):
-        return math.hypot(*map(gaussian_mu, event.events))
+        parts = [gaussian_mu_and_rate(part, relation) for part in event.events]
+        return math.hypot(*(mu for mu, _ in parts)), max((rate for _, rate in parts), default=1.0)
     inner = getattr(event, "event", None)
-    return gaussian_mu(inner) if isinstance(inner, dp_accounting.DpEvent) else 0.0
+    if not isinstance(inner, dp_accounting.DpEvent):
+        return 0.0, 1.0
+    mu, rate = gaussian_mu_and_rate(inner, relation)
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return math.sqrt(event.count) * mu, rate
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        return mu, float(event.sampling_probability)
+    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+        return mu, float(event.sample_size / event.source_dataset_size)
+    return mu, 1.0
 
 
 def _more(target: _Target, meets: int, most: int) -> int:

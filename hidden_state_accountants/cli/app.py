@@ -12,13 +12,11 @@ import attrs
 import typer
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.cli import names, output
-from hidden_state_accountants.cli.flags import completed_by, with_run
-from hidden_state_accountants.cli.template import TEMPLATE
+from hidden_state_accountants.cli import fields, output
+from hidden_state_accountants.cli.fields import completed_by, with_run
 from hidden_state_accountants.figures import round_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
-    import dp_accounting
 
     from hidden_state_accountants.cli.run_file import RunDescription
     from hidden_state_accountants.guarantee import Guarantee
@@ -36,8 +34,8 @@ app = typer.Typer(
 )
 
 Run = Callable[..., "RunDescription"]
-_BOUNDS, _RELATIONS = ", ".join(names.BOUNDS), ", ".join(names.RELATIONS)
-_RECOMMENDED = ", ".join(names.RECOMMENDED_LOSSES)
+_BOUNDS, _RELATIONS = ", ".join(fields.BOUNDS), ", ".join(fields.RELATIONS)
+_RECOMMENDED = ", ".join(fields.RECOMMENDED_LOSSES)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; infinity is the text inf.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 Plot = Annotated[
@@ -48,7 +46,7 @@ Accountant = Annotated[
     str,
     typer.Option(
         help=f"last_iterate (the smallest proven bound), or one of: {_BOUNDS}.",
-        autocompletion=completed_by((_LAST_ITERATE, *names.BOUNDS)),
+        autocompletion=completed_by((_LAST_ITERATE, *fields.BOUNDS)),
     ),
 ]
 
@@ -63,18 +61,16 @@ def run(arguments: Sequence[str]) -> int:
             status = command.main(
                 list(arguments) or ["--help"], prog_name="hsa", standalone_mode=False
             )
-    except _ClickError as error:
-        output.note(error.format_message())
-        return _EXIT_BAD_INPUT
-    except OSError as error:
-        output.note(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        return _EXIT_BAD_INPUT
-    except (ImportError, TypeError, ValueError) as error:
-        output.note(str(error))
-        return _EXIT_BAD_INPUT
+        return status if isinstance(status, int) else 0
     except typer.Abort:
         return 130
-    return status if isinstance(status, int) else 0
+    except _ClickError as error:
+        output.note(error.format_message())
+    except OSError as error:
+        output.note(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ImportError, TypeError, ValueError) as error:
+        output.note(str(error))
+    return _EXIT_BAD_INPUT
 
 
 def _version(value: bool) -> None:
@@ -91,51 +87,51 @@ def _options(
 ) -> None: ...
 
 
-def _accountant(name: str, found: RunDescription) -> dp_accounting.PrivacyAccountant:
+def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
+    """What makes the accountant that was asked for.
+
+    Raises:
+        ValueError: There is none of that name, or it does not cover the run. One line says why, not
+            the reasons of all bounds: those of the one that is nearest.
+    """
     from hidden_state_accountants import validate
     from hidden_state_accountants.accountants import BoundAccountant
 
-    name, relation = name.replace("-", "_"), found.neighboring_relation
-    if name == _LAST_ITERATE:
-        return hsa.LastIterateAccountant(relation, group_size=found.group_size)
-    for bound in hsa.BOUNDS:
-        if bound.name == name:
-            return BoundAccountant(relation, bound, group_size=found.group_size)
-    raise ValueError(
-        f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
-        f"{validate.did_you_mean(name, (_LAST_ITERATE, *names.BOUNDS))}"
-    )
-
-
-def _check_covered(found: RunDescription, accountant: str) -> None:
-    """One line instead of the reasons of all bounds: those of the one that is nearest."""
-    name, reasons = accountant.replace("-", "_"), []
-    for bound in hsa.BOUNDS:
-        asked = bound.name == name or (name == _LAST_ITERATE and bound.sound)
-        if asked and isinstance(found.event, bound.event_type):
-            reasons.append((bound.name, bound.check(found.event, found.neighboring_relation)))
-        elif bound.name == name:
-            raise ValueError(
-                f"Expected a {bound.event_type.__name__} for --accountant {name}, got a "
-                f"{type(found.event).__name__}."
-            )
-    if all(unmet for _, unmet in reasons) and reasons:
-        nearest, unmet = min(reasons, key=lambda reason: len(reason[1]))
-        whole = "; ".join(map(str, unmet))
-        if len(reasons) == 1:
+    name, known = accountant.replace("-", "_"), (_LAST_ITERATE, *fields.BOUNDS)
+    if name not in known:
+        raise ValueError(
+            f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
+            f"{validate.did_you_mean(name, known)}"
+        )
+    relation, size = found.neighboring_relation, found.group_size
+    asked = [bound for bound in hsa.BOUNDS if bound.name == name]
+    bounds = asked or [bound for bound in hsa.BOUNDS if bound.sound]
+    about = [bound for bound in bounds if isinstance(found.event, bound.event_type)]
+    if not about:
+        raise ValueError(
+            f"Expected a {bounds[0].event_type.__name__} for --accountant {name}, got a "
+            f"{type(found.event).__name__}."
+        )
+    unmet = {bound.name: bound.check(found.event, relation) for bound in about}
+    if all(unmet.values()):
+        nearest = min(unmet, key=lambda name: len(unmet[name]))
+        whole = "; ".join(map(str, unmet[nearest]))
+        if len(unmet) == 1:
             raise ValueError(f"{nearest} does not cover this run: {whole}")
         raise ValueError(
             f"No bound covers this run. {nearest}: {whole} (All reasons: hsa compare.)"
         )
+    if asked:
+        return lambda: BoundAccountant(relation, asked[0], group_size=size)
+    return lambda: hsa.LastIterateAccountant(relation, group_size=size)
 
 
 def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
-    _check_covered(found, accountant)
+    make = _maker(found, accountant)
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        made: Any = _accountant(accountant, found)
-        return made.compose(found.event).guarantee
+        return make().compose(found.event).guarantee  # type: ignore[no-any-return]
 
 
 def _check_single(found: RunDescription, command: str) -> None:
@@ -235,30 +231,27 @@ def calibrate(
             f"{validate.did_you_mean(kind, defaults)}"
         )
     found = run(defaults=defaults[kind])
-    _check_covered(found, accountant)
+    event: Any = found.event
     options: dict[str, Any] = {
         "neighboring_relation": found.neighboring_relation,
-        "make_accountant": lambda: _accountant(accountant, found),
+        "make_accountant": _maker(found, accountant),
         "for_one_position": for_one_position,
     }
-    arguments = (target_epsilon, found.delta, found.event)
+    value: float
+    arguments = target_epsilon, found.delta, event
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said once, below
         if kind == "epochs":
-            value: Any = hsa.calibrate_epochs(*arguments, max_epochs=max_epochs, **options)
-            name, changes = "epochs", {"num_epochs": value}
+            name, value = kind, hsa.calibrate_epochs(*arguments, max_epochs=max_epochs, **options)
             if value == max_epochs and not quiet:
                 output.note(f"not even {max_epochs} epochs, the end of the search, are too many")
-            if not hasattr(found.event, "num_epochs"):
-                changes = {"num_steps": value * found.event.batches_per_epoch}
-        elif kind == "noise":
-            noise = hsa.calibrate_noise(*arguments, tolerance=tolerance, **options)
-            name = next(field for field in defaults["noise"] if hasattr(found.event, field))
-            value = round_up(noise, 8)
-            changes = {name: value}
+            changes = {"num_epochs": value}
+            if not hasattr(event, "num_epochs"):
+                changes = {"num_steps": value * event.batches_per_epoch}
         else:
-            decay = hsa.calibrate_weight_decay(*arguments, tolerance=tolerance, **options)
-            name, value = "weight_decay", round_up(decay, 8)
+            search: Any = hsa.calibrate_noise if kind == "noise" else hsa.calibrate_weight_decay
+            name = next((field for field in defaults[kind] if hasattr(event, field)), kind)
+            value = round_up(search(*arguments, tolerance=tolerance, **options), 8)
             changes = {name: value}
     found = attrs.evolve(found, event=attrs.evolve(found.event, **changes))
     guarantee = _guarantee(found, accountant, quiet)
@@ -292,16 +285,14 @@ def compare(
     runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
     relations = {found.neighboring_relation for found in runs.values()}
     sizes = {found.group_size for found in runs.values()}
-    if len(relations) > 1:
-        raise ValueError(
-            f"Expected one neighboring relation, got {len(relations)} in the files. "
-            "Choose one with --relation."
-        )
-    if len(sizes) > 1:
-        raise ValueError(
-            f"Expected one group_size, got {sorted(sizes)} in the files. Choose one with "
-            "--group-size."
-        )
+    for found, what, flag in (
+        (relations, "neighboring relation", "--relation"),
+        (sizes, "group_size", "--group-size"),
+    ):
+        if len(found) > 1:
+            raise ValueError(
+                f"Expected one {what}, got {len(found)} in the files. Choose one with {flag}."
+            )
     _check_plot(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
@@ -465,11 +456,11 @@ def init(
     if str(file) == "-":
         if json:
             raise ValueError("--json is about the file that was written; - writes none.")
-        typer.echo(TEMPLATE, nl=False)
+        typer.echo(fields.template(), nl=False)
         return
     if file.exists() and not force:
         raise ValueError(f"{file} exists. Choose another name, or --force.")
-    file.write_text(TEMPLATE, encoding="utf-8")
+    file.write_text(fields.template(), encoding="utf-8")
     if json:
         output.json({"wrote": str(file)})
     else:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
-from hidden_state_accountants.cli.names import LOSSES
+from hidden_state_accountants.cli.fields import LOSSES
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     batches_per_pass,
@@ -42,97 +41,107 @@ class RunDescription:
     """
 
     event: dp_accounting.DpEvent
-    delta: float
-    neighboring_relation: NeighboringRelation
-    group_size: int = 1
+    delta: float = attrs.field(converter=validate.target_delta)
+    neighboring_relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
+    group_size: int = attrs.field(
+        converter=lambda size: validate.integer("group_size", size, minimum=1)
+    )
 
 
 def read(
     path: Path | None,
-    flags: Mapping[str, Any],
-    loss_flags: Mapping[str, Any],
-    delta: float | None,
-    relation: str | None,
-    group_size: int | None,
+    *,
+    run: Mapping[str, Any],
+    loss: Mapping[str, Any],
+    accounting: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> RunDescription:
     """The run in a file, with the values of the flags instead where given.
 
     Args:
         path: A TOML file, - for the standard input, or None: the flags describe the whole run.
-        flags: Fields of the event; None where not given. "epochs" stands for num_steps.
-        loss_flags: "loss" and the parameters of its class method.
-        delta: Instead of the file's; 1e-5 if neither has one.
-        relation: Instead of the file's; REPLACE_SPECIAL if neither has one.
-        group_size: Instead of the file's; 1 if neither has one.
+        run: Flags that are fields of the event; "epochs" stands for num_steps.
+        loss: The flag "loss" and the parameters of its class method.
+        accounting: Flags for the target delta, the relation and the size of groups.
         defaults: Fields, or "epochs", that need not be given; those that the event does not have
             are left out.
 
     Raises:
         OSError: The file cannot be read.
-        TypeError, ValueError: No run can have these values.
+        TypeError, ValueError: No run can have these values; the text names the file.
     """
-    asked = [*flags.values(), *loss_flags.values(), delta, relation, group_size]
-    with _named(path, has_flags=any(value is not None for value in asked)):
-        values = {} if path is None else _toml(path)
-        accounting = _table(values, "accounting")
-        validate.unknown_keys(
-            "[accounting]", accounting, ("delta", "neighboring_relation", "group_size")
-        )
-        kinds = {kind.__name__: kind for kind in RUN_EVENTS}
-        name = values.setdefault("type", "LastIterateDpEvent")
-        if name not in kinds:
-            raise ValueError(
-                f"Expected type to be one of {', '.join(kinds)}, got {name!r}."
-                f"{validate.did_you_mean(name, kinds)}"
-            )
-        fields = {field.name: field for field in attrs.fields(kinds[name])}
-        validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
-        values.setdefault("schema", SCHEMA)
-        for key in _WHOLE & set(values):
-            if isinstance(values[key], float) and values[key].is_integer():
-                values[key] = int(values[key])  # TOML has no 1e7 among its integers
-        given = {key: value for key, value in flags.items() if value is not None}
-        if "epochs" in given or "num_steps" in given:
-            values.pop("epochs", None)
-            values.pop("num_steps", None)
-        values.update(given)
-        _merge_loss(values, {k: v for k, v in loss_flags.items() if v is not None})
-        for key, value in defaults.items():
-            lengths = ("epochs", "num_steps", "num_epochs")
-            if key == "epochs" and not any(name in values for name in lengths):
-                values[key] = value
-            if key in fields:
-                values.setdefault(key, value)
-        _epochs_to_steps(values)
-        missing = [
-            key
-            for key, field in fields.items()
-            if field.default is attrs.NOTHING and key not in values
-        ]
-        if missing:
-            raise ValueError(_missing(missing, path, is_typed=name != "LastIterateDpEvent"))
-        if delta is None:
-            delta = accounting.get("delta", 1e-5)
-        if relation is None:
-            relation = accounting.get("neighboring_relation", "replace_special")
-        event = kinds[name].from_dict(values)
-        relation = validate.neighboring_relation(relation)
-        if group_size is None:
-            group_size = accounting.get("group_size", 1)
-        group_size = validate.integer("group_size", group_size, minimum=1)
-        return RunDescription(event, validate.target_delta(delta), relation, group_size)
-
-
-@contextlib.contextmanager
-def _named(path: Path | None, *, has_flags: bool) -> Iterator[None]:
-    """Errors about the run say which file it came from."""
     try:
-        yield
+        values = {} if path is None else _toml(path)
+        table = values.pop("accounting", {})
+        if not isinstance(table, dict):
+            raise ValueError(f"Expected [accounting] to be a table, got {table!r}.")
+        known = {"delta": 1e-5, "neighboring_relation": "replace_special", "group_size": 1}
+        validate.unknown_keys("[accounting]", table, known)
+        flags = {"neighboring_relation" if k == "relation" else k: v for k, v in accounting.items()}
+        event = _event(path, values, run, dict(loss), defaults)
+        return RunDescription(event, **(known | table | flags))
     except (TypeError, ValueError) as error:
         if path is None:
             raise
-        raise ValueError(f"{path}{' with these flags' if has_flags else ''}: {error}") from error
+        flags_too = " with these flags" if run or loss or accounting else ""
+        raise ValueError(f"{path}{flags_too}: {error}") from error
+
+
+def _event(
+    path: Path | None,
+    values: dict[str, Any],
+    flags: Mapping[str, Any],
+    loss_flags: dict[str, Any],
+    defaults: Mapping[str, Any],
+) -> dp_accounting.DpEvent:
+    kinds = {kind.__name__: kind for kind in RUN_EVENTS}
+    name = values.setdefault("type", "LastIterateDpEvent")
+    if name not in kinds:
+        raise ValueError(
+            f"Expected type to be one of {', '.join(kinds)}, got {name!r}."
+            f"{validate.did_you_mean(name, kinds)}"
+        )
+    fields = {field.name: field for field in attrs.fields(kinds[name])}
+    validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
+    values.setdefault("schema", SCHEMA)
+    for key in _WHOLE & set(values):
+        if isinstance(values[key], float) and values[key].is_integer():
+            values[key] = int(values[key])  # TOML has no 1e7 among its integers
+    if "epochs" in flags or "num_steps" in flags:
+        values.pop("epochs", None)
+        values.pop("num_steps", None)
+    values |= _plain(flags)
+    _merge_loss(values, loss_flags)
+    lengths = {"epochs", "num_steps", "num_epochs"} & set(values)
+    for key, value in defaults.items():
+        if key in fields or (key == "epochs" and not lengths):
+            values.setdefault(key, value)
+    _epochs_to_steps(values)
+    missing = [k for k, f in fields.items() if f.default is attrs.NOTHING and k not in values]
+    if missing and path is not None:
+        raise ValueError(f"There is no {', '.join(missing)}.")
+    if missing:
+        names = _names(missing).replace("--num-steps", "--epochs (or --num-steps)")
+        raise ValueError(f"Missing {names}. Or describe the run in a file: hsa init run.toml.")
+    return kinds[name].from_dict(values)
+
+
+def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in the form of `to_dict`."""
+    plain = dict(flags)
+    if plain.get("clip_norm", "none") != "none":
+        plain["clip_norm"] = _number("clip_norm", plain["clip_norm"], float)
+    if "release_steps" in plain:
+        steps = filter(None, plain["release_steps"].replace(" ", "").split(","))
+        plain["release_steps"] = [_number("release_steps", step, int) for step in steps]
+    return plain
+
+
+def _number(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"Expected {name} to be a number, got {text!r}.") from None
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -147,15 +156,11 @@ def _toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"not a TOML file: {error}") from None
 
 
-def _table(values: dict[str, Any], name: str) -> dict[str, Any]:
-    table = values.pop(name, {})
-    if not isinstance(table, dict):
-        raise ValueError(f"Expected [{name}] to be a table, got {table!r}.")
-    return table
-
-
 def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Puts a `LossGeometry` into the values, from their table and the flags."""
     key = "block_loss" if values["type"] == "BlockCoordinateDpEvent" else "loss"
+    if "loss_clip_norm" in flags:  # --clip-norm is that of the run
+        flags["clip_norm"] = flags.pop("loss_clip_norm")
     table = values.pop(key, {})
     if not isinstance(table, dict):
         raise ValueError(f"Expected [{key}] to be a table with a kind, got {table!r}.")
@@ -166,31 +171,29 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
         if flags:
             raise ValueError(f"Expected no parameters of the loss 'none', got {_names(flags)}.")
         return
-    table = {**table, **flags}
-    table.pop("kind", None)
-    if not kind:
-        if table:
-            raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
+    table = {name: value for name, value in (table | flags).items() if name != "kind"}
+    if not kind and not table:
         return
+    if not kind:
+        raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
     if kind not in LOSSES:
         raise ValueError(
             f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}."
             f"{validate.did_you_mean(kind, LOSSES)}"
         )
-    values[key] = _plain_loss(kind, table)
+    values[key] = _loss(kind, table)
 
 
-def _plain_loss(kind: str, table: dict[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments, from those of the class method or of the constructor."""
-    fields = {field.name for field in attrs.fields(LossGeometry)}
+def _loss(kind: str, table: dict[str, Any]) -> LossGeometry:
+    """From the arguments of the class method or, in a `to_dict`, of the constructor."""
     parameters = inspect.signature(getattr(LossGeometry, kind)).parameters
-    is_full = kind in [k.value for k in LossKind] and not set(table) <= set(parameters)
-    if is_full and set(table) <= fields and "weak_convexity" in table:
-        return {"kind": kind, **table}
+    fields = {field.name for field in attrs.fields(LossGeometry)}
+    is_class = kind in {k.value for k in LossKind} and "weak_convexity" in table
+    if is_class and not set(table) <= set(parameters) and set(table) <= fields:
+        return LossGeometry(kind=LossKind(kind), **table)
+    needed = [k for k, p in parameters.items() if p.default is p.empty]
     unknown = sorted(set(table) - set(parameters))
-    missing = [k for k, p in parameters.items() if p.default is p.empty and k not in table]
-    if unknown or missing:
-        needed = [k for k, p in parameters.items() if p.default is p.empty]
+    if unknown or not set(needed) <= set(table):
         others = [k for k in parameters if k not in needed]
         optional = f" (optional: {', '.join(others)})" if others else ""
         raise ValueError(
@@ -198,12 +201,8 @@ def _plain_loss(kind: str, table: dict[str, Any]) -> dict[str, Any]:
             f"{optional}, got {', '.join(sorted(table)) or 'nothing'}."
             + "".join(validate.did_you_mean(key, parameters) for key in unknown)
         )
-    loss = getattr(LossGeometry, kind)(**table)
-    return {
-        name: value.value if isinstance(value, LossKind) else value
-        for name, value in attrs.asdict(loss).items()
-        if value is not None
-    }
+    loss: LossGeometry = getattr(LossGeometry, kind)(**table)
+    return loss
 
 
 def _epochs_to_steps(values: dict[str, Any]) -> None:
@@ -225,14 +224,5 @@ def _epochs_to_steps(values: dict[str, Any]) -> None:
     values["num_steps"] = epochs * batches_per_pass(sizes[0], sizes[1], rate)  # type: ignore[arg-type]
 
 
-def _missing(names: list[str], path: Path | None, *, is_typed: bool) -> str:
-    if path is not None:
-        return f"There is no {', '.join(names)}."
-    if is_typed:
-        return f"Missing {', '.join(names)}."
-    flags = _names(dict.fromkeys(names)).replace("--num-steps", "--epochs (or --num-steps)")
-    return f"Missing {flags}. Or describe the run in a file: hsa init run.toml."
-
-
-def _names(flags: Mapping[str, Any]) -> str:
+def _names(flags: Iterable[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in flags)

@@ -16,9 +16,8 @@ import hidden_state_accountants as hsa
 pytest.importorskip("typer")
 
 from hidden_state_accountants import recommendation
-from hidden_state_accountants.cli import app, names, output
+from hidden_state_accountants.cli import app, fields, output
 from hidden_state_accountants.cli.app import run
-from hidden_state_accountants.cli.template import TEMPLATE
 
 RUN = """
 noise_multiplier = 2.0
@@ -104,19 +103,18 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
     groups = hsa_json("epsilon run.toml --microbatched --relation replace_one")
     assert groups["event"] == cyclic_run(is_microbatched=True).to_dict()
     flags = set(app.epsilon.__annotations__)
-    fields = {field.name for field in attrs.fields(hsa.LastIterateDpEvent)}
-    assert fields <= flags
+    assert {field.name for field in attrs.fields(hsa.LastIterateDpEvent)} <= flags
     assert "relation" in flags
-    assert set(names.LOSSES) >= {kind.value for kind in hsa.LossKind}
+    assert set(fields.LOSSES) >= {kind.value for kind in hsa.LossKind}
 
 
 def test_names_are_those_of_the_package():
     losses = inspect.getmembers(hsa.LossGeometry, inspect.ismethod)
-    assert names.BOUNDS == tuple(bound.name for bound in hsa.BOUNDS)
-    assert names.LOSSES == tuple(name for name, _ in losses if not name.startswith("_"))
-    assert names.RECOMMENDED_LOSSES == tuple(recommendation.LOSSES)
-    assert names.ORDERS == tuple(order.value for order in hsa.BatchOrder)
-    assert names.RELATIONS == tuple(kind.name.lower() for kind in NeighboringRelation)
+    assert fields.BOUNDS == tuple(bound.name for bound in hsa.BOUNDS)
+    assert tuple(fields.LOSSES) == tuple(name for name, _ in losses if not name.startswith("_"))
+    assert fields.RECOMMENDED_LOSSES == tuple(recommendation.LOSSES)
+    assert fields.ORDERS == tuple(order.value for order in hsa.BatchOrder)
+    assert fields.RELATIONS == tuple(kind.name.lower() for kind in NeighboringRelation)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["epsilon", "--help"], ["--version"]])
@@ -335,7 +333,7 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
     assert run(["init", "new.toml", "--force"]) == 0
     capsys.readouterr()
     assert run(["init", "-"]) == 0
-    assert capsys.readouterr().out == TEMPLATE
+    assert capsys.readouterr().out == fields.template()
     assert run(["init", "other.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"wrote": "other.toml"}
     assert run(["init", "-", "--json"]) == 2
@@ -343,9 +341,9 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
 
 def test_init_names_every_field():
     for field in attrs.fields(hsa.LastIterateDpEvent):
-        assert field.name in TEMPLATE or field.name in ("num_steps", "record_position")
-    for loss in names.LOSSES:
-        assert f'kind = "{loss}"' in TEMPLATE
+        assert field.name in fields.template() or field.name in ("num_steps", "record_position")
+    for loss in fields.LOSSES:
+        assert f'kind = "{loss}"' in fields.template()
 
 
 BAD = {
