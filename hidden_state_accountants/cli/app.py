@@ -245,7 +245,7 @@ def calibrate(
             name, value = kind, hsa.calibrate_epochs(*arguments, max_epochs=max_epochs, **options)
             if value == max_epochs and not quiet:
                 output.note(f"not even {max_epochs} epochs, the end of the search, are too many")
-            changes = {"num_epochs": value}
+            changes: dict[str, Any] = {"num_epochs": value}
             if not hasattr(event, "num_epochs"):
                 changes = {"num_steps": value * event.batches_per_epoch}
         else:

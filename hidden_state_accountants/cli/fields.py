@@ -213,7 +213,8 @@ def _flags(panel: str, fields: Mapping[str, Field]) -> dict[str, inspect.Paramet
             options |= {"parser": _whole, "metavar": "INTEGER"}
         if field.known:
             options["autocompletion"] = completed_by(field.known)
-        annotation = Annotated[field.kind | None, typer.Option(*field.flags, **options)]
+        kind: Any = field.kind
+        annotation = Annotated[kind | None, typer.Option(*field.flags, **options)]
         found[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )

@@ -29,6 +29,10 @@ _WHOLE = {
 }
 
 
+def _group_size(value: Any) -> int:
+    return validate.integer("group_size", value, minimum=1)
+
+
 @attrs.frozen
 class RunDescription:
     """A run and how to account for it.
@@ -43,9 +47,7 @@ class RunDescription:
     event: dp_accounting.DpEvent
     delta: float = attrs.field(converter=validate.target_delta)
     neighboring_relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
-    group_size: int = attrs.field(
-        converter=lambda size: validate.integer("group_size", size, minimum=1)
-    )
+    group_size: int = attrs.field(converter=_group_size)
 
 
 def read(
