@@ -17,7 +17,6 @@ from hidden_state_accountants.cli.fields import completed_by, with_run
 from hidden_state_accountants.figures import round_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
-
     from hidden_state_accountants.cli.run_file import RunDescription
     from hidden_state_accountants.guarantee import Guarantee
 
