@@ -14,7 +14,6 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import RUN_EVENTS
-from hidden_state_accountants.cli.fields import LOSSES
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     batches_per_pass,
@@ -23,6 +22,7 @@ from hidden_state_accountants.events.batch_order import (
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import SCHEMA
 
+_LOSSES = [n for n, _ in inspect.getmembers(LossGeometry, inspect.ismethod) if n[0] != "_"]
 _WHOLE = {
     *("num_steps", "num_epochs", "epochs", "batch_size", "dataset_size"),
     *("max_batch_size", "record_position"),
@@ -178,10 +178,10 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
         return
     if not kind:
         raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
-    if kind not in LOSSES:
+    if kind not in _LOSSES:
         raise ValueError(
-            f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}."
-            f"{validate.did_you_mean(kind, LOSSES)}"
+            f"Expected loss to be one of none, {', '.join(_LOSSES)}, got {kind!r}."
+            f"{validate.did_you_mean(kind, _LOSSES)}"
         )
     values[key] = _loss(kind, table)
 
