@@ -15,8 +15,8 @@ from utility_training import train
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.calibration import gaussian_log_mu
+from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.sklearn import PrivateClassifier
-from hidden_state_adapters.sklearn.randomness import OwnGenerator
 
 DELTA = 1e-5
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # times that of the recipe

@@ -37,9 +37,9 @@ MUTATIONS = (
     ),
     Mutation(
         "noise_in_a_step_of_estimators_is_drawn_for_a_mean",
-        f"{_SKLEARN}/steps.py",
-        "total += generator.normal(std, total.shape)",
-        "total += generator.normal(std / event.batch_size, total.shape)",
+        "../adapters/hidden_state_adapters/recipe.py",
+        "total = total + generator.normal(std, shape)",
+        "total = total + generator.normal(std / event.batch_size, shape)",
         "sklearn_estimators/test_steps.py",
     ),
     Mutation(
@@ -55,5 +55,12 @@ MUTATIONS = (
         "return _beside(spent, attrs.evolve(event, noise_multiplier=noise))",
         "return attrs.evolve(event, noise_multiplier=noise)",
         "core/test_recommendation.py",
+    ),
+    Mutation(
+        "slopes_of_a_head_that_are_not_cut",
+        "../adapters/hidden_state_adapters/opacus/fit_head.py",
+        "slopes *= (clip_norm / norms).clamp(max=1.0)",
+        "slopes *= 1.0",
+        "opacus_engine/test_fit_head.py",
     ),
 )

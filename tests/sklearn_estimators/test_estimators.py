@@ -144,7 +144,7 @@ def test_ridge_shrinks():
 )
 def test_refused_before_training(model, y, message, monkeypatch):
     monkeypatch.setattr(
-        "hidden_state_adapters.sklearn.estimators.train",
+        "hidden_state_adapters.recipe.Recipe.train",
         lambda *_: pytest.fail("something was trained"),
     )
     with pytest.raises(ValueError, match=message):
@@ -169,10 +169,7 @@ def test_nothing_of_the_training_stays():
     assert arrays == {"_weights", "classes_", "coef_", "intercept_"}
     assert set(kept) - arrays == {
         "_has_sample_weights",
-        "_momentum",
-        "_relation",
-        "_run",
-        "_spent",
+        "_recipe",
         "_statistics",
         "_step",
         "n_features_in_",

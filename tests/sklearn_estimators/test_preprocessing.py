@@ -12,6 +12,7 @@ from scipy import sparse
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.calibration import gaussian_log_mu
+from hidden_state_adapters.recipe import shrunk
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
@@ -19,7 +20,6 @@ from hidden_state_adapters.sklearn.preprocessing import (
     column_sums,
     record_norm,
     release_statistics,
-    shrunk,
 )
 
 pytestmark = pytest.mark.filterwarnings(  # the same records in every test
@@ -244,7 +244,7 @@ def test_few_features_of_many_records_are_trained_on_for_longer():
     long, short = (
         classifier(epsilon=0.3, preprocessing=None)
         .fit(np.tile(X, (1, times)), LABELS)
-        ._run.learning_rate
+        ._recipe.run.event.learning_rate
         for times in (1, 100)
     )
     assert long > 1.5 * short

@@ -11,10 +11,10 @@ from scipy import sparse
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.sklearn import steps
-from hidden_state_adapters.sklearn.randomness import OwnGenerator
+from hidden_state_adapters.own_noise import OwnGenerator
+from hidden_state_adapters.recipe import Recipe, silent
 from hidden_state_adapters.sklearn.records import Records, row_norms
-from hidden_state_adapters.sklearn.steps import gradient_sum, train
+from hidden_state_adapters.sklearn.steps import gradient_sum
 
 N, D, K = 24, 5, 3
 rng = np.random.default_rng(0)
@@ -37,12 +37,15 @@ def planned(loss="softmax_cross_entropy", n=N, **options):
     return hsa.recommend(n, 300.0, 1e-5, **{**settings, **options}).best
 
 
-def trained(run, targets, x=X, generator=None, constant=0.0, norm=1.0):
+def trained(run, targets, x=X, generator=None, constant=0.0, norm=1.0, sum_of=gradient_sum):
     records = Records.of(x, norm, "scale", constant)
-    generator = generator or Silent()
-    return train(
-        run, records, lambda part: targets[part], targets.shape[1], generator, lambda *_: None
-    )
+    clip_norm = run.event.clip_norm
+
+    def summed(weights):
+        return sum_of(run.loss, clip_norm, records, lambda part: targets[part], weights)
+
+    shape = (records.num_weights, targets.shape[1])
+    return Recipe(run, None).train(summed, shape, generator or Silent(), silent)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])
@@ -142,9 +145,7 @@ def test_the_law_of_all_that_is_released_is_no_further_apart_than_the_guarantee(
         distances.append(np.linalg.norm(total - there))
         return total
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "gradient_sum", recorded)
-        trained(run, targets, generator=OwnGenerator())
+    trained(run, targets, generator=OwnGenerator(), sum_of=recorded)
     assert len(distances) == event.num_steps
     mu = np.linalg.norm(distances) / (event.noise_multiplier * event.clip_norm)
     assert 0.3 * run.guarantee().mu < mu <= run.guarantee().mu * (1 + 1e-9)

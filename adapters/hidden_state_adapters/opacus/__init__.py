@@ -24,6 +24,7 @@ from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccoun
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.explain import explain_engine
+from hidden_state_adapters.opacus.fit_head import fit_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.losses import (
     EnvelopeBCEWithLogitsLoss,
@@ -61,5 +62,6 @@ __all__ = [
     "HiddenStatePrivacyEngine",
     "ParameterBallsProjection",
     "explain_engine",
+    "fit_head",
     "recommended_criterion",
 ]

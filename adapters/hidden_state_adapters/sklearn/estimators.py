@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import Any
 
-import attrs
 import numpy as np
-from dp_accounting import ComposedDpEvent, GaussianDpEvent, NeighboringRelation
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-import hidden_state_accountants as hsa
-from hidden_state_accountants import (
-    Assumption,
-    Candidate,
-    Guarantee,
-    LastIterateDpEvent,
-    LossGeometry,
-    validate,
-)
-from hidden_state_accountants.calibration import gaussian_log_mu
-from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_accountants import Assumption, Guarantee, validate
+from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.own_noise import OwnGenerator
+from hidden_state_adapters.recipe import (
+    INTERCEPT_SHARE,
+    PrintedProgress,
+    Recipe,
+    Target,
+    silent,
+)
 from hidden_state_adapters.sklearn.data_checks import look_at, warn_of_several_fits
 from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
-from hidden_state_adapters.sklearn.randomness import OWN_NOISE, OwnGenerator
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
 from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of
-from hidden_state_adapters.sklearn.steps import Targets, train
+from hidden_state_adapters.sklearn.steps import Targets, gradient_sum
 
 _FLOATS = (np.float64, np.float32)
 _FROM_LABELS = "from_labels"
 _AUTO = "auto"
 _NUMBERS = "biuf"  # kinds of dtypes
-_SECONDS = 2.0  # between two lines of progress
-_STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
 
 
 class PrivateLinearModel(BaseEstimator):
@@ -104,19 +95,10 @@ class PrivateLinearModel(BaseEstimator):
             return self.preprocessing
         if sparse.issparse(X):
             return None
-        records, columns = X.shape
-        noise = self._statistics_event().noise_multiplier * math.sqrt(columns) / records
-        return "center" if noise <= 1 else None
+        return "center" if self._target().centring_pays(*X.shape) else None
 
-    def _statistics_event(self) -> GaussianDpEvent:
-        """What the statistics of the columns cost: a fixed share of the target."""
-        validate.target_pair(self.epsilon, self.delta, ("epsilon", "delta"))
-        validate.real("epsilon", self.epsilon, above=0)
-        validate.real("delta", self.delta, above=0)
-        mu = math.sqrt(_STATISTICS) * math.exp(gaussian_log_mu(self.epsilon, self.delta))
-        relation = validate.neighboring_relation(self.neighboring_relation)
-        norms = 2.0 if relation is NeighboringRelation.REPLACE_ONE else 1.0
-        return GaussianDpEvent(norms / mu)
+    def _target(self) -> Target:
+        return Target.of(self.epsilon, self.delta, self.neighboring_relation)
 
     def _feature_norm(self) -> float:
         return validate.real("feature_norm", self.feature_norm, above=0)
@@ -127,69 +109,50 @@ class PrivateLinearModel(BaseEstimator):
             raise TypeError(
                 f"Expected fit_intercept to be True or False, got {self.fit_intercept!r}."
             )
-        return self._intercept_share * self._feature_norm() if self.fit_intercept else 0.0
-
-    def _recommended(self, X: Any, step: str | None, **options: Any) -> Candidate:
-        relation = validate.neighboring_relation(self.neighboring_relation)
-        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise ValueError(
-                "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
-                "ADD_OR_REMOVE_ONE: the number of records sets the batches and the learning rate "
-                "here, so it is public. REPLACE_SPECIAL is add-or-remove with that number fixed."
-            )
-        return hsa.recommend(
-            X.shape[0],
-            self.epsilon,
-            self.delta,
-            features=X.shape[1] + bool(self.fit_intercept),
-            feature_norm=math.hypot(self._feature_norm(), self._constant()),
-            orders=["full"],
-            momentum=True,
-            neighboring_relation=relation,
-            spent=None if step is None else self._statistics_event(),
-            **options,
-        ).best
+        return INTERCEPT_SHARE * self._feature_norm() if self.fit_intercept else 0.0
 
     def _train(
         self,
-        candidate: Candidate,
-        step: str | None,
         X: Any,
         y: np.ndarray,
         targets: Targets,
         outputs: int,
         weights_of_records: np.ndarray | None,
+        **options: Any,
     ) -> None:
+        step = self._chosen_step(X)
+        recipe = Recipe.of(
+            self._target(),
+            X.shape,
+            self._feature_norm(),
+            self._constant(),
+            step is not None,
+            **options,
+        )
         was_fitted = hasattr(self, "privacy_event_")
         look_at(X, y, was_fitted, type(self).__name__, stacklevel=3)
-        progress = _Progress(type(self).__name__, candidate) if self.verbose else _silent
-        generator, spent, statistics = OwnGenerator(), candidate.spent, None
-        if spent is not None and step is not None:
+        progress = PrintedProgress(type(self).__name__, recipe.run) if self.verbose else silent
+        generator, statistics = OwnGenerator(), None
+        if recipe.statistics is not None and step is not None:
             statistics = release_statistics(
                 X,
                 step,
                 self._feature_norm(),
                 self.normalization,
-                spent.noise_multiplier,
+                recipe.statistics.noise_multiplier,
                 generator.normal,
             )
-        weights = train(
-            candidate,
-            self._records(X, statistics),
-            targets,
-            outputs,
-            generator,
-            progress,
-            weights_of_records,
-        )
-        self._statistics, self._step = statistics, step
-        self._run: LastIterateDpEvent = candidate.event
-        self._momentum = candidate.momentum
-        self._spent = spent
-        self.privacy_event_ = self._run if spent is None else ComposedDpEvent((spent, self._run))
-        self.n_iter_ = candidate.event.num_steps
-        self._weights = weights
-        self._relation = candidate.neighboring_relation
+        records, run = self._records(X, statistics), recipe.run
+        clip_norm = float(run.event.per_step("clip_norm")[0])
+
+        def summed(weights: np.ndarray) -> np.ndarray:
+            return gradient_sum(run.loss, clip_norm, records, targets, weights, weights_of_records)
+
+        shape = (records.num_weights, outputs)
+        self._weights = recipe.train(summed, shape, generator, progress)
+        self._statistics, self._step, self._recipe = statistics, step, recipe
+        self.privacy_event_ = recipe.event
+        self.n_iter_ = run.event.num_steps
 
     def _predictions(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -207,34 +170,7 @@ class PrivateLinearModel(BaseEstimator):
         It is about this one fit: other fits on the same records compose with it.
         """
         check_is_fitted(self)
-        accountant = hsa.LastIterateAccountant(self._relation).compose(self.privacy_event_)
-        return attrs.evolve(
-            accountant.guarantee, assumptions=self._assumptions(accountant.guarantee)
-        )
-
-    def _assumptions(self, guarantee: Guarantee) -> tuple[Assumption, ...]:
-        event = self._run
-        return replace_assumptions(
-            guarantee.assumptions,
-            Assumption.checked(
-                f"{event.num_steps} steps with constant settings, chosen before the records are "
-                "looked at",
-                Topic.FIXED_IN_ADVANCE,
-            ),
-            Assumption.checked(
-                "every step is about all records, and all its noisy gradients may be released",
-                Topic.ORDER,
-            ),
-            Assumption.checked(
-                f"sums of gradients are divided by the constant {event.batch_size}", Topic.DIVISOR
-            ),
-            Assumption.checked(
-                "every record is brought to its norm by itself, and its gradient is no longer than "
-                f"{event.gradient_bound()[0]:g}",
-                Topic.GRADIENT_NORM,
-            ),
-            Assumption.checked("training starts at zero", Topic.START),
-            OWN_NOISE,
+        return self._recipe.guarantee(
             Assumption.declared(
                 "the arguments of the constructor do not depend on the records: no search over "
                 "them on these records, no bounds or classes read off them",
@@ -245,15 +181,13 @@ class PrivateLinearModel(BaseEstimator):
                 "principal components, a vocabulary)"
             ),
             *self._assumptions_of_options(),
-            Assumption.public(f"the number of records, {event.dataset_size}"),
             *self._public(),
-            *([] if event.loss is None else [_loss_assumption(event.loss)]),
         )
 
     def _assumptions_of_options(self) -> list[Assumption]:
         found = []
-        if self._spent is not None:
-            noise = f"{self._spent.noise_multiplier:.6g}"
+        if self._recipe.statistics is not None:
+            noise = f"{self._recipe.statistics.noise_multiplier:.6g}"
             found.append(
                 Assumption.checked(
                     f"statistics of the columns (preprocessing={self._step!r}) were "
@@ -273,21 +207,17 @@ class PrivateLinearModel(BaseEstimator):
     @property
     def report_(self) -> str:
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
-        guarantee = self.guarantee_
+        guarantee, run = self.guarantee_, self._recipe.run
         text = statement_of(
-            [self._run],
+            [run.event],
             guarantee,
             guarantee.assumptions,
             self.delta,
-            beside=self._spent,
-            update=f"gradient descent with momentum {self._momentum:g} along the noisy gradients, "
-            f"learning rate {self._run.learning_rate:g}",
+            beside=self._recipe.statistics,
+            update=f"gradient descent with momentum {run.momentum:g} along the noisy gradients, "
+            f"learning rate {run.event.learning_rate:g}",
         ).lines()
         return f"{text}\nfits: this one; every other fit on the same records spends as well"
-
-
-def _loss_assumption(loss: LossGeometry) -> Assumption:
-    return Assumption.checked(f"the loss is the estimator's own: {loss}", Topic.LOSS)
 
 
 def clone_parameters(estimator: BaseEstimator) -> dict[str, Any]:
@@ -349,8 +279,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         guarantee_, report_: What is proved, and a statement to paste.
     """
 
-    _intercept_share = 0.3
-
     def __init__(
         self,
         epsilon: float = 1.0,
@@ -399,11 +327,11 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         of_classes = class_weights(self.class_weight, classes)
         if of_classes is not None:
             weights = of_classes[codes] if weights is None else weights * of_classes[codes]
-        step = self._chosen_step(X)
-        candidate = self._recommended(X, step, classes=len(classes))
         outputs = 1 if len(classes) == 2 else len(classes)
         one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
-        self._train(candidate, step, X, y, lambda index: one_hot[codes[index]], outputs, weights)
+        self._train(
+            X, y, lambda index: one_hot[codes[index]], outputs, weights, classes=len(classes)
+        )
         self._has_sample_weights = sample_weight is not None
         self.classes_ = classes
         self.coef_ = self._weights[:-1].T.copy()
@@ -517,8 +445,6 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         n_features_in_, n_iter_, privacy_event_, guarantee_, report_: As for `PrivateClassifier`.
     """
 
-    _intercept_share = 0.3
-
     def __init__(
         self,
         epsilon: float = 1.0,
@@ -564,15 +490,16 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         low, high = self._bounds()
         middle, half = (high + low) / 2, (high - low) / 2
         targets = np.clip((np.asarray(y, dtype=np.float64) - middle) / half, -1.0, 1.0)[:, None]
-        step = self._chosen_step(X)
-        candidate = self._recommended(
+        self._train(
             X,
-            step,
+            y,
+            lambda index: targets[index],
+            1,
+            weights,
             loss="squared_error",
             clip_norm=self.threshold,
             weight_decay=self.alpha,
         )
-        self._train(candidate, step, X, y, lambda index: targets[index], 1, weights)
         self._has_sample_weights = sample_weight is not None
         self._middle, self._half = middle, half
         self.coef_ = half * self._weights[:-1, 0]
@@ -597,27 +524,3 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         """Shape (records,)."""
         scaled = self._predictions(X)[:, 0]
         return self._middle + self._half * scaled
-
-
-def _silent(step: int, steps: int) -> None:
-    """No progress."""
-
-
-class _Progress:
-    """Prints how far a training is: the number of steps, and nothing about the records."""
-
-    def __init__(self, name: str, candidate: Candidate):
-        event = candidate.event
-        self._name, self._last = name, time.monotonic()
-        print(
-            f"{name}: {event.num_steps} passes over {event.dataset_size} records, epsilon "
-            f"{text_up(candidate.target_epsilon)} at delta {candidate.delta:g} "
-            f"({candidate.neighboring_relation.name})",
-            flush=True,
-        )
-
-    def __call__(self, step: int, steps: int) -> None:
-        now = time.monotonic()
-        if step == steps or now - self._last > _SECONDS:
-            self._last = now
-            print(f"{self._name}: pass {step} of {steps}", flush=True)

@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 from scipy import sparse
 
+from hidden_state_adapters.recipe import shrunk
 from hidden_state_adapters.sklearn.records import blocks_of, normalised
 
 STEPS = {"center": (True, False), "scale": (False, True), "standardize": (True, True)}
@@ -86,13 +87,6 @@ def release_statistics(
         # So that a record has about the norm F again, of which "clip" cuts the rest off.
         factors = 1 / np.sqrt(matrix.shape[1] * np.maximum(variances, least))
     return Statistics(feature_norm * origin if centers else None, factors)
-
-
-def shrunk(means: np.ndarray, std: float) -> np.ndarray:
-    """Means with noise, moved towards zero where they are mostly noise (James and Stein 1961)."""
-    square = float(means @ means)
-    noise = max(len(means) - 2, 0) * std**2
-    return means * (max(1 - noise / square, 0.0) if square > 0 else 0.0)
 
 
 def column_sums(matrix: Any, step: str, feature_norm: float, normalization: str) -> np.ndarray:

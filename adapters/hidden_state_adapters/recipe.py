@@ -1,0 +1,249 @@
+"""The recommended private fit of a linear model, as the estimators and `fit_head` share it.
+
+Gradient descent on all records with momentum, from zero, by `hidden_state_accountants.recommend`.
+Everything that is released beside the steps is a Gaussian mechanism with a fixed share of the
+target. No training framework is needed: who has the records sums their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, NeighboringRelation
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants import (
+    Assumption,
+    Candidate,
+    Guarantee,
+    UnsupportedRunError,
+    validate,
+)
+from hidden_state_accountants.calibration import gaussian_log_mu
+from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
+
+INTERCEPT_SHARE = 0.3
+"""The constant feature of an intercept, in norms of a record."""
+_STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
+_SECONDS = 2.0  # between two lines of progress
+
+Progress = Callable[[int, int], None]
+GradientSum = Callable[[np.ndarray], np.ndarray]
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """An epsilon at a delta, of everything that one fit releases.
+
+    Attributes:
+        epsilon, delta: > 0.
+        relation: REPLACE_SPECIAL or REPLACE_ONE.
+    """
+
+    epsilon: float
+    delta: float
+    relation: NeighboringRelation
+
+    @classmethod
+    def of(cls, epsilon: float, delta: float, relation: NeighboringRelation | str) -> Target:
+        """Checks the arguments of a fit.
+
+        Raises:
+            TypeError, ValueError: One has an impossible value.
+        """
+        validate.target_pair(epsilon, delta, ("epsilon", "delta"))
+        validate.real("epsilon", epsilon, above=0)
+        validate.real("delta", delta, above=0)
+        relation = validate.neighboring_relation(relation)
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
+                "ADD_OR_REMOVE_ONE: the number of records sets the batches and the learning rate "
+                "here, so it is public. REPLACE_SPECIAL is add-or-remove with that number fixed."
+            )
+        return cls(epsilon, delta, relation)
+
+    def share(self, of_squared_mu: float) -> GaussianDpEvent:
+        """The release of a sum that has this share of the target.
+
+        The multiplier is for the norm bound of one record, which counts twice under REPLACE_ONE.
+        """
+        mu = math.sqrt(of_squared_mu) * math.exp(gaussian_log_mu(self.epsilon, self.delta))
+        norms = 2.0 if self.relation is NeighboringRelation.REPLACE_ONE else 1.0
+        return GaussianDpEvent(norms / mu)
+
+    @property
+    def statistics(self) -> GaussianDpEvent:
+        """What the statistics of the columns cost."""
+        return self.share(_STATISTICS)
+
+    def centring_pays(self, records: int, columns: int) -> bool:
+        """Whether the noise in the means is no longer than a record: by public numbers alone."""
+        return self.statistics.noise_multiplier * math.sqrt(columns) / records <= 1
+
+
+@attrs.frozen(eq=False)
+class Recipe:
+    """A fit that meets a target.
+
+    Attributes:
+        run: The steps.
+        statistics: The release of the statistics of the columns; None for none.
+    """
+
+    run: Candidate
+    statistics: GaussianDpEvent | None
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        shape: tuple[int, int],
+        feature_norm: float,
+        constant: float,
+        has_statistics: bool,
+        **options: Any,
+    ) -> Recipe:
+        """The recommended fit to public numbers.
+
+        Args:
+            target: Of everything.
+            shape: (records, columns).
+            feature_norm: Of every record.
+            constant: The feature of the intercept; 0 without one.
+            has_statistics: Whether statistics of the columns are released.
+            **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
+        """
+        statistics = target.statistics if has_statistics else None
+        run = hsa.recommend(
+            shape[0],
+            target.epsilon,
+            target.delta,
+            features=shape[1] + bool(constant),
+            feature_norm=math.hypot(feature_norm, constant),
+            orders=["full"],
+            momentum=True,
+            neighboring_relation=target.relation,
+            spent=statistics,
+            **options,
+        ).best
+        return cls(run, statistics)
+
+    @property
+    def event(self) -> DpEvent:
+        """Everything that is released."""
+        run = self.run.event
+        return run if self.statistics is None else ComposedDpEvent((self.statistics, run))
+
+    def guarantee(self, *assumptions: Assumption) -> Guarantee:
+        """What is proved of the fit, with what it rests on.
+
+        Args:
+            *assumptions: What an adapter adds.
+        """
+        accountant = hsa.LastIterateAccountant(self.run.neighboring_relation).compose(self.event)
+        event, found = self.run.event, accountant.guarantee
+        texts = (
+            Assumption.checked(
+                f"{event.num_steps} steps with constant settings, chosen before the records are "
+                "looked at",
+                Topic.FIXED_IN_ADVANCE,
+            ),
+            Assumption.checked(
+                "every step is about all records, and all its noisy gradients may be released",
+                Topic.ORDER,
+            ),
+            Assumption.checked(
+                f"sums of gradients are divided by the constant {event.batch_size}", Topic.DIVISOR
+            ),
+            Assumption.checked(
+                "every record is brought to its norm by itself, and its gradient is no longer than "
+                f"{event.gradient_bound()[0]:g}",
+                Topic.GRADIENT_NORM,
+            ),
+            Assumption.checked("training starts at zero", Topic.START),
+            OWN_NOISE,
+            Assumption.public(f"the number of records, {event.dataset_size}"),
+        )
+        return attrs.evolve(
+            found, assumptions=replace_assumptions(found.assumptions, *texts, *assumptions)
+        )
+
+    def train(
+        self,
+        gradient_sum: GradientSum,
+        shape: tuple[int, int],
+        generator: OwnGenerator,
+        progress: Progress,
+    ) -> np.ndarray:
+        """The last iterate of the run, from zero.
+
+        Formal guarantees: that of the event of the run, with the noisy sums of all steps released:
+        everything else is computed from them and from public numbers.
+
+        Args:
+            gradient_sum: The sum over all records of gradients that are no longer than the clip
+                norm of the event, wherever the weights are; in float64.
+            shape: Of the weights.
+            generator: Of the noise.
+            progress: Called with the number of steps taken and of all steps.
+
+        Raises:
+            UnsupportedRunError: A gradient is not finite. No epsilon covers what was trained so
+                far.
+        """
+        event = self.run.event
+        std = float(event.noise_std_on_sum()[0])
+        rate, decay = (float(event.per_step(n)[0]) for n in ("learning_rate", "weight_decay"))
+        weights, velocity = np.zeros(shape), np.zeros(shape)
+        for step in range(event.num_steps):
+            total = gradient_sum(weights)
+            if not np.isfinite(total).all():
+                raise UnsupportedRunError(
+                    f"Step {step + 1} has a gradient that is not a finite number, so no epsilon "
+                    "covers the run. Look for extreme values in the records, and start again with "
+                    "other ones."
+                )
+            total = total + generator.normal(std, shape)
+            velocity = self.run.momentum * velocity + total / event.batch_size + decay * weights
+            weights = weights - rate * velocity
+            progress(step + 1, event.num_steps)
+        return weights
+
+
+def shrunk(means: np.ndarray, std: float) -> np.ndarray:
+    """Means with noise, moved towards zero where they are mostly noise (James and Stein 1961)."""
+    square = float(means @ means)
+    noise = max(len(means) - 2, 0) * std**2
+    return means * (max(1 - noise / square, 0.0) if square > 0 else 0.0)
+
+
+def silent(step: int, steps: int) -> None:
+    """No progress."""
+
+
+class PrintedProgress:
+    """Prints how far a training is: the number of steps, and nothing about the records."""
+
+    def __init__(self, name: str, candidate: Candidate):
+        event = candidate.event
+        self._name, self._last = name, time.monotonic()
+        print(
+            f"{name}: {event.num_steps} passes over {event.dataset_size} records, epsilon "
+            f"{text_up(candidate.target_epsilon)} at delta {candidate.delta:g} "
+            f"({candidate.neighboring_relation.name})",
+            flush=True,
+        )
+
+    def __call__(self, step: int, steps: int) -> None:
+        now = time.monotonic()
+        if step == steps or now - self._last > _SECONDS:
+            self._last = now
+            print(f"{self._name}: pass {step} of {steps}", flush=True)

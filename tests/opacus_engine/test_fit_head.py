@@ -1,0 +1,154 @@
+"""One call for a head on features in memory: the estimator's fit, as a layer."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("opacus")
+pytest.importorskip("sklearn")
+
+import torch
+
+from hidden_state_adapters.opacus import fit_head
+from hidden_state_adapters.own_noise import OwnGenerator
+from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the same records in every test
+
+rng = np.random.default_rng(0)
+N, D = 400, 6
+Y = rng.integers(3, size=N)
+ROWS = rng.normal(size=(N, D)) + 1.0 + 5 * np.eye(3, D)[Y]
+ROWS /= np.linalg.norm(ROWS, axis=1, keepdims=True)
+X, LABELS = torch.tensor(ROWS), torch.tensor(Y)
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    monkeypatch.setattr(OwnGenerator, "normal", lambda self, std, shape: np.zeros(shape))
+
+
+def fitted(x=X, y=LABELS, **changes):
+    return fit_head(x, y, **{"epsilon": 3.0, "delta": 1e-5, "classes": 3, **changes})
+
+
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
+@pytest.mark.parametrize("classes", [2, 3])
+def test_without_noise_it_is_the_estimator(silent, classes, relation):
+    y = np.minimum(Y, classes - 1)
+    head, guarantee = fitted(
+        y=torch.tensor(y), classes=classes, neighboring_relation=relation, feature_norm=1.0
+    )
+    model = PrivateClassifier(
+        3.0, 1e-5, classes=list(range(classes)), neighboring_relation=relation
+    ).fit(ROWS, y)
+    means = model._statistics.means
+    rows = (ROWS - means) / math.sqrt(1 - means @ means)
+    logits = rows @ model.coef_.T + model.intercept_
+    if classes == 2:
+        logits = logits * [-0.5, 0.5]
+    np.testing.assert_allclose(head(X).detach().numpy(), logits, rtol=1e-7, atol=1e-7)
+    assert guarantee.epsilon(1e-5) == model.guarantee_.epsilon(1e-5)
+    assert guarantee.neighboring_relation.name == relation
+
+
+def test_without_noise_squared_error_is_the_estimators(silent):
+    y = ROWS @ rng.normal(size=D) + 5
+    head, guarantee = fitted(y=torch.tensor(y), classes=None, target_bounds=(0, 12))
+    model = PrivateRegressor(3.0, 1e-5, target_bounds=(0, 12)).fit(ROWS, y)
+    np.testing.assert_allclose(head(X)[:, 0].detach().numpy(), model.predict(ROWS), rtol=1e-9)
+    assert guarantee.epsilon(1e-5) == model.guarantee_.epsilon(1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_is_of_the_kind_of_the_features(dtype):
+    x = X.to(dtype)
+    before = x.clone()
+    head, guarantee = fitted(x)
+    assert head.weight.dtype is dtype
+    assert (head.weight.shape, head.bias.shape) == ((3, D), (3,))
+    assert (head(x).argmax(dim=1) == LABELS).float().mean() > 0.9
+    assert torch.equal(x, before)
+    assert 2.999 < guarantee.epsilon(1e-5) <= 3
+    text = guarantee.explain()
+    assert "the mean of the features was released once" in text
+    assert "a network that did not see these records" in text
+
+
+def test_all_that_is_drawn_has_the_std_of_the_accounted_event(monkeypatch):
+    drawn, normal = [], OwnGenerator.normal
+
+    def recorded(self, std, shape):
+        drawn.append((std, shape))
+        return normal(self, std, shape)
+
+    monkeypatch.setattr(OwnGenerator, "normal", recorded)
+    _, guarantee = fitted(feature_norm=2.0, x=2 * X)
+    (mean, shape), *steps = drawn
+    assert shape == (D,)
+    assert set(steps) == {(steps[0][0], (D + 1, 3))}
+    bound = 0.3 * 2 * math.hypot(1, 0.3) * (1 + 1e-5)
+    square = (2.0 / mean) ** 2 + len(steps) * (bound / steps[0][0]) ** 2
+    assert guarantee.mu == pytest.approx(math.sqrt(square), rel=1e-5)
+
+
+def test_no_record_moves_what_is_summed_by_more_than_its_bound(silent, monkeypatch):
+    """The steps of two data sets that differ in one record, along the same weights."""
+    sums = []
+
+    def recorded(self, gradient_sum, shape, *_):
+        random = np.random.default_rng(1)
+        sums.append([gradient_sum(s * random.normal(size=shape)) for s in (0, 1, 100)])
+        return np.zeros(shape)
+
+    monkeypatch.setattr("hidden_state_adapters.recipe.Recipe.train", recorded)
+    rows = sys.modules[fit_head.__module__]._Rows
+    monkeypatch.setattr(rows, "centred", lambda self, *_: self)
+    zeroed = X.clone()
+    zeroed[7] = 0.0
+    moved = X.clone()
+    moved[7] = -X[7]
+    other = LABELS.clone()
+    other[7] = (LABELS[7] + 1) % 3
+    for x, y in ((X, LABELS), (zeroed, LABELS), (moved, other)):
+        fitted(x, y)
+    bound = 0.3 * math.hypot(1, 0.3) * (1 + 1e-5)
+    constant = 0.3 * 0.3  # what a row of zeros still has
+    for one, without, replaced in zip(*sums, strict=True):
+        assert np.linalg.norm(one - without) <= bound + constant
+        assert np.linalg.norm(one - replaced) <= 2 * bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": 3 * X}, ValueError, "Normalise every record by itself"),
+        ({"x": X * math.nan}, ValueError, "feature_norm"),
+        ({"x": X.long()}, TypeError, "floating point tensor, got torch.int64"),
+        ({"x": ROWS}, TypeError, "floating point tensor, got ndarray"),
+        ({"x": X[0]}, ValueError, "shape"),
+        ({"y": LABELS[:-1]}, ValueError, "targets of shape"),
+        ({"y": LABELS.double()}, TypeError, "classes=None"),
+        ({"classes": 2}, ValueError, "indices from 0 to 1, got 2"),
+        ({"classes": 1}, ValueError, "classes >= 2"),
+        ({"classes": None}, ValueError, "target_bounds="),
+        ({"classes": None, "target_bounds": 3}, ValueError, "target_bounds="),
+        ({"epsilon": 0.0}, ValueError, "epsilon > 0"),
+        ({"neighboring_relation": "add_or_remove_one"}, ValueError, "number of records"),
+    ],
+)
+def test_refused_before_training(changes, error, message, monkeypatch):
+    monkeypatch.setattr(
+        "hidden_state_adapters.recipe.Recipe.train", lambda *_: pytest.fail("trained")
+    )
+    with pytest.raises(error, match=message):
+        fitted(**changes)
+
+
+def test_progress_shows_steps_only(capsys):
+    fitted(verbose=True)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("fit_head: 64 passes over 400 records, epsilon 3 at delta 1e-05")
+    assert last == "fit_head: pass 64 of 64"
