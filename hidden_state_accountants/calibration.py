@@ -25,7 +25,7 @@ from scipy import optimize
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.bounds.dice_sgd.curves import largest_mu
+from hidden_state_accountants.bounds.dice_sgd_2024 import largest_mu
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent

@@ -15,7 +15,7 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import BlockCoordinate
-from hidden_state_accountants.bounds.block_coordinate.recursion import published_rates
+from hidden_state_accountants.bounds.chen_liu_2025 import published_rates
 
 RATE, LIPSCHITZ, BATCH, SIZE, ORDER = 0.05, 0.98, 100, 2500, 10.0
 BATCHES = SIZE // BATCH

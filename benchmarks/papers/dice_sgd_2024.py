@@ -16,7 +16,7 @@ import pages
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import DiceSgd
-from hidden_state_accountants.bounds.dice_sgd.published import published_noise_std
+from hidden_state_accountants.bounds.dice_sgd_2024 import published_noise_std
 
 EPSILON, DELTA = 2.0, 1e-5
 RELATION = "replace_special"

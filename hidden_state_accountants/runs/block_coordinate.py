@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import best_guarantee
-from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
+from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry

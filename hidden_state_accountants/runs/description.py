@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants.bounds.dice_sgd.bound import DiceSgd
+from hidden_state_accountants.bounds.dice_sgd_2024 import DiceSgd
 from hidden_state_accountants.events.batch_order import BatchOrder, rate_text
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent

@@ -13,11 +13,11 @@ from dp_accounting import NeighboringRelation
 from scipy import special
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.block_coordinate.bound import (
+from hidden_state_accountants.bounds.chen_liu_2025 import (
     BlockCoordinate,
     block_contraction,
+    published_rates,
 )
-from hidden_state_accountants.bounds.block_coordinate.recursion import published_rates
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

@@ -1,6 +1,5 @@
 """Chien & Li 2024: the paper's figure and its formulas, typed anew, with their solvers."""
 
-import itertools
 import math
 import warnings
 
@@ -8,13 +7,13 @@ import numpy as np
 import pytest
 from cases import seeds
 from chien_li import PUBLISHED, REPLACE_ONE, SOUND, per_alpha
-from runs import cyclic_run, full_run, probe_run
+from runs import cyclic_run, full_run
 from scipy import optimize, special, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.chien_li.hoelder import HoelderModulus, HoelderProblem
-from hidden_state_accountants.bounds.chien_li.linear import least_value
-from hidden_state_accountants.bounds.chien_li.sampled import sampled_gaussian_divergence
+from hidden_state_accountants.bounds.chien_li_2024 import (
+    sampled_gaussian_divergence,
+)
 
 
 def figure_1(kind, steps=200, **changes):
@@ -76,7 +75,7 @@ def theorem_3_1(c, tau, beta, big_k, eta, n, steps, diameter, sigma):
     return (first + (distance**2 / second if distance else 0.0)) / (2 * sigma**2)
 
 
-@pytest.mark.parametrize("seed", seeds(25))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("kind", ["smooth", "convex", "strongly_convex"])
 def test_theorem_3_1_is_the_minimum_of_its_formula(kind, seed):
     rng = np.random.default_rng(seed)
@@ -171,7 +170,7 @@ def lemma_a_2(eta_l, exponent, batch, participates, s, drift, diameter):
     return np.minimum(distances, diameter)
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("exponent", [1.0, None])
 def test_theorem_a_1_is_the_minimum_of_its_formula(seed, exponent):
     rng = np.random.default_rng(seed)
@@ -216,60 +215,6 @@ def changed(event, **changes):
     return {name: getattr(event, name) for name in names} | changes
 
 
-@pytest.mark.parametrize("seed", seeds(30))
-def test_shooting_is_exact_for_a_linear_modulus_too(seed):
-    rng = np.random.default_rng(seed)
-    steps, period = int(rng.integers(1, 60)), int(rng.integers(1, 6))
-    position, c = int(rng.integers(0, period)), float(rng.choice([0, 0.5, 0.97, 1, 1.03, 3]))
-    distance = np.append(0.0, np.sort(rng.exponential(size=steps)))
-    own = np.where(
-        (np.arange(steps) % period == position) & (np.arange(steps) >= position), 0.3, 0.0
-    )
-    by_bisection = least_value(c, 0.3, distance, period=period, position=position)
-    shooting = HoelderProblem.tabulated(
-        HoelderModulus(0.0, c, 1.0), 0.3, own[None, :] > 0, distance[None, :]
-    )
-    assert shooting.least_values()[0] == pytest.approx(by_bisection, rel=1e-6)
-
-
-def dynamic_program(modulus, own, distance, cells, optimistic):
-    """The same minimum on a grid of distances: above it, or below it with optimistic rounding."""
-    grid = np.linspace(0, max(distance), cells + 1)
-    width = grid[1] if optimistic else 0.0
-    reach = modulus(grid)[:, None] - grid[None, :]
-    cost_to_go = np.where(np.arange(cells + 1) == 0, 0.0, np.inf)
-    best = np.inf
-    for step in range(len(own) - 1, -1, -1):
-        shifts = np.where(reach >= -width, np.maximum(reach - width, 0), np.inf)
-        cost_to_go = ((own[step] + shifts) ** 2 + cost_to_go).min(axis=1)
-        at = distance[step] / grid[1] if grid[1] else 0.0
-        index = math.floor(at) if optimistic else math.ceil(at - 1e-12)
-        best = min(best, float(cost_to_go[index]))
-    return best
-
-
-@pytest.mark.parametrize("exponent", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize(("period", "diameter"), [(1, 1.0), (1, 0.2), (4, 1.5)])
-def test_hoelder_values_are_near_the_global_minimum(exponent, period, diameter):
-    modulus, steps = HoelderModulus(1.0, 0.2, exponent), 24
-    holds = np.arange(steps) % period == 0
-    distance = lemma_a_2(0.2, exponent, 5, holds, 0.3, 2.0, diameter)
-    own = np.where(holds, 0.3, 0.0)
-    ours = HoelderProblem.periodic(modulus, 0.3, distance, period, np.array([0])).least_values()
-    assert ours[0] >= dynamic_program(modulus, own, distance, 800, optimistic=True) * (1 - 1e-12)
-    assert ours[0] <= dynamic_program(modulus, own, distance, 800, optimistic=False) * (1 + 1e-6)
-
-
-def test_inverse_of_the_modulus():
-    for exponent, decay, coefficient in itertools.product(
-        (0.01, 0.3, 0.5, 1.0), (1.0, 0.2), (0.0, 0.1, 30.0)
-    ):
-        modulus = HoelderModulus(decay, coefficient, exponent)
-        z = np.geomspace(1e-9, 1e6, 40)
-        assert modulus.inverse(modulus(z)) == pytest.approx(z, rel=1e-9)
-        assert modulus.inverse(np.zeros(1)) == 0
-
-
 # --- secret orders --------------------------------------------------------------------------------
 
 
@@ -288,37 +233,6 @@ def test_corollary_a_3_averages_theorem_a_1(exponent):
         expected = (special.logsumexp(logs) - math.log(4)) / (alpha - 1)
         assert float(guarantee.rdp([alpha])[0]) == pytest.approx(expected, rel=1e-9)
     assert "A.3" in guarantee.theorem
-
-
-@pytest.mark.parametrize("exponent", [1.0, 0.5])
-def test_reshuffled_averages_over_every_sequence_of_positions(exponent):
-    loss = hsa.LossGeometry.hoelder(0.5, exponent)
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=1.0,
-        learning_rate=0.3,
-        clip_norm=1.0,
-        batch_size=2,
-        dataset_size=4,
-        num_steps=5,
-        batch_order="reshuffled",
-        loss=loss,
-        domain_diameter=0.15,
-    )
-    sigma, s = 0.3 / 2, 2 * 0.3 / 2
-    values = []
-    for chosen in itertools.product(range(2), repeat=3):
-        holds = [t % 2 == chosen[t // 2] for t in range(5)]
-        distance = lemma_a_2(0.15, exponent, 2, holds, s, 0.6, 0.15) / sigma
-        own = np.where(holds, s / sigma, 0.0)
-        values.append(
-            shift_program(lambda z: z + 0.15 * (z * sigma) ** exponent / sigma, own, distance)
-        )
-    alpha = 2.0
-    expected = math.log(np.mean(np.exp((alpha - 1) * alpha * np.array(values) / 2))) / (alpha - 1)
-    ours = float(PUBLISHED.guarantee(event, REPLACE_ONE).rdp([alpha])[0])
-    assert ours == pytest.approx(expected, rel=1e-7 if exponent == 1 else 5e-3)
-    unmet = SOUND.check(probe_run(batch_order="reshuffled"), REPLACE_ONE)
-    assert [u.condition for u in unmet] == ["secret orders"]
 
 
 # --- Theorem 3.12 ---------------------------------------------------------------------------------
@@ -377,11 +291,8 @@ def test_theorem_3_12_is_its_formula_with_one_split():
     assert ours < 40 * sampled_divergence(alpha, 0.25, sigma / s)
 
 
-@pytest.mark.parametrize("exponent", [1.0, 0.5])
-def test_theorem_3_12_is_unsound_and_says_so(exponent):
-    event = without_replacement(
-        num_steps=1, loss=hsa.LossGeometry.hoelder(1.0, exponent), noise_multiplier=1.0
-    )
+def test_theorem_3_12_is_unsound_and_says_so():
+    event = without_replacement(num_steps=1, noise_multiplier=1.0)
     with pytest.warns(UserWarning, match=r"3\.12.*direction"):
         claimed = hsa.ChienLiAccountant(REPLACE_ONE, analysis="published").compose(event)
     guarantee = claimed.guarantee

@@ -5,11 +5,9 @@ import time
 
 import numpy as np
 import pytest
-from cases import seeds
 from chien_li import PUBLISHED, REPLACE_ONE, SOUND, per_alpha
 from dp_accounting import NeighboringRelation
 from grid_oracle import GridOracle
-from quadratics import largest_exact_mu, random_hessian
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
@@ -19,38 +17,6 @@ REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
 
 # --- soundness ------------------------------------------------------------------------------------
-
-
-def quadratic_case(seed):
-    """A run with constant hyper-parameters, and the largest exact mu found."""
-    rng = np.random.default_rng(seed)
-    dimension, batch_size, period = (int(rng.integers(1, 4)) for _ in range(3))
-    steps, size = int(rng.integers(1, 25)), batch_size * period
-    lowest = float(rng.choice([0.0, 0.2, -0.3]))
-    hessians = np.array([random_hessian(rng, dimension, lowest, 1.5) for _ in range(size)])
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=rng.uniform(0.5, 3),
-        learning_rate=rng.uniform(0.05, 0.6),
-        clip_norm=None,
-        weight_decay=float(rng.choice([0.0, 0.4])),
-        batch_size=batch_size,
-        dataset_size=size,
-        num_steps=steps,
-        batch_order="full" if period == 1 else "cyclic",
-        loss=hsa.LossGeometry.strongly_convex(1.5, lowest, 0.8)
-        if lowest > 0
-        else hsa.LossGeometry.weakly_convex(1.5, -lowest, 0.8),
-    )
-    return event, largest_exact_mu(rng, event, hessians, 1.6)
-
-
-@pytest.mark.parametrize("seed", seeds(60))
-def test_dominates_the_exact_mu_of_quadratics(seed):
-    event, exact = quadratic_case(seed)
-    guarantee = SOUND.guarantee(event, REPLACE_ONE)
-    assert exact <= guarantee.mu * (1 + 1e-9)
-    if not event.weight_decay:
-        assert exact**2 <= 2 * per_alpha(event, PUBLISHED) * (1 + 1e-9)
 
 
 def anonymous_power(constant, exponent, sign):
@@ -96,47 +62,6 @@ def test_dominates_hoelder_runs_in_one_dimension(exponent, sign, order, decay):
         for estimate in oracle.renyi(order_):
             assert estimate.lower_bound <= float(guarantee.rdp([order_])[0])
     assert oracle.delta(0.5)[0].lower_bound > 0.2 * guarantee.delta(0.5)  # not a trivial test
-
-
-def random_event(seed):
-    """Any order, kind of loss, decay, domain; constant hyper-parameters."""
-    rng = np.random.default_rng(seed)
-    orders = ["full", "cyclic", "shuffled_once", "reshuffled"]
-    order = str(rng.choice(orders, p=[0.3, 0.4, 0.25, 0.05]))
-    batch, period = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    loss = [
-        hsa.LossGeometry.convex(1.0),
-        hsa.LossGeometry.smooth(1.0, lipschitz=1.0),
-        hsa.LossGeometry.strongly_convex(1.0, 0.3, lipschitz=1.0),
-        hsa.LossGeometry.generalized_linear(1.0),
-        hsa.LossGeometry.hoelder(0.2, 0.5),
-        hsa.LossGeometry.hoelder(0.05, 0.8, lipschitz=0.5),
-    ][int(rng.integers(6))]
-    return hsa.LastIterateDpEvent(
-        noise_multiplier=rng.uniform(0.5, 3),
-        learning_rate=rng.uniform(0.05, 1.5),
-        clip_norm=1.0,
-        weight_decay=float(rng.choice([0.0, 0.0, 0.1, 0.5])),
-        batch_size=batch if order != "full" else batch * period,
-        dataset_size=batch * period,
-        num_steps=int(rng.integers(1, 16)),
-        batch_order=order,
-        loss=loss,
-        domain_diameter=float(rng.choice([math.inf, rng.exponential()])),
-    )
-
-
-@pytest.mark.parametrize("seed", seeds(50))
-def test_the_default_accountant_is_never_larger(seed):
-    event, relation = random_event(seed), [REPLACE_SPECIAL, REPLACE_ONE][seed % 2]
-    own = hsa.ChienLiAccountant(relation).compose(event).guarantee
-    best = hsa.LastIterateAccountant(relation).compose(event).guarantee
-    for delta in (1e-6, 1e-2):
-        assert best.epsilon(delta) <= own.epsilon(delta) * (1 + 1e-6) + 1e-9
-    orders = np.array([1.5, 4.0, 30.0])
-    assert (best.rdp(orders) <= own.rdp(orders) * (1 + 1e-6)).all()
-    whole = Composition().guarantee(event, relation)
-    assert (own.rdp(orders) <= whole.rdp(orders) * (1 + 1e-9)).all()
 
 
 def test_hoelder_gradients_beat_composition_where_the_domain_is_small():

@@ -10,7 +10,7 @@ from dice_events import ADD, ONE, SPECIAL, run
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.dice_sgd.curves import sound_curve
+from hidden_state_accountants.bounds.dice_sgd_2024 import sound_curve
 
 Order = hsa.BatchOrder
 

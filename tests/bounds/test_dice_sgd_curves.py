@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.dice_sgd.curves import Effect, _split, sound_curve
-from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import (
+from hidden_state_accountants.bounds.dice_sgd_2024 import Effect, _split, sound_curve
+from hidden_state_accountants.bounds.solvers.inclusion_counts import (
     first_inclusion,
     inclusions,
 )

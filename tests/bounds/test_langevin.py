@@ -13,8 +13,11 @@ from runs import cyclic_run, full_run
 from scipy import integrate
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.chourasia_2021 import Langevin, recursion_rate
-from hidden_state_accountants.bounds.solvers.log_sobolev import log_sobolev_step
+from hidden_state_accountants.bounds.chourasia_2021 import (
+    Langevin,
+    log_sobolev_step,
+    recursion_rate,
+)
 from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -35,7 +38,7 @@ def rate(event, relation=REPLACE_ONE, analysis="sound"):
 
 
 class TestStep:
-    @pytest.mark.parametrize("seed", seeds(20))
+    @pytest.mark.parametrize("seed", seeds(6))
     def test_solves_the_differential_inequality_balanced_best(self, seed):
         """rho' = s^2/(2 v gamma) - (1 - gamma) rho v/(L^2 q + u v), minimised over gamma <= 1."""
         rng = np.random.default_rng(seed)
@@ -132,37 +135,6 @@ class TestBound:
         assert random <= rate(event, analysis="published")
         if steps == 1:
             assert random < lower
-
-    @pytest.mark.parametrize("seed", seeds(40))
-    def test_default_accountant_is_never_larger(self, seed):
-        rng = np.random.default_rng(seed)
-        steps = int(rng.integers(1, 40))
-        schedule = rng.random() < 0.5
-
-        def draw(low, high):
-            return rng.uniform(low, high, steps) if schedule else float(rng.uniform(low, high))
-
-        event = ridge_run(
-            num_steps=steps,
-            learning_rate=draw(0.0, 0.7),
-            weight_decay=draw(0.05, 0.4),
-            noise_multiplier=draw(0.3, 5.0),
-            loss=hsa.LossGeometry.generalized_linear(1.0, 1.0),
-            clip_norm=None if rng.random() < 0.5 else draw(0.1, 2.0),
-            release_steps=[s for s in (3, 9) if s < steps and rng.random() < 0.3],
-        )
-        for relation in NeighboringRelation:
-            own = hsa.LangevinAccountant(relation).compose(event)
-            best = hsa.LastIterateAccountant(relation).compose(event)
-            for delta in (1e-2, 1e-6, 1e-12):
-                assert best.get_epsilon(delta) <= own.get_epsilon(delta) * (1 + 1e-6)
-            for epsilon in (0.0, 0.5, 4.0):
-                assert best.get_delta(epsilon) <= own.get_delta(epsilon) * (1 + 1e-6)
-            orders = [1.1, 2.0, 30.0]
-            assert (best.guarantee.rdp(orders) <= own.guarantee.rdp(orders) * (1 + 1e-9)).all()
-            assert ("langevin", "never smaller than shifted_interpolation") in (
-                best.guarantee.alternatives
-            )
 
     def test_contraction_of_the_process_is_the_papers(self):
         event = ridge_run()

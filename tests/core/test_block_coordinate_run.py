@@ -6,7 +6,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.block_coordinate.bound import block_contraction
+from hidden_state_accountants.bounds.chen_liu_2025 import block_contraction
 from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 

@@ -294,14 +294,14 @@ MUTATIONS = (
     # Baselines.
     Mutation(
         "baseline_forgets_a_participation_in_the_window",
-        "bounds/altschuler_talwar.py",
-        "return before(np.array(run.num_steps)) - before(run.num_steps - windows)",
-        "return before(np.array(run.num_steps)) - before(run.num_steps - windows + 1)",
+        "bounds/baselines.py",
+        "first = np.maximum(0, -((position - (run.num_steps - windows)) // run.period))",
+        "first = np.maximum(0, -((position - (run.num_steps - windows + 1)) // run.period))",
         _BASELINES_TESTS,
     ),
     Mutation(
         "baseline_forgets_a_whole_epoch_at_once",
-        "bounds/ye_shokri.py",
+        "bounds/baselines.py",
         "rest = 2 * (run.period - half)",
         "rest = 2 * (run.period + half)",
         _BASELINES_TESTS,

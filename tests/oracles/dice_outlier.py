@@ -21,7 +21,7 @@ from scipy import stats
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.auditing.linear_losses import Atoms, HalfLines
-from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import first_inclusion, inclusions
+from hidden_state_accountants.bounds.solvers.inclusion_counts import first_inclusion, inclusions
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition

@@ -5,8 +5,8 @@ from dice import update
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.dice_sgd.curves import Effect
-from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import (
+from hidden_state_accountants.bounds.dice_sgd_2024 import Effect
+from hidden_state_accountants.bounds.solvers.inclusion_counts import (
     Inclusions,
 )
 

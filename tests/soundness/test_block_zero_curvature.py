@@ -13,8 +13,7 @@ from quadratics import random_hessian
 from scipy import special
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.block_coordinate.bound import BlockCoordinate
-from hidden_state_accountants.bounds.block_coordinate.recursion import published_rates
+from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate, published_rates
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

@@ -13,8 +13,7 @@ from scipy import optimize, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import DiceSgd
-from hidden_state_accountants.bounds.dice_sgd.curves import sound_curve
-from hidden_state_accountants.bounds.dice_sgd.published import published_noise_std
+from hidden_state_accountants.bounds.dice_sgd_2024 import published_noise_std, sound_curve
 
 ADD, ONE, SPECIAL = (
     NeighboringRelation.ADD_OR_REMOVE_ONE,

@@ -39,6 +39,7 @@ class ShiftProblem:
         noise_std: sigma_t >= 0.
         exponent: lambda in (0, 1].
         diameter: R; no two iterates are further apart.
+        own_at_once: Whether every step pays its own s_t, as Chien & Li ask: z_t <= f_t - s_t.
     """
 
     decay: np.ndarray
@@ -48,6 +49,7 @@ class ShiftProblem:
     noise_std: np.ndarray
     exponent: float
     diameter: float
+    own_at_once: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -64,6 +66,10 @@ class ShiftProblem:
         """f_t of many distances, given their powers."""
         bend = np.minimum(self.coefficient[step] * powers, self.cap[step])
         return np.asarray(self.decay[step] * distances + bend + self.sensitivity[step])
+
+    def least_shift(self, step: int) -> float:
+        """What a step pays at least."""
+        return float(self.sensitivity[step]) if self.own_at_once else 0.0
 
     def tracked_distance(self) -> np.ndarray:
         """D_0 = 0, D_t = min(f_t(D_{t-1}), R): bounds on |X_t - X'_t|, shape (T + 1,)."""
@@ -83,7 +89,7 @@ class ShiftProblem:
         reached, planned, z = [], [], distance
         for step, want in enumerate(wanted.tolist(), start=start):
             reached.append(self.reach(step, z))
-            z = min(want, reached[-1])
+            z = min(want, max(reached[-1] - self.least_shift(step), 0.0))
             planned.append(z)
         # Bok, Su, Altschuler 2024, shifted interpolation, arXiv 2403.00278
         shifts = np.array(reached) - planned
@@ -98,8 +104,14 @@ class ShiftProblem:
         return mu, np.array(planned)
 
 
-def least_mu(problem: ShiftProblem) -> float:
-    """The least mu that the search finds; composition (z = 0 throughout) is one of the plans."""
+def least_mu(problem: ShiftProblem, distances: np.ndarray | None = None) -> float:
+    """The least mu that the search finds; composition (z = 0 throughout) is one of the plans.
+
+    Args:
+        problem: The steps.
+        distances: D_0..D_T, if they are tracked otherwise than by f_t. All noise is 1 then, and the
+            first step holds the record.
+    """
     trimmed = _trimmed(problem)
     if trimmed is None:
         return 0.0
@@ -107,7 +119,7 @@ def least_mu(problem: ShiftProblem) -> float:
     if unit == 0 or trimmed.noise_std[-1] == 0:
         return math.inf  # something is left, and the last step hides nothing
     trimmed = _in_units(trimmed, unit)
-    distances = trimmed.tracked_distance()
+    distances = trimmed.tracked_distance() if distances is None else distances
     best, _ = trimmed.mu_of(0, 0.0, np.zeros(trimmed.num_steps))
     top = float(distances.max())
     with np.errstate(all="ignore"):
@@ -199,7 +211,8 @@ class _GridSearch:
                 costs, _ = self._costs(t, reached[:, None])
                 value = np.maximum.accumulate(np.sqrt(costs.min(axis=1)))
             self._values[t] = value
-            if t == 0 or self._distances[t] >= problem.diameter:
+            # Where own shifts can be put off, a start before them is no worse unless D is cut.
+            if t == 0 or problem.own_at_once or self._distances[t] >= problem.diameter:
                 here = float(np.interp(self._distances[t], z, value))
                 if here < best:
                     best, start = here, t
@@ -213,8 +226,9 @@ class _GridSearch:
         slope = np.diff(value) / self._width
         gap = reached - self._left
         inside = (gap - variance * slope * value[:-1]) / (1 + variance * slope * slope)
-        inside = np.clip(inside, 0.0, self._width)
-        costs = np.maximum(gap - inside, 0.0) ** 2 / variance + (value[:-1] + slope * inside) ** 2
+        least = self._problem.least_shift(t)
+        inside = np.clip(inside, 0.0, np.clip(gap - least, 0.0, self._width))
+        costs = np.maximum(gap - inside, least) ** 2 / variance + (value[:-1] + slope * inside) ** 2
         return costs, inside
 
     def plan(self, start: int, distance: float) -> np.ndarray:
@@ -228,7 +242,7 @@ class _GridSearch:
             else:
                 costs, inside = self._costs(t, reached)
                 cell = int(np.argmin(costs))
-                z = min(float(self._left[cell] + inside[cell]), reached)
+                z = min(float(self._left[cell] + inside[cell]), reached - problem.least_shift(t))
             plan[t - start] = z
         return plan
 

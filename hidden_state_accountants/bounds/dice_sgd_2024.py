@@ -1,4 +1,4 @@
-r"""What one record can do to a DiceSGD run, and the privacy curves that follow.
+r"""Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632): DiceSGD, all iterates released, the error hidden.
 
 The error's effect on the releases is paid for once: if k participations of a record each add at
 most h to the difference d of the errors of two neighbouring runs, then the parts p_t that the
@@ -6,7 +6,8 @@ clipped errors put into the steps satisfy
 
 .. math:: \sum_t p_t^2 \le \min\big((k h)^2,\; 2 C_2 k h,\; 4 C_2^2 \tau\big),
 
-tau the steps after the first participation (docs/theory/dice_sgd.md, with proofs).
+tau the steps after the first participation. Published is Theorem 3.7 (A.3 in the appendix), which
+is false: docs/theory/dice_sgd.md, with proofs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import stats
 
-from hidden_state_accountants.bounds.dice_sgd.inclusion_counts import Inclusions, inclusions
+from hidden_state_accountants import validate
+from hidden_state_accountants.bounds import assumptions
+from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
+from hidden_state_accountants.bounds.solvers.inclusion_counts import Inclusions, inclusions
 from hidden_state_accountants.curves.base import (
     Curve,
     GaussianCurve,
@@ -30,9 +34,18 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import epsilon_from_rdp
 from hidden_state_accountants.curves.sampled_pairs import ZeroedWithoutReplacementCurve
+from hidden_state_accountants.curves.square_root import SquareRootCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
+from hidden_state_accountants.guarantee import Assumption, Topic
+from hidden_state_accountants.process.conditions import (
+    Unmet,
+    batch_order,
+    equal_batches,
+    neighboring_relation,
+    unless,
+)
 
 _RARE = 1e-10  # probability of more participations than a bound reckons with: added to delta
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -41,6 +54,109 @@ _HOPELESS = 1.5  # times the other bound's epsilon, by Renyi divergences: not wo
 _MOST_COMPONENTS = 4096
 _COMPONENT_RATIO = 1.0005
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+_CAVEAT = (
+    "the theorem is false: it treats the error as if every step sampled it anew. One outlier "
+    "saturates the error, and clip(e, C2) then shifts every later step, without amplification "
+    "(docs/theory/dice_sgd.md). Use "
+    'analysis="sound"'
+)
+_OF_THE_PAPER = (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL)
+
+
+@attrs.frozen
+class DiceSgd(Bound):
+    """DiceSGD under any order of the batches; the smaller of two bounds where both apply.
+
+    Formal guarantees of analysis="sound":
+      - Released: all iterates (or all noisy updates v). The last iterate alone gets no less.
+      - Relation: REPLACE_SPECIAL and REPLACE_ONE; ADD_OR_REMOVE_ONE for FULL and POISSON.
+      - (i) The participations of the record are revealed: Gaussian for each pattern, averaged over
+        the patterns (for CYCLIC the worst position). (ii) POISSON, except under REPLACE_ONE: the
+        clipped gradient stays a subsampled Gaussian with a share of the noise, the error's part is
+        one Gaussian with the rest.
+      - A gradient bound at most the clip norm makes it ordinary DP-SGD. Without a gradient bound,
+        and for the automatic variant, the error can shift every later step by 2 C2.
+      - Assumptions: those of `DiceSgdDpEvent`; both clips are exactly min(1, C/|v|) v.
+
+    analysis="published" is Theorem 3.7 (automatic: the noise of Appendix C.4) solved for epsilon.
+    It is false.
+
+    Args:
+        analysis: "sound" or "published".
+    """
+
+    key = "dice_sgd"
+    event_type = DiceSgdDpEvent
+    analyses = (SOUND, PUBLISHED)
+    paper = Citation(
+        "Zhang, Bu, Wu, Hong 2024", "the algorithm; bound of this project", "2311.14632"
+    )
+    published_theorem = "Theorem 3.7"
+
+    def conditions(self, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Neighbours that the order of the batches admits, and equal batches."""
+        if not self.sound:
+            return _unmet_by_theorem_3_7(event, relation)
+        order = event.batch_order
+        return [
+            *neighboring_relation(order, relation),
+            *equal_batches(order, event.batch_size, event.dataset_size),
+        ]
+
+    def prove(self, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Proof:
+        """A budget for the error, or what the paper claims."""
+        if self.sound:
+            return Proof(
+                curve=sound_curve(event, relation), theorem="DiceSGD with a budget for the error"
+            )
+        return Proof(
+            curve=published_curve(event),
+            theorem="Theorem 3.7 of Zhang, Bu, Wu, Hong 2024",
+            caveat=_CAVEAT,
+        )
+
+    def event_assumptions(
+        self, event: DiceSgdDpEvent, relation: NeighboringRelation
+    ) -> tuple[Assumption, ...]:
+        """The secret of the error, its start, schedules, batches, divisor, gradient bound."""
+        is_averaged = event.batch_order not in (BatchOrder.FULL, BatchOrder.CYCLIC)
+        assumed = [
+            Assumption.declared(
+                "the error of the feedback is never released, saved or logged; noise is added to "
+                "the update before anything else (a moment estimate) is computed from it",
+                Topic.HIDDEN_STATE,
+            ),
+            assumptions.fixed_in_advance("number of steps and hyper-parameters"),
+            Assumption.declared(
+                "the start does not depend on the data and the error starts at zero: a run that "
+                "goes on with the error of an earlier one is ONE event with the steps of both",
+                Topic.START,
+            ),
+            assumptions.batches(event, are_secret=is_averaged),
+            assumptions.divisor(event.batch_size),
+        ]
+        if not event.automatic and event.gradient_bound < math.inf:
+            assumed.append(assumptions.gradient_norm(event.gradient_bound))
+        return tuple(assumed)
+
+
+def _unmet_by_theorem_3_7(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Unmet:
+    c1, c2 = event.clip_norm, event.error_clip_norm
+    rate = event.sampling_probability
+    needed = f"clip_norm = {c1:g}" if event.automatic else f">= clip_norm = {c1:g}"
+    is_large_enough = c1 == c2 if event.automatic else c1 <= c2
+    return [
+        *batch_order(event.batch_order, (BatchOrder.POISSON,)),
+        *neighboring_relation(event.batch_order, relation, _OF_THE_PAPER),
+        *unless(
+            event.sampling_rate is None, "sampling rate", "batch_size / dataset_size", f"{rate:g}"
+        ),
+        *unless(rate <= 0.2, "batch_size / dataset_size", "<= 0.2", f"{rate:g}"),
+        *unless(is_large_enough, "error_clip_norm", needed, f"{c2:g}"),
+    ]
+
+
+# --- sound ------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -182,3 +298,50 @@ def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelat
         dp_accounting.GaussianDpEvent(event.noise_std / (2 * largest)),
     )
     return StandardCurve((StockEvent(step, event.num_steps, _REPLACE_ONE),))
+
+
+# --- as printed: not sound --------------------------------------------------------------------
+
+
+def squared_sensitivity(event: DiceSgdDpEvent) -> float:
+    """C1^2 + 2 min(C^2, G'^2) with C = B C2 and G' = max(0, G - C1); automatic: 3 C^2."""
+    c1 = event.clip_norm
+    if event.automatic:
+        return 3 * c1**2  # ZBWH24, Appendix C.4, arXiv 2311.14632: C = C1 = C2
+    excess = max(0.0, event.gradient_bound - c1)
+    return c1**2 + 2 * min(event.batch_size * event.error_clip_norm, excess) ** 2
+
+
+def published_noise_std(event: DiceSgdDpEvent, epsilon: float, delta: float) -> float:
+    r"""The sigma_1 of Theorem 3.7 for (epsilon, delta); the event's own noise is not used.
+
+    .. math::
+        \sigma_1^2 = \frac{32\, T \tilde G \log(1/\delta)}{N^2 \varepsilon^2}, \qquad
+        \tilde G = C_1^2 + 2\min(C^2, G'^2)
+
+    Formal guarantees: none. The theorem is false.
+
+    Args:
+        event: The run.
+        epsilon: > 0.
+        delta: In (0, 1).
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+    epsilon = validate.real("epsilon", epsilon, above=0)
+    delta = validate.real("delta", delta, above=0, maximum=1)
+    # ZBWH24, Theorem 3.7, arXiv 2311.14632
+    scale = 32 * event.num_steps * squared_sensitivity(event) * math.log(1 / delta)
+    return math.sqrt(scale) / (event.dataset_size * epsilon)
+
+
+def published_curve(event: DiceSgdDpEvent) -> SquareRootCurve:
+    """The curve of a run, Theorem 3.7 solved for epsilon.
+
+    Its Renyi divergence is the sum that the paper's proof ends with. (Even if that sum were right,
+    its conversion would give epsilon >= sqrt(2 * scale * log(1/delta)).)
+    """
+    noise = event.noise_std * event.dataset_size
+    total = 32 * event.num_steps * squared_sensitivity(event)
+    return SquareRootCurve(total / noise**2 if noise else math.inf)

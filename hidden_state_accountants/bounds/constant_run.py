@@ -60,6 +60,11 @@ class ConstantRun:
         return float(geometry.update_lipschitz(self.loss, eta, decay, active)[0])
 
     @property
+    def gradient_lipschitz(self) -> float:
+        """L of the published theorems: Hessians between -m and M."""
+        return max(self.loss.smoothness, self.loss.weak_convexity)
+
+    @property
     def last_position(self) -> int:
         """The batch that is processed last."""
         return (self.num_steps - 1) % self.period

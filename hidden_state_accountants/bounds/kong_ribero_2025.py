@@ -24,7 +24,7 @@ from hidden_state_accountants.bounds.base import (
     HiddenStateBound,
     Proof,
 )
-from hidden_state_accountants.bounds.solvers.constant_run import (
+from hidden_state_accountants.bounds.constant_run import (
     ConstantRun,
     constant_run,
     unmet_for_constant_run,
@@ -86,25 +86,6 @@ def theorem_2_3(lipschitz: float, num_steps: int, period: int, sensitivity: floa
     # Kong & Ribero 2025, Theorem 2.3, equations (17), (19), arXiv 2407.05237; s = 2 lambda C/b
     epochs = -(-num_steps // period)
     return 2 * sensitivity * sensitivity * (1 + epochs * float(theta(lipschitz, period)))
-
-
-def corollary_c_2(
-    smoothness: float, weak_convexity: float, num_epochs: int, sensitivity: float
-) -> float:
-    """2 D_alpha/alpha for learning_rate = 1/(2(M + m)), never below Theorem 2.3 (19).
-
-    Departure: the statement lacks the number of epochs, which the last line of its proof has.
-    """
-    # Kong & Ribero 2025, Corollary C.2, last display of the proof, arXiv 2407.05237
-    share = 4 * weak_convexity / (smoothness + weak_convexity)
-    return 2 * sensitivity * sensitivity * (1 + num_epochs * share)
-
-
-def corollary_c_3(lipschitz: float, learning_rate: float, period: int, sensitivity: float) -> float:
-    """2 D_alpha/alpha for learning_rate <= 1/sqrt(E), never below Theorem 2.3 (19)."""
-    # Kong & Ribero 2025, Corollary C.3, arXiv 2407.05237: C/b in place of lambda C/b
-    ratio = sensitivity / learning_rate
-    return 2 * ratio * ratio * (1 + float(theta(lipschitz, period)))
 
 
 def sharpened_theorem_2_3(

@@ -1,1 +1,0 @@
-"""DiceSGD: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632)."""
