@@ -55,14 +55,15 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     for bound in BOUNDS:
         if not bound.sound or not isinstance(event, bound.event_type):
             continue
-        unmet = bound.check(event, relation)
+        unmet = tuple(bound.at_a_glance(event))
+        better = [other.name for other, _ in found if other.name in bound.dominated_by]
+        if better and not unmet:
+            others.append((bound.name, f"never smaller than {better[0]}"))
+            continue
+        unmet = unmet or bound.check(event, relation)
         if unmet:
             unmet_of[bound.name] = unmet
             others.append((bound.name, "; ".join(map(str, unmet))))
-            continue
-        better = [other.name for other, _ in found if other.name in bound.dominated_by]
-        if better:
-            others.append((bound.name, f"never smaller than {better[0]}"))
             continue
         found.append((bound, bound_guarantee(bound, event, relation)))
     if not found:

@@ -16,9 +16,11 @@ from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves.base import Curve, with_delta
 from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Assumption, Guarantee, replace_assumptions
-from hidden_state_accountants.process.conditions import UnmetCondition
+from hidden_state_accountants.process import conditions
+from hidden_state_accountants.process.conditions import Unmet, UnmetCondition
 
 __all__ = ["PUBLISHED", "SOUND", "Bound", "Citation", "HiddenStateBound", "Proof"]
 
@@ -96,6 +98,10 @@ class Bound(abc.ABC):
             return self.paper
         return attrs.evolve(self.paper, theorem=self.published_theorem)
 
+    def at_a_glance(self, event: Any) -> Unmet:
+        """What rules a run of `event_type` out before anything is computed."""
+        return []
+
     @abc.abstractmethod
     def conditions(self, event: Any, relation: NeighboringRelation) -> Iterable[UnmetCondition]:
         """The conditions that the event, of `event_type`, does not meet."""
@@ -162,9 +168,23 @@ def _why_only_pairs(event: Any) -> str:
 
 @attrs.frozen
 class HiddenStateBound(Bound):
-    """A bound on `LastIterateDpEvent` that relies on what is not released."""
+    """A bound on `LastIterateDpEvent` that relies on what is not released.
+
+    Attributes:
+        orders: Those of the batches that are covered.
+        is_linear: Whether the gradient of the loss has to be Lipschitz.
+    """
 
     event_type = LastIterateDpEvent
+    orders: ClassVar[tuple[BatchOrder, ...]] = (BatchOrder.FULL, BatchOrder.CYCLIC)
+    is_linear: ClassVar[bool] = True
+
+    def at_a_glance(self, event: LastIterateDpEvent) -> Unmet:
+        """The order of the batches, and the class of the loss."""
+        return [
+            *conditions.batch_order(event.batch_order, self.orders),
+            *(conditions.linear_modulus(event.loss) if self.is_linear else ()),
+        ]
 
     def event_assumptions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import ClassVar
 
 import numpy as np
 from dp_accounting import NeighboringRelation
@@ -40,15 +41,12 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import Unmet, linear_modulus, unless
 
-_PUBLIC = (BatchOrder.FULL, BatchOrder.CYCLIC)
-
 
 class _Baseline(HiddenStateBound):
     """A constant run whose update does not expand."""
 
     dominated_by = ("shifted_interpolation", "shuffled_once")
-    orders = _PUBLIC
-    contracts = False
+    contracts: ClassVar[bool] = False
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A constant run whose update does not expand, or contracts."""
@@ -171,7 +169,7 @@ class YeShokri(_Baseline):
     """
 
     key = "ye_shokri"
-    orders = (*_PUBLIC, BatchOrder.SHUFFLED_ONCE)
+    orders = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
     contracts = True
     paper = Citation("Ye & Shokri 2022", "shuffle and partition", "2203.05363")
 

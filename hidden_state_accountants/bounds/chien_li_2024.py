@@ -50,7 +50,6 @@ from hidden_state_accountants.process.conditions import (
     unless,
 )
 
-_SOUND_ORDERS = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
 _UNSOUND = (
     "the divergence S_alpha of Definition 3.11 goes from the Gaussian to the mixture; the other "
     "direction is larger (1.5 to 195 times for q = 0.1), and an adversary sees that one. Use "
@@ -86,6 +85,8 @@ class ChienLi(HiddenStateBound):
     """
 
     key = "chien_li"
+    orders = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
+    is_linear = False
     analyses = (SOUND, PUBLISHED)
     # The last one for Hölder gradients: the same search, whose plans include these.
     dominated_by = ("shifted_interpolation", "shuffled_once", "hoelder")
@@ -93,7 +94,7 @@ class ChienLi(HiddenStateBound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A constant run, and for a Hölder gradient one that is short enough to optimise over."""
-        orders = (*_SOUND_ORDERS, *(() if self.sound else (BatchOrder.WITHOUT_REPLACEMENT,)))
+        orders = (*self.orders, *(() if self.sound else (BatchOrder.WITHOUT_REPLACEMENT,)))
         unmet = unmet_for_constant_run(event, relation, orders, published=not self.sound)
         if unmet or not linear_modulus(event.loss):
             return unmet

@@ -163,6 +163,7 @@ class Langevin(HiddenStateBound):
     """
 
     key = "langevin"
+    orders = (BatchOrder.FULL,)
     analyses = (SOUND, PUBLISHED)
     dominated_by = ("shifted_interpolation",)
     paper = Citation("Chourasia, Ye, Shokri 2021", "Lemmas 2 and 3", "2102.05855")
@@ -170,7 +171,7 @@ class Langevin(HiddenStateBound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Full batches of a strongly convex loss that is never clipped, and small steps."""
-        unmet = list(unmet_conditions(event, relation, (BatchOrder.FULL,)))
+        unmet = list(unmet_conditions(event, relation, self.orders))
         if event.loss is not None:
             unmet += _unmet_curvature(event, event.loss)
         if not self.sound:

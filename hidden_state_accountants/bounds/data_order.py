@@ -65,13 +65,14 @@ class ShuffledOnce(HiddenStateBound):
     """
 
     key = "shuffled_once"
+    orders = (BatchOrder.SHUFFLED_ONCE,)
     paper = _CITATION
 
     def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
         """A contractive process for every order of the batches."""
-        return unmet_conditions(event, relation, [BatchOrder.SHUFFLED_ONCE])
+        return unmet_conditions(event, relation, self.orders)
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The mixture of Gaussian guarantees of the positions."""
@@ -99,13 +100,14 @@ class Reshuffled(HiddenStateBound):
     """
 
     key = "reshuffled"
+    orders = (BatchOrder.RESHUFFLED,)
     paper = _CITATION
 
     def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
         """A contractive process for every order of the batches."""
-        return unmet_conditions(event, relation, [BatchOrder.RESHUFFLED])
+        return unmet_conditions(event, relation, self.orders)
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The smallest of the bounds that apply; (i), with nothing carried, where it is quick."""

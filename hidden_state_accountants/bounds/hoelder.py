@@ -33,8 +33,6 @@ from hidden_state_accountants.process.noisy_process import (
 MOST_STEPS = 50_000
 """Steps to optimise over, all positions and releases together; 0.3 to 0.8 ms each."""
 
-_ORDERS = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
-
 
 @attrs.frozen
 class Hoelder(HiddenStateBound):
@@ -57,16 +55,24 @@ class Hoelder(HiddenStateBound):
     """
 
     key = "hoelder"
+    orders = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
+    is_linear = False
     paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation, with a Hölder modulus", "2403.00278"
     )
 
-    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
-        """A Hölder gradient, and a run that is short enough to optimise over."""
-        unmet = list(unmet_conditions(event, relation, _ORDERS, is_linear=False))
+    def at_a_glance(self, event: LastIterateDpEvent) -> Unmet:
+        """The order of the batches, and a Hölder gradient."""
+        unmet = super().at_a_glance(event)
         if event.loss is not None and event.loss.kind is not LossKind.HOELDER:
             kind = event.loss.kind.value
             unmet.append(UnmetCondition("loss", "LossGeometry.hoelder", f"a {kind} loss"))
+        return unmet
+
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """A Hölder gradient, and a run that is short enough to optimise over."""
+        process = unmet_conditions(event, relation, self.orders, is_linear=False)
+        unmet = list(dict.fromkeys([*process, *self.at_a_glance(event)]))
         if not unmet:
             process = noisy_process(event, relation, is_linear=False)
             steps = _steps_to_optimise(event, process)

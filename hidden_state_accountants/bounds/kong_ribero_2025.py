@@ -30,7 +30,6 @@ from hidden_state_accountants.bounds.constant_run import (
     unmet_for_constant_run,
 )
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
-from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.process.conditions import (
@@ -140,9 +139,8 @@ class KongRibero(HiddenStateBound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A constant run of a loss with a linear modulus, and a small learning rate."""
-        orders = (BatchOrder.FULL, BatchOrder.CYCLIC)
         unmet = [
-            *unmet_for_constant_run(event, relation, orders, published=not self.sound),
+            *unmet_for_constant_run(event, relation, self.orders, published=not self.sound),
             *linear_modulus(event.loss),
         ]
         return unmet or _unmet_learning_rate(constant_run(event, relation))

@@ -98,17 +98,17 @@ class Subsampling(HiddenStateBound):
     """
 
     key = "subsampling"
+    orders = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
     paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation with sampled batches", "2403.00278"
     )
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Random batches of a loss with a linear modulus, and few noise levels."""
-        orders = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
         levels = len(values_and_counts(record_mus(event))[0])
         few = f"at most {_MOST_NOISE_LEVELS} values"
         return [
-            *conditions.batches(event, relation, orders),
+            *conditions.batches(event, relation, self.orders),
             *conditions.declared_loss(event),
             *conditions.linear_modulus(event.loss),
             *conditions.unless(
