@@ -71,8 +71,8 @@ class Hoelder(HiddenStateBound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A Hölder gradient, and a run that is short enough to optimise over."""
-        process = unmet_conditions(event, relation, self.orders, is_linear=False)
-        unmet = list(dict.fromkeys([*process, *self.at_a_glance(event)]))
+        of_process = unmet_conditions(event, relation, self.orders, is_linear=False)
+        unmet = list(dict.fromkeys([*of_process, *self.at_a_glance(event)]))
         if not unmet:
             process = noisy_process(event, relation, is_linear=False)
             steps = _steps_to_optimise(event, process)
