@@ -169,26 +169,39 @@ class AuditReport:
         Raises:
             ImportError: matplotlib is missing.
         """
-        claimed = plotting.Series(
-            "claimed", tuple(zip(self.epsilons, self.claimed_deltas, strict=True))
-        )
-        found = [
-            plotting.Series(
-                f"at least, by {row.attack} ({row.strength})",
-                tuple(zip(self.epsilons, row.deltas, strict=True)),
-            )
+        claimed = (("claimed", self.claimed_deltas),)
+        found = (
+            (f"at least, by {row.attack} ({row.strength})", row.deltas)
             for row in self.rows
             if row.applies
+        )
+        # 1 claims nothing; only the points were computed.
+        series = [
+            plotting.Series(
+                name,
+                tuple((x, y) for x, y in zip(self.epsilons, deltas, strict=True) if y < 1),
+                name,
+                ":",
+            )
+            for name, deltas in (*claimed, *found)
         ]
-        plotting.plot_audit(claimed, found, path, verdict=self._verdict())
-
-    def _verdict(self) -> str:
         what = f"violated by {self.violated_by}" if self.violated else "not violated"
-        return (
+        verdict = (
             f"{what}: epsilon claimed {text_up(self.claimed, 4)}, at least "
             f"{text_down(self.lower_bound, 4)} "
             f"(delta = {self.target_delta:g}, {self.neighboring_relation})"
         )
+        plotting.draw(
+            [plotting.Panel(verdict, tuple(series))],
+            path,
+            title="A claim is false where a lower bound is above it",
+            x_label="epsilon",
+            y_label="delta",
+        )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _cell(text: str) -> str:

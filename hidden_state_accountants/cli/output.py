@@ -30,9 +30,7 @@ if TYPE_CHECKING:  # the help needs nothing of this
     import numpy as np
 
     from hidden_state_accountants.cli.run_file import RunDescription
-    from hidden_state_accountants.comparing import Comparison
-    from hidden_state_accountants.comparing.comparison import Progress
-    from hidden_state_accountants.comparing.methods import Row
+    from hidden_state_accountants.comparing import Comparison, Progress, Row
     from hidden_state_accountants.guarantee import Guarantee
 
 _WIDTH_OF_A_PIPE = 110

@@ -7,6 +7,8 @@ from dp_accounting import NeighboringRelation, pld, rdp
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants import comparing
+from hidden_state_accountants.comparing import first_epochs, plotted_epochs
 from hidden_state_accountants.figures import round_up
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -119,9 +121,7 @@ def test_a_published_formula_is_marked_and_is_never_the_best(monkeypatch):
                 caveat="wrong by a factor",
             )
 
-    from hidden_state_accountants.comparing import methods
-
-    monkeypatch.setattr(methods, "BOUNDS", (*hsa.BOUNDS, TooGood()))
+    monkeypatch.setattr(comparing, "BOUNDS", (*hsa.BOUNDS, TooGood()))
     comparison = hsa.compare(cyclic_run())
     row = named(comparison, accountant="too_good")
     assert (row.status, row.note) == ("published, NOT proven", "wrong by a factor")
@@ -286,8 +286,6 @@ def test_plot(tmp_path):
 
 
 def test_plotted_points_are_the_first_epochs():
-    from hidden_state_accountants.comparing.comparison import first_epochs, plotted_epochs
-
     event = cyclic_run(learning_rate=[0.5] * 12 + [0.25] * 11, num_steps=23, release_steps=(4, 20))
     assert plotted_epochs(event) == [1, 2, 3, 4, 5, 6]
     short = first_epochs(event, 2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hidden_state_accountants.comparing import _series
 from hidden_state_accountants.figures import fixed_up, round_up, text_down, text_up
-from hidden_state_accountants.plotting import Series, _label
 
 VALUES = st.floats(1e-12, 1e12)
 
@@ -42,5 +42,5 @@ def test_ends(value):
 def test_the_legend_of_a_comparison():
     """It said 1.99 of 1.9949."""
     points = ((1.0, 0.5), (200.0, 1.9949211881))
-    assert _label(Series("bound", points)) == "bound: 2 at the end"
-    assert _label(Series("bound", ((1.0, 1.2341),))) == "bound: 1.24 at the end"
+    assert _series("bound", points, "proven").label == "bound: 2 at the end"
+    assert _series("bound", points[:1], "x").label == "NOT PROVEN:\nbound: 0.5 at the end"

@@ -1,33 +1,86 @@
-"""The table of all accountants on all runs, and its picture."""
+"""Every accountant on the same run, side by side.
+
+>>> import hidden_state_accountants as hsa
+>>> run = hsa.LastIterateDpEvent(
+...     noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.4143, batch_size=500,
+...     dataset_size=50_000, num_steps=20_000, batch_order="cyclic",
+...     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0), weight_decay=0.1)
+>>> table = hsa.compare(run, delta=1e-5)
+>>> best = table.best()
+>>> print(best.accountant, round(best.epsilon, 4))
+shifted_interpolation 1.993
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import dp_accounting
 import numpy as np
-from dp_accounting import NeighboringRelation
+from dp_accounting import NeighboringRelation, pld, rdp
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee
-from hidden_state_accountants.comparing.methods import (
-    COMBINED,
-    OTHER_ALGORITHM,
-    PROVEN,
-    Row,
-    rows_of,
-)
+from hidden_state_accountants.bounds import BOUNDS, Bound
+from hidden_state_accountants.curves.event_losses import stock_pld_error
+from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.plotting import Panel, Series, check_path, plot_comparison
+from hidden_state_accountants.guarantee import group_guarantee
+from hidden_state_accountants.plotting import Panel, Series, check_path, draw
+from hidden_state_accountants.process.groups import run_of_groups
 
 Progress = Callable[[str], None]
 """Receives one line of text at each stage of long work."""
+
+_COMBINED = "LastIterateAccountant"
+_PROVEN, _PUBLISHED = "proven", "published, NOT proven"
+_OTHER_ALGORITHM, _UNMET = "ANOTHER ALGORITHM", "does not apply"
+# A privacy loss distribution beyond this epsilon takes gigabytes; RDP is good enough there.
+_LARGEST_PLD_EPSILON = 200.0
+_MOST_NOISE_LEVELS = 100  # each costs a stock accountant up to seconds
+_MOST_POINTS = 10
+
+
+@attrs.frozen
+class Row:
+    """What one accountant says about one run at one delta.
+
+    Attributes:
+        run: The label of the run.
+        accountant: The name of the bound in `BOUNDS`, or of the accountant.
+        delta: The delta that epsilon is for.
+        epsilon: None if the accountant does not apply.
+        theorem: What proves it.
+        status: "proven", "published, NOT proven", "ANOTHER ALGORITHM" or "does not apply".
+        seconds: Wall time of the accounting; what one row computes is reused for further deltas.
+        note: Which condition fails and by how much, or what to know about the row.
+        scope: Which records the epsilon is about, and what the others have; empty if about all.
+    """
+
+    run: str
+    accountant: str
+    delta: float
+    epsilon: float | None
+    theorem: str
+    status: str
+    seconds: float
+    note: str
+    scope: str = ""
+
+    @property
+    def remark(self) -> str:
+        """Scope and note."""
+        return "; ".join(filter(None, (self.scope and f"ONLY FOR {self.scope}", self.note)))
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +115,7 @@ class Comparison:
         """
         run = self.runs[0][0] if run is None else run
         delta = self.deltas[0] if delta is None else delta
-        rows = [r for r in self._proven(run, delta) if r.accountant != COMBINED]
+        rows = [r for r in self._proven(run, delta) if r.accountant != _COMBINED]
         smallest = min(map(_epsilon, rows), default=math.inf)
         # equal figures differ by rounding: the first bound in BOUNDS has the name
         return next((row for row in rows if _epsilon(row) <= smallest * (1 + 1e-9)), None)
@@ -71,7 +124,7 @@ class Comparison:
         return [
             row
             for row in self.rows
-            if row.run == run and row.delta == delta and row.status == PROVEN
+            if row.run == run and row.delta == delta and row.status == _PROVEN
         ]
 
     def summary(self) -> str:
@@ -167,38 +220,48 @@ class Comparison:
         """
         check_path(path)
         delta = self.deltas[0] if delta is None else validate.target_delta(delta)
-        relation, size = self.neighboring_relation, self.group_size
-        lengths = {label: plotted_epochs(event) for label, event in self.runs}
+        points = [(run, epochs) for run in self.runs for epochs in plotted_epochs(run[1])]
         work = [
-            (f"{epochs:g}", first_epochs(event, epochs), (delta,), relation, size)
-            for label, event in self.runs
-            for epochs in lengths[label]
+            (label, first_epochs(event, n), (delta,), self.neighboring_relation, self.group_size)
+            for (label, event), n in points
         ]
-        found = iter(_evaluate(work, jobs, progress, "plot: point"))
-        panels = []
-        for label, event in self.runs:
-            points: dict[str, list[tuple[float, float]]] = {}
-            status: dict[str, str] = {}
-            for epochs in lengths[label]:
-                for row in next(found):
-                    if row.epsilon is not None and row.accountant != COMBINED:
-                        points.setdefault(row.accountant, []).append((epochs, row.epsilon))
-                        status[row.accountant] = row.status
-            panels.append(
-                Panel(
-                    title=_title(label, event, len(self.runs) > 1),
-                    series=tuple(
-                        Series(
-                            name=name,
-                            points=tuple(values),
-                            is_proven=status[name] == PROVEN,
-                            is_other_algorithm=status[name] == OTHER_ALGORITHM,
-                        )
-                        for name, values in points.items()
-                    ),
-                )
+        lines: dict[str, dict[str, list[tuple[float, float]]]] = {
+            label: {} for label, _ in self.runs
+        }
+        status: dict[str, str] = {}
+        for (_, epochs), rows in zip(
+            points, _evaluate(work, jobs, progress, "plot: point"), strict=True
+        ):
+            for row in rows:
+                if row.epsilon is not None and row.accountant != _COMBINED:
+                    lines[row.run].setdefault(row.accountant, []).append((epochs, row.epsilon))
+                    status[row.accountant] = row.status
+        panels = [
+            Panel(
+                _title(label, event, len(self.runs) > 1),
+                tuple(_series(name, values, status[name]) for name, values in lines[label].items()),
             )
-        plot_comparison(panels, path, delta=delta, relation=self.relation)
+            for label, event in self.runs
+        ]
+        draw(
+            panels,
+            path,
+            title="Epsilon of a training run, by accountant\n"
+            f"(delta = {delta:g}, neighboring relation {self.relation}; lower is better)",
+            x_label="epochs (the run is cut off there and its iterate released)",
+            y_label=f"epsilon at delta = {delta:g}",
+            log_x=True,
+        )
+
+
+def _series(name: str, points: list[tuple[float, float]], status: str) -> Series:
+    """A line whose style and name say what kind of claim it is."""
+    label = f"{name}: {text_up(points[-1][1], 3)} at the end"
+    if status == _OTHER_ALGORITHM:
+        return Series(name, tuple(points), f"ANOTHER ALGORITHM:\n{label}", ":")
+    if status != _PROVEN:
+        return Series(name, tuple(points), f"NOT PROVEN:\n{label}", "--")
+    return Series(name, tuple(points), label)
 
 
 def compare(
@@ -355,9 +418,6 @@ def position_profile(
     return np.array([best_guarantee(run, relation).epsilon(delta) for run in positions])
 
 
-_MOST_POINTS = 10
-
-
 def _epochs(event: Any) -> int:
     return -(-int(event.num_steps) // int(event.batches_per_epoch))
 
@@ -384,3 +444,190 @@ def first_epochs(event: Any, epochs: int) -> Any:
     if isinstance(event, LastIterateDpEvent):
         changes["release_steps"] = tuple(step for step in event.release_steps if step < steps)
     return attrs.evolve(event, **changes)
+
+
+# One row: what one accountant says about one run
+
+
+@attrs.frozen
+class _Result:
+    epsilon: Callable[[float], float]
+    theorem: str
+    status: str = _PROVEN
+    note: str = ""
+
+
+_Method = tuple[str, Callable[[Any, NeighboringRelation], _Result]]
+
+
+def _methods(event: dp_accounting.DpEvent, group_size: int) -> Iterator[_Method]:
+    """Every way to account for the run: grows with `BOUNDS`."""
+    for bound in BOUNDS:
+        if isinstance(event, bound.event_type):
+            yield bound.name, _bound(bound, group_size)
+    yield _COMBINED, functools.partial(_combined, group_size)
+    if group_size > 1:  # stock accountants are about one record
+        return
+    yield "RdpAccountant", _stock_rdp
+    yield "PLDAccountant", _stock_pld
+    if isinstance(event, LastIterateDpEvent):
+        if event.batch_order not in (BatchOrder.FULL, BatchOrder.POISSON):
+            yield "Poisson batches, PLDAccountant", _poisson
+
+
+def _bound(bound: Bound, group_size: int) -> Callable[[Any, NeighboringRelation], _Result]:
+    def evaluate(event: Any, relation: NeighboringRelation) -> _Result:
+        event = run_of_groups(event, relation, group_size)
+        unmet = bound.check(event, relation)
+        if unmet:
+            raise UnsupportedRunError("; ".join(map(str, unmet)))
+        guarantee = group_guarantee(bound.guarantee(event, relation), group_size)
+        is_proven = bound.sound and not guarantee.caveat
+        return _Result(
+            guarantee.epsilon,
+            guarantee.theorem,
+            _PROVEN if is_proven else _PUBLISHED,
+            guarantee.caveat,
+        )
+
+    return evaluate
+
+
+def _combined(group_size: int, event: Any, relation: NeighboringRelation) -> _Result:
+    accountant = LastIterateAccountant(relation, group_size=group_size).compose(event)
+    return _Result(accountant.get_epsilon, accountant.guarantee.theorem, note="the smallest proven")
+
+
+def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.DpEvent, float]:
+    """The run as a standard event and the delta that a cap on its batches adds."""
+    if not hasattr(event, "as_composition"):
+        raise UnsupportedRunError(f"no standard event expresses a {type(event).__name__}")
+    extra = 0.0
+    if isinstance(event, LastIterateDpEvent):
+        extra = event.cap_delta(relation)
+        event = attrs.evolve(event, max_batch_size=None)
+    composed = event.as_composition(relation, for_one_position=True)
+    if isinstance(composed, dp_accounting.ComposedDpEvent):
+        if len(composed.events) > _MOST_NOISE_LEVELS:
+            raise UnsupportedRunError(
+                f"{len(composed.events)} noise levels: stock accountants take seconds for each"
+            )
+    return composed, extra
+
+
+def _stock(
+    accountant: dp_accounting.PrivacyAccountant,
+    event: dp_accounting.DpEvent,
+    extra: float,
+    error: float = 0.0,
+) -> _Result:
+    if not accountant.supports(event):
+        raise UnsupportedRunError(f"{type(accountant).__name__} does not evaluate this run")
+    accountant.compose(event)
+
+    def epsilon(delta: float) -> float:
+        left = delta - extra - error
+        return float(accountant.get_epsilon(left)) if left > 0 else math.inf
+
+    note = "every iterate may be released"
+    if extra:
+        note += f"; delta {extra:.3g} of it pays for the cap on the batches"
+    return _Result(epsilon, "dp-accounting, on event.as_composition", note=note)
+
+
+def _stock_rdp(event: Any, relation: NeighboringRelation) -> _Result:
+    composed, extra = _standard(event, relation)
+    reads = NeighboringRelation.ADD_OR_REMOVE_ONE
+    if getattr(event, "batch_order", None) is BatchOrder.WITHOUT_REPLACEMENT:
+        reads = NeighboringRelation.REPLACE_ONE  # the only relation that evaluates the event
+    return _stock(rdp.RdpAccountant(neighboring_relation=reads), composed, extra)
+
+
+def _stock_pld(event: Any, relation: NeighboringRelation) -> _Result:
+    composed, extra = _standard(event, relation)
+    accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+    if accountant.supports(composed):
+        epsilon = accountant.compose(composed).get_epsilon(1e-5)
+        if epsilon > _LARGEST_PLD_EPSILON:
+            raise UnsupportedRunError(
+                f"epsilon around {epsilon:.3g}: its privacy loss distribution takes gigabytes"
+            )
+    accountant = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return _stock(accountant, composed, extra, stock_pld_error(_compositions(composed)))
+
+
+def _compositions(event: dp_accounting.DpEvent) -> int:
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return int(event.count) * _compositions(event.event)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return sum(map(_compositions, event.events))
+    return 1
+
+
+def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Result:
+    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
+    result = _stock_pld(sampled, relation)
+    return attrs.evolve(
+        result,
+        status=_OTHER_ALGORITHM,
+        note="the same noise, but every record joins every batch independently with probability "
+        f"{event.batch_size}/{event.dataset_size}; every iterate may be released",
+    )
+
+
+def rows_of(
+    label: str,
+    event: dp_accounting.DpEvent,
+    deltas: Sequence[float],
+    relation: NeighboringRelation,
+    group_size: int,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """A row for each accountant and delta; `tell` hears of each accountant before it is asked."""
+    rows = []
+    methods = list(_methods(event, group_size))
+    for index, (name, evaluate) in enumerate(methods, start=1):
+        tell(f"compare: {label}, accountant {index} of {len(methods)}: {name}")
+        start = time.perf_counter()
+        result: _Result | None = None
+        reason = ""
+        try:
+            result = evaluate(event, relation)
+        except UnsupportedRunError as error:
+            reason = str(error)
+        everywhere = _of_all_records(event, result, evaluate, relation)
+        for delta in deltas:
+            epsilon = None if result is None else float(result.epsilon(delta))
+            scope = ""
+            if isinstance(event, LastIterateDpEvent) and everywhere is not None:
+                largest = text_up(everywhere.epsilon(delta))
+                scope = f"{event.records}; other records have epsilon up to {largest}"
+            rows.append(
+                Row(
+                    run=label,
+                    accountant=name,
+                    delta=delta,
+                    epsilon=epsilon,
+                    theorem=result.theorem if result else "",
+                    status=result.status if result else _UNMET,
+                    seconds=time.perf_counter() - start,
+                    note=result.note if result else reason,
+                    scope=scope,
+                )
+            )
+            start = time.perf_counter()
+    return rows
+
+
+def _of_all_records(
+    event: Any,
+    result: _Result | None,
+    evaluate: Callable[[Any, NeighboringRelation], _Result],
+    relation: NeighboringRelation,
+) -> _Result | None:
+    """The row for all records, if the result is about those of one batch only."""
+    if getattr(event, "record_position", None) is None:
+        return None
+    if result is None or result.status == _OTHER_ALGORITHM:
+        return None
+    return evaluate(attrs.evolve(event, record_position=None), relation)
