@@ -27,11 +27,14 @@ from hidden_state_accountants import (
 from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_adapters import temperature
 from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
 
 INTERCEPT_SHARE = 0.3
 """The constant feature of an intercept, in norms of a record."""
 _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
+_TEMPERATURE = 0.03  # of it is for the temperature of probabilities
+_MOST_NOISE = 0.05  # in a mean of losses, in nats: with more a temperature is not worth its share
 _SECONDS = 2.0  # between two lines of progress
 
 Progress = Callable[[int, int], None]
@@ -79,14 +82,14 @@ class Target:
         norms = 2.0 if self.relation is NeighboringRelation.REPLACE_ONE else 1.0
         return GaussianDpEvent(norms / mu)
 
-    @property
-    def statistics(self) -> GaussianDpEvent:
-        """What the statistics of the columns cost."""
-        return self.share(_STATISTICS)
-
     def centring_pays(self, records: int, columns: int) -> bool:
         """Whether the noise in the means is no longer than a record: by public numbers alone."""
-        return self.statistics.noise_multiplier * math.sqrt(columns) / records <= 1
+        return self.share(_STATISTICS).noise_multiplier * math.sqrt(columns) / records <= 1
+
+    def temperature_pays(self, records: int) -> bool:
+        """Whether the noise in the mean losses is small: by public numbers alone."""
+        noise = self.share(_TEMPERATURE).noise_multiplier * temperature.RECORD_NORM
+        return noise / records <= _MOST_NOISE
 
 
 @attrs.frozen(eq=False)
@@ -96,10 +99,12 @@ class Recipe:
     Attributes:
         run: The steps.
         statistics: The release of the statistics of the columns; None for none.
+        temperature: That of the temperature of the probabilities; None for none.
     """
 
     run: Candidate
-    statistics: GaussianDpEvent | None
+    statistics: GaussianDpEvent | None = None
+    temperature: GaussianDpEvent | None = None
 
     @classmethod
     def of(
@@ -109,6 +114,7 @@ class Recipe:
         feature_norm: float,
         constant: float,
         has_statistics: bool,
+        has_temperature: bool,
         **options: Any,
     ) -> Recipe:
         """The recommended fit to public numbers.
@@ -119,9 +125,13 @@ class Recipe:
             feature_norm: Of every record.
             constant: The feature of the intercept; 0 without one.
             has_statistics: Whether statistics of the columns are released.
+            has_temperature: Whether a temperature is, where that pays.
             **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
         """
-        statistics = target.statistics if has_statistics else None
+        statistics = target.share(_STATISTICS) if has_statistics else None
+        of_temperature = None
+        if has_temperature and target.temperature_pays(shape[0]):
+            of_temperature = target.share(_TEMPERATURE)
         run = hsa.recommend(
             shape[0],
             target.epsilon,
@@ -131,16 +141,21 @@ class Recipe:
             orders=["full"],
             momentum=True,
             neighboring_relation=target.relation,
-            spent=statistics,
+            spent=_together(statistics, of_temperature),
             **options,
         ).best
-        return cls(run, statistics)
+        return cls(run, statistics, of_temperature)
+
+    @property
+    def beside(self) -> DpEvent | None:
+        """What is released beside the steps."""
+        return _together(self.statistics, self.temperature)
 
     @property
     def event(self) -> DpEvent:
         """Everything that is released."""
-        run = self.run.event
-        return run if self.statistics is None else ComposedDpEvent((self.statistics, run))
+        parts = [e for e in (self.statistics, self.run.event, self.temperature) if e is not None]
+        return parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
 
     def guarantee(self, *assumptions: Assumption) -> Guarantee:
         """What is proved of the fit, with what it rests on.
@@ -150,7 +165,7 @@ class Recipe:
         """
         accountant = hsa.LastIterateAccountant(self.run.neighboring_relation).compose(self.event)
         event, found = self.run.event, accountant.guarantee
-        texts = (
+        texts: tuple[Assumption, ...] = (
             Assumption.checked(
                 f"{event.num_steps} steps with constant settings, chosen before the records are "
                 "looked at",
@@ -172,6 +187,15 @@ class Recipe:
             OWN_NOISE,
             Assumption.public(f"the number of records, {event.dataset_size}"),
         )
+        if self.temperature is not None:
+            texts += (
+                Assumption.checked(
+                    "the losses at four temperatures, of every record together no longer than "
+                    f"{temperature.RECORD_NORM:g}, were released once, with Gaussian noise of "
+                    f"multiplier {self.temperature.noise_multiplier:.6g}; epsilon is that of "
+                    "everything together"
+                ),
+            )
         return attrs.evolve(
             found, assumptions=replace_assumptions(found.assumptions, *texts, *assumptions)
         )
@@ -216,6 +240,26 @@ class Recipe:
             weights = weights - rate * velocity
             progress(step + 1, event.num_steps)
         return weights
+
+    def scale(self, losses: np.ndarray, generator: OwnGenerator) -> float:
+        """What the logits are multiplied with for probabilities.
+
+        Formal guarantees: that of the event `temperature`, whatever the logits are.
+
+        Args:
+            losses: Of `temperature.clipped_losses`, of all records.
+            generator: Of the noise.
+        """
+        if self.temperature is None:
+            return 1.0
+        std = self.temperature.noise_multiplier * temperature.RECORD_NORM
+        noisy = losses + generator.normal(std, losses.shape)
+        return temperature.best_scale(noisy / self.run.event.batch_size)
+
+
+def _together(*events: GaussianDpEvent | None) -> DpEvent | None:
+    given = [event for event in events if event is not None]
+    return ComposedDpEvent(given) if len(given) > 1 else next(iter(given), None)
 
 
 def shrunk(means: np.ndarray, std: float) -> np.ndarray:

@@ -63,4 +63,11 @@ MUTATIONS = (
         "slopes *= 1.0",
         "opacus_engine/test_fit_head.py",
     ),
+    Mutation(
+        "losses_for_a_temperature_that_are_not_cut",
+        "../adapters/hidden_state_adapters/temperature.py",
+        "np.maximum(np.linalg.norm(losses, axis=1), 1e-300), 1.0)",
+        "np.maximum(np.abs(losses).max(axis=1), 1e-300), 1.0)",
+        "sklearn_estimators/test_temperature.py",
+    ),
 )

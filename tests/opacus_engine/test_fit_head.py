@@ -46,7 +46,7 @@ def test_without_noise_it_is_the_estimator(silent, classes, relation):
     ).fit(ROWS, y)
     means = model._statistics.means
     rows = (ROWS - means) / math.sqrt(1 - means @ means)
-    logits = rows @ model.coef_.T + model.intercept_
+    logits = (rows @ model.coef_.T + model.intercept_) / model.temperature_
     if classes == 2:
         logits = logits * [-0.5, 0.5]
     np.testing.assert_allclose(head(X).detach().numpy(), logits, rtol=1e-7, atol=1e-7)
@@ -86,11 +86,12 @@ def test_all_that_is_drawn_has_the_std_of_the_accounted_event(monkeypatch):
 
     monkeypatch.setattr(OwnGenerator, "normal", recorded)
     _, guarantee = fitted(feature_norm=2.0, x=2 * X)
-    (mean, shape), *steps = drawn
+    (mean, shape), *steps, (losses, four) = drawn
+    assert four == (4,)
     assert shape == (D,)
     assert set(steps) == {(steps[0][0], (D + 1, 3))}
     bound = 0.3 * 2 * math.hypot(1, 0.3) * (1 + 1e-5)
-    square = (2.0 / mean) ** 2 + len(steps) * (bound / steps[0][0]) ** 2
+    square = (2.0 / mean) ** 2 + (2.0 / losses) ** 2 + len(steps) * (bound / steps[0][0]) ** 2
     assert guarantee.mu == pytest.approx(math.sqrt(square), rel=1e-5)
 
 

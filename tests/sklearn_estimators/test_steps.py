@@ -45,7 +45,7 @@ def trained(run, targets, x=X, generator=None, constant=0.0, norm=1.0, sum_of=gr
         return sum_of(run.loss, clip_norm, records, lambda part: targets[part], weights)
 
     shape = (records.num_weights, targets.shape[1])
-    return Recipe(run, None).train(summed, shape, generator or Silent(), silent)
+    return Recipe(run).train(summed, shape, generator or Silent(), silent)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])

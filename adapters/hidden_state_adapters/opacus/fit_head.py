@@ -24,6 +24,7 @@ from hidden_state_adapters.recipe import (
     shrunk,
     silent,
 )
+from hidden_state_adapters.temperature import clipped_losses
 
 _ROUNDING = 0.01  # of feature_norm: half precision rounds a norm by less
 _LEAST_SPREAD = 0.1  # of feature_norm, that centred records may be divided by
@@ -41,6 +42,7 @@ def fit_head(
     target_bounds: tuple[float, float] | None = None,
     feature_norm: float = 1.0,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+    calibrate: bool = True,
     verbose: bool = False,
 ) -> tuple[nn.Linear, Guarantee]:
     """Trains a linear head that is (epsilon, delta)-differentially private.
@@ -70,6 +72,9 @@ def fit_head(
         feature_norm: The norm of every record.
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one without gradient) or
             REPLACE_ONE.
+        calibrate: Whether one temperature is released, with noise and accounted, so that the
+            softmax of the outputs is a probability (not where its noise exceeds its use). The
+            outputs are divided by it; the largest stays the largest.
         verbose: Whether progress is printed.
 
     Returns:
@@ -95,7 +100,8 @@ def fit_head(
     constant = INTERCEPT_SHARE * feature_norm
     shape = (features.shape[0], features.shape[1])
     centres = classes is not None and target.centring_pays(*shape)
-    recipe = Recipe.of(target, shape, feature_norm, constant, centres, **options)
+    calibrates = classes is not None and calibrate
+    recipe = Recipe.of(target, shape, feature_norm, constant, centres, calibrates, **options)
     generator = OwnGenerator()
     rows = _Rows.of(features.detach(), feature_norm, constant)
     if recipe.statistics is not None:
@@ -107,6 +113,8 @@ def fit_head(
 
     progress = PrintedProgress("fit_head", recipe.run) if verbose else silent
     weights = recipe.train(summed, (shape[1] + 1, outputs), generator, progress)
+    if recipe.temperature is not None:
+        weights = weights * recipe.scale(rows.clipped_losses(wanted, weights), generator)
     if classes is None:
         head = rows.head(half * weights, middle)
     else:  # one logit is the difference of two
@@ -211,7 +219,7 @@ class _Rows:
         total, longest = torch.zeros_like(w), math.hypot(self.norm, self.constant)
         for index, block in self.blocks():
             scales, y = self.scales[index][:, None], targets[index]
-            z = (block @ w[:-1] - self.means @ w[:-1]) * scales + self.constant * w[-1]
+            z = self._predictions(index, block, w)
             if loss == "softmax_cross_entropy":
                 slopes = functional.softmax(z, dim=1) - functional.one_hot(y, z.shape[1])
             else:
@@ -224,6 +232,18 @@ class _Rows:
             # (slopes^T block)^T: five times as fast as block^T slopes.
             total[:-1] += (slopes.T @ block).T - torch.outer(self.means, slopes.sum(dim=0))
         return total.cpu().numpy()
+
+    def _predictions(self, index: slice, block: Tensor, w: Tensor) -> Tensor:
+        z = (block @ w[:-1] - self.means @ w[:-1]) * self.scales[index][:, None]
+        return z + self.constant * w[-1]
+
+    def clipped_losses(self, labels: Tensor, weights: np.ndarray) -> np.ndarray:
+        """What the temperature is found from."""
+        w, found = torch.from_numpy(weights).to(self.means.device), np.zeros(4)
+        for index, block in self.blocks():
+            z = self._predictions(index, block, w)
+            found += clipped_losses(z.cpu().numpy(), labels[index].long().cpu().numpy())
+        return found
 
     def head(self, weights: np.ndarray, offset: float = 0.0) -> nn.Linear:
         """The layer on features as they were passed.
