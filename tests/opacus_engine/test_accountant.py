@@ -70,7 +70,8 @@ def test_declared_full(train):
     ],
 )
 def test_other_optimizers_are_composed(train, caplog, optimizer, arguments, text):
-    engine, *_ = train(DECLARED, optimizer=optimizer, **arguments)
+    with caplog.at_level("INFO", "hidden_state_accountants"):
+        engine, *_ = train(DECLARED, optimizer=optimizer, **arguments)
     assert engine.get_epsilon(DELTA) == epsilon(event(loss=None, weight_decay=0.0))
     assert engine.accountant.guarantee.mu == pytest.approx(math.sqrt(2) / 2)
     lines = [r.message for r in caplog.records if r.name == "hidden_state_accountants"]

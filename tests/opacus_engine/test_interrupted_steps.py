@@ -59,13 +59,6 @@ def test_a_block_that_moved_stays_with_the_run(make_blocks):
         make_blocks(run.model, run.engine)
 
 
-def test_a_block_that_moved_is_known_to_other_engines(make_blocks):
-    run = make_blocks()
-    interrupt_after_first_block(run)
-    with pytest.raises(hsa.UnsupportedRunError, match="got one with an interrupted step"):
-        make_blocks(run.model)
-
-
 def test_a_first_step_that_broke_off_stays_with_the_run(make_run, monkeypatch):
     run = make_run(loss_geometry=None)
 
@@ -129,17 +122,6 @@ def test_noise_that_no_step_took():
     optimizer.original_optimizer.step()
     with pytest.raises(hsa.UnsupportedRunError, match=r"pre_step.* step 3, which was not recorded"):
         optimizer.privacy_event(dataset_size=4, batch_order="full")
-
-
-def test_noise_that_no_step_took_stays_with_the_run(make_run):
-    run = make_run()
-    run.backward(next(iter(run.loader)))
-    assert run.optimizer.pre_step()
-    run.optimizer.original_optimizer.step()
-    with pytest.raises(hsa.UnsupportedRunError, match=r"pre_step.* step 1, which was not recorded"):
-        make_run(engine=run.engine, model=run.model)
-    with pytest.raises(hsa.UnsupportedRunError, match="an interrupted step of another engine"):
-        make_run(model=run.model)
 
 
 def test_a_refused_run_is_not_revived_by_a_state():

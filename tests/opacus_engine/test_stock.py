@@ -326,8 +326,8 @@ def test_rates_of_random_numbers(rate, dtype):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"loss_geometry": "auto"}, 'a criterion with loss_geometry="auto", got none'),
-        ({"feature_norm": 1.0}, "a criterion with feature_norm = 1.0, got none"),
+        ({"loss_geometry": "auto"}, 'a criterion with loss_geometry="auto" or'),
+        ({"feature_norm": 1.0}, "or feature_norm, got none"),
         (
             {"criterion": nn.CrossEntropyLoss(), "loss_geometry": SOFTMAX},
             "a criterion or a LossGeometry",
@@ -421,7 +421,7 @@ def at_a_higher_rate():
         ({"loader": SHUFFLED}, "Expected a Poisson loader"),
         (
             {"loader": {"batch_size": 1, "batch_sampler": at_a_higher_rate()}},
-            r"1 / len\(data_loader\) = 0.05, got 0.5",
+            r"at a rate of 1 / len\(data_loader\) = 0.05",
         ),
     ],
 )
@@ -449,18 +449,6 @@ def test_the_loader_of_the_other_engine():
     loop = stock_loop(original=loader)
     with pytest.raises(hsa.UnsupportedRunError, match="that HiddenStatePrivacyEngine made"):
         loop.declare()
-
-
-@pytest.mark.parametrize("wrap_model", [True, False])
-def test_embeddings_that_shorten_their_rows(wrap_model):
-    """A forward pass writes to the rows of the records in the batch, without noise."""
-    model = nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten(), nn.Linear(15, 2))
-    with pytest.raises(hsa.UnsupportedRunError, match=r"got Embedding 0 with max_norm = 1"):
-        stock_loop(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            wrap_model=wrap_model,
-        )
 
 
 def other_hook(loop):

@@ -37,10 +37,8 @@ from hidden_state_adapters.opacus.gradients.figures import read
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.guards.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewhere, note_trained
-from hidden_state_adapters.opacus.stock.declared import StockDeclaration
-from hidden_state_adapters.opacus.stock.made import MadePrivate
-from hidden_state_adapters.opacus.stock.noise import take_over_noise
-from hidden_state_adapters.opacus.stock.run import OWN_COINS, StockRun
+from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise
+from hidden_state_adapters.opacus.stock.run import OWN_COINS, StockDeclaration, StockRun
 
 MECHANISM = "hidden_state"
 
@@ -123,15 +121,11 @@ class HiddenStateAccountant(IAccountant):
         loader that cannot be read is refused.
 
         Args:
-            criterion: The loss of the training loop, from which the loss geometry is derived; see
-                loss_geometry="auto" of `HiddenStatePrivacyEngine.make_private`. The loop has to
-                compute this loss of the whole output of the linear head.
+            criterion: The loss of the training loop, of the whole output of a linear head.
             feature_norm: Bound on the norm of every record at the linear layer, which is your word.
-                With criterion only.
-            loss_geometry: A LossGeometry, instead of a criterion; "auto" or None with one. Neither
-                gives composition.
-            projection_radius: Radius of the ball around 0 on which ALL parameters together are
-                projected after every step, by you.
+            loss_geometry: A LossGeometry, instead of a criterion. Neither gives composition.
+            projection_radius: Of the ball around 0 on which you project ALL parameters together
+                after every step.
             data_loader: The loader of the training loop, where make_private of an
                 `opacus.PrivacyEngine` did not make it; otherwise it has to be that one.
             module: The private model, likewise; needed with criterion.
@@ -146,17 +140,8 @@ class HiddenStateAccountant(IAccountant):
                 make_private, it is raised there.
             TypeError, ValueError: An argument has an impossible value.
         """
-        declaration = StockDeclaration(
-            criterion=criterion,
-            feature_norm=feature_norm,
-            loss_geometry=loss_geometry,
-            projection_radius=projection_radius,
-            data_loader=data_loader,
-            module=module,
-            batch_order=batch_order,  # type: ignore[arg-type]
-            dataset_size=dataset_size,
-            batch_size=batch_size,
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        declaration = StockDeclaration(**arguments)
         self._refuse_undeclared_steps("declare_run")
         if self._made is None or self._made.count.num_steps:
             self._pending = declaration
@@ -210,10 +195,6 @@ class HiddenStateAccountant(IAccountant):
         told = merge_assumptions([self._runs[-1].told, (assumption,)])
         self._runs[-1] = attrs.evolve(self._runs[-1], told=told)
 
-    def _assume_undeclared(self, assumption: Assumption) -> None:
-        if assumption not in self._of_undeclared:
-            self._of_undeclared = (*self._of_undeclared, assumption)
-
     def refuse(self, reason: str) -> None:
         """From now on there is no guarantee: something happened that no theorem covers."""
         if reason not in self._refusals:
@@ -244,18 +225,14 @@ class HiddenStateAccountant(IAccountant):
 
         A run that shows more than DP-SGD has noise multiplier 0 there: no such figure covers it.
         """
-        rows = list(self._history)
-        for recorder in self.recorders:
-            rows += recorder.sampled_rows()
-        return rows
+        return [*self._history, *(row for r in self.recorders for row in r.sampled_rows())]
 
     @history.setter
     def history(self, rows: list[Row]) -> None:
         if self._runs or self._pending is not None:
-            count = len(self._runs) or 1
             raise ValueError(
-                f"Expected no runs when history is overwritten, got {count}: the figure "
-                "of the history would stand for theirs. Use a fresh accountant."
+                f"Expected no runs when history is overwritten, got {len(self._runs) or 1}: the "
+                "figure of the history would stand for theirs. Use a fresh accountant."
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
         self._is_written = bool(self._history)  # a question (calibration), not a training run
@@ -276,7 +253,7 @@ class HiddenStateAccountant(IAccountant):
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
                 "direct call of step(), which does not say enough about the step."
             )
-        self._assume_undeclared(ON_TRUST)
+        self._of_undeclared = merge_assumptions([self._of_undeclared, (ON_TRUST,)])
         self._add_row(noise_multiplier, sample_rate)
 
     def _add_row(self, noise_multiplier: float, sample_rate: float) -> None:
@@ -338,8 +315,8 @@ class HiddenStateAccountant(IAccountant):
         if is_first and made.run is not None:
             self._assume(noise)
         elif is_first:
-            for assumption in (noise, ON_TRUST, *([OWN_COINS] if made.has_own_coins else [])):
-                self._assume_undeclared(assumption)
+            own = (noise, ON_TRUST, *([OWN_COINS] if made.has_own_coins else []))
+            self._of_undeclared = merge_assumptions([self._of_undeclared, own])
 
     def _admit(self, made: MadePrivate, optimizer: DPOptimizer, step: int) -> None:
         """Raises UnsupportedRunError if there may be no step."""
@@ -371,8 +348,10 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        if self._history:
-            self._warn_undeclared()
+        text = _WRITTEN if self._is_written else _UNDECLARED
+        if self._history and text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, UserWarning, stacklevel=3)
         return self.guarantee.epsilon(delta)
 
     @property
@@ -402,12 +381,6 @@ class HiddenStateAccountant(IAccountant):
         if not runs:
             return attrs.evolve(guarantee, theorem="nothing composed: no step was recorded")
         return guarantee
-
-    def _warn_undeclared(self) -> None:
-        text = _WRITTEN if self._is_written else _UNDECLARED
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, UserWarning, stacklevel=4)
 
     def state_dict(self, destination: Any = None) -> Any:
         """Plain types: Opacus' keys, the relation, and the state of every recorder."""
@@ -445,8 +418,9 @@ class HiddenStateAccountant(IAccountant):
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
             self.history = state_dict["history"]
             self._is_written = False
-            for text in state_dict.get("assumptions", ()):
-                self._assume_undeclared(Assumption.declared(text))
+            texts = state_dict.get("assumptions", ())
+            stored = tuple(Assumption.declared(text) for text in texts)
+            self._of_undeclared = merge_assumptions([self._of_undeclared, stored])
         for reason in state_dict.get("refusals", ()):
             self.refuse(str(reason))
         self._is_restored = True
@@ -468,8 +442,9 @@ class HiddenStateAccountant(IAccountant):
 def check_finite(optimizer: DPOptimizer, step: int) -> None:
     """Raises UnsupportedRunError if the noisy gradients are not finite."""
     gradients = [p.grad for p in optimizer.params if p.grad is not None]
-    sums = read({str(i): g.sum() for i, g in enumerate(gradients)})
-    if all(map(math.isfinite, sums.values())):
+    if all(
+        math.isfinite(v) for v in read({str(i): g.sum() for i, g in enumerate(gradients)}).values()
+    ):
         return
     # A sum may overflow where no number does.
     if not all(read({str(i): g.isfinite().all() for i, g in enumerate(gradients)}).values()):

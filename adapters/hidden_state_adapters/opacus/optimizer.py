@@ -32,7 +32,6 @@ from hidden_state_adapters.opacus.head.guard import HeadRun
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.group import AgreedError, Totals, refuse_group
-from hidden_state_adapters.opacus.run.registry import note_moved
 
 _UNFINISHED = "a step was not finished"
 _FIXED = {"run", "mechanism", "guards", "context", "group"}
@@ -295,8 +294,6 @@ class PrivateOptimizer(DPOptimizer):
 
     def _note_move(self) -> None:
         self._is_moving = self._has_moved = True
-        if self.context is not None:
-            note_moved(self.run)
 
     def _complete(self) -> None:
         self._steps_taken += 1

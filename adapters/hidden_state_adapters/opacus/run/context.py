@@ -33,7 +33,6 @@ from hidden_state_adapters.opacus.guards.untouched import UntouchedGuard
 from hidden_state_adapters.opacus.head.guard import HeadRun
 from hidden_state_adapters.opacus.head.targets import Targets
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
-from hidden_state_adapters.opacus.run.registry import ContinuationGuard
 
 
 @attrs.frozen(eq=False)
@@ -105,7 +104,6 @@ class RunContext:
         """
         declared, watch = self.declared, self.watch
         guards: list[Guard] = [
-            ContinuationGuard(self.run),
             settings,
             ScheduleGuard(declared.schedule, declared.optimizer),
         ]

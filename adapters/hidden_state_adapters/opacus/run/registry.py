@@ -1,9 +1,8 @@
-"""The runs of this process: which engines trained a parameter, and where each run goes on."""
+"""Which weights the private runs of this process left, and how far each run went."""
 
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -13,27 +12,14 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_accountants.runs.base import Run
-from hidden_state_adapters.opacus.guards.base import Guard
 
 
 class Steps(Protocol):
     """A run, as far as it counts its steps and says which of its iterates are covered."""
 
-    @property
-    def num_steps(self) -> int:
-        """The number of steps recorded."""
-        ...
-
-    @property
-    def release_steps(self) -> tuple[int, ...]:
-        """Those after which the iterate was released."""
-        ...
-
-    @property
-    def releases_every_iterate(self) -> bool:
-        """Whether epsilon covers every iterate, whatever is released."""
-        ...
+    num_steps: Any
+    release_steps: Any
+    releases_every_iterate: Any
 
 
 @attrs.frozen
@@ -44,11 +30,6 @@ class _Trainer:
     run: Steps
     hides_iterates: bool
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether the parameter is not the initial one any more."""
-        return self.run.num_steps > 0 or self.run in _moved
-
     def covers(self, step: int) -> bool:
         """Whether its epsilon is one for the weights that a step left, too."""
         run = self.run
@@ -56,62 +37,34 @@ class _Trainer:
         return not is_hidden or step == run.num_steps or step in run.release_steps
 
 
-_branches: dict[str, list[Run]] = {}
+_branches: dict[str, list[Steps]] = {}
 """The records of this process, by run: a run that was resumed has several."""
-_left_behind: weakref.WeakSet[Run] = weakref.WeakSet()
-_moved: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The runs that changed parameters, if only in a step that was interrupted and not recorded."""
 _trained: Any = WeakIdKeyDictionary()
 """Parameter -> its trainers."""
-_left: dict[torch.Size, dict[bytes, tuple[_Trainer, int]]] = {}
-"""Shape and digest of weights -> who left them, in which step; as far as there may be copies."""
+_left: dict[bytes, tuple[_Trainer, int]] = {}
+"""Digest of weights -> who left them, in which step; as far as there may be copies."""
 _initial: set[bytes] = set()
-"""Digests of weights that runs began with and no private step had left: who has them learned
-nothing from a run that has not moved yet, or whose model was set back to them."""
+"""Digests of weights that runs began with: a model may be set back to them."""
 
 
-def note_branch(run_id: str, run: Run) -> None:
-    """Remembers that `run` records (a branch of) a run; only the newest may go on."""
+def note_branch(run_id: str, run: Steps) -> None:
+    """Remembers that `run` records (a branch of) a run."""
     runs = _branches.setdefault(run_id, [])
-    _left_behind.update(other for other in runs if other is not run)
-    _left_behind.discard(run)
     if run not in runs:
         runs.append(run)
 
 
-class ContinuationGuard(Guard):
-    """Notices that another engine goes on with the run.
-
-    Two continuations show more together than each of them says.
-
-    Args:
-        run: The record.
-    """
-
-    def __init__(self, run: Run):
-        self._run = run
-
-    def admit(self, step: int) -> None:
-        """Raises UnsupportedRunError if another engine goes on with the run."""
-        if self._run in _left_behind:
-            raise UnsupportedRunError(
-                "A checkpoint of this run was loaded by another engine, which goes on with it: no "
-                "bound covers what two continuations show together. Go on there."
-            )
-
-
 def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> None:
     """Raises ValueError if this process took steps after the state that would be forgotten."""
-    steps = state["num_steps"]
-    branches = _branches.get(state["run_id"], [])
+    steps, branches = state["num_steps"], _branches.get(state["run_id"], [])
     released = [r for branch in branches for r in branch.release_steps if r > steps]
+    furthest = max((branch.num_steps for branch in branches), default=0)
     if released:
         raise ValueError(
             f"Expected the newest released state of the run, got that of step {steps}: the iterate "
             f"after step {max(released)} was released and would be forgotten. Load the checkpoint "
             "of that step or a later one."
         )
-    furthest = max((branch.num_steps for branch in branches), default=0)
     if furthest > steps and not discard_later_steps:
         raise ValueError(
             f"Expected the newest state of the run, got that of step {steps}: {furthest} steps "
@@ -139,18 +92,13 @@ def note_trained(
     """
     for param in params:
         digest = _digest(param)
-        if param not in _trained and digest not in _left.get(param.shape, ()):
-            _initial.update(() if digest is None else (digest,))
+        if digest is not None and param not in _trained and digest not in _left:
+            _initial.add(digest)
         _trained.setdefault(param, []).append(_Trainer(engine, run, hides_iterates))
     for part in () if module is None else module.modules():
         is_trained = any(param in _trained for param in part.parameters(recurse=False))
         if is_trained and _note_copied not in part._state_dict_hooks.values():
             part.register_state_dict_post_hook(_note_copied)
-
-
-def note_moved(run: Run) -> None:
-    """Remembers that a step of `run` is about to change parameters, recorded or not."""
-    _moved.add(run)
 
 
 def _note_copied(part: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
@@ -160,11 +108,10 @@ def _note_copied(part: nn.Module, state_dict: Any, prefix: str, metadata: Any) -
 
 def _note_left(param: nn.Parameter) -> None:
     """Remembers the weights that `param` has, if a run left them."""
-    trainers = [trainer for trainer in _trained.get(param, ()) if trainer.has_moved]
+    trainers = [trainer for trainer in _trained.get(param, ()) if trainer.run.num_steps]
     digest = _digest(param) if trainers else None
     if digest is not None and digest not in _initial:
-        last = trainers[-1]
-        _left.setdefault(param.shape, {}).setdefault(digest, (last, last.run.num_steps))
+        _left.setdefault(digest, (trainers[-1], trainers[-1].run.num_steps))
 
 
 def _digest(param: nn.Parameter) -> bytes | None:
@@ -174,7 +121,8 @@ def _digest(param: nn.Parameter) -> bytes | None:
     values = param.detach().to("cpu", torch.float32).contiguous()
     if not values.numel() or bool((values == values.flatten()[0]).all()):
         return None
-    return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).digest()
+    known = f"{tuple(values.shape)}".encode() + values.numpy().tobytes()
+    return hashlib.blake2b(known, digest_size=16).digest()
 
 
 def check_not_trained_elsewhere(
@@ -196,21 +144,18 @@ def check_not_trained_elsewhere(
     params = list(params)
     for param in params:
         for trainer in _trained.get(param, ()):
-            if trainer.engine is not engine and trainer.has_moved:
+            if trainer.engine is not engine and trainer.run.num_steps:
                 raise _of_another_engine(trainer.run.num_steps)
     shapes = {param.shape for param in params if copies}
     for trained in list(_trained):
         if trained.shape in shapes:
             _note_left(trained)
-    for param in params:
-        known = _left.get(param.shape) if copies else None
-        digest = _digest(param) if known else None
-        if known is None or digest is None or digest not in known:
-            continue
-        trainer, step = known[digest]
+    for param in params if copies and _left else ():
+        trainer, step = _left.get(_digest(param) or b"", (None, 0))
+        own = [known for known in _trained.get(param, ()) if known.engine is engine]
+        if trainer is None or (trainer.engine is not engine and any(k.run.num_steps for k in own)):
+            continue  # or they came with a checkpoint, and this engine goes on with the run
         if trainer.engine is not engine:
-            if any(own.engine is engine and own.has_moved for own in _trained.get(param, ())):
-                continue  # they came with a checkpoint, and this engine goes on with the run
             raise _of_another_engine(step)
         if not trainer.covers(step):
             raise UnsupportedRunError(
@@ -222,12 +167,11 @@ def check_not_trained_elsewhere(
 
 
 def _of_another_engine(num_steps: int) -> UnsupportedRunError:
-    steps = f"{num_steps} steps" if num_steps else "an interrupted step"
     return UnsupportedRunError(
-        f"Expected a model that no other engine has trained, got one with {steps} of another "
-        "engine (its parameters, or equal weights), whose epsilon this engine does not know. Call "
-        "make_private on that engine (its runs compose), or start from weights that no private run "
-        "left. To go on with a run, call make_private on a model as it was at the beginning, then "
-        "load_checkpoint. If the records are others, start from the weights in another process: "
-        "that they do not depend on the records of this engine is then your word."
+        f"Expected a model that no other engine has trained, got one with {num_steps} steps of "
+        "another engine (its parameters, or equal weights), whose epsilon this engine does not "
+        "know. Call make_private on that engine (its runs compose), or start from weights that no "
+        "private run left. To go on with a run, call make_private on a model as it was at the "
+        "beginning, then load_checkpoint. If the records are others, start from the weights in "
+        "another process: that they do not depend on the records of this engine is then your word."
     )

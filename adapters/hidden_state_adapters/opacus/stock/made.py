@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import weakref
 from types import FrameType
 from typing import Any
 
 import attrs
 import torch
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import (
+    DistributedDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+)
+from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
+    DistributedDPOptimizerFastGradientClipping,
+)
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch import nn
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.data.reading import drawn_rate, is_full, is_poisson, read_loader
-from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
-from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
-from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences_for_good
+from hidden_state_adapters.opacus.gradients.noise import (
+    GIVEN_NOISE,
+    OWN_NOISE,
+    SECURE_NOISE,
+    OwnGenerator,
+    check_noise_source,
+)
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
 from hidden_state_adapters.opacus.stock.run import StockRun, has_own_coins
 
-_DECLARE = (
-    "Call engine.accountant.declare_run() before the first step: it reads the loader, and without "
-    "further arguments epsilon is that of composition."
+_KINDS = (
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
 )
+_KNOWN: set[Any] = {kind.add_noise for kind in _KINDS}
+"""What adds noise from `optimizer.generator` to sums that are still there afterwards."""
 
 
 @attrs.define(eq=False)
@@ -72,10 +86,11 @@ class MadePrivate:
     is_calibrated: bool = False
     run: StockRun | None = None
     count: StepCount = attrs.field(factory=StepCount)
-    _writes: list[tuple[weakref.ref[nn.Parameter], int]] = attrs.field(init=False)
+    _writes: int = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self._writes = [(weakref.ref(p), p._version) for p in getattr(self.optimizer, "params", ())]
+    @_writes.default
+    def _count_writes(self) -> int:
+        return sum(p._version for p in getattr(self.optimizer, "params", ()))
 
     @classmethod
     def by_caller(cls, accountant: Any, sample_rate: float) -> MadePrivate:
@@ -98,11 +113,15 @@ class MadePrivate:
         )
 
     def prepare(self) -> None:
-        """Draws Poisson batches with coins of our own, and refuses what Opacus would count wrong.
+        """Refuses noise that was found for other batches, and draws coins of our own.
+
+        Opacus' Poisson sampler takes torch's default generator, which every script seeds: whoever
+        knows the seed knows which batches held a record, and sampling amplifies nothing. A
+        generator that the user gave the loader stays, and so do those of several processes, which
+        have to toss the same coins.
 
         Raises:
-            UnsupportedRunError: The noise was found for other batches, or the model or the loader
-                lets a record do more than the clip says.
+            UnsupportedRunError: The noise was found for other batches, or empty ones are filled.
         """
         if self.is_calibrated and not self.is_poisson:
             raise UnsupportedRunError(
@@ -118,9 +137,9 @@ class MadePrivate:
                 "batch, so that one record more or less changes the sum by two clip norms. Leave "
                 "it out: empty batches are steps like others."
             )
-        _check_layers(self.inner)
-        keep_in_place(self.module)
-        _take_over_coins(self.data_loader)
+        sampler: Any = getattr(self.data_loader, "batch_sampler", None)
+        if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
+            sampler.generator = OwnGenerator(torch.device("cpu"))
 
     @property
     def inner(self) -> Any:
@@ -142,8 +161,7 @@ class MadePrivate:
 
     def check_owner(self, optimizer: DPOptimizer) -> None:
         """Raises UnsupportedRunError if the steps of another optimizer come through the hook."""
-        if self.optimizer is None:
-            self.optimizer = optimizer
+        self.optimizer = self.optimizer or optimizer
         if self.optimizer is not optimizer:
             raise UnsupportedRunError(
                 "Expected the steps of one optimizer, got those of a second through the same "
@@ -154,26 +172,25 @@ class MadePrivate:
         """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
         if self.data_loader is None:
             return
-        if self.is_poisson is False:
-            raise UnsupportedRunError(
-                "Expected a Poisson loader for a run that was not declared, got a "
-                f"{type(self.data_loader).__name__} with batches of fixed size "
-                "(poisson_sampling=False): the epsilon that stock accountants report is not one of "
-                f"this run. {_DECLARE}"
-            )
         check_processes(self.data_loader, num_processes(self.optimizer))
-        rate = read_loader(self.data_loader).sampling_rate or 1.0
+        rate = (
+            read_loader(self.data_loader).sampling_rate or 1.0
+            if self.is_poisson is not False
+            else math.inf
+        )
         if rate > drawn_rate(self.sample_rate) * (1 + 1e-9):
             raise UnsupportedRunError(
-                f"Expected a loader that samples at a rate of 1 / len(data_loader) = "
-                f"{self.sample_rate:g}, got {rate:g}: the epsilon that stock accountants report is "
-                f"not one of this run. {_DECLARE}"
+                "Expected a Poisson loader that samples at a rate of 1 / len(data_loader) = "
+                f"{self.sample_rate:g} for a run that was not declared, got a "
+                f"{type(self.data_loader).__name__} with other batches (poisson_sampling=False?): "
+                "the epsilon that stock accountants report is not one of this run. Call "
+                "engine.accountant.declare_run() before the first step: it reads the loader, and "
+                "without further arguments epsilon is that of composition."
             )
 
     def check_moved(self) -> None:
         """Raises UnsupportedRunError if no step was recorded, but the parameters were written."""
-        params = ((param(), writes) for param, writes in self._writes)
-        if any(param is not None and param._version != writes for param, writes in params):
+        if self._count_writes() != self._writes:
             raise UnsupportedRunError(
                 "Expected a step of the optimizer that make_private returned, got none, but "
                 "parameters that were written since: by another optimizer, by hand, or with "
@@ -182,34 +199,40 @@ class MadePrivate:
             )
 
 
-def _check_layers(module: Any) -> None:
-    """Raises UnsupportedRunError for layers that write to their parameters in a forward pass.
+def take_over_noise(optimizer: DPOptimizer) -> Assumption:
+    """Makes the noise of an optimizer that Opacus made ours, unless the user passed a generator.
 
-    Recurrent layers raise it from then on when they are called with packed sequences.
+    An accountant is called by Opacus' step hook only, which comes after the noise and before the
+    parameters move. So the noise of the first step is drawn again: what came from torch's default
+    generator, which every script seeds, is thrown away.
+
+    Args:
+        optimizer: In its first step hook. Gradients are changed: call it before they are looked at.
+
+    Returns:
+        Where the noise comes from.
+
+    Raises:
+        UnsupportedRunError: One generator of ours cannot draw it.
     """
-    if not isinstance(module, nn.Module):
-        return
-    for name, layer in module.named_modules():
-        is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and layer.max_norm is not None:
-            raise UnsupportedRunError(
-                f"Expected layers that leave their parameters alone, got {type(layer).__name__} "
-                f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
-                "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
-            )
-    refuse_packed_sequences_for_good(module)
-
-
-def _take_over_coins(data_loader: Any) -> None:
-    """Lets a loader that Opacus made toss its coins with a generator of our own.
-
-    Opacus takes torch's default generator, which every script seeds: whoever knows the seed knows
-    which batches held a record, and sampling amplifies nothing. A generator that the user gave the
-    loader stays, and so do those of several processes, which have to toss the same coins.
-    """
-    sampler: Any = getattr(data_loader, "batch_sampler", None)
-    if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
-        sampler.generator = OwnGenerator(torch.device("cpu"))
+    if getattr(optimizer.add_noise, "__func__", None) not in _KNOWN:
+        raise UnsupportedRunError(
+            f"Expected DPOptimizer or another optimizer of Opacus for one device or DPDDP, got "
+            f"{type(optimizer).__name__}, which adds noise in a way of its own: it may come from "
+            "torch's default generator, and whoever knows the seed of the program knows it. Train "
+            "with an engine that makes a DPOptimizer."
+        )
+    if optimizer.generator is not None:
+        return SECURE_NOISE if optimizer.secure_mode else GIVEN_NOISE
+    params = optimizer.params
+    check_noise_source(params, None)
+    optimizer.generator = OwnGenerator(params[0].device)
+    if not getattr(optimizer, "rank", 0):  # of several processes the first alone adds noise
+        for p in params:
+            vars(p.summed_grad).pop("_processed", None)  # Opacus refuses to use a sum twice
+        optimizer.add_noise()
+        optimizer.scale_grad()
+    return OWN_NOISE
 
 
 def _frame_of(name: str, accountant: Any, frame: FrameType | None) -> FrameType | None:

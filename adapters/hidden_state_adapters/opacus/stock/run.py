@@ -1,4 +1,4 @@
-"""A declared run of Opacus' own engine, as far as its step hook and its loader show it."""
+"""A declared run of Opacus' own engine: what its loader deals, and the record of its steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from dp_accounting import NeighboringRelation
 from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
@@ -17,8 +18,9 @@ from hidden_state_accountants import (
     LossGeometry,
     RunRecorder,
     UnsupportedRunError,
+    validate,
 )
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import as_module
 from hidden_state_adapters.opacus.data.reading import LoaderReading, read_loader
@@ -29,7 +31,6 @@ from hidden_state_adapters.opacus.guards.precision import check_precision
 from hidden_state_adapters.opacus.guards.projection import check_inside
 from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
-from hidden_state_adapters.opacus.stock.declared import StockDeclaration
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -45,6 +46,12 @@ _SECRETS = {
     "generator",
     BatchOrder.POISSON: "; nobody ever learns which records were drawn (or the seed of a generator "
     "that you passed), or the sizes of the batches",
+}
+# What an order that was read may be called besides: other names of the same batches, and one
+# order that differs from a fixed one only in that nobody knows it.
+_ALSO = {
+    BatchOrder.FULL: set(BatchOrder) - {BatchOrder.POISSON},
+    BatchOrder.CYCLIC: {BatchOrder.SHUFFLED_ONCE},
 }
 
 
@@ -66,6 +73,87 @@ def on_trust(order: BatchOrder, loss: str = "the loss", radius: float | None = N
         f"private optimizer changes the parameters{outside}, and the initial model does not depend "
         f"on the records{_SECRETS.get(order, '')}"
     )
+
+
+def has_own_coins(batch_sampler: Any) -> bool:
+    """Whether a sampler of Poisson batches draws with a generator of ours."""
+    return isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
+
+
+def _loss_geometry(value: Any) -> LossGeometry | str | None:
+    if value is None or value == "auto" or isinstance(value, LossGeometry):
+        return value  # type: ignore[no-any-return]
+    raise TypeError(f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {value!r}.')
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StockDeclaration:
+    """The arguments of `declare_run`; its docstring explains every one.
+
+    The numbers and the order are compared with what is read, and decide nothing.
+    """
+
+    criterion: Any = None
+    feature_norm: float | None = None
+    loss_geometry: LossGeometry | str | None = attrs.field(default=None, converter=_loss_geometry)
+    projection_radius: float | None = None
+    data_loader: Any = None
+    module: Any = None
+    batch_order: BatchOrder | None = attrs.field(
+        default=None, converter=attrs.converters.optional(parse_batch_order)
+    )
+    dataset_size: int | None = None
+    batch_size: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("dataset_size", "batch_size"):
+            if getattr(self, name) is not None:
+                validate.integer(name, getattr(self, name), minimum=1)
+        if self.projection_radius is not None:
+            validate.real("projection_radius", self.projection_radius, above=0)
+        if self.criterion is not None and isinstance(self.loss_geometry, LossGeometry):
+            raise ValueError(
+                f"Expected a criterion or a LossGeometry, got {self.criterion!r} and "
+                f"{self.loss_geometry!r}: one of them says what the loss is. Leave one out."
+            )
+        needs_criterion = self.loss_geometry == "auto" or self.feature_norm is not None
+        if self.criterion is None and needs_criterion:
+            raise ValueError(
+                'Expected a criterion with loss_geometry="auto" or feature_norm, got none: the '
+                "constants are those of the loss that the loop computes. Pass criterion= and "
+                "feature_norm=."
+            )
+
+    def compared_with(self, reading: LoaderReading) -> dict[str, Any]:
+        """The arguments of the `RunRecorder` of what the loader deals.
+
+        Raises:
+            UnsupportedRunError: Something else was declared.
+        """
+        given, read = self.batch_order, reading.order
+        self._compare("batch_order", {read, *_ALSO.get(read, ())}, reading, read)
+        n, b = reading.dataset_size, reading.batch_size
+        self._compare("dataset_size", {n}, reading, n)
+        sizes = {b}
+        if reading.sampling_rate is not None and self.batch_size is not None:
+            # Opacus rounds: any batch size of a loader with as many batches.
+            counts = (-(-n // self.batch_size), n // self.batch_size)
+            sizes |= {self.batch_size} if reading.num_batches in counts else set()
+        self._compare("batch_size", sizes, reading, b)
+        is_kept_secret = given is BatchOrder.SHUFFLED_ONCE and read is BatchOrder.CYCLIC
+        return {**reading.fields, "batch_order": given if is_kept_secret else read}
+
+    def _compare(self, name: str, known: set[Any], reading: LoaderReading, read: Any) -> None:
+        given = getattr(self, name)
+        if given is None or given in known:
+            return
+        read, given = (f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (read, given))
+        raise UnsupportedRunError(
+            f"Expected {name} = {read}, which is what the loader deals ({reading.description}), "
+            f"got {given} in declare_run. Leave {name} out, it is read from the loader that "
+            "make_private returned; for other batches use another loader, or poisson_sampling= of "
+            "make_private."
+        )
 
 
 class StockRun:
@@ -105,7 +193,10 @@ class StockRun:
         check_processes(loader, num_processes(optimizer))
         reading = read_loader(loader)
         self._batches = declared.compared_with(reading)
-        self._radius, self._loss = declared.projection_radius, declared.given_loss
+        self._order = BatchOrder(self._batches["batch_order"])
+        self._radius = declared.projection_radius
+        given = declared.loss_geometry
+        self._loss = given if isinstance(given, LossGeometry) else None
         loss = "the declared loss" if self._loss is not None else "the loss"
         if declared.criterion is not None:
             self._loss = _derive_loss(declared, module, optimizer)
@@ -114,11 +205,11 @@ class StockRun:
         self.recorder = self._new_recorder()
         self.recorder.check_relation(relation)
         self._is_composition: bool | None = None
-        self.assumptions = _assumptions(reading, on_trust(self._order, loss, self._radius))
-
-    @property
-    def _order(self) -> BatchOrder:
-        return BatchOrder(self._batches["batch_order"])
+        self.assumptions = (
+            Assumption.checked(f"the loader deals {reading.description}"),
+            *([OWN_COINS] if has_own_coins(reading.sampler) else []),
+            on_trust(self._order, loss, self._radius),
+        )
 
     def _new_recorder(self) -> RunRecorder:
         """A record without steps."""
@@ -137,18 +228,15 @@ class StockRun:
         recorder = composed if is_composition else recorder
         recorder.load_state_dict(state)
         steps = recorder.num_steps
-        if self._order is BatchOrder.SHUFFLED_ONCE and steps:
-            raise ValueError(
-                f"Expected no steps to restore for shuffled_once, got {steps}: the stock loader "
-                "would draw another order. Use HiddenStatePrivacyEngine, whose checkpoints can "
-                "hold the order."
-            )
         in_epoch = -(-int(self._batches["dataset_size"]) // int(self._batches["batch_size"]))
-        if self._order in EPOCH_ORDERS and steps % in_epoch:
+        is_fixed = self._order is BatchOrder.SHUFFLED_ONCE and steps
+        if is_fixed or (self._order in EPOCH_ORDERS and steps % in_epoch):
+            expected = "no steps to restore" if is_fixed else "a state at the end of an epoch"
             raise ValueError(
-                f"Expected a state at the end of an epoch, got one before batch "
-                f"{steps % in_epoch}: the stock loader would start again at batch 0. Use "
-                "HiddenStatePrivacyEngine, whose loader goes on where it was."
+                f"Expected {expected} for {self._order.value} batches, got {steps} steps, "
+                f"{steps % in_epoch} of them in the last epoch: the stock loader would start again "
+                "at batch 0, or in another order. Use HiddenStatePrivacyEngine, whose loader goes "
+                "on where it was, and whose checkpoints can hold the order."
             )
         self.recorder, self._is_composition = recorder, is_composition or None
 
@@ -160,13 +248,23 @@ class StockRun:
         """
         step = self.recorder.num_steps + 1
         rows = _count_rows(optimizer, step)
+        if rows is None and self._order is not BatchOrder.POISSON:
+            rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
+        settings = self._settings(optimizer, step)
+        self.recorder.step(
+            noise_multiplier=float(optimizer.noise_multiplier),
+            batch_index=self.recorder.expected_batch_index,
+            batch_rows=rows,
+            **settings,
+        )
+
+    def _settings(self, optimizer: DPOptimizer, step: int) -> dict[str, float]:
         reason = _why_composition(optimizer)
         if self._is_composition is None:
             self._is_composition = self._becomes_composition(reason)
         if self._is_composition:
             # The update rule is post-processing; any positive learning rate stands for it.
-            self._add(optimizer, rows, clip_norm=1.0, learning_rate=1.0, weight_decay=0.0)
-            return
+            return {"clip_norm": 1.0, "learning_rate": 1.0, "weight_decay": 0.0}
         if reason:
             raise UnsupportedRunError(
                 f"step {step} changed the optimizer: {reason}. Keep one update rule during a run."
@@ -183,13 +281,11 @@ class StockRun:
         is_mean = optimizer.loss_reduction == "mean"
         divisor = float(optimizer.expected_batch_size) if is_mean else 1.0
         scale = float(self._batches["batch_size"]) / divisor
-        self._add(
-            optimizer,
-            rows,
-            clip_norm=float(optimizer.max_grad_norm),
-            learning_rate=options["lr"] * scale,
-            weight_decay=options["weight_decay"] / scale,
-        )
+        return {
+            "clip_norm": float(optimizer.max_grad_norm),
+            "learning_rate": options["lr"] * scale,
+            "weight_decay": options["weight_decay"] / scale,
+        }
 
     def _becomes_composition(self, reason: str) -> bool:
         """Decides at the first step seen here, which may follow restored ones."""
@@ -198,22 +294,12 @@ class StockRun:
             return False
         if not has_steps:
             self.recorder = RunRecorder(**self._batches)
-        _logger.warning(
+        _logger.info(
             "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
             "composition.",
             reason,
         )
         return True
-
-    def _add(self, optimizer: DPOptimizer, rows: int | None, **settings: float) -> None:
-        if rows is None and self._order is not BatchOrder.POISSON:
-            rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
-        self.recorder.step(
-            noise_multiplier=float(optimizer.noise_multiplier),
-            batch_index=self.recorder.expected_batch_index,
-            batch_rows=rows,
-            **settings,
-        )
 
 
 def _the_loader(found: Any, given: Any) -> Any:
@@ -247,16 +333,6 @@ def _derive_loss(
     reduction = getattr(optimizer, "loss_reduction", reduction)
     loss = geometry.auto_loss_geometry(inner, declared.criterion, declared.feature_norm, reduction)
     return None if optimizer is not None and _why_composition(optimizer) else loss
-
-
-def _assumptions(reading: LoaderReading, trust: Assumption) -> tuple[Assumption, ...]:
-    read = Assumption.checked(f"the loader deals {reading.description}")
-    return (read, *([OWN_COINS] if has_own_coins(reading.sampler) else []), trust)
-
-
-def has_own_coins(batch_sampler: Any) -> bool:
-    """Whether a sampler of Poisson batches draws with a generator of ours."""
-    return isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
 
 
 def _why_composition(optimizer: DPOptimizer) -> str:
