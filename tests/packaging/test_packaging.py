@@ -105,12 +105,13 @@ def test_wheel_contains_both_packages_at_top_level(distributions):
 def test_wheel_contains_every_module_of_the_checkout(distributions):
     _, wheel = distributions
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if name.endswith(".py")}
+        packed = {name for name in archive.namelist() if name.endswith((".py", ".pyi"))}
     parents = {"hidden_state_accountants": ROOT, "hidden_state_adapters": ROOT / "adapters"}
     assert packed == {
         path.relative_to(parent).as_posix()
         for package, parent in parents.items()
-        for path in (parent / package).rglob("*.py")
+        for path in (parent / package).rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
     }
 
 
