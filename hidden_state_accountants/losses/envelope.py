@@ -11,31 +11,15 @@ and it is Lipschitz with the constant M/(1 + mM). Proofs: docs/theory/envelope.m
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
-import numpy.typing as npt
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.events.loss_geometry import square_norm
-from hidden_state_accountants.losses import scalar
 from hidden_state_accountants.losses.arrays import NUMPY
 from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
 
 LEAST_SOFTMAX_CLIP_NORM = 0.01
 _BLOCK = 2**15  # numbers of an array that is worked on: all of them together fit into the cache
-
-
-@attrs.frozen(eq=False)
-class LossValues:
-    """The losses of a batch, float64.
-
-    Attributes:
-        value: Shape (records,).
-        gradient: In the predictions, of their shape. Not a number where it was not found.
-    """
-
-    value: np.ndarray
-    gradient: np.ndarray
 
 
 def check_clip_norm(value: object, *, least: float = 0.0) -> float:
@@ -119,33 +103,6 @@ def envelope_smoothing(
     return max(0.0, needed * (1 + 1e-12) - 1 / curvature)
 
 
-def softmax_cross_entropy(
-    logits: npt.ArrayLike, targets: npt.ArrayLike, *, clip_norm: float, smoothing: float = 0.0
-) -> LossValues:
-    """The envelope of softmax cross-entropy.
-
-    The gradients are exact up to a certified error of 1e-12 (1 + the largest difference of two
-    logits of the record).
-
-    Args:
-        logits: Shape (records, classes), at least two classes.
-        targets: Classes, shape (records,), or probabilities, shape (records, classes).
-        clip_norm: C, from 0.01 on.
-        smoothing: m >= 0.
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
-    """
-    z = np.asarray(logits, dtype=np.float64)
-    if z.ndim != 2 or z.shape[1] < 2:
-        raise ValueError(
-            f"Expected logits of shape (records, classes) with two classes or more, got {z.shape}."
-        )
-    t = _probabilities(np.asarray(targets), z.shape)
-    clip_norm = check_clip_norm(clip_norm, least=LEAST_SOFTMAX_CLIP_NORM)
-    return LossValues(*softmax_envelope(z, t, clip_norm, check_smoothing(smoothing)))
-
-
 def softmax_envelope(
     logits: np.ndarray, targets: np.ndarray, clip_norm: float, smoothing: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -168,108 +125,3 @@ def softmax_envelope(
             point = solve(problem)
             value[part], gradient[part] = problem.value(point), problem.gradient(point).T
     return value, gradient
-
-
-def _probabilities(targets: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    records, classes = shape
-    if targets.dtype.kind in "iu":
-        if targets.shape != (records,) or (targets < 0).any() or (targets >= classes).any():
-            raise ValueError(
-                f"Expected {records} classes from 0 to {classes - 1}, got {targets!r}."
-            )
-        return np.eye(classes)[targets]
-    t = targets.astype(np.float64)
-    if t.shape != shape or (t < 0).any() or not np.allclose(t.sum(axis=1), 1, rtol=0, atol=1e-5):
-        raise ValueError(
-            f"Expected probabilities of shape {shape}, got {targets!r}. Rows sum to 1."
-        )
-    return t / t.sum(axis=1, keepdims=True)
-
-
-def logistic(
-    logits: npt.ArrayLike, targets: npt.ArrayLike, *, clip_norm: float, smoothing: float = 0.0
-) -> LossValues:
-    """The envelope of binary cross-entropy.
-
-    Args:
-        logits: Shape (records,).
-        targets: In [0, 1], of the same shape.
-        clip_norm: C.
-        smoothing: m >= 0.
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
-    """
-    z, t = _same_shape(logits, targets)
-    if not ((t >= 0) & (t <= 1)).all():
-        raise ValueError(f"Expected targets in [0, 1], got {targets!r}.")
-    with np.errstate(all="ignore"):
-        return LossValues(
-            *scalar.logistic(NUMPY, z, t, check_clip_norm(clip_norm), check_smoothing(smoothing))
-        )
-
-
-def hinge(
-    predictions: npt.ArrayLike, targets: npt.ArrayLike, *, clip_norm: float, smoothing: float
-) -> LossValues:
-    """The envelope of the hinge loss.
-
-    Args:
-        predictions: Shape (records,).
-        targets: -1 or 1, of the same shape.
-        clip_norm: C.
-        smoothing: m > 0.
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
-    """
-    z, t = _same_shape(predictions, targets)
-    if not (np.abs(t) == 1).all():
-        raise ValueError(f"Expected targets -1 and 1, got {targets!r}.")
-    smoothing = check_smoothing(smoothing, needed_by="hinge")
-    return LossValues(*scalar.hinge(NUMPY, z, t, check_clip_norm(clip_norm), smoothing))
-
-
-def squared_error(
-    predictions: npt.ArrayLike,
-    targets: npt.ArrayLike,
-    *,
-    clip_norm: float,
-    smoothing: float = 0.0,
-    scale: float = 1.0,
-) -> LossValues:
-    """The envelope of (scale/2) |prediction - target|**2.
-
-    Args:
-        predictions: Shape (records,) or (records, outputs).
-        targets: Of the same shape.
-        clip_norm: C.
-        smoothing: m >= 0.
-        scale: 1 for half the squared error.
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
-    """
-    z, t = _same_shape(predictions, targets)
-    with np.errstate(over="ignore"):
-        value, gradient = scalar.squared_error(
-            NUMPY,
-            z.reshape(len(z), -1).T,
-            t.reshape(len(t), -1).T,
-            check_clip_norm(clip_norm),
-            check_smoothing(smoothing),
-            validate.real("scale", scale, above=0),
-        )
-    return LossValues(value, gradient.T.reshape(z.shape))
-
-
-def _same_shape(
-    predictions: npt.ArrayLike, targets: npt.ArrayLike
-) -> tuple[np.ndarray, np.ndarray]:
-    z, t = np.asarray(predictions, dtype=np.float64), np.asarray(targets, dtype=np.float64)
-    if z.shape != t.shape or z.ndim == 0:
-        raise ValueError(
-            f"Expected predictions and targets of one shape with a row per record, got {z.shape} "
-            f"and {t.shape}."
-        )
-    return z, t

@@ -198,15 +198,6 @@ def test_the_dictionary_form_of_an_event_is_a_run_file(folder, hsa_json, event):
     assert found["epsilon"] == pytest.approx(epsilon(event))
 
 
-def test_the_file_can_name_delta_and_relation_and_flags_win(folder, hsa_json):
-    with (folder / "run.toml").open("a") as file:
-        file.write('[accounting]\ndelta = 1e-3\nneighboring_relation = "replace_one"\n')
-    found = hsa_json("epsilon run.toml")
-    assert (found["delta"], found["neighboring_relation"]) == (1e-3, "REPLACE_ONE")
-    found = hsa_json("epsilon run.toml --delta 1e-4 --relation replace-special")
-    assert (found["delta"], found["neighboring_relation"]) == (1e-4, "REPLACE_SPECIAL")
-
-
 def test_delta(folder, hsa_json):
     found = hsa_json("delta run.toml --epsilon 2.5")
     assert found["delta"] == hsa.LastIterateAccountant().compose(cyclic_run()).get_delta(2.5)
@@ -242,25 +233,11 @@ def test_calibrate_needs_no_value_for_what_it_finds(hsa_json):
     assert hsa_json(f"calibrate {flags} -e 6 --parameter epochs")["epochs"] > 1
 
 
-def test_a_search_for_epochs_that_ends_early_says_so(folder, capsys):
-    command = "calibrate run.toml -e 6 --parameter epochs --max-epochs 50"
-    assert run(command.split()) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith("epochs = 50, ")
-    assert captured.err == "hsa: not even 50 epochs, the end of the search, are too many\n"
-
-
 def test_the_printed_noise_meets_the_target(folder, capsys):
     assert run(["calibrate", "run.toml", "-e", "0.7"]) == 0
     printed = capsys.readouterr().out
     noise = float(printed.partition(",")[0].removeprefix("noise_multiplier = "))
     assert 0.6999 < epsilon(cyclic_run(noise_multiplier=noise)) <= 0.7
-
-
-def test_printed_figures_are_rounded_up(folder, capsys):
-    assert run(["epsilon", "run.toml"]) == 0
-    printed = float(capsys.readouterr().out.partition(",")[0].removeprefix("epsilon = "))
-    assert epsilon(cyclic_run()) <= printed < epsilon(cyclic_run()) * 1.001
 
 
 def test_compare(folder, hsa_json, capsys):
@@ -349,45 +326,30 @@ def test_init_names_every_field():
 BAD = {
     "epsilon": "--noise-multiplier",
     "epsilon missing.toml": "missing.toml: No such file",
-    "epsilon .": "directory",
     "epsilon broken.toml": "broken.toml: not a TOML file",
     "epsilon typo.toml": "typo.toml: Unknown key in the run: noise. Did you mean 'noise_",
-    "epsilon short.toml": "short.toml: There is no learning_rate",
     "epsilon kind.toml": "kind.toml: Expected type to be one of LastIterateDpEvent",
     "epsilon run.toml --noise-multiplier -1": "Expected finite noise_multiplier >= 0, got -1.0.",
-    "epsilon run.toml --noise-multiplier nan": "noise_multiplier",
-    "epsilon run.toml --noise-multiplier x": "--noise-multiplier",
     "epsilon run.toml --num-steps 1.5e0": "expected a whole number, got '1.5e0'",
     "epsilon run.toml --batch-order ciclic": "got 'ciclic'. Did you mean 'cyclic'?",
     "epsilon run.toml --accountant lastiterate": "Did you mean 'last_iterate'?",
     "epsilon run.toml --relation replac-one": "Did you mean 'replace_one'?",
     "epsilon run.toml --loss softmax": "Did you mean 'softmax_cross_entropy'?",
     "epsilon run.toml --clip-norm x": "Expected clip_norm to be a number, got 'x'.",
-    "epsilon run.toml --release-steps 1,x": "release_steps",
     "epsilon run.toml --num-steps 4 --epochs 1": "got both",
-    "epsilon run.toml --epochs 0": "positive integers",
-    "epsilon run.toml --loss convexx": "Expected loss to be one of none, convex,",
     "epsilon run.toml --loss logistic": "Expected feature_norm for the loss logistic",
-    "epsilon run.toml --feature-norm 1": "for the loss convex",
     "epsilon run.toml --loss none --smoothness 1": "--smoothness",
-    "epsilon run.toml --delta 2": "Expected finite target_delta",
-    "epsilon run.toml --relation x": "Expected neighboring_relation to be one of",
     "epsilon run.toml --relation add_or_remove_one": "No bound covers this run. composition: ",
     "epsilon run.toml --batch-size 3": "which leaves 2 records over",
-    "epsilon run.toml --accountant x": "Expected --accountant to be last_iterate",
     "epsilon run.toml --accountant langevin": "langevin does not cover this run: ",
     "epsilon run.toml --accountant dice_sgd": "Expected a DiceSgdDpEvent",
     "delta run.toml": "--epsilon",
-    "delta run.toml --epsilon -1": "epsilon",
     "calibrate run.toml": "--target-epsilon",
     "calibrate run.toml -e 1 --parameter x": "noise, epochs or weight-decay",
     "calibrate run.toml -e 1e-3 --parameter epochs": "what one epoch costs",
     "calibrate run.toml -e 1e-3 --parameter weight-decay": "more decay would not contract more",
-    "calibrate run.toml -e 1 --relation add_or_remove_one": "No bound covers this run",
     "compare run.toml missing.toml": "missing.toml",
     "compare run.toml --plot x.nonsense": "ends in .png",
-    "compare run.toml --plot nowhere/x.png": "Expected a folder",
-    "compare run.toml --jobs 0": "jobs",
     "audit run.toml --claim-epsilon -1": "epsilon",
     "nonsense": "No such command",
     "epsilon run.toml --nonsense": "No such option",

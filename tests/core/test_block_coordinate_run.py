@@ -7,7 +7,6 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.chen_liu_2025 import block_contraction
-from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
@@ -88,13 +87,6 @@ def test_sensitivity_and_noise(relation, factor):
     assert mu == pytest.approx(factor * np.sqrt(2) / 3.0)
 
 
-def test_noise_per_step():
-    noise = hsa.Schedule([3.0, 1.0], [3, 3])
-    event = run(noise_multiplier=noise).event(dataset_size=12)
-    mu = hsa.BlockCoordinateAccountant(SPECIAL).compose(event).guarantee.mu
-    assert mu == pytest.approx(np.sqrt(1 / 9 + 1))
-
-
 @pytest.mark.parametrize("relation", [ONE, SPECIAL])
 @pytest.mark.parametrize(
     ("loss", "expected"),
@@ -143,36 +135,6 @@ def test_several_blocks_do_not_contract():
 def test_runs_without_an_event(changes, arguments, text):
     with pytest.raises((ValueError, TypeError), match=text):
         run(**changes).event(**({"dataset_size": 12} | arguments))
-
-
-def test_a_relation_that_changes_the_number_of_records():
-    whole = run(dataset_size=12)
-    for ask in (whole.check_relation, whole.guarantee):
-        with pytest.raises(hsa.UnsupportedRunError, match="same number"):
-            ask(NeighboringRelation.ADD_OR_REMOVE_ONE)
-
-
-def test_a_block_that_is_released_within_the_run_is_not_hidden():
-    """Composition of the steps, whatever is known of the loss; the last release is free."""
-    loss = hsa.LossGeometry.convex(0.5, lipschitz=1.0)
-    settings = {"step_size": 0.5, "clip_norm": 1.0, "batch_size": 4, "num_blocks": 1}
-    recorded = BlockCoordinateRun(**settings, dataset_size=12, block_loss=loss)
-    step = Step(noise_multiplier=3.0, clip_norm=1.0, learning_rate=0.5, rows=4)
-    for _ in range(6):
-        recorded.add(step)
-    hidden = recorded.guarantee(SPECIAL)
-    recorded.release()
-    assert recorded.guarantee(SPECIAL) == hidden
-    for index in range(3):
-        recorded.add(
-            Step(noise_multiplier=3.0, clip_norm=1.0, learning_rate=0.5, batch=index, rows=4)
-        )
-    assert recorded.event().block_loss is None
-    every = BlockCoordinateRun.every_iterate(recorded.event(), SPECIAL)
-    assert recorded.guarantee(SPECIAL).mu == every.mu == pytest.approx(3**0.5 / 3.0)
-    again = BlockCoordinateRun.from_state_dict(recorded.state_dict())
-    assert again.guarantee(SPECIAL).mu == every.mu
-    assert hidden.mu < 2**0.5 / 3.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from runs import cyclic_run, full_run, probe_run
 import hidden_state_accountants as hsa
 from hidden_state_accountants import comparing
 from hidden_state_accountants.comparing import first_epochs, plotted_epochs
-from hidden_state_accountants.figures import round_up
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -59,13 +58,6 @@ def test_combined_row_is_the_accountant_and_best_is_no_larger(cyclic):
     assert row.epsilon == accountant.get_epsilon(1e-3)
     assert cyclic.best(delta=1e-3).epsilon == pytest.approx(row.epsilon)
     assert cyclic.best().delta == 1e-5
-
-
-def test_rounding_does_not_decide_who_is_the_best():
-    comparison = hsa.compare(probe_run(num_steps=500, weight_decay=0.0))
-    ties = [r for r in comparison.rows if r.epsilon == pytest.approx(comparison.best().epsilon)]
-    assert len(ties) > 1
-    assert comparison.best() == ties[0]
 
 
 def test_stock_rows_are_what_dp_accounting_says(cyclic):
@@ -160,11 +152,6 @@ def test_a_relation_without_a_theorem_gives_reasons_not_errors():
     assert "no accountant applies" in comparison.summary()
 
 
-def test_no_noise_is_infinite_everywhere():
-    for row in hsa.compare(cyclic_run(noise_multiplier=0.0)).rows:
-        assert row.epsilon in (None, math.inf)
-
-
 def test_a_huge_privacy_loss_does_not_fill_the_memory():
     row = named(hsa.compare(cyclic_run(noise_multiplier=0.01)), accountant="PLDAccountant")
     assert row.epsilon is None
@@ -236,13 +223,6 @@ def test_tables_are_well_formed(cyclic):
     assert len(run["rows"]) == len(cyclic.rows)
 
 
-def test_to_pandas(cyclic):
-    pandas = pytest.importorskip("pandas")
-    frame = cyclic.to_pandas()
-    assert isinstance(frame, pandas.DataFrame)
-    assert len(frame) == len(cyclic.rows)
-
-
 def test_in_parallel_the_figures_are_the_same():
     pytest.importorskip("joblib")
     runs = [full_run(num_steps=n, noise_multiplier=20.0) for n in (1, 2)]
@@ -254,23 +234,16 @@ def test_in_parallel_the_figures_are_the_same():
     ("arguments", "error"),
     [
         ((dp_accounting.GaussianDpEvent(1.0),), TypeError),
-        ((1.0,), TypeError),
         (([],), ValueError),
         ((full_run(), []), ValueError),
         ((full_run(), 2.0), ValueError),
         ((full_run(), "1e-5"), TypeError),
         ((full_run(), 1e-5, "replace"), ValueError),
-        ((full_run(), 1e-5, 3), TypeError),
     ],
 )
 def test_bad_arguments(arguments, error):
     with pytest.raises(error, match="Expected"):
         hsa.compare(*arguments)
-
-
-def test_jobs_are_checked():
-    with pytest.raises(ValueError, match="jobs >= 1"):
-        hsa.compare(full_run(), jobs=0)
 
 
 def test_plot(tmp_path):
@@ -295,8 +268,3 @@ def test_plotted_points_are_the_first_epochs():
     assert first_epochs(DICE, 1).num_steps == 4
     assert plotted_epochs(BLOCKS) == [1, 2, 3]
     assert first_epochs(BLOCKS, 2).noise_variance == 1e-4
-
-
-@pytest.mark.parametrize("value", [0.0, math.inf, 1.0, 0.1 + 0.2, 1234567.8, 9.99999e-9, 5e-324])
-def test_printed_figures_are_rounded_up(value):
-    assert value <= round_up(value, 4) <= value * (1 + 1e-3) + 1e-300

@@ -16,17 +16,15 @@ MODULES = ["hidden_state_accountants"] + [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_module(name):
-    if name.startswith("hidden_state_accountants.cli."):
-        pytest.importorskip("typer")
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
-
-
-def test_there_are_examples():
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    modules = map(importlib.import_module, (m for m in MODULES if ".cli" not in m))
-    assert sum(len(test.examples) for m in modules for test in finder.find(m)) >= 8
+def test_the_examples():
+    finder, examples = doctest.DocTestFinder(exclude_empty=True), 0
+    for name in MODULES:
+        if name.startswith("hidden_state_accountants.cli."):
+            pytest.importorskip("typer")
+        module = importlib.import_module(name)
+        assert doctest.testmod(module).failed == 0, name
+        examples += sum(len(test.examples) for test in finder.find(module))
+    assert examples >= 8
 
 
 def test_every_public_name_is_documented():

@@ -16,27 +16,6 @@ def mu(event):
     return hsa.ShiftedInterpolationAccountant(RELATION).compose(event).guarantee.mu
 
 
-def recorded(event):
-    """A recorder that has seen the steps and releases of an event."""
-    recorder = hsa.RunRecorder(
-        batch_order=event.batch_order,
-        batch_size=event.batch_size,
-        dataset_size=event.dataset_size,
-        loss=event.loss,
-        domain_diameter=event.domain_diameter,
-    )
-    names = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
-    for t, values in enumerate(zip(*map(event.per_step, names), strict=True), start=1):
-        recorder.step(
-            **{name: float(value) for name, value in zip(names, values, strict=True)},
-            batch_index=recorder.expected_batch_index,
-            batch_rows=event.batch_size,
-        )
-        if t in event.release_steps:
-            recorder.release()
-    return recorder
-
-
 @pytest.mark.parametrize("position", range(4))
 def test_the_worst_position_need_not_be_the_last_one(position):
     """The batches after it take short steps: they neither hide the record nor matter themselves."""
@@ -71,12 +50,6 @@ def test_divergences_add_up_over_runs_of_every_kind():
     together = hsa.LastIterateAccountant(RELATION).compose(random, 3).compose(fixed, 2)
     expected = 2 * separate[0] + 3 * separate[1]
     np.testing.assert_allclose(together.guarantee.rdp(orders), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("field", ["learning_rate", "noise_multiplier", "clip_norm"])
-def test_a_schedule_that_returns_to_its_first_value_is_recorded_as_it_was(field):
-    event = cyclic_run(**{field: [0.5, 0.3, 0.5, 0.5, 0.3, 0.3, 0.5, 0.7] * 3})
-    assert recorded(event).event() == event
 
 
 def test_the_delta_of_a_cap_on_poisson_batches_is_never_lost():

@@ -174,11 +174,6 @@ class TestDataSetsBetween:
         assert (np.diff(moduli) >= 0).all()
         assert moduli[0] == 1.0
 
-    def test_one_record_changes_nothing(self):
-        event = run()
-        assert run_of_groups(event, ADD, 1) is event
-        assert group(event, ADD, 1).group_size == 1
-
 
 class TestAccountant:
     def test_says_so(self):
@@ -198,12 +193,6 @@ class TestAccountant:
         laplace = dp_accounting.LaplaceDpEvent(2.0)
         accountant = hsa.LastIterateAccountant(SPECIAL, group_size=3).compose(laplace)
         assert 1.0 < accountant.get_epsilon(1e-9) <= 1.52
-
-    def test_each_curve_is_that_of_its_group(self):
-        accountant = hsa.LastIterateAccountant(SPECIAL, group_size=2).compose(run()).compose(run())
-        assert accountant.get_epsilon(1e-5) == accountant.guarantee.epsilon(1e-5)
-        assert accountant.get_delta(1.0) == accountant.guarantee.delta(1.0)
-        assert hsa.LastIterateAccountant(group_size=2).guarantee.epsilon(1e-5) == 0
 
     def test_refusals(self):
         with pytest.raises(hsa.UnsupportedRunError, match="record_position = 1"):

@@ -45,28 +45,17 @@ def composed(*events, relation="replace_special"):
 
 GUARANTEES = {
     "nothing": lambda: hsa.LastIterateAccountant().guarantee,
-    "full": lambda: last_iterate("full", "add_or_remove_one"),
     "no noise": lambda: last_iterate(noise_multiplier=0.0),
-    "no loss": lambda: last_iterate(loss=None),
     "one position": lambda: last_iterate(record_position=1),
     "shuffled_once": lambda: last_iterate("shuffled_once", "replace_special"),
     "reshuffled, schedule": lambda: last_iterate("reshuffled", learning_rate=RATES),
-    "reshuffled, releases": lambda: last_iterate("reshuffled", release_steps=[4, 10]),
     "without_replacement": lambda: last_iterate("without_replacement", num_steps=4),
-    "without_replacement, zeroed": lambda: last_iterate(
-        "without_replacement", "replace_special", num_steps=4
-    ),
     "poisson": lambda: last_iterate("poisson", "add_or_remove_one", num_steps=8),
     "poisson, replaced, cap": lambda: last_iterate("poisson", max_batch_size=14),
-    "poisson, three times": lambda: last_iterate("poisson", "replace_special", count=3),
     "groups": lambda: last_iterate("shuffled_once").for_groups_of(3),
-    "selection": lambda: last_iterate("shuffled_once").after_selection(10, 1.0),
     "blocks": lambda: hsa.BlockCoordinateAccountant("replace_one").compose(BLOCKS).guarantee,
     "dice": lambda: hsa.LastIterateAccountant().compose(DICE).guarantee,
     "with events": lambda: composed(cyclic_run(), LAPLACE, dp_accounting.GaussianDpEvent(4.0)),
-    "with sampled events": lambda: composed(
-        dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(2.0)), cyclic_run()
-    ),
     "cohort": lambda: composed(
         dp_accounting.PoissonSampledDpEvent(0.1, full_run()),
         dp_accounting.PoissonSampledDpEvent(0.1, cyclic_run(batch_order="poisson")),

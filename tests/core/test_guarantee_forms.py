@@ -11,13 +11,19 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration import gaussian_mu
-from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
+from hidden_state_accountants.calibration import gaussian_mu_and_rate
+from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import STOCK_ORDERS
 from hidden_state_accountants.guarantee import Assumption
 
 ONE = NeighboringRelation.REPLACE_ONE
+
+
+def gaussian_mu(event):
+    return gaussian_mu_and_rate(event, ONE)[0]
+
+
 ORDERS = ("cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
 
 
@@ -27,13 +33,6 @@ def guarantee(order="cyclic", relation=ONE, **changes):
 
 
 class TestText:
-    def test_one_line(self):
-        text = repr(guarantee())
-        assert "\n" not in text
-        assert f"epsilon = {hsa.figures.text_up(guarantee().epsilon(1e-5), 4)}" in text
-        assert "REPLACE_ONE" in text
-        assert "Theorem A" in text
-
     def test_what_it_is_only_about_and_what_is_not_proven_are_said(self):
         about_some = guarantee(record_position=1)
         assert "ONLY FOR records of batch 1" in repr(about_some)
@@ -63,10 +62,6 @@ class TestText:
         assert "only for records of batch 1" in guarantee(record_position=1).statement()
         unproven = attrs.evolve(guarantee(), caveat="a gap in Lemma 1")
         assert "NOT PROVEN: a gap in Lemma 1" in unproven.statement()
-
-    def test_the_table_has_every_assumption(self):
-        html = guarantee()._repr_html_()
-        assert html.count("<tr>") == 5 + len(guarantee().assumptions)
 
 
 class TestTradeOff:
@@ -111,12 +106,6 @@ class TestPrivacyLoss:
         loss = guarantee(order).privacy_loss().self_compose(3)
         assert together * (1 - 1e-6) <= loss.get_epsilon_for_delta(1e-5) <= 1.01 * together
 
-    def test_nothing_and_everything(self):
-        nothing = attrs.evolve(guarantee(), curve=GaussianCurve(0.0)).privacy_loss()
-        assert nothing.get_delta_for_epsilon(0.0) == 0
-        with pytest.raises(ValueError, match="finite epsilon"):
-            attrs.evolve(guarantee(), curve=GaussianCurve(math.inf)).privacy_loss()
-
     def test_some_records_only(self):
         about_some = guarantee(record_position=1)
         with pytest.raises(ValueError, match="for_one_position"):
@@ -133,12 +122,6 @@ class TestGroups:
         assert unit.status is hsa.guarantee.Status.DECLARED
         assert "3 records" in group.theorem
         assert guarantee().for_groups_of(1) == guarantee()
-
-    @pytest.mark.parametrize("order", ["shuffled_once", "poisson"])
-    def test_other_orders(self, order):
-        found = guarantee(order)
-        group = found.for_groups_of(2)
-        assert 2 * found.epsilon(1e-5) < group.epsilon(1e-5) < 4 * found.epsilon(1e-5)
 
     @pytest.mark.parametrize("relation", ["replace_special", "add_or_remove_one"])
     def test_relations_whose_chains_leave_the_declared_losses(self, relation):
@@ -172,8 +155,9 @@ class TestSelection:
             found = guarantee().after_selection(mean, math.inf).rdp([order])[0]
             assert found == pytest.approx(expected, rel=1e-9)
 
-    @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])
-    @pytest.mark.parametrize("mean", [1.5, 20.0])
+    @pytest.mark.parametrize(
+        ("mean", "shape"), [(1.5, 0.0), (20.0, 0.5), (1.5, 1.0), (20.0, 3.0), (1.5, math.inf)]
+    )
     def test_agrees_with_dp_accounting(self, mean, shape):
         once = dp_accounting.GaussianDpEvent(1 / guarantee().mu)
         stock = rdp.RdpAccountant().compose(
@@ -210,13 +194,6 @@ class TestSelection:
     def test_numbers_that_no_distribution_has(self, mean, shape):
         with pytest.raises(ValueError, match="Expected"):
             guarantee().after_selection(mean, shape)
-
-    def test_no_divergences_or_some_records_only(self):
-        unknown = attrs.evolve(guarantee(), curve=CurveWithDelta(GaussianCurve(0.2), 1e-9))
-        with pytest.raises(ValueError, match="finite Renyi divergences"):
-            unknown.after_selection(5.0, 1.0)
-        with pytest.raises(ValueError, match="records of batch 1"):
-            guarantee(record_position=1).after_selection(5.0, 1.0)
 
 
 class TestStandardEvents:

@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guards.md").read_text("utf-8")
 TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::([\w:]+)`", PAGE)))
@@ -26,15 +24,12 @@ def names_in(path):
             yield from (f"{node.name}::{n.name}" for n in node.body if hasattr(n, "name"))
 
 
-@pytest.mark.parametrize(("path", "name"), TESTS, ids=["::".join(pair) for pair in TESTS])
-def test_every_test_that_is_named_exists(path, name):
-    assert name in set(names_in(ROOT / "tests" / path))
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_that_is_named_exists(module):
+def test_what_is_named_exists():
+    for path, name in TESTS:
+        assert name in set(names_in(ROOT / "tests" / path)), (path, name)
     folders = (ROOT / "adapters/hidden_state_adapters", ROOT / "hidden_state_accountants", ROOT)
-    assert any((folder / module).is_file() for folder in folders)
+    for module in MODULES:
+        assert any((folder / module).is_file() for folder in folders), module
 
 
 def test_rows_are_numbered_and_complete():

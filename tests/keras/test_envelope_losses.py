@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow_privacy")
+import numpy_envelopes as envelope
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 from envelopes import batch
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.losses import envelope
 from hidden_state_accountants.process.noisy_process import noisy_process
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,

@@ -181,6 +181,6 @@ MUTATIONS = (
         "runs/base.py",
         "if self.values and self.values[-1] == value:",
         "if self.values and self.values[0] == value:",
-        _DETAILS,
+        _RECORDER_TESTS,
     ),
 )

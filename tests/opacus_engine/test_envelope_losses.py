@@ -5,6 +5,7 @@ import pathlib
 import runpy
 
 import numpy as np
+import numpy_envelopes as envelope
 import pytest
 import torch
 from dp_accounting import NeighboringRelation
@@ -15,7 +16,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.losses import envelope
 from hidden_state_accountants.process.noisy_process import noisy_process
 from hidden_state_adapters.opacus import (
     EnvelopeBCEWithLogitsLoss,

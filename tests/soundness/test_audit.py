@@ -18,8 +18,6 @@ from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import (
-    ATTACKS,
-    AttackRow,
     LinearLosses,
     QuadraticLosses,
 )
@@ -40,10 +38,10 @@ def gaussian(mu, relation=SPECIAL):
 # --- false claims -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("relation", [SPECIAL, ONE])
-@pytest.mark.parametrize("run", [full_run, cyclic_run])
-@pytest.mark.parametrize("decay", [0.0, 0.2])
-@pytest.mark.parametrize("released", [(), (3, 9)])
+@pytest.mark.parametrize(
+    ("run", "relation", "decay", "released"),
+    [(full_run, SPECIAL, 0.0, ()), (cyclic_run, ONE, 0.2, (3, 9)), (cyclic_run, SPECIAL, 0.2, ())],
+)
 def test_five_percent_less_than_the_truth_is_caught(run, relation, decay, released):
     event = run(weight_decay=decay, loss=LINEAR, release_steps=released)
     mu = mu_by_position(event).max() * (2 if relation is ONE else 1)
@@ -53,13 +51,6 @@ def test_five_percent_less_than_the_truth_is_caught(run, relation, decay, releas
     assert report.lower_bound > report.claimed
     assert report.tightness < 1
     assert not hsa.audit(gaussian(mu, relation), event, attacks=QUICK).violated
-
-
-def test_a_thousandth_less_is_caught_and_rounding_is_not():
-    mu = mu_by_position(full_run(loss=LINEAR)).max()
-    for factor, violated in ((0.999, True), (1 - 1e-8, True), (1 - 1e-13, False)):
-        report = hsa.audit(gaussian(factor * mu), full_run(loss=LINEAR), attacks=QUICK)
-        assert report.violated is violated
 
 
 def test_hiding_the_iterates_does_not_halve_epsilon():
@@ -92,19 +83,6 @@ def test_random_orders_are_not_for_free(order):
         (report.lower_bound / 1.05, 1e-5), event, neighboring_relation=relation, attacks=QUICK
     )
     assert half.violated_by == "linear_losses"
-
-
-def test_without_replacement_a_record_moves_the_sum_by_two_under_replace_special():
-    """It displaces a stand-in: one clip norm of sensitivity is not enough."""
-    event = cyclic_run(
-        batch_order="without_replacement", num_steps=1, noise_multiplier=0.5, loss=LINEAR
-    )
-    q = event.batch_size / event.dataset_size
-    poisson = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(0.5))
-    claim = dp_accounting.pld.PLDAccountant().compose(poisson)
-    epsilon = claim.get_epsilon(1e-5)
-    report = hsa.audit((epsilon, 1e-5), event, neighboring_relation=SPECIAL, attacks=QUICK)
-    assert report.violated
 
 
 @attrs.frozen(eq=False)
@@ -226,12 +204,6 @@ def test_accountants_guarantees_and_pairs_agree():
     assert all(r.neighboring_relation == "REPLACE_ONE" for r in reports)
 
 
-def test_an_empty_accountant_stays_empty():
-    accountant = hsa.LastIterateAccountant()
-    hsa.audit(accountant, cyclic_run(), attacks=QUICK)
-    assert isinstance(accountant.ledger, dp_accounting.NoOpDpEvent)
-
-
 def test_stock_accountants_account_for_the_composition():
     event = full_run(weight_decay=0.0)
     composed = dp_accounting.pld.PLDAccountant()
@@ -338,13 +310,6 @@ def test_progress_goes_to_the_caller_or_the_log(caplog):
     with caplog.at_level(logging.INFO, logger="hidden_state_accountants"):
         hsa.audit(gaussian(1.0), cyclic_run(), attacks=QUICK)
     assert [record.message for record in caplog.records] == lines
-
-
-def test_every_attack_follows_the_protocol():
-    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
-    for attack in ATTACKS:
-        assert issubclass(attack.event_type, dp_accounting.DpEvent)
-    assert AttackRow("a", False, "", "b").epsilon == 0.0
 
 
 def test_the_examples_of_the_documentation():

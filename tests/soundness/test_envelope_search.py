@@ -8,12 +8,12 @@ import itertools
 
 import attrs
 import numpy as np
+import numpy_envelopes as envelope
 import pytest
 from envelopes import batch
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
-from hidden_state_accountants.losses import envelope
 from hidden_state_accountants.process.geometry import update_lipschitz
 
 CLIMBERS, ROUNDS = 150, 60

@@ -238,13 +238,6 @@ def test_kinks_jumps_and_projections_against_simulation(order):
         assert np.maximum(q - factor * p, 0).sum() == pytest.approx(backward.value, abs=6e-3)
 
 
-def test_two_hundred_steps_take_seconds_and_lose_no_mass():
-    event = run(num_steps=200, weight_decay=0.1, noise_multiplier=0.7)
-    grid = GridOracle(event, [np.tanh] * 6, constant(1.0), cells_per_std=64)
-    assert grid.renyi(2.0)[0].lower_bound > 0.8 * grid.renyi(2.0)[0].value
-    assert 0 < grid.delta(0.1)[0].lower_bound < grid.delta(0.1)[0].value
-
-
 # --- as a judge -------------------------------------------------------------------------------
 
 
@@ -268,17 +261,16 @@ def wave(rng):
     return lambda x: np.sin(rate * x + phase) / rate  # curvature between -1 and 1
 
 
-@pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize(
-    ("family", "loss"),
+    ("family", "loss", "projected"),
     [
-        (quadratic, hsa.LossGeometry.convex(1.0)),
-        (logistic, hsa.LossGeometry.logistic(1.0)),
-        (huber, hsa.LossGeometry.huber(1.0, 1.0)),
-        (wave, hsa.LossGeometry.smooth(1.0)),
+        (quadratic, hsa.LossGeometry.convex(1.0), False),
+        (logistic, hsa.LossGeometry.logistic(1.0), True),
+        (huber, hsa.LossGeometry.huber(1.0, 1.0), False),
+        (wave, hsa.LossGeometry.smooth(1.0), True),
     ],
 )
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_claims_dominate_the_exact_divergence(family, loss, projected, seed):
     rng = np.random.default_rng([seed, projected])
     batch, period = int(rng.integers(1, 3)), int(rng.integers(1, 4))
@@ -323,38 +315,6 @@ def test_claims_dominate_the_exact_divergence(family, loss, projected, seed):
             for estimate in grid.renyi(order):
                 assert estimate.lower_bound <= claim
                 assert estimate.value - 2 * estimate.error <= claim * (1 + 1e-3)
-
-
-@pytest.mark.parametrize("order", ["poisson", "without_replacement", "reshuffled", "shuffled_once"])
-@pytest.mark.parametrize("seed", range(2))
-def test_claims_dominate_random_batches(order, seed):
-    rng = np.random.default_rng(seed)
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=float(rng.uniform(0.8, 2.0)),
-        learning_rate=0.7,
-        clip_norm=0.6,
-        weight_decay=0.2,
-        batch_size=2,
-        dataset_size=6,
-        num_steps=6,
-        batch_order=order,
-        loss=hsa.LossGeometry.huber(1.0, 1.0),
-    )
-    grid = GridOracle(event, [huber(rng), *[huber(rng)] * 3, *[huber(rng)] * 2], None)
-    accountant = hsa.LastIterateAccountant(NeighboringRelation.REPLACE_SPECIAL).compose(event)
-    for epsilon in EPSILONS:
-        for estimate in grid.delta(epsilon):
-            assert 0 <= estimate.lower_bound <= accountant.get_delta(epsilon)
-
-
-def test_an_overclaim_is_refuted():
-    """Linear losses in full batches give composition: a claim of half its mu is certainly wrong."""
-    event = run(batch_order="full", batch_size=6, num_steps=16)
-    grid = GridOracle(event, [constant(1.0)] * 6, constant(-1.0), cells_per_std=64)
-    mu = 2 * math.sqrt(16) / 2.0
-    estimate = grid.renyi(2.0)[0]
-    assert (0.9 * mu) ** 2 < estimate.lower_bound <= mu**2
-    assert grid.delta(1.0)[0].lower_bound > delta_from_mu(0.9 * mu, 1.0)
 
 
 @pytest.mark.parametrize(

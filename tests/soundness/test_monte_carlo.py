@@ -46,25 +46,6 @@ def test_all_four_intervals_hold_with_the_stated_confidence(confidence):
         assert failures >= 0.08 * repetitions
 
 
-@pytest.mark.parametrize(("mu", "dimension"), [(0.0, 3), (0.3, None), (1.0, 4)])
-def test_the_bound_exceeds_the_truth_no_more_often_than_stated(mu, dimension):
-    truth, repetitions, confidence = epsilon_from_mu(mu, DELTA), 150, 0.7
-    shift = mu / math.sqrt(dimension or 1)
-    too_large = sum(
-        monte_carlo_audit(
-            gaussian(0.0, dimension),
-            gaussian(shift, dimension),
-            trials=100,
-            delta=DELTA,
-            confidence=confidence,
-            seed=seed,
-        ).epsilon
-        > truth
-        for seed in range(repetitions)
-    )
-    assert too_large <= stats.binom.ppf(0.9999, repetitions, 1 - confidence)
-
-
 @pytest.mark.parametrize("dimension", [None, 20, 2000])
 def test_power(dimension):
     """It reaches a decent fraction of the true epsilon, also with fewer runs than dimensions."""
@@ -107,20 +88,6 @@ def test_forgotten_noise_is_found():
         assert any(evidence.delta(eps) > delta for eps, delta in claims) == refuted
         assert evidence.strength == "confidence 0.95"
         assert "five weights" in evidence.witness
-
-
-def test_one_direction_alone_is_found():
-    """A point mass that only one law has: epsilon is infinite one way, small the other."""
-
-    def train(rng):
-        return 5.0 if rng.random() < 0.2 else rng.normal()
-
-    audit = monte_carlo_audit(train, gaussian(0.0), trials=3000, delta=DELTA, seed=0)
-    assert audit.forward.epsilon(DELTA) > 3
-    assert audit.backward.epsilon(DELTA) < 0.5
-    swapped = monte_carlo_audit(gaussian(0.0), train, trials=3000, delta=DELTA, seed=0)
-    assert swapped.backward.epsilon(DELTA) > 3
-    assert swapped.epsilon > 3
 
 
 def test_epsilon_and_delta_are_one_statement():
