@@ -21,7 +21,7 @@ X = np.c_[LABELS + 0.7 * rng.normal(size=2000), np.ones(2000)]
 
 def classifier(**changes):
     settings = dict(epsilon=3.0, classes=[0, 1])
-    settings["preprocessing"] = None
+    settings |= {"preprocessing": None, "calibrate": False}
     return PrivateClassifier(**{**settings, **changes})
 
 
