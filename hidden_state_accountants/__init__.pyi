@@ -39,6 +39,11 @@ from hidden_state_accountants.events.loss_geometry import (
 )
 from hidden_state_accountants.events.schedule import Schedule as Schedule
 from hidden_state_accountants.guarantee import Assumption as Assumption, Guarantee as Guarantee
+from hidden_state_accountants.ledger import (
+    Budget as Budget,
+    BudgetExceededError as BudgetExceededError,
+    budget as budget,
+)
 from hidden_state_accountants.losses.envelope import envelope_smoothing as envelope_smoothing
 from hidden_state_accountants.process.batch_curvature import (
     CurvatureRelease as CurvatureRelease,

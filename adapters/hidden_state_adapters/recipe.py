@@ -8,6 +8,7 @@ target. No training framework is needed: who has the records sums their gradient
 from __future__ import annotations
 
 import math
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
+from hidden_state_accountants.ledger import active_budget, budget_at
 from hidden_state_adapters import temperature
 from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
 
@@ -198,6 +200,27 @@ class Recipe:
             )
         return attrs.evolve(
             found, assumptions=replace_assumptions(found.assumptions, *texts, *assumptions)
+        )
+
+    def spend(self, sent_from: pathlib.Path | None = None) -> str | None:
+        """Counts the fit in a budget, before anything of it happens, and says so; None for none.
+
+        Args:
+            sent_from: The ledger of the budget that another process is in; this process' own one
+                goes before.
+
+        Raises:
+            BudgetExceededError: The fit would go over it.
+        """
+        found = active_budget()
+        if found is None and sent_from is not None:
+            found = budget_at(sent_from)
+        if found is None:
+            return None
+        number = found.spend(self.event, self.run.neighboring_relation)
+        return (
+            f"number {number} in a budget of epsilon {found.epsilon:g} at delta {found.delta:g}, "
+            "which holds for all of them together"
         )
 
     def train(

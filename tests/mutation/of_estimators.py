@@ -70,4 +70,18 @@ MUTATIONS = (
         "np.maximum(np.abs(losses).max(axis=1), 1e-300), 1.0)",
         "sklearn_estimators/test_temperature.py",
     ),
+    Mutation(
+        "a_budget_that_counts_the_costliest_release_alone",
+        "ledger.py",
+        "mu = math.sqrt(math.fsum(mu**2 for _, mu, _ in rows if mu is not None))",
+        "mu = max([mu for _, mu, _ in rows if mu is not None], default=0.0)",
+        "core/test_ledger.py",
+    ),
+    Mutation(
+        "a_fit_in_a_worker_that_no_budget_counts",
+        "../adapters/hidden_state_adapters/recipe.py",
+        "        if found is None and sent_from is not None:\n",
+        "        if False:\n",
+        "sklearn_estimators/test_budget.py",
+    ),
 )

@@ -40,26 +40,31 @@ class TestRow120:
         """A loop over settings by hand, which clones nothing."""
         X, y = records()
         classifier().fit(X, y)
-        for again, labels in ((X, y), (X[::-1].copy(), y[::-1]), (sparse.csr_matrix(X), 1 - y)):
-            with pytest.warns(PrivacyBudgetWarning, match="fitted to these records before"):
-                classifier(feature_norm=2.0).fit(again, labels)
-        regressor = PrivateRegressor(target_bounds=(0, 1))
-        with pytest.warns(PrivacyBudgetWarning, match="PrivateRegressor was fitted to these"):
-            regressor.fit(X, y)
+        with pytest.warns(PrivacyBudgetWarning, match="fit 2 of a PrivateClassifier to these"):
+            classifier(feature_norm=2.0).fit(X[::-1].copy(), y[::-1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PrivacyBudgetWarning)  # it was said
+            classifier().fit(sparse.csr_matrix(X), 1 - y)
+            model = PrivateRegressor(target_bounds=(0, 1)).fit(X, y)
+        assert "fits: 4 that this process knows of" in model.report_
 
     def test_the_same_object_a_clone_and_a_search(self):
         X, y = records()
         model = classifier().fit(X, y)
-        with pytest.warns(PrivacyBudgetWarning, match="this PrivateClassifier was fitted before"):
+        with pytest.warns(PrivacyBudgetWarning, match="fit 2 of this PrivateClassifier and its"):
             model.fit(*records())
-        with pytest.warns(PrivacyBudgetWarning, match="is cloned"):
-            clone(model)
+        assert "fits: 2 that this process knows of" in model.report_
+        fresh = clone(classifier())
+        with pytest.warns(PrivacyBudgetWarning, match="copy 2 of a PrivateClassifier"):
+            clone(fresh)
         for search in (
             lambda: GridSearchCV(classifier(), {"feature_norm": [1.0, 2.0]}, cv=2).fit(X, y),
             lambda: cross_val_score(classifier(), X, y, cv=2),
         ):
-            with pytest.warns(PrivacyBudgetWarning):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
                 search()
+            assert [w.category for w in found] == [PrivacyBudgetWarning]  # one a search
 
     def test_there_is_no_start_from_a_trained_model_and_no_seed(self):
         for name in ("warm_start", "random_state", "coef_init"):

@@ -169,6 +169,8 @@ def test_nothing_of_the_training_stays():
     assert arrays == {"_weights", "classes_", "coef_", "intercept_"}
     assert set(kept) - arrays == {
         "_has_sample_weights",
+        "_fits",
+        "_lineage",
         "_recipe",
         "_statistics",
         "_step",
@@ -194,6 +196,7 @@ def test_the_report_says_relation_theorem_and_whose_word_things_are():
         "no search over them",
         "the number of records, 900",
         "the 3 classes",
+        "that this process knows of",
         "every other fit on the same records spends as well",
     ):
         assert text in report

@@ -58,7 +58,8 @@ def fit_head(
 
     Formal guarantees: the head is (epsilon, delta)-differentially private under
     `neighboring_relation` if the assumptions of the guarantee hold. The number of records, the
-    number of classes and the other arguments are public. Every call spends epsilon anew. The noise
+    number of classes and the other arguments are public. Every call spends epsilon anew:
+    `hidden_state_accountants.budget` adds up. The noise
     cannot be seeded.
 
     Args:
@@ -102,6 +103,7 @@ def fit_head(
     centres = classes is not None and target.centring_pays(*shape)
     calibrates = classes is not None and calibrate
     recipe = Recipe.of(target, shape, feature_norm, constant, centres, calibrates, **options)
+    recipe.spend()
     generator = OwnGenerator()
     rows = _Rows.of(features.detach(), feature_norm, constant)
     if recipe.statistics is not None:

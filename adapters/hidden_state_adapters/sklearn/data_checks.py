@@ -9,15 +9,17 @@ import math
 import warnings
 from typing import Any
 
+import attrs
 import numpy as np
 from scipy import sparse
 
+from hidden_state_accountants.ledger import active_budget
 from hidden_state_adapters.sklearn.records import blocks_of
 
 _ROUNDING = 1e-5  # of means and scales in float32
 _SAME = 1e-9  # of sums of products
 _CANDIDATES = 1000  # pairs of rows that are compared
-_fitted: list[tuple[int, int, float]] = []  # of this process: records, features, a mark of them
+_fitted: dict[tuple[int, int, float], int] = {}  # by records, features, a mark of them: fits
 
 
 class UnaccountedStepWarning(UserWarning):
@@ -28,40 +30,66 @@ class PrivacyBudgetWarning(UserWarning):
     """The same records may be trained on again, and every fit spends its epsilon."""
 
 
-def warn_of_several_fits(what: str, stacklevel: int) -> None:
-    """Warns with `PrivacyBudgetWarning`; the text begins with `what`."""
-    warnings.warn(
-        f"{what}: every fit on the same records spends its own epsilon, and whoever sees "
-        "several models, or the best of several, sees all of them spent together. Compose "
-        "privacy_event_ of every fit in a LastIterateAccountant, search on public data, or "
-        "use the default settings, which need no search.",
-        PrivacyBudgetWarning,
-        stacklevel=stacklevel + 1,
-    )
+@attrs.define(eq=False)
+class Lineage:
+    """An estimator and its copies, which a search makes and fits: they are warned of once.
+
+    Attributes:
+        fits, copies: That this process knows of.
+        is_warned: Whether they were warned of.
+    """
+
+    fits: int = 0
+    copies: int = 0
+    is_warned: bool = False
+
+    def warn(self, what: str, stacklevel: int) -> None:
+        """Warns with `PrivacyBudgetWarning`, the first time and outside of budgets."""
+        if self.is_warned or active_budget() is not None:
+            return
+        self.is_warned = True
+        warnings.warn(
+            f"{what}: every fit on the same records spends its own epsilon, and whoever sees "
+            "several models, or the best of several, sees all of them spent together. Fit inside "
+            "of `with hidden_state_accountants.budget(epsilon, delta) as spent:`, which adds them "
+            "up and refuses what goes over; search on public data; or use the default settings, "
+            "which need no search. (This is said once; report_ has the count.)",
+            PrivacyBudgetWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
-def look_at(X: Any, y: np.ndarray, was_fitted: bool, name: str, stacklevel: int) -> None:
+def look_at(X: Any, y: np.ndarray, lineage: Lineage, name: str, stacklevel: int) -> int:
     """Warns of records that were trained on before, were transformed together, or are equal.
 
     Args:
         X: The records, dense or CSR.
         y: Their labels or targets.
-        was_fitted: Whether this estimator was.
+        lineage: Of the estimator.
         name: Of the estimator.
         stacklevel: Of the caller's caller.
+
+    Returns:
+        How many fits, this one included, this process knows of: on records that look like these,
+        or of this estimator and its copies.
     """
     direction = np.random.default_rng(0).normal(size=X.shape[1])  # equal rows, equal products
     products = np.concatenate([X[part] @ direction for part in blocks_of(X)])
     mark = (X.shape[0], X.shape[1], float(products.sum()))
-    seen = any(
-        mark[:2] == old[:2] and math.isclose(mark[2], old[2], rel_tol=_SAME) for old in _fitted
+    mark = next(
+        (
+            old
+            for old in _fitted
+            if mark[:2] == old[:2] and math.isclose(mark[2], old[2], rel_tol=_SAME)
+        ),
+        mark,
     )
-    if not seen:
-        _fitted.append(mark)
-    if was_fitted:
-        warn_of_several_fits(f"this {name} was fitted before", stacklevel + 1)
-    elif seen:
-        warn_of_several_fits(f"{name} was fitted to these records before", stacklevel + 1)
+    _fitted[mark] = _fitted.get(mark, 0) + 1
+    lineage.fits += 1
+    if lineage.fits == 2:
+        lineage.warn(f"fit 2 of this {name} and its copies", stacklevel + 1)
+    elif _fitted[mark] == 2:
+        lineage.warn(f"fit 2 of a {name} to these records", stacklevel + 1)
     if not sparse.issparse(X):
         step = _fitted_step(X)
         if step:
@@ -72,6 +100,7 @@ def look_at(X: Any, y: np.ndarray, was_fitted: bool, name: str, stacklevel: int)
                 UnaccountedStepWarning,
                 stacklevel=stacklevel + 1,
             )
+    count = max(lineage.fits, _fitted[mark])
     if _has_equal_rows(X, y, products):
         warnings.warn(
             "some records are equal. Epsilon protects one record: who is in the data k times, or "
@@ -81,6 +110,7 @@ def look_at(X: Any, y: np.ndarray, was_fitted: bool, name: str, stacklevel: int)
             UnaccountedStepWarning,
             stacklevel=stacklevel + 1,
         )
+    return count
 
 
 def _fitted_step(X: np.ndarray) -> str | None:

@@ -12,6 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from hidden_state_accountants import Assumption, Guarantee, validate
 from hidden_state_accountants.guarantee import Topic
+from hidden_state_accountants.ledger import active_budget
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import (
@@ -21,7 +22,7 @@ from hidden_state_adapters.recipe import (
     Target,
     silent,
 )
-from hidden_state_adapters.sklearn.data_checks import look_at, warn_of_several_fits
+from hidden_state_adapters.sklearn.data_checks import Lineage, look_at
 from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
 from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of
@@ -42,9 +43,26 @@ class PrivateLinearModel(BaseEstimator):
     """
 
     def __sklearn_clone__(self) -> Any:
-        name = type(self).__name__
-        warn_of_several_fits(f"{name} is cloned, to be fitted again or elsewhere", stacklevel=2)
-        return type(self)(**clone_parameters(self))
+        copied = type(self)(**clone_parameters(self))
+        copied._lineage = self._of_lineage()
+        if "_sent_from" in vars(self):
+            copied._sent_from = self._sent_from
+        self._lineage.copies += 1
+        if self._lineage.copies == 2:  # one copy is what every Pipeline and Voting makes
+            name = type(self).__name__
+            self._lineage.warn(f"copy 2 of a {name}, to be fitted again or elsewhere", stacklevel=2)
+        return copied
+
+    def _of_lineage(self) -> Lineage:
+        if "_lineage" not in vars(self):
+            self._lineage = Lineage()
+        return self._lineage
+
+    def __getstate__(self) -> Any:
+        """What a worker process gets: with the ledger of the budget that this process is in."""
+        budget = active_budget()
+        sent = {} if budget is None else {"_sent_from": budget.ledger}
+        return {**super().__getstate__(), **sent}
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -132,8 +150,13 @@ class PrivateLinearModel(BaseEstimator):
             calibrate,
             **options,
         )
-        was_fitted = hasattr(self, "privacy_event_")
-        look_at(X, y, was_fitted, type(self).__name__, stacklevel=3)
+        lineage, in_budget = self._of_lineage(), recipe.spend(vars(self).get("_sent_from"))
+        lineage.is_warned |= in_budget is not None
+        count = look_at(X, y, lineage, type(self).__name__, stacklevel=3)
+        self._fits = in_budget or (
+            f"{count} that this process knows of, on these records or of this estimator and its "
+            "copies; every other fit on the same records spends as well"
+        )
         progress = PrintedProgress(type(self).__name__, recipe.run) if self.verbose else silent
         generator, statistics = OwnGenerator(), None
         if recipe.statistics is not None and step is not None:
@@ -221,7 +244,7 @@ class PrivateLinearModel(BaseEstimator):
             update=f"gradient descent with momentum {run.momentum:g} along the noisy gradients, "
             f"learning rate {run.event.learning_rate:g}",
         ).lines()
-        return f"{text}\nfits: this one; every other fit on the same records spends as well"
+        return f"{text}\nfits: {self._fits}"
 
 
 def clone_parameters(estimator: BaseEstimator) -> dict[str, Any]:

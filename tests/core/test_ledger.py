@@ -1,0 +1,72 @@
+"""A budget adds up what is released inside of it, and refuses what goes over."""
+
+import math
+
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.ledger import active_budget, budget_at
+
+POISSON = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+
+
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
+def test_the_figure_is_that_of_an_accountant(relation):
+    releases = [GaussianDpEvent(9.0), GaussianDpEvent(11.0), GaussianDpEvent(9.0)]
+    accountant = hsa.LastIterateAccountant(relation)
+    with hsa.budget(3.0, 1e-5) as spent:
+        for number, event in enumerate(releases):
+            assert spent.spend(event, relation) == number + 1
+            accountant.compose(event)
+            assert spent.spent_epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+            assert spent.spent_epsilon >= accountant.get_epsilon(1e-5)
+    assert spent.guarantee.neighboring_relation.name == relation
+    assert spent.releases == 3
+    assert f"epsilon {math.ceil(spent.spent_epsilon * 1e4) / 1e4:.4f} of 3 spent" in str(spent)
+
+
+def test_what_has_no_mu_is_composed_as_well():
+    with hsa.budget(3.0, 1e-5) as spent:
+        spent.spend(GaussianDpEvent(4.0), "ADD_OR_REMOVE_ONE")
+        spent.spend(POISSON, "ADD_OR_REMOVE_ONE")
+    accountant = hsa.LastIterateAccountant("ADD_OR_REMOVE_ONE")
+    accountant.compose(GaussianDpEvent(4.0)).compose(POISSON)
+    assert spent.spent_epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+
+
+def test_what_goes_over_is_refused_and_costs_nothing():
+    with hsa.budget(1.0, 1e-5) as spent:
+        spent.spend(GaussianDpEvent(5.0), "REPLACE_SPECIAL")
+        before = spent.spent_epsilon
+        with pytest.raises(hsa.BudgetExceededError, match="number 2, which makes epsilon"):
+            spent.spend(GaussianDpEvent(5.0), "REPLACE_SPECIAL")
+        with pytest.raises(ValueError, match="REPLACE_SPECIAL, that of the releases before"):
+            spent.spend(GaussianDpEvent(500.0), "REPLACE_ONE")
+        assert (spent.releases, spent.spent_epsilon) == (1, before)
+        spent.spend(GaussianDpEvent(50.0), "REPLACE_SPECIAL")
+
+
+def test_a_block_ends():
+    with hsa.budget(1.0, 1e-5) as spent:
+        assert active_budget() is spent
+    assert active_budget() is None
+    assert str(spent) == "epsilon 0 of 1 spent at delta 1e-05: no release"
+    assert spent.spent_epsilon == 0
+    for late in (lambda: spent.spend(POISSON, "REPLACE_SPECIAL"), lambda: budget_at(spent.ledger)):
+        with pytest.raises(ValueError, match="has ended"):
+            late()
+    with pytest.raises(ValueError, match="at least one release"):
+        _ = spent.guarantee
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-5), (1.0, 0.0), (1.0, 1.5)])
+def test_impossible_targets(epsilon, delta):
+    with pytest.raises(ValueError, match=r"epsilon|delta"), hsa.budget(epsilon, delta):
+        pass
+
+
+def test_one_block_at_a_time():
+    with hsa.budget(1.0, 1e-5), pytest.raises(ValueError, match="one budget at a time"):
+        with hsa.budget(1.0, 1e-5):
+            pass
