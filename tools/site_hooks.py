@@ -5,6 +5,7 @@ Pages are read in the repository, too, where a link to ../examples/resume_opacus
 """
 
 import ast
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
+LOG = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]+)")
 PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 
@@ -56,3 +58,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return posixpath.relpath(_page(ROOT / path), folder or ".")
 
     return LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """A proof that Markdown has eaten from, or a formula that stands bare, is an error."""
+    if page.file.src_uri.startswith(("theory/", "papers/", "notes/")):
+        words = re.sub(r"<(math|pre|code|table)\b.*?</\1>", "", html, flags=re.DOTALL)
+        text = re.sub(r"<[^>]+>", "", re.sub(r"</?(?:em|strong)>", "\0", words))
+        for found in re.findall(r"\S*(?:\w\0\w|[A-Za-z)]_[a-z{(]|\^|\$)\S*", text):
+            LOG.warning("%s: %r is a formula outside of $...$", page.file.src_uri, found)
+    return html

@@ -1,8 +1,8 @@
-"""Formulas of the docstrings as MathML: a Markdown extension of the site.
+"""Formulas as MathML, which browsers show without scripts: a Markdown extension of the site.
 
-Docstrings write formulas as Sphinx does (:math:`...` in a line, ".. math::" for one on its own),
-which Python's help() shows as they are. Markdown does not know them; browsers show MathML without
-scripts.
+Pages write them as GitHub shows them: $...$ in a line, $$...$$ for one on its own. Docstrings
+write them as Sphinx does (:math:`...` and ".. math::"), which Python's help() shows as they are.
+A formula on its own scrolls by itself where it is wider than the page.
 """
 
 import re
@@ -13,29 +13,42 @@ from latex2mathml.converter import convert
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 
-DISPLAYED = re.compile(
+DIRECTIVE = re.compile(
     r"^(?P<indent>[ ]*)\.\. math::[ ]*(?P<first>.*)(?P<rest>(?:\n(?:(?P=indent)[ ]+\S.*|[ ]*$))*)",
     re.MULTILINE,
 )
-IN_LINE = re.compile(r":math:`(?P<formula>[^`]+)`")
+# Code keeps its dollars: it is matched first, and left as it is.
+DISPLAYED = re.compile(r"^(?P<indent>[ ]*)\$\$(?P<formula>[^$]+)\$\$[ ]*$", re.MULTILINE)
+IN_LINE = re.compile(
+    r":math:`(?P<role>[^`]+)`|(?P<code>(`+)[^`].*?(?<!`)\3(?!`))|\$(?P<formula>(?!\s)[^$\n]+?)(?<!\s)\$",
+    re.DOTALL,
+)
 
 
 class _Formulas(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
         def stored(formula: str, display: str) -> str:
             html = convert(" ".join(formula.split()), display=display)
+            if display == "block":
+                html = f'<div class="formula">{html}</div>'
             return self.md.htmlStash.store(html)
 
-        def displayed(match: re.Match[str]) -> str:
+        def directive(match: re.Match[str]) -> str:
             formula = match["first"] + "\n" + dedent(match["rest"])
             return f"\n{match['indent']}{stored(formula, 'block')}\n"
 
-        text = DISPLAYED.sub(displayed, "\n".join(lines))
-        return IN_LINE.sub(lambda match: stored(match["formula"], "inline"), text).split("\n")
+        def displayed(match: re.Match[str]) -> str:
+            return f"\n{match['indent']}{stored(match['formula'], 'block')}\n"
+
+        def in_line(match: re.Match[str]) -> str:
+            return match["code"] or stored(match["role"] or match["formula"], "inline")
+
+        text = DISPLAYED.sub(displayed, DIRECTIVE.sub(directive, "\n".join(lines)))
+        return IN_LINE.sub(in_line, text).split("\n")
 
 
 class MathExtension(Extension):
-    """:math:`...` and ".. math::" become MathML."""
+    """$...$, $$...$$, :math:`...` and ".. math::" become MathML."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         # After fenced blocks of code (25), which keep what they hold, before HTML blocks (20).

@@ -238,7 +238,7 @@ def main(folder: pathlib.Path, *, small: bool = False) -> None:
         log_y=True,
     )
     shown = [int(k) for k in epochs if small or k in (1, 5, 10, 13, 20)]
-    header = ["epsilon_K(10) after", *(f"{k} epochs" for k in shown)]
+    header = ["$\\varepsilon_K(10)$ after", *(f"{k} epochs" for k in shown)]
     pages.write(folder, "chen_liu_2025", f"""
 # Chen & Liu 2025
 
@@ -248,8 +248,8 @@ false](../theory/block_coordinate.md).
 
 ## Figure 1: convergence of the privacy loss
 
-S_g = 1, b = 100, n = 2500, L_F = 0.98, L_T = 1, eta = 0.05, alpha = 10. The noise is not stated:
-o = 1 here, and for the adaptive curve 10 from epoch 13 on.
+$S_g = 1$, $b = 100$, $n = 2500$, $L_F = 0.98$, $L_T = 1$, $\\eta = 0.05$, $\\alpha = 10$. The noise is
+not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
 
 ![Figure 1](chen_liu_2025.png)
 
@@ -259,16 +259,16 @@ o = 1 here, and for the adaptive curve 10 from epoch 13 on.
   fall on a line in the logarithm. Larger noise from epoch 13 on makes everything before it
   forgotten faster.
 * The claim averages over a secret batch of the record; Theorem A stands for the worst batch of a
-  public partition. At L_F = 0.98 that is the whole distance between the two: if that constant
+  public partition. At $L_F = 0.98$ that is the whole distance between the two: if that constant
   were true, the theorem would hold.
-* **It is not.** Convexity of a block gives no L_F below 1: directions without curvature are not
+* **It is not.** Convexity of a block gives no $L_F$ below 1: directions without curvature are not
   contracted at all (Lemma 4.1 is false). With the true constant the loss keeps growing with the
   epochs; an [attack](../theory/block_coordinate.md) attains it up to a factor that does not grow.
 
 ## Table 2: factorisation by users
 
-M = X Y with X in R^(1000 x 10), Y in R^(10 x 200), uniform; a record is a user, whose X_i stays
-with the user, so that only Y costs. S_g = 1, {ROUNDS} rounds. *Sound* has epsilon(2) = {TARGET:g},
+$M = X Y$, $X$ of 1000 x 10 and $Y$ of 10 x 200 uniform numbers; a record is a user, whose $X_i$ stays
+with the user, so that only $Y$ costs. $S_g = 1$, {ROUNDS} rounds. *Sound* has epsilon(2) = {TARGET:g},
 the paper's figure, by composition. The best of four step sizes, found on another seed, then 3
 seeds.
 
@@ -278,7 +278,7 @@ seeds.
   to 0.047 there), and nearly as good as without noise. Its sound epsilon(2) is 16 to 256, not 0.42.
 * At a sound 0.42 the error is 0.095 to 0.111, from about 0.27 at the start; larger batches are
   better, as they should be. SGD, in which users take one gradient step where they could solve for
-  X_i, is 0.096 to 0.119 at the same noise. The paper's 0.65 to 0.71 for DP-SGD compares one bound
+  $X_i$, is 0.096 to 0.119 at the same noise. The paper's 0.65 to 0.71 for DP-SGD compares one bound
   with another, not two algorithms.
 * The best steps at the paper's noise and at sound noise are at the ends of the grid; 0.12 in place
   of 0.25 gives 0.095 for b = 200, too.

@@ -43,7 +43,7 @@ def event(steps: int, loss: hsa.LossGeometry, clip: float | None) -> hsa.LastIte
 
 
 def values(bound, steps, loss, clip) -> list[float]:
-    """D_alpha/alpha after every number of steps."""
+    """$D_\\alpha/\\alpha$ after every number of steps."""
     return [pages.per_alpha(bound, event(int(t), loss, clip), RELATION) for t in steps]
 
 
@@ -98,7 +98,7 @@ def main(folder: pathlib.Path, *, small: bool = False) -> None:
         log_y=True,
     )
     points = [int(steps[len(steps) // 2]), last]
-    header = ["D_alpha/alpha after", *map(str, points)]
+    header = ["$D_\\alpha/\\alpha$ after", *map(str, points)]
     pages.write(folder, "kong_ribero_2025", f"""
 # Kong & Ribero 2025
 

@@ -40,6 +40,21 @@ def test_every_public_name_is_in_the_reference_once(package, pages):
     assert sorted(documented) == sorted(public)
 
 
+WRITTEN_AS_FORMULAS = [
+    path for folder in ("theory", "papers", "notes") for path in sorted((DOCS / folder).glob("*.md"))
+]
+
+
+@pytest.mark.parametrize("path", WRITTEN_AS_FORMULAS, ids=lambda path: path.stem)
+def test_formulas_stand_between_dollars(path):
+    """Markdown reads bare stars and underscores as emphasis, and proofs lose them."""
+    text = path.read_text("utf-8")
+    for kept in (r"^```.*?^```", r"^(?: {4}.*\n)+", r"`[^`]*`", r"\$\$[^$]+\$\$", r"\$[^$]+\$"):
+        text = re.sub(kept, "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)|\*\*", "", text)
+    assert not re.findall(r"\S*(?:\w\*\w|[A-Za-z)]_[a-z{(]|\^|\$|[<>]=)\S*", text)
+
+
 def test_there_are_three_notebooks():
     assert [path.stem for path in NOTEBOOKS] == sorted(NEEDS)
 
