@@ -18,9 +18,8 @@ from hidden_state_accountants.bounds import Langevin, ShiftedInterpolation
 
 SIGMA, ETA, SIZE, SENSITIVITY = 0.02, 0.02, 5000, 4.0
 SQUARE = (SENSITIVITY / (SIGMA * SIZE)) ** 2
-
-
 HEADER = "$D_\\alpha/\\alpha$ after"
+
 
 def theorem_1(steps: np.ndarray) -> np.ndarray:
     """S_g^2 eta K / (4 sigma^2 n^2), which is composition; all are divided by alpha."""

@@ -58,4 +58,9 @@ def test_what_the_index_names_exists():
     for path in paths:
         places = (ROOT / "hidden_state_accountants", ROOT / "tests", ROOT)
         assert any((place / path).is_file() for place in places), path
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*PAPERS, "networks", "pages"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        *PAPERS,
+        "hoelder_estimate",
+        "networks",
+        "pages",
+    }

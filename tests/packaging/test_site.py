@@ -41,7 +41,9 @@ def test_every_public_name_is_in_the_reference_once(package, pages):
 
 
 WRITTEN_AS_FORMULAS = [
-    path for folder in ("theory", "papers", "notes") for path in sorted((DOCS / folder).glob("*.md"))
+    path
+    for folder in ("theory", "papers", "notes")
+    for path in sorted((DOCS / folder).glob("*.md"))
 ]
 
 
