@@ -248,8 +248,8 @@ false](../theory/block_coordinate.md).
 
 ## Figure 1: convergence of the privacy loss
 
-$S_g = 1$, $b = 100$, $n = 2500$, $L_F = 0.98$, $L_T = 1$, $\\eta = 0.05$, $\\alpha = 10$. The noise is
-not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
+$S_g = 1$, $b = 100$, $n = 2500$, $L_F = 0.98$, $L_T = 1$, $\\eta = 0.05$, $\\alpha = 10$. The noise
+is not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
 
 ![Figure 1](chen_liu_2025.png)
 
@@ -267,9 +267,9 @@ not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
 
 ## Table 2: factorisation by users
 
-$M = X Y$, $X$ of 1000 x 10 and $Y$ of 10 x 200 uniform numbers; a record is a user, whose $X_i$ stays
-with the user, so that only $Y$ costs. $S_g = 1$, {ROUNDS} rounds. *Sound* has epsilon(2) = {TARGET:g},
-the paper's figure, by composition. The best of four step sizes, found on another seed, then 3
+$M = X Y$, $X$ of 1000 x 10 and $Y$ of 10 x 200 uniform numbers; a record is a user, whose $X_i$
+stays with the user, so that only $Y$ costs. $S_g = 1$, {ROUNDS} rounds. *Sound* has epsilon(2) =
+{TARGET:g}, the paper's figure, by composition. The best of four step sizes, found on another seed, then 3
 seeds.
 
 {table_2(small=small)}

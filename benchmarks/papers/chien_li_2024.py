@@ -47,7 +47,7 @@ def event(steps: int, loss: hsa.LossGeometry) -> hsa.LastIterateDpEvent:
 
 
 def values(bound, steps, loss) -> list[float]:
-    """$D_\\alpha/\\alpha$ after every number of steps."""
+    """D_alpha/alpha after every number of steps."""
     return [pages.per_alpha(bound, event(int(t), loss), RELATION) for t in steps]
 
 
@@ -191,8 +191,8 @@ the limit.
 
 ## Figure 2(a): Hölder gradients
 
-A network of one hidden layer on Iris; the largest ratio $|\\nabla f(x) - \\nabla f(y)|/|x - y|^\\lambda$
-over 100 points around the weights of {runs}.
+A network of one hidden layer on Iris; the largest ratio
+$|\\nabla f(x) - \\nabla f(y)|/|x - y|^\\lambda$ over 100 points around the weights of {runs}.
 The constants are **estimates, not bounds**, so that no row of this table is a guarantee.
 
 {pages.table(header, pages.at(few, third, points))}
@@ -208,10 +208,10 @@ stretch, gives {best["ours"]:.5g} after 200 steps; Theorem A, at exponent 1 and 
 
 * Theorem 3.12 (batches without replacement) is [false](../theory/counterexamples.md): one
   direction only.
-* Example A.14 has a gradient of exponent 1/3 and constant `2 ** (2 / 3)`, as a run would declare it:
-  `LossGeometry.hoelder(2 ** (2 / 3), 1 / 3)`. The function is `3/4 |x| ** (4/3)`. (The paper's carries
-  a sign(x) too many: with it `f' = |x| ** (1/3)`, whose increments stay below `|x - y| ** (1/3)`, and its
-  third case does not occur.)
+* Example A.14 has a gradient of exponent 1/3 and constant `2 ** (2 / 3)`, as a run would declare
+  it: `LossGeometry.hoelder(2 ** (2 / 3), 1 / 3)`. The function is `3/4 |x| ** (4/3)`. (The paper's
+  carries a sign(x) too many: with it `f' = |x| ** (1/3)`, whose increments stay below
+  `|x - y| ** (1/3)`, and its third case does not occur.)
 """)  # fmt: skip
 
 

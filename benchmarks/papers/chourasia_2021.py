@@ -54,7 +54,7 @@ def event(steps: int) -> hsa.LastIterateDpEvent:
 
 
 def curves(steps: np.ndarray) -> dict[str, list[float]]:
-    """$D_\\alpha/\\alpha$ after every number of steps."""
+    """D_alpha/alpha after every number of steps."""
     result = {
         "composition (their baseline)": list(theorem_1(steps)),
         "Corollary 2 (their upper bound)": list(corollary_2(steps)),
@@ -187,8 +187,8 @@ Noisy gradient descent on $|\\theta - x|^2/2$: $\\sigma = \\eta$ = {SIGMA}, n = 
 
 {pages.table([HEADER, *map(str, shown)], pages.at(steps, found, shown))}
 
-* The paper's three curves are met: `4e-4 (1 - exp(-0.02 K))`, `8.08e-4 (1 - exp(-0.0198 K))` and `8e-6 K`
-  per unit of alpha.
+* The paper's three curves are met: `4e-4 (1 - exp(-0.02 K))`, `8.08e-4 (1 - exp(-0.0198 K))` and
+  `8e-6 K` per unit of alpha.
 * The gap of two between its bounds is real on both sides: the exact value is the lower bound at K
   = 1, where the upper one is twice too large, and within two percent of the upper bound in the
   limit, where the lower one is half of it. With the diffusion's inequality balanced anew at every
@@ -210,13 +210,14 @@ lambda and beta, from the largest distance that the theorem admits.
 
 {risks}
 
-* Lemma 6 is true, and loose by $4\\beta/\\lambda$ in the noise: it counts $\\beta d\\sigma^2/\\lambda$ twice,
-  where a quadratic of any curvature keeps $d\\sigma^2/2$, up to the step size.
+* Lemma 6 is true, and loose by $4\\beta/\\lambda$ in the noise: it counts
+  $\\beta d\\sigma^2/\\lambda$ twice, where a quadratic of any curvature keeps $d\\sigma^2/2$, up to
+  the step size.
 * Theorem 4's noise is larger than its privacy needs: Theorem A proves half of the divergence or
   less. With the noise that it asks for, the same run has half of the risk, or less.
 * Against the Gaussian mechanism on the exact minimiser (sensitivity 2L/(lambda n)), which risks
-  $\\alpha\\beta d L^2/(\\lambda^2 n^2\\varepsilon')$, a tenth of (75), noisy gradient descent gains for beta >
-  lambda only: its noise is contracted most where the loss is most curved. At beta = lambda both
+  $\\alpha\\beta d L^2/(\\lambda^2 n^2\\varepsilon')$, a tenth of (75), noisy gradient descent gains
+  for beta > lambda only: its noise is contracted most where the loss is most curved. At beta = lambda both
   are the same at equal privacy.
 """)  # fmt: skip
 

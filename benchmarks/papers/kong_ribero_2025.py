@@ -43,7 +43,7 @@ def event(steps: int, loss: hsa.LossGeometry, clip: float | None) -> hsa.LastIte
 
 
 def values(bound, steps, loss, clip) -> list[float]:
-    """$D_\\alpha/\\alpha$ after every number of steps."""
+    """D_alpha/alpha after every number of steps."""
     return [pages.per_alpha(bound, event(int(t), loss, clip), RELATION) for t in steps]
 
 
