@@ -269,8 +269,8 @@ is not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
 
 $M = X Y$, $X$ of 1000 x 10 and $Y$ of 10 x 200 uniform numbers; a record is a user, whose $X_i$
 stays with the user, so that only $Y$ costs. $S_g = 1$, {ROUNDS} rounds. *Sound* has epsilon(2) =
-{TARGET:g}, the paper's figure, by composition. The best of four step sizes, found on another seed, then 3
-seeds.
+{TARGET:g}, the paper's figure, by composition. The best of four step sizes, found on another
+seed, then 3 seeds.
 
 {table_2(small=small)}
 

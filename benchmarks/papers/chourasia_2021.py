@@ -217,8 +217,8 @@ lambda and beta, from the largest distance that the theorem admits.
   less. With the noise that it asks for, the same run has half of the risk, or less.
 * Against the Gaussian mechanism on the exact minimiser (sensitivity 2L/(lambda n)), which risks
   $\\alpha\\beta d L^2/(\\lambda^2 n^2\\varepsilon')$, a tenth of (75), noisy gradient descent gains
-  for beta > lambda only: its noise is contracted most where the loss is most curved. At beta = lambda both
-  are the same at equal privacy.
+  for beta > lambda only: its noise is contracted most where the loss is most curved. At beta =
+  lambda both are the same at equal privacy.
 """)  # fmt: skip
 
 
