@@ -10,8 +10,9 @@ theta_t is the share of the terms of batch t that are the same for both data set
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import attrs
 import numpy as np
@@ -33,17 +34,21 @@ from hidden_state_accountants.process.noisy_process import (
 MOST_STEPS = 50_000
 """Steps to optimise over, all positions and releases together; 0.3 to 0.8 ms each."""
 
+MOST_SEQUENCES = 1024
+"""RESHUFFLED averages over every sequence of positions, one for each epoch: at most that many."""
+
 
 @attrs.frozen
 class Hoelder(HiddenStateBound):
-    """Theorem A for FULL, CYCLIC and SHUFFLED_ONCE runs of a loss with a Hölder gradient.
+    """Theorem A for full batches, a fixed order or a shuffled one, and a Hölder gradient.
 
     Formal guarantees:
       - Relation: REPLACE_ONE and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
       - Released: the last iterate and the iterates after `release_steps`; the mu**2 of the segments
         between releases add up.
       - CYCLIC (public order): the worst position of the record. SHUFFLED_ONCE: the mean over the
-        positions, and neither the order nor its seed is ever published.
+        positions, and neither the order nor its seed is ever published. RESHUFFLED: the mean over
+        the sequences of positions, of which there may be `MOST_SEQUENCES`.
       - Valid for the shifts that are used, which a search chooses: no smaller than the optimum,
         and in the tests within 1e-3 of it. Never above composition.
       - Assumptions: those of `LastIterateDpEvent`, and that `loss` holds for every record on the
@@ -55,7 +60,9 @@ class Hoelder(HiddenStateBound):
     """
 
     key = "hoelder"
-    orders = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
+    orders = (
+        BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED,
+    )  # fmt: skip
     is_linear = False
     paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation, with a Hölder modulus", "2403.00278"
@@ -75,6 +82,11 @@ class Hoelder(HiddenStateBound):
         unmet = list(dict.fromkeys([*of_process, *self.at_a_glance(event)]))
         if not unmet:
             process = noisy_process(event, relation, is_linear=False)
+            if event.batch_order is BatchOrder.RESHUFFLED:
+                digits = _epochs(process) * math.log10(process.period)
+                if digits > math.log10(MOST_SEQUENCES):
+                    required = f"at most {MOST_SEQUENCES} sequences of positions to average over"
+                    return [UnmetCondition("secret orders", required, f"10**{digits:.1f}")]
             steps = _steps_to_optimise(event, process)
             if steps > MOST_STEPS:
                 required = f"at most {MOST_STEPS} over all positions and releases"
@@ -84,26 +96,27 @@ class Hoelder(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The worst position of a public order, the mean over the positions of a secret one."""
         process = noisy_process(event, relation, is_linear=False)
-        mus = mu_by_position(event, process, relation)
+        mus = mu_by_sequence(event, process, relation)
         curve: Curve = GaussianCurve(float(mus.max()))
-        if event.batch_order is BatchOrder.SHUFFLED_ONCE:
-            every = np.zeros(process.period)
+        if event.batch_order in (BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED):
+            every = np.zeros(max(process.period, len(mus)))  # a run may end before a position
             every[: len(mus)] = mus
             curve = GaussianMixtureCurve(np.full(len(every), 1 / len(every)), every)
         return Proof(curve=curve, theorem=f"{self.citation.of('Theorem A')}, Hölder gradient")
 
 
-def mu_by_position(
+def mu_by_sequence(
     event: LastIterateDpEvent, process: NoisyProcess, relation: NeighboringRelation
 ) -> np.ndarray:
-    """mu of everything released, for each of `_positions`."""
-    known: dict[tuple[int, ...], float] = {}
+    """mu of everything released, for each of `_sequences`."""
+    known: dict[Hashable, float] = {}
     mus = []
-    for position in _positions(event, process):
+    for holds in _sequences(event, process):
         mu = 0.0
-        for start, stop, key in _segments(process, position):
+        for steps, key in _segments(process, holds):
             if key not in known:
-                known[key] = least_mu(shift_problem(event, process, relation, start, stop))
+                problem = shift_problem(event, process, relation, steps, holds[steps])
+                known[key] = least_mu(problem)
             mu = math.hypot(mu, known[key])
         mus.append(mu)
     return np.array(mus)
@@ -113,13 +126,11 @@ def shift_problem(
     event: LastIterateDpEvent,
     process: NoisyProcess,
     relation: NeighboringRelation,
-    start: int,
-    stop: int,
+    steps: slice,
+    holds: np.ndarray,
 ) -> ShiftProblem:
-    """The steps start+1..stop of a record that is in the first of them."""
+    """Some steps, of which `holds` says whether the record is in them."""
     assert event.loss is not None
-    steps = slice(start, stop)
-    holds = np.arange(stop - start) % process.period == 0
     # Under add-or-remove all terms of the smaller batch, up to b, are in the other one as well.
     b = event.batch_size
     own = 1.0 if relation is NeighboringRelation.ADD_OR_REMOVE_ONE else (b - 1) / b
@@ -135,33 +146,46 @@ def shift_problem(
     )
 
 
-def _positions(event: LastIterateDpEvent, process: NoisyProcess) -> tuple[int, ...] | range:
-    """With a public order, constant parameters and one release the batch processed last is worst:
-    the shifts for it, moved to the left, serve every other position.
+def _sequences(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.ndarray]:
+    """Whether each step has the record: for the worst position, or all that are equally likely.
+
+    With a public order, constant parameters and one release the batch processed last is worst: the
+    shifts for it, moved to the left, serve every other position.
     """
+    steps, period = np.arange(process.num_steps), process.period
+    if event.batch_order is BatchOrder.RESHUFFLED:
+        for positions in itertools.product(range(period), repeat=_epochs(process)):
+            yield np.repeat(positions, period)[: len(steps)] == steps % period
+        return
     positions = process.positions
     is_public = event.batch_order is not BatchOrder.SHUFFLED_ONCE
     if is_public and process.is_constant and not process.release_steps and len(positions) > 1:
-        return ((process.num_steps - 1) % process.period,)
-    return positions
+        positions = ((process.num_steps - 1) % period,)
+    for position in positions:
+        yield steps % period == position
 
 
-def _segments(process: NoisyProcess, position: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _epochs(process: NoisyProcess) -> int:
+    return -(-process.num_steps // process.period)
+
+
+def _segments(process: NoisyProcess, holds: np.ndarray) -> Iterator[tuple[slice, Hashable]]:
     """From the first step with the record to the release; equal keys are equal problems."""
     start = 0
     for stop in (*process.release_steps, process.num_steps):
-        first = start + (position - start) % process.period
-        if first < stop:
-            yield first, stop, (stop - first,) if process.is_constant else (first, stop)
+        first = start + int(holds[start:stop].argmax())
+        if first < stop and holds[first]:
+            own = holds[first:stop].tobytes()
+            yield slice(first, stop), own if process.is_constant else (first, own)
         start = stop
 
 
 def _steps_to_optimise(event: LastIterateDpEvent, process: NoisyProcess) -> int:
     """How many, or some number above MOST_STEPS; looking a segment up counts as a step."""
     seen, total = set(), 0
-    for position in _positions(event, process):
-        for start, stop, key in _segments(process, position):
-            total += 1 if key in seen else stop - start
+    for holds in _sequences(event, process):
+        for steps, key in _segments(process, holds):
+            total += 1 if key in seen else steps.stop - steps.start
             seen.add(key)
             if total > MOST_STEPS:
                 return total

@@ -21,6 +21,7 @@ from hidden_state_accountants.bounds import ChienLi, Composition, Hoelder, Shift
 from hidden_state_accountants.bounds import hoelder as module
 from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -57,7 +58,7 @@ def test_the_modulus_holds_on_simulated_steps(seed, relation):
         loss=hsa.LossGeometry.hoelder(constant, exponent),
     )
     process = noisy_process(event, relation, is_linear=False)
-    problem = module.shift_problem(event, process, relation, 0, 1)
+    problem = module.shift_problem(event, process, relation, slice(0, 1), np.array([True]))
     centres = rng.normal(size=(b + 1, 2))
     signs = rng.choice([-1.0, 1.0], size=b + 1)
 
@@ -90,16 +91,16 @@ def test_the_terms_that_both_data_sets_share():
     """One record in a batch of four: three terms are the same; no more is shared elsewhere."""
     event = cyclic_run(batch_size=4, dataset_size=8, loss=LOSS, clip_norm=2.0)
     process = noisy_process(event, REPLACE_ONE, is_linear=False)
-    problem = module.shift_problem(event, process, REPLACE_ONE, 0, 4)
+    holds = np.array([True, False, True, False])
+    problem = module.shift_problem(event, process, REPLACE_ONE, slice(0, 4), holds)
     eta = 0.5
     np.testing.assert_allclose(problem.coefficient, eta * 0.05 * np.array([0.75, 1, 0.75, 1]))
     np.testing.assert_allclose(problem.cap, eta * 4 * np.array([0.75, 1, 0.75, 1]))
     np.testing.assert_allclose(problem.sensitivity, [eta, 0, eta, 0])
     np.testing.assert_allclose(problem.decay, 0.9)
     full = full_run(loss=LOSS)
-    problem = module.shift_problem(
-        full, noisy_process(full, ADD_OR_REMOVE, is_linear=False), ADD_OR_REMOVE, 0, 4
-    )
+    process = noisy_process(full, ADD_OR_REMOVE, is_linear=False)
+    problem = module.shift_problem(full, process, ADD_OR_REMOVE, slice(0, 4), np.ones(4, bool))
     np.testing.assert_allclose(problem.coefficient, eta * 0.05)  # a record is added to all 20
     np.testing.assert_allclose(problem.cap, eta * 2)
     np.testing.assert_allclose(problem.sensitivity, eta / 20)
@@ -393,11 +394,33 @@ def test_a_secret_order_is_the_mean_over_the_positions(num_steps):
     assert not any(str(a).startswith("order of the batches") for a in guarantee.assumptions)
 
 
+def test_fresh_orders_are_the_mean_over_sequences_of_positions():
+    """One epoch is SHUFFLED_ONCE; of two, the four sequences of two positions, each by itself."""
+    run = cyclic_run(loss=LOSS, batch_order="reshuffled", batch_size=4, dataset_size=8, num_steps=2)
+    once = attrs.evolve(run, batch_order="shuffled_once")
+    bound = Hoelder()
+    expected = bound.guarantee(once, REPLACE_SPECIAL).delta(0.5)
+    assert bound.guarantee(run, REPLACE_SPECIAL).delta(0.5) == pytest.approx(expected, rel=1e-12)
+
+    two = attrs.evolve(run, num_steps=4)
+    process = noisy_process(two, REPLACE_SPECIAL, is_linear=False)
+    sequences = ["1010", "1001", "0110", "0101"]
+    mus = []
+    for sequence in sequences:
+        holds = np.array([step == "1" for step in sequence])
+        steps = slice(sequence.index("1"), 4)
+        problem = module.shift_problem(two, process, REPLACE_SPECIAL, steps, holds[steps])
+        mus.append(least_mu(problem))
+    assert len(set(mus)) == 4
+    expected = np.mean([GaussianCurve(mu).delta(0.5) for mu in mus])
+    assert bound.guarantee(two, REPLACE_SPECIAL).delta(0.5) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("changes", "relation", "condition"),
     [
         ({"batch_order": "poisson"}, REPLACE_SPECIAL, "batch order"),
-        ({"batch_order": "reshuffled"}, REPLACE_SPECIAL, "batch order"),
+        ({"batch_order": "reshuffled", "num_steps": 22}, REPLACE_SPECIAL, "secret orders"),
         ({}, ADD_OR_REMOVE, "neighboring relation"),
         ({"batch_size": 6}, REPLACE_SPECIAL, "equal batches"),
         ({"loss": None}, REPLACE_SPECIAL, "loss geometry"),
