@@ -1,6 +1,7 @@
 """What a guarantee says about itself: explanation, advice and citations."""
 
 import copy
+import math
 import pickle
 
 import attrs
@@ -24,34 +25,52 @@ def epsilon(event):
 
 
 class TestAdvice:
-    def test_numbers_are_those_of_the_changed_runs(self):
+    def test_what_costs_no_accuracy_comes_first_with_the_epsilon_of_the_changed_run(self):
         event = cyclic_run(release_steps=(8,))
-        found = dict(single_changes(event, epsilon))
-        assert found["release the last iterate only, not 1 more"] == epsilon(
+        found = single_changes(event, epsilon)
+        assert dict(found)["release the last iterate only, not 1 more"] == epsilon(
             attrs.evolve(event, release_steps=())
         )
-        assert found["weight decay 0.4 instead of 0.2"] == epsilon(
-            attrs.evolve(event, weight_decay=0.4)
+        free = [value for text, value in found if "weight decay" not in text]
+        assert free == sorted(free) == [value for _, value in found[: len(free)]]
+        assert max(value for _, value in found) < 0.99 * epsilon(event)
+
+    def test_decay_is_named_beside_the_noise_of_equal_epsilon(self):
+        event = cyclic_run(weight_decay=0.01, num_steps=96)
+        ((text, value),) = [c for c in single_changes(event, epsilon) if "weight decay" in c[0]]
+        noise = float(text.split("noise multiplier ")[1].split()[0])
+        same = epsilon(attrs.evolve(event, noise_multiplier=noise))
+        assert same == pytest.approx(value, rel=0.02)
+        assert noise > event.noise_multiplier
+
+    @pytest.fixture
+    def probe(self):
+        return hsa.LastIterateDpEvent(
+            noise_multiplier=2.0,
+            learning_rate=0.5,
+            clip_norm=1.4143,
+            batch_size=100,
+            dataset_size=3000,
+            num_steps=900,
+            batch_order="cyclic",
+            loss=hsa.LossGeometry.softmax_cross_entropy(1.0),
+            weight_decay=0.1,
         )
 
-    def test_most_helpful_first_and_only_what_helps(self):
-        event = cyclic_run(release_steps=(8,))
-        values = [value for _, value in single_changes(event, epsilon)]
-        assert values == sorted(values)
-        assert values
-        assert max(values) < epsilon(event)
+    def test_a_clip_that_never_acts(self, probe):
+        event = attrs.evolve(probe, clip_norm=1.0)
+        found = {t: v for t, v in single_changes(event, epsilon) if "clip norm" in t}
+        (text,) = [t for t in found if "same noise multiplier" in t]
+        assert text.startswith("clip norm 1.41421, which never acts, instead of 1, at the same")
+        assert found[text] == epsilon(attrs.evolve(event, clip_norm=event.loss.lipschitz))
 
-    def test_a_clip_that_never_acts(self):
-        event = probe_run(num_steps=1000)
-        changed = attrs.evolve(event, clip_norm=event.loss.lipschitz)
-        (text,) = [t for t, _ in single_changes(event, epsilon) if "clip norm" in t]
-        assert "clip norm 1.41421 instead of 1" in text
-        assert dict(single_changes(event, epsilon))[text] == epsilon(changed)
-
-    def test_schedules(self):
-        event = cyclic_run(learning_rate=[0.5] * 12 + [0.25] * 12, weight_decay=[0.1, 0.2] * 12)
-        texts = [text for text, _ in single_changes(event, epsilon)]
-        assert any("weight decay 0.4 instead of the schedule" in text for text in texts)
+    def test_a_constant_rate_is_named_where_a_schedule_costs(self, probe):
+        rates = [0.5 * (1 + math.cos(math.pi * t / 900)) for t in range(900)]
+        event = attrs.evolve(probe, learning_rate=rates)
+        found = dict(single_changes(event, epsilon))
+        (text,) = [t for t in found if "constant rate" in t]
+        assert text.startswith("a constant rate, 0.5")
+        assert found[text] < 0.9 * epsilon(event)
 
     def test_nothing_is_known_about_the_loss(self):
         found = single_changes(full_run(loss=None, release_steps=(3,)), epsilon)
@@ -69,7 +88,7 @@ class TestExplain:
             assert part in text
         assert "assumption, declared: per-example loss" in text
         assert "not used: composition" in text
-        assert "one change: clip norm 1.41421" in text
+        assert "one change: Poisson batches" in text
 
     def test_delta_is_an_argument(self):
         run = guarantee(cyclic_run())
