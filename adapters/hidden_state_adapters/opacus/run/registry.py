@@ -17,9 +17,20 @@ from hidden_state_accountants import UnsupportedRunError
 class Steps(Protocol):
     """A run, as far as it counts its steps and says which of its iterates are covered."""
 
-    num_steps: Any
-    release_steps: Any
-    releases_every_iterate: Any
+    @property
+    def num_steps(self) -> int:
+        """The number of steps recorded."""
+        ...
+
+    @property
+    def release_steps(self) -> tuple[int, ...]:
+        """Those after which the iterate was released."""
+        ...
+
+    @property
+    def releases_every_iterate(self) -> bool:
+        """Whether epsilon covers every iterate, whatever is released."""
+        ...
 
 
 @attrs.frozen
