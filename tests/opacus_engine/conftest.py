@@ -99,14 +99,13 @@ def make_run(make_loader):
         arguments = {
             "noise_multiplier": 2.0,
             "max_grad_norm": 2.1,
-            "loss_geometry": "auto",
             "feature_norm": 1.0,
             "criterion": criterion,
             **({} if "poisson_sampling" in kwargs else {"batch_order": "cyclic"}),
             **kwargs,
         }
-        if arguments["loss_geometry"] is None:
-            arguments.pop("feature_norm")
+        if arguments.get("loss_geometry", "auto") is None:
+            arguments.pop("feature_norm", None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Opacus: secure mode is off
             engine = engine or HiddenStatePrivacyEngine()

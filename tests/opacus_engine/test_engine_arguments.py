@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    Batches,
+    BlockCoordinate,
+    BlockCoordinateOptimizer,
+    DiceSGD,
+    DiceSGDOptimizer,
+    HiddenStatePrivacyEngine,
+)
 from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -88,7 +95,7 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ),
         ({"max_batch_size": 20}, ValueError, "max_batch_size = None"),
         ({"rand_on_empty": True}, hsa.UnsupportedRunError, "rand_on_empty = False"),
-        ({"optimizer_class": object}, hsa.UnsupportedRunError, "optimizer_class = None"),
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "Expected mechanism = None"),
         ({"clipping": "per_layer"}, hsa.UnsupportedRunError, 'clipping = "flat"'),
         ({"clipping": "adaptive"}, hsa.UnsupportedRunError, "how many gradients were not clipped"),
         ({"grad_sample_mode": "ghost_fsdp"}, hsa.UnsupportedRunError, "could not be checked"),
@@ -100,8 +107,8 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ({"projection_radius": 0.1}, hsa.UnsupportedRunError, "inside the ball"),
-        ({"projection_radius": -1.0}, ValueError, "projection_radius > 0"),
-        ({"projection_radius": "1"}, TypeError, "projection_radius"),
+        ({"projection_radius": -1.0}, ValueError, "radius > 0"),
+        ({"projection_radius": "1"}, TypeError, "radius to be"),
         (
             {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": -1.0},
             ValueError,
@@ -174,19 +181,62 @@ def test_several_processes_have_to_be_said_to_train_together(make_run, monkeypat
         make_run()
 
 
-def test_every_argument_is_known_to_type_checkers_and_explained():
-    """`RunOptions` is what they see of make_private, `RunArguments` is what it reads."""
-    required = {"module", "optimizer", "data_loader", "max_grad_norm"}
-    read = {field.name for field in attrs.fields(RunArguments)} - required - {"opacus"}
+def test_every_argument_is_explained():
+    required = {"module", "optimizer", "data_loader", "max_grad_norm", "noise_multiplier"}
     typed = set(RunOptions.__annotations__)
-    assert read < typed
-    of_opacus = typed - read
-    with pytest.raises(TypeError, match="Unknown argument of make_private: surprise"):
-        RunArguments.of({**dict.fromkeys(required | of_opacus), "surprise": 1})
-    RunArguments.of(dict.fromkeys(required | of_opacus))
     explained = HiddenStatePrivacyEngine.make_private.__doc__
-    for name in (typed | required | {"noise_multiplier"}) - {"rand_on_empty"}:  # always refused
+    before = {"optimizer_class", "rand_on_empty"} | {
+        f.name for f in attrs.fields(RunArguments) if f.metadata
+    }
+    for name in (typed | required) - before:
         assert re.search(rf"\b{name}\b", explained), name
+    assert len(typed - before - {"poisson_sampling"}) - 6 <= 12  # six of Opacus
+    with pytest.raises(TypeError, match="Unknown argument of make_private: surprise"):
+        RunArguments.of({"surprise": 1})
+
+
+@pytest.mark.parametrize(
+    ("new", "before"),
+    [
+        ({}, {"loss_geometry": "auto"}),
+        ({"max_grad_norm": "auto"}, {"max_grad_norm": 2.0001}),
+        (
+            {"batch_order": Batches("shuffled_once", seed=3)},
+            {"batch_order": "shuffled_once", "order_seed": 3},
+        ),
+        (
+            {"batch_order": Batches("poisson", max_batch_size=30)},
+            {"batch_order": "poisson", "max_batch_size": 30},
+        ),
+        ({"schedule": [0.5] * 9}, {"learning_rate_schedule": [0.5] * 9}),
+    ],
+)
+def test_arguments_and_their_names_from_before(make_run, new, before):
+    runs = [make_run(**new), make_run(**before)]
+    for run in runs:
+        run.epoch()
+    assert runs[0].engine.privacy_event == runs[1].engine.privacy_event
+    assert runs[0].engine._fields == runs[1].engine._fields
+
+
+def test_mechanisms_and_their_optimizers(make_run):
+    none = {"loss_geometry": None, "feature_norm": None}
+    for mechanism, options in (
+        (DiceSGD(error_max_grad_norm=1.0), {"error_max_grad_norm": 1.0}),
+        (BlockCoordinate(l2=0.1), {"l2": 0.1}),
+    ):
+        made = DiceSGDOptimizer if isinstance(mechanism, DiceSGD) else BlockCoordinateOptimizer
+        plain = {"sgd": {"weight_decay": 0.0}, **none}
+        runs = [
+            make_run(mechanism=mechanism, **plain),
+            make_run(optimizer_class=made, **options, **plain),
+        ]
+        assert [type(run.optimizer) for run in runs] == [made, made]
+        assert runs[0].engine._fields == runs[1].engine._fields
+    with pytest.raises(TypeError, match="Expected mechanism to be"):
+        make_run(mechanism=DiceSGDOptimizer)
+    with pytest.raises(ValueError, match='"auto" is just above the longest gradient'):
+        make_run(max_grad_norm="auto", criterion=None, **none)
 
 
 def test_calls_that_opacus_takes():
@@ -219,7 +269,5 @@ def test_a_look_at_gradients_that_there_are_not(make_run):
 
 def test_options_that_belong_to_another_optimizer(make_run):
     for name, value in (("l1", 0.1), ("l2", 0.1), ("nonnegative", True), ("automatic", True)):
-        with pytest.raises(
-            hsa.UnsupportedRunError, match=f"{name} = .* with optimizer_class = None"
-        ):
+        with pytest.raises(hsa.UnsupportedRunError, match=f"{name} = .* with mechanism = None"):
             make_run(**{name: value})

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Ten
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, explain_engine
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.explain import explain_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

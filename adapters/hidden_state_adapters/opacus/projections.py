@@ -9,66 +9,34 @@ product of them on disjoint groups of parameters.
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
-from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
-from hidden_state_adapters.opacus.users_map import UsersMap, distance, expands
-
-_SLACK = 1 + ROUNDING
+from hidden_state_adapters.opacus.users_map import UsersMap, distance
 
 
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"Expected {name} to be a real number, got {value!r}.")
-    return float(value)
-
-
-def _positive(name: str, value: Any) -> float:
-    if not _real(name, value) > 0:
-        raise ValueError(f"Expected {name} > 0, got {value!r}.")
-    return float(value)
+def _radius(radius: Any) -> float:
+    return validate.real("radius", radius, above=0)
 
 
 def _radii(radius: Any) -> float | tuple[float, ...]:
     if isinstance(radius, Iterable) and not isinstance(radius, str):
-        return tuple(_positive("radius", r) for r in radius)
-    return _positive("radius", radius)
-
-
-def _radius(radius: Any) -> float:
-    return _positive("radius", radius)
-
-
-def _end(value: Any) -> float:
-    return _real("the end of an interval", value)
+        return tuple(_radius(r) for r in radius)
+    return _radius(radius)
 
 
 class Projection:
-    """A nonexpansive map of all trainable parameters into a convex set.
+    """A nonexpansive map of all trainable parameters into a convex set."""
 
-    Attributes:
-        limit: What `figure` is at most inside of the set.
-        measure: What `figure` says, in words.
-    """
-
-    limit: float = _SLACK
-    measure: str
-
-    def project(self, params: Sequence[nn.Parameter]) -> None:
+    def project(self, params: Sequence[torch.Tensor]) -> None:
         """Maps the parameters, in place, under no_grad."""
-        raise NotImplementedError
-
-    def figure(self, params: Sequence[nn.Parameter]) -> Figure:
-        """A number that says how far outside of the set the parameters are."""
         raise NotImplementedError
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
@@ -80,15 +48,24 @@ class Projection:
         raise NotImplementedError
 
     def start(self, params: Sequence[nn.Parameter]) -> None:
-        """A run starts, or goes on, from these parameters.
+        """A run starts from these parameters.
 
         Raises:
-            UnsupportedRunError: The map is not nonexpansive.
+            UnsupportedRunError: They are outside, or the map is not nonexpansive.
         """
+        mapped = [p.detach().clone() for p in params]
+        self.project(mapped)
+        moved = distance(params, mapped)
+        if not moved <= ROUNDING * (1 + float(joint_norm(params))):
+            raise UnsupportedRunError(
+                f"Expected an initial model inside {self}, got one outside, at distance "
+                f"{moved:.6g}. Scale the parameters down (zeros are a good start), or enlarge the "
+                "set."
+            )
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is verified at every step, and what is taken on trust."""
+        """What holds by construction, and what is taken on trust."""
         yield Assumption.checked(f"projected on {self}", Topic.DOMAIN)
 
 
@@ -100,20 +77,15 @@ class BallProjection(Projection):
         radius: > 0.
     """
 
-    measure = "norm over radius"
     radius: float = attrs.field(converter=_radius)
 
     def __repr__(self) -> str:
         return f"the ball of radius {self.radius:g} for all parameters together"
 
     @torch.no_grad()
-    def project(self, params: Sequence[nn.Parameter]) -> None:
+    def project(self, params: Sequence[torch.Tensor]) -> None:
         """See `Projection.project`."""
         _shrink(params, self.radius)
-
-    def figure(self, params: Sequence[nn.Parameter]) -> Figure:
-        """See `Projection.figure`."""
-        return joint_norm(params) / self.radius
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `Projection.diameter`."""
@@ -129,13 +101,12 @@ class ParameterBallsProjection(Projection):
             `module.parameters()`.
     """
 
-    measure = "largest norm over radius"
     radius: float | Sequence[float] = attrs.field(converter=_radii)
 
     def __repr__(self) -> str:
         return f"a ball for every parameter, of radius {self.radius}"
 
-    def _radii(self, params: Sequence[nn.Parameter]) -> Sequence[float]:
+    def _radii(self, params: Sequence[torch.Tensor]) -> Sequence[float]:
         if isinstance(self.radius, float):
             return [self.radius] * len(params)
         if len(self.radius) != len(params):
@@ -146,16 +117,10 @@ class ParameterBallsProjection(Projection):
         return self.radius
 
     @torch.no_grad()
-    def project(self, params: Sequence[nn.Parameter]) -> None:
+    def project(self, params: Sequence[torch.Tensor]) -> None:
         """See `Projection.project`."""
         for param, radius in zip(params, self._radii(params), strict=True):
             _shrink([param], radius)
-
-    def figure(self, params: Sequence[nn.Parameter]) -> Figure:
-        """See `Projection.figure`."""
-        pairs = zip(params, self._radii(params), strict=True)
-        ratios = [joint_norm([param]) / radius for param, radius in pairs]
-        return torch.stack([ratio.to(ratios[0].device) for ratio in ratios]).max()
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `Projection.diameter`: sqrt(sum (2 r)**2)."""
@@ -171,11 +136,8 @@ class BoxProjection(Projection):
         high: Its upper end, above `low`; inf for none.
     """
 
-    limit = 0.0
-    measure = "largest distance to the interval"
-
-    low: float = attrs.field(converter=_end)
-    high: float = attrs.field(converter=_end)
+    low: float = attrs.field(converter=lambda value: _end("low", value))
+    high: float = attrs.field(converter=lambda value: _end("high", value))
 
     def __attrs_post_init__(self) -> None:
         if not self.low < self.high:
@@ -185,25 +147,20 @@ class BoxProjection(Projection):
         return f"the box from {self.low:g} to {self.high:g} in every coordinate"
 
     @torch.no_grad()
-    def project(self, params: Sequence[nn.Parameter]) -> None:
+    def project(self, params: Sequence[torch.Tensor]) -> None:
         """See `Projection.project`."""
         for param in params:
             param.clamp_(*self._ends(param))
 
     def _ends(self, param: torch.Tensor) -> tuple[float, float]:
         """The ends as numbers of the parameter's type, not outside of the interval."""
-        up, down = param.new_tensor(math.inf).cpu(), param.new_tensor(-math.inf).cpu()
-        low, high = param.new_tensor(self.low).cpu(), param.new_tensor(self.high).cpu()
+        up, down = (torch.tensor(x, dtype=param.dtype) for x in (math.inf, -math.inf))
+        low, high = (torch.tensor(x, dtype=param.dtype) for x in (self.low, self.high))
         if float(low) < self.low:
             low = torch.nextafter(low, up)
         if float(high) > self.high:
             high = torch.nextafter(high, down)
         return float(low), float(high)
-
-    def figure(self, params: Sequence[nn.Parameter]) -> Figure:
-        """See `Projection.figure`."""
-        distances = [_distance_to(p.detach(), self.low, self.high) for p in params]
-        return torch.stack([d.to(distances[0].device) for d in distances]).max()
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `Projection.diameter`: the diagonal."""
@@ -211,36 +168,29 @@ class BoxProjection(Projection):
 
 
 class DeclaredProjection(Projection):
-    """A function of the user, which is taken to be nonexpansive.
-
-    At the start it is tried on random pairs of parameters, which must not come out farther apart
-    than they went in. In every step a second application has to change nothing, and the iterate has
-    to be within the diameter of the start.
+    """A function of the user, which is taken to be nonexpansive; tried at the start.
 
     Args:
         function: Changes a list of tensors in place.
         diameter: Of the set that it maps to.
     """
 
-    measure = "distance to its own projection, or to the start over the diameter,"
-
     def __init__(self, function: Callable[[list[torch.Tensor]], Any], diameter: float):
-        self._map = UsersMap(function, "projection", "p.clamp_(-1, 1)")
-        self._diameter = diameter
-        self._start: list[torch.Tensor] = []
+        remedy = (
+            "Project on a convex set (a normalisation does not), in place, and declare its "
+            "diameter."
+        )
+        self._map = UsersMap(function, "projection", remedy)
+        self._diameter = validate.real(
+            "the diameter of the projection", diameter, above=0, allow_inf=True
+        )
 
     def __repr__(self) -> str:
         return f"the set of {self._map}, of diameter {self._diameter:g}"
 
-    def project(self, params: Sequence[nn.Parameter]) -> None:
+    def project(self, params: Sequence[torch.Tensor]) -> None:
         """See `Projection.project`."""
-        self._map.apply(params)
-
-    def figure(self, params: Sequence[nn.Parameter]) -> Figure:
-        """See `Projection.figure`."""
-        moved = distance(params, self._map.of(params)) / (ROUNDING * (1 + _size(params)))
-        left = distance(params, self._start) / self._diameter
-        return max(moved, left)
+        self._map.apply(params)  # type: ignore[arg-type]
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `Projection.diameter`."""
@@ -248,69 +198,24 @@ class DeclaredProjection(Projection):
 
     def start(self, params: Sequence[nn.Parameter]) -> None:
         """See `Projection.start`."""
-        self._start = [p.detach().clone() for p in params]
-        for before, after in self._map.trials(params):
-            if expands(before, after) or not after <= self._diameter * _SLACK:
-                raise UnsupportedRunError(
-                    f"Expected a nonexpansive projection onto {self}, got a map that takes two "
-                    f"points from distance {before:.6g} to {after:.6g}. Project on a convex set (a "
-                    "normalisation does not), in place, and declare its diameter."
-                )
+        self._map.try_out(params, diameter=self._diameter)
+        super().start(params)
 
     @property
-    def assumptions(self) -> Iterator[Assumption]:
+    def assumptions(self) -> Iterable[Assumption]:
         """See `Projection.assumptions`."""
         yield Assumption.declared(
             f"projected on {self}, by a map that is nonexpansive, the same in every step and looks "
             "at no record",
             Topic.DOMAIN,
         )
-        yield Assumption.checked("every iterate left alone by projection=, within the diameter")
 
 
-_KNOWN = (BallProjection, BoxProjection, ParameterBallsProjection)
+def _end(name: str, value: Any) -> float:
+    return validate.real(name, value, allow_inf=True)
 
 
-def projection_of(
-    projection: Any, radius: float | None, diameter: float | None
-) -> Projection | None:
-    """The projection that `make_private` was told.
-
-    Args:
-        projection: A Projection, a function, or None.
-        radius: projection_radius, or None.
-        diameter: projection_diameter, or None.
-
-    Raises:
-        TypeError, ValueError: They have an impossible value, or contradict each other.
-    """
-    if radius is not None and projection is not None:
-        raise ValueError(
-            "Expected projection or projection_radius, got both. projection_radius is for the ball "
-            "of all parameters together."
-        )
-    # What a subclass does is not known.
-    is_function = projection is not None and type(projection) not in _KNOWN
-    if is_function and (not callable(projection) or isinstance(projection, type)):
-        raise TypeError(
-            f"Expected projection to be {', '.join(kind.__name__ for kind in _KNOWN)}, a function "
-            f"that changes a list of tensors in place, or None, got {projection!r}."
-        )
-    if is_function == (diameter is None):
-        raise ValueError(
-            f"Expected projection_diameter {'with' if is_function else 'only with'} a function as "
-            f"projection, got {diameter!r}: it is the diameter of the set that the function maps "
-            "to (math.inf if it is not bounded); of other projections it is known."
-        )
-    if is_function:
-        assert diameter is not None
-        return DeclaredProjection(projection, _positive("projection_diameter", diameter))
-    if radius is not None:
-        return BallProjection(_positive("projection_radius", radius))
-    return None if projection is None else projection
-
-
-def _shrink(params: Sequence[nn.Parameter], radius: float) -> None:
+def _shrink(params: Sequence[torch.Tensor], radius: float) -> None:
     """Projects the JOINT vector of `params` on the ball of `radius` around 0, in place.
 
     The radius is lowered by two units of rounding, so that the result lies inside the ball.
@@ -319,13 +224,3 @@ def _shrink(params: Sequence[nn.Parameter], radius: float) -> None:
     factor = (radius * (1 - 2 * eps) / joint_norm(params)).clamp(max=1.0)
     for param in params:
         param.mul_(factor.to(device=param.device, dtype=param.dtype))
-
-
-def _distance_to(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """The largest distance of a number to an interval, in float64; not a number if one is none."""
-    values = values.to(torch.float64)
-    return torch.maximum(low - values, values - high).max().clamp(min=0.0)
-
-
-def _size(params: Sequence[nn.Parameter]) -> float:
-    return float(joint_norm(params))

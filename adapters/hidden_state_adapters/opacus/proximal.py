@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunError
+from hidden_state_accountants import Assumption, Regulariser
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
-from hidden_state_adapters.opacus.gradients.figures import Figure
-from hidden_state_adapters.opacus.gradients.norms import ROUNDING
-from hidden_state_adapters.opacus.users_map import UsersMap, expands
+from hidden_state_adapters.opacus.users_map import UsersMap
 
 
 def _group_norms(values: torch.Tensor, axis: int | None) -> torch.Tensor:
@@ -51,20 +49,17 @@ class Prox:
         raise NotImplementedError
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
-        """A run starts, or goes on, from these parameters.
+        """A run starts from these parameters.
 
         Raises:
             UnsupportedRunError: The map is not nonexpansive.
             ValueError: The parameters are none that it is defined for.
         """
-
-    def stretch(self, params: Sequence[nn.Parameter], step_size: float) -> Figure:
-        """By how much it moves parameters away from the start, over the distance; or 0."""
-        return 0.0
+        raise NotImplementedError
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is verified at every step, and what is taken on trust."""
+        """What holds by construction, and what is taken on trust."""
         raise NotImplementedError
 
 
@@ -101,16 +96,16 @@ class RegulariserProx(Prox):
 class DeclaredProx(Prox):
     """A function of the user, which is taken to be nonexpansive and never to contract.
 
-    At the start it is tried on random pairs of parameters, which must not come out farther apart
-    than they went in; in every step on the iterate and the start, at the rate of the step.
-
     Args:
         function: Of a list of tensors, which it changes in place, and the step size.
     """
 
     def __init__(self, function: Callable[[list[torch.Tensor], float], Any]):
-        self._map = UsersMap(function, "prox", "p.clamp_(min=0)")
-        self._start: list[torch.Tensor] = []
+        remedy = (
+            "Pass the proximal map of a convex function (a normalisation or a hard threshold is "
+            "none), or a Regulariser."
+        )
+        self._map = UsersMap(function, "prox", remedy)
 
     def __repr__(self) -> str:
         return str(self._map)
@@ -120,22 +115,8 @@ class DeclaredProx(Prox):
         self._map.apply(params, step_size)
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
-        """See `Prox.start`."""
-        self._start = [p.detach().clone() for p in params]
-        for before, after in self._map.trials(params, step_size):
-            if expands(before, after):
-                raise UnsupportedRunError(
-                    f"Expected a nonexpansive {self}, got a map that takes two points from "
-                    f"distance {before:.6g} to {after:.6g}. Pass the proximal map of a convex "
-                    "function (a normalisation or a hard threshold is none), or a Regulariser."
-                )
-
-    def stretch(self, params: Sequence[nn.Parameter], step_size: float) -> Figure:
-        """See `Prox.stretch`."""
-        iterate = [p.detach().clone() for p in params]
-        start = [p.clone() for p in self._start]
-        before, after = self._map.distances(iterate, start, params, step_size)
-        return after / (before * (1 + ROUNDING) + ROUNDING)
+        """See `Prox.start`: it is tried on random pairs."""
+        self._map.try_out(params, step_size)
 
     @property
     def assumptions(self) -> Iterator[Assumption]:
@@ -145,7 +126,6 @@ class DeclaredProx(Prox):
             "looks at no record, and is the same function in all steps",
             Topic.REGULARISER,
         )
-        yield Assumption.checked(f"no iterate is moved away from the start by {self}")
 
 
 def prox_of(prox: Any) -> Prox | None:

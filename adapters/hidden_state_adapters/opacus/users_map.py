@@ -1,15 +1,15 @@
-"""Maps of all parameters that are functions of the user's own: applied to copies, and tried.
+"""Maps of all parameters that are functions of the user's own: applied to copies, and tried once.
 
 What a theorem needs of such a map, that it moves no two points apart, cannot be read off a
-function. It is tried on random pairs, and nothing but the tensors that it is given may move: of a
-function that changes the model behind its argument the trials would see the identity.
+function. It is tried on random pairs at the start; that it does not expand later is the user's
+word.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +22,38 @@ _SCALES = (0.01, 1.0, 100.0)
 _CLOSENESS = (0.001, 1.0)
 _PAIRS = 3
 
-Tensors = list[torch.Tensor]
-
 
 class UsersMap:
     """A function that changes a list of tensors in place.
 
     Args:
         function: Of the list, and what else it is called with.
-        argument: Of `make_private`, as which it was passed.
-        example: What may be done with a tensor p of the list.
+        kind: What it is, in a word.
+        remedy: What to pass instead of a map that expands.
     """
 
-    def __init__(self, function: Callable[..., Any], argument: str, example: str):
-        self._function, self._argument, self._example = function, argument, example
+    def __init__(self, function: Callable[..., Any], kind: str, remedy: str):
+        self._function, self._kind, self._remedy = function, kind, remedy
 
     def __str__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
-        return f"{self._argument}={name}"
+        return f"{self._kind}={name}"
 
     @torch.no_grad()
-    def of(self, params: Sequence[nn.Parameter], *arguments: Any) -> Tensors:
-        """Copies of the parameters, mapped; the parameters stay as they are."""
+    def of(self, params: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+        """Copies of the parameters, mapped; the parameters stay as they are.
+
+        Raises:
+            TypeError: The function changes nothing in place.
+        """
         copies = [p.detach().clone() for p in params]
-        self._map(copies, params, *arguments)
+        given = [(id(copy), copy.data_ptr()) for copy in copies]
+        returned = self._function(copies, *arguments)
+        if returned is not None or given != [(id(copy), copy.data_ptr()) for copy in copies]:
+            raise TypeError(
+                f"Expected {self._kind} to change the tensors of a list in place and to return "
+                "None, got others. Write for example p.clamp_(-1, 1) for each p."
+            )
         return copies
 
     @torch.no_grad()
@@ -54,67 +62,41 @@ class UsersMap:
         for param, mapped in zip(params, self.of(params, *arguments), strict=True):
             param.copy_(mapped)
 
-    def trials(
-        self, params: Sequence[nn.Parameter], *arguments: Any
-    ) -> Iterator[tuple[float, float]]:
-        """The distances of random pairs before and after the map.
+    def try_out(
+        self, params: Sequence[nn.Parameter], *arguments: Any, diameter: float = math.inf
+    ) -> None:
+        """Maps random pairs, with the shapes of the parameters and up to 100 times their size.
 
-        Args:
-            params: The pairs have their shapes, and up to 100 times their size.
-            *arguments: What else the function is called with.
+        Raises:
+            UnsupportedRunError: A pair comes out farther apart than it went in, or than `diameter`;
+                or the function changes the model behind its argument.
         """
         size = max(1.0, float(joint_norm(params)))
+        before = [p.detach().clone() for p in params]
         generator = torch.Generator().manual_seed(0)  # the noise of the run is not touched
         for scale, closeness, _ in itertools.product(_SCALES, _CLOSENESS, range(_PAIRS)):
             one = [_random(p, scale * size, generator) for p in params]
             two = [q + closeness * _random(q, scale * size, generator) for q in one]
-            yield self.distances(one, two, params, *arguments)
-
-    @torch.no_grad()
-    def distances(
-        self, one: Tensors, two: Tensors, params: Sequence[nn.Parameter], *arguments: Any
-    ) -> tuple[float, float]:
-        """The distance of two points before and after the map, which changes them in place."""
-        before = distance(one, two)
-        for point in (one, two):
-            self._map(point, params, *arguments)
-        return before, distance(one, two)
-
-    def _map(self, copies: Tensors, params: Sequence[nn.Parameter], *arguments: Any) -> None:
-        """Maps `copies` in place; raises unless that is all that the function changes."""
-        known = [p.detach().clone() for p in params]
-        given = [(id(copy), copy.data_ptr()) for copy in copies]
-        returned = self._function(copies, *arguments)
-        if returned is not None:
-            raise TypeError(
-                f"Expected {self._argument} to change a list of tensors in place and to return "
-                f"None, got {type(returned).__name__}. Write for example {self._example} for each "
-                "p."
-            )
-        if given != [(id(copy), copy.data_ptr()) for copy in copies]:
-            raise TypeError(
-                f"Expected {self._argument} to change the tensors of the list in place, got others "
-                "in their place: the parameters would stay as they are. Write for example "
-                f"{self._example} for each p."
-            )
-        pairs = zip(params, known, strict=True)
-        if not all(torch.equal(p.detach().nan_to_num(), q.nan_to_num()) for p, q in pairs):
-            raise UnsupportedRunError(
-                f"Expected {self} to change the list of tensors that it is given, got one that "
-                "changed the parameters of the model itself: nobody would see whether it expands. "
-                "Loop over its argument, not over model.parameters()."
-            )
-
-
-def expands(before: float, after: float) -> bool:
-    """Whether a pair came out farther apart than it went in, or not as numbers."""
-    return not after <= before * (1 + ROUNDING) + ROUNDING
+            known = distance(one, two)
+            found = distance(self.of(one, *arguments), self.of(two, *arguments))
+            if distance(before, params) != 0:
+                raise UnsupportedRunError(
+                    f"Expected {self} to change the list of tensors that it is given, got one that "
+                    "changed the parameters of the model itself. Loop over its argument, not over "
+                    "model.parameters()."
+                )
+            slack = 1 + ROUNDING
+            if not (found <= known * slack + ROUNDING and found <= diameter * slack):
+                raise UnsupportedRunError(
+                    f"Expected a nonexpansive {self}, got a map that takes two points from "
+                    f"distance {known:.6g} to {found:.6g}. {self._remedy}"
+                )
 
 
 def distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """Euclidean, of all tensors together, in float64."""
     pairs = zip(ones, others, strict=True)
-    parts = [torch.linalg.vector_norm(p.detach().double() - o.double()) for p, o in pairs]
+    parts = [torch.linalg.vector_norm(p.detach().double() - o.detach().double()) for p, o in pairs]
     return math.hypot(*(float(part) for part in parts))
 
 

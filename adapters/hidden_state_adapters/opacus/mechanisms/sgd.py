@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
@@ -11,9 +10,8 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, RunRecorder, UnsupportedRunError
 from hidden_state_accountants.runs.base import Step
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.guards.base import Piece
 from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
-from hidden_state_adapters.opacus.guards.proximal import ProxGuard
 from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
 from hidden_state_adapters.opacus.mechanism import move_by_sgd
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
@@ -96,13 +94,6 @@ class NoisySgd(ClippedSum):
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
         sgd_options(optimizer)
-
-    def guards(self) -> Sequence[Guard]:
-        """With a prox, that it does not expand."""
-        own = super().guards()
-        if self._prox is None:
-            return own
-        return (*own, ProxGuard(self.params, self._prox, lambda: self._step_size))
 
     def accumulate(self, piece: Piece) -> None:
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""

@@ -1,4 +1,4 @@
-"""The arguments of `make_private`: each is written here once, with its converter."""
+"""The arguments of `make_private`: what a run is, and the names that they had before."""
 
 from __future__ import annotations
 
@@ -13,51 +13,99 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
+from hidden_state_accountants import (
+    BatchOrder,
+    LossGeometry,
+    Regulariser,
+    UnsupportedRunError,
+    validate,
+)
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.opacus.data.order import default_order
 from hidden_state_adapters.opacus.guards.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
+from hidden_state_adapters.opacus.projections import (
+    BallProjection,
+    BoxProjection,
+    DeclaredProjection,
+    ParameterBallsProjection,
+)
 
 _OPACUS_ARGUMENTS = {
     "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
     "rand_on_empty", "wrap_model",
 }  # fmt: skip
-
-
 _OF_HIDDEN_ITERATES = (
-    "loss_geometry", "feature_norm", "prox", "projection", "projection_radius",
-    "projection_diameter", "learning_rate_schedule",
+    "loss_geometry", "feature_norm", "prox", "projection", "learning_rate_schedule",
 )  # fmt: skip
+_PROJECTIONS = (BallProjection, BoxProjection, ParameterBallsProjection)
 _RARE = 1e-12
+
+
+@attrs.frozen(kw_only=True)
+class Batches:
+    """How the records are dealt, with what a name alone does not say: for `batch_order`.
+
+    Args:
+        order: A BatchOrder, or its name.
+        seed: Fixes a random order, which is then known to whoever knows the seed: "shuffled_once"
+            is accounted as cyclic, the others are refused.
+        seed_is_secret: The seed is random and nobody else will ever know it.
+        max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The chance
+            that the cap acts is added to delta.
+    """
+
+    order: BatchOrder | str = attrs.field(kw_only=False)
+    seed: int | None = attrs.field(default=None, repr=False)
+    seed_is_secret: bool = False
+    max_batch_size: int | None = None
+
+
+@attrs.frozen
+class DiceSGD:
+    """DiceSGD as `mechanism` of make_private, with SGD, Adam or AdamW; see `DiceSGDOptimizer`.
+
+    Args:
+        error_max_grad_norm: C2 in units of the MEAN update; None is C1.
+        automatic: Normalises instead of clipping.
+        gradient_bound: A bound on the norm of every per-example gradient before clipping, for all
+            records that could have been in the data; checked at every step.
+    """
+
+    error_max_grad_norm: float | None = None
+    automatic: bool = False
+    gradient_bound: float = math.inf
+
+
+@attrs.frozen
+class BlockCoordinate:
+    """DP-MBCD as `mechanism` of make_private; see `BlockCoordinateOptimizer`.
+
+    Args:
+        l1: Weight of the lasso.
+        l2: Weight of the squared norm, which makes the prox contract.
+        nonnegative: Whether the parameters are kept >= 0.
+    """
+
+    l1: float = 0.0
+    l2: float = 0.0
+    nonnegative: bool = False
 
 
 class RunOptions(TypedDict, total=False):
     """What may be passed to `make_private` beside its required arguments (for type checkers)."""
 
-    batch_order: BatchOrder | str | None
+    batch_order: BatchOrder | Batches | str | None
     criterion: Any
-    loss_geometry: LossGeometry | str | None
     feature_norm: float | None
+    loss_geometry: LossGeometry | str | None
     targets: Any
     loop_maps_records: bool
-    prox: Any
-    projection: Any
-    projection_diameter: float | None
-    projection_radius: float | None
-    poisson_sampling: bool | None
-    max_batch_size: int | None
-    order_seed: int | None
-    order_is_secret: bool
-    optimizer_class: type | None
-    error_max_grad_norm: float | None
-    automatic: bool
-    gradient_bound: float
-    l1: float
-    l2: float
-    nonnegative: bool
-    learning_rate_schedule: Any
+    schedule: Any
     num_steps: int | None
+    after: Any
+    mechanism: Any
     distributed: bool | None
+    poisson_sampling: bool | None
     batch_first: bool
     clipping: str
     grad_sample_mode: str
@@ -65,6 +113,14 @@ class RunOptions(TypedDict, total=False):
     noise_generator: torch.Generator | None
     rand_on_empty: bool
     wrap_model: bool
+    # Names from before; see `RunArguments.of`.
+    optimizer_class: type | None
+    error_max_grad_norm: float | None
+    automatic: bool
+    gradient_bound: float
+    l1: float
+    l2: float
+    nonnegative: bool
 
 
 def _of_mechanism(default: Any) -> Any:
@@ -74,16 +130,20 @@ def _of_mechanism(default: Any) -> Any:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunArguments:
-    """What `make_private` was told; its docstring explains every argument.
+    """What `make_private` was told, in parts; its docstring explains every argument.
 
     Attributes:
+        max_grad_norm: "auto" until the loss is known.
+        mechanism: The options of DiceSGD or DP-MBCD, whose optimizer the engine knows.
+        prox: A regulariser or a function of the user's; from `after`.
+        projection: From `after`.
         opacus: The arguments that go to Opacus as they are.
     """
 
     module: nn.Module
     optimizer: Optimizer
     data_loader: DataLoader
-    max_grad_norm: float | Sequence[float]
+    max_grad_norm: float | Sequence[float] | str
     batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
@@ -92,12 +152,11 @@ class RunArguments:
     loop_maps_records: bool = False
     prox: Any = None
     projection: Any = None
-    projection_diameter: float | None = None
-    projection_radius: float | None = None
     poisson_sampling: bool | None = None
     max_batch_size: int | None = None
     order_seed: int | None = attrs.field(default=None, repr=False)
     order_is_secret: bool = False
+    mechanism: Any = None
     optimizer_class: type | None = None
     error_max_grad_norm: float | None = _of_mechanism(None)
     automatic: bool = _of_mechanism(False)
@@ -114,16 +173,33 @@ class RunArguments:
     def of(cls, arguments: Mapping[str, Any]) -> RunArguments:
         """Takes the keyword arguments of a call apart.
 
+        The parts are also accepted by the names that they had before: order_seed, order_is_secret
+        and max_batch_size (`Batches`), learning_rate_schedule (`schedule`), prox, projection,
+        projection_radius and projection_diameter (`after`), optimizer_class and the options of the
+        mechanisms (`mechanism`).
+
         Raises:
-            TypeError: One is missing or unknown.
+            TypeError: One is missing, unknown or given twice.
             UnsupportedRunError: The clip follows the records.
         """
-        known = {field.name for field in attrs.fields(cls)} - {"opacus"}
-        own = {name: value for name, value in arguments.items() if name in known}
+        own: dict[str, Any] = {}
+        for name, value in arguments.items():
+            for part, given in _parts(name, value).items():
+                if part in own:
+                    raise TypeError(f"Expected {part} once in make_private, got it twice.")
+                own[part] = given
+        diameter = own.pop("projection_diameter", None)
+        if (projection := own.get("projection")) is not None:
+            own["projection"] = _projection(projection, diameter)
+        elif diameter is not None:
+            raise ValueError("Expected projection_diameter only with a function as projection.")
         if own.get("batch_order") is None:
             sampling = own.get("poisson_sampling")
             own["batch_order"] = default_order(own.get("data_loader"), sampling)
-        opacus = {name: value for name, value in arguments.items() if name not in known}
+        if own.get("criterion") is not None and own.get("feature_norm") is not None:
+            own["loss_geometry"] = own.get("loss_geometry") or "auto"
+        known = {field.name for field in attrs.fields(cls)} - {"opacus"}
+        opacus = {name: value for name, value in own.items() if name not in known}
         if opacus.get("clipping") == "adaptive":
             raise UnsupportedRunError(
                 f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
@@ -134,7 +210,27 @@ class RunArguments:
         unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
         if unknown:
             raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
-        return cls(**own, opacus=opacus)
+        return cls(**{k: v for k, v in own.items() if k in known}, opacus=opacus)
+
+    def with_clip_norm(self, loss: LossGeometry | None) -> RunArguments:
+        """The arguments, with the clip norm that max_grad_norm="auto" stands for.
+
+        Args:
+            loss: The geometry of the run's loss.
+
+        Raises:
+            ValueError: Nothing is known of the gradients; or it is another word.
+        """
+        if not isinstance(self.max_grad_norm, str):
+            return self
+        if self.max_grad_norm != "auto" or loss is None or loss.lipschitz is None:
+            raise ValueError(
+                f'Expected max_grad_norm to be a number, got {self.max_grad_norm!r}: "auto" is '
+                "just above the longest gradient of a known loss. Pass criterion= and "
+                "feature_norm=, or a number."
+            )
+        # A clip at the bound itself would act on what is rounded up.
+        return attrs.evolve(self, max_grad_norm=math.ceil(loss.lipschitz * 1.00001 * 1e4) / 1e4)
 
     @property
     def loss_reduction(self) -> str:
@@ -178,7 +274,13 @@ class RunArguments:
             TypeError, ValueError: One has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
-        self._check_poisson_sampling()
+        order, sampling = self.batch_order, self.poisson_sampling
+        if sampling is not None and sampling != (order is BatchOrder.POISSON):
+            raise UnsupportedRunError(
+                f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
+                f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
+                "says how the records are dealt."
+            )
         self._check_order_seed()
         self._check_clipping(takes_per_layer)
         self._check_opacus_arguments()
@@ -187,7 +289,7 @@ class RunArguments:
     def check_mechanism(
         self, name: str, options: frozenset[str], refused: Mapping[str, str]
     ) -> None:
-        """Raises UnsupportedRunError for arguments that do not go with the optimizer class.
+        """Raises UnsupportedRunError for arguments that do not go with the mechanism.
 
         Args:
             name: What runs.
@@ -198,19 +300,10 @@ class RunArguments:
             is_foreign = field.metadata.get("of_mechanism") and field.name not in options
             if not (is_foreign or field.name in refused) or not self.given(field.name):
                 continue
-            reason = refused.get(field.name, "it belongs to another optimizer_class")
+            reason = refused.get(field.name, "it belongs to another mechanism")
             raise UnsupportedRunError(
                 f"Expected {field.name} = {field.default!r} with {name}, got "
                 f"{getattr(self, field.name)!r}: {reason}. Leave it out."
-            )
-
-    def _check_poisson_sampling(self) -> None:
-        order, sampling = self.batch_order, self.poisson_sampling
-        if sampling is not None and sampling != (order is BatchOrder.POISSON):
-            raise UnsupportedRunError(
-                f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
-                f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
-                "says how the records are dealt."
             )
 
     def _check_order_seed(self) -> None:
@@ -247,8 +340,8 @@ class RunArguments:
                 "whoever knows it knows which steps used a record, and the guarantee rests on "
                 "nobody knowing. Leave it out (the order then comes from the operating system's "
                 'random source), use batch_order="shuffled_once" (a seed makes it public, '
-                "accounted as cyclic), or say order_is_secret=True if the seed is random and never "
-                "written down."
+                "accounted as cyclic), or say that it is secret if it is random and never written "
+                "down: Batches(order, seed=seed, seed_is_secret=True)."
             )
 
     def _check_clipping(self, takes_per_layer: bool) -> None:
@@ -261,7 +354,7 @@ class RunArguments:
                 f'Expected clipping = "flat", got {clipping!r}: the theorems need one fixed clip '
                 'of the whole gradient of a record. Leave it out. ("per_layer" is accounted by '
                 "composition, without what asks for a hidden state: "
-                f"{', '.join(_OF_HIDDEN_ITERATES)}, optimizer_class.)"
+                f"{', '.join(_OF_HIDDEN_ITERATES)}, mechanism.)"
             )
         refuse_per_layer(max_grad_norm=self.max_grad_norm)
 
@@ -329,5 +422,63 @@ class RunArguments:
         if not arguments.get("wrap_model", True):
             raise UnsupportedRunError(
                 'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
-                "wrapper GhostGradSampleModule keeps what the sums follow from. Leave it out."
+                "wrapper keeps what the sums follow from. Leave it out."
             )
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """What an argument of `make_private` consists of."""
+    if name == "batch_order" and isinstance(value, Batches):
+        parts = {"order_seed": value.seed, "order_is_secret": value.seed_is_secret}
+        return {name: value.order, "max_batch_size": value.max_batch_size, **parts}
+    if name == "schedule":
+        return {"learning_rate_schedule": value}
+    if name == "projection_radius":
+        return {} if value is None else {"projection": BallProjection(value)}
+    if name == "after":
+        return _after(value)
+    if name == "mechanism" and isinstance(value, DiceSGD | BlockCoordinate):
+        return {name: value, **attrs.asdict(value)}
+    if name == "mechanism" and value is not None:
+        raise TypeError(
+            f"Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got {value!r}."
+        )
+    return {name: value}
+
+
+def _after(value: Any) -> dict[str, Any]:
+    """The prox and the projection that follow a step."""
+    found: dict[str, Any] = {}
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    for item in items:
+        is_map = isinstance(item, tuple)
+        if is_map and (len(item) != 2 or not callable(item[0])):
+            raise TypeError(f"Expected (function, diameter) in after, got {item!r}.")
+        name = "projection" if is_map or isinstance(item, _PROJECTIONS) else "prox"
+        if name in found:
+            raise TypeError(f"Expected one {name} in after, got {found[name]!r} and {item!r}.")
+        if name == "prox" and not (isinstance(item, Regulariser) or callable(item)):
+            raise TypeError(
+                "Expected after to be a Regulariser, a projection, a function(list of tensors, "
+                "step size), a pair (function(list of tensors), diameter of the set that it maps "
+                f"to), or a list of two of them, got {item!r}."
+            )
+        found[name] = DeclaredProjection(*item) if is_map else item
+    return found
+
+
+def _projection(projection: Any, diameter: Any) -> Any:
+    """A projection; a function of the user's needs the diameter of the set that it maps to."""
+    is_known = type(projection) in (*_PROJECTIONS, DeclaredProjection)  # a subclass may do anything
+    if not is_known and (not callable(projection) or isinstance(projection, type)):
+        raise TypeError(
+            f"Expected projection to be {', '.join(kind.__name__ for kind in _PROJECTIONS)}, a "
+            f"function that changes a list of tensors in place, or None, got {projection!r}."
+        )
+    if is_known != (diameter is None):
+        raise ValueError(
+            f"Expected projection_diameter {'only with' if is_known else 'with'} a function as "
+            f"projection, got {diameter!r}: it is the diameter of the set that the function maps "
+            "to (math.inf if it is not bounded); of other projections it is known."
+        )
+    return projection if is_known else DeclaredProjection(projection, diameter)

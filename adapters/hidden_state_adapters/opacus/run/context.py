@@ -25,7 +25,6 @@ from hidden_state_adapters.opacus.guards.head import FeatureGuard, HeadWatch
 from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
 from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
 from hidden_state_adapters.opacus.guards.parameters import ParameterGuard
-from hidden_state_adapters.opacus.guards.projection import ProjectionGuard
 from hidden_state_adapters.opacus.guards.records import RecordsGuard
 from hidden_state_adapters.opacus.guards.schedule import ScheduleGuard
 from hidden_state_adapters.opacus.guards.settings import SettingsGuard
@@ -115,8 +114,6 @@ class RunContext:
         if uses_curvature(declared.loss, self.plan.order):
             if declared.arguments.feature_norm is not None:
                 guards.append(self._curvature_guard(float(declared.arguments.feature_norm)))
-        if declared.projection is not None:
-            guards.append(ProjectionGuard(self.params, declared.projection))
         is_drawn_here = declared.group is None or declared.group.draws_noise
         guards.append(NoiseGuard(optimizer, self.noise, is_drawn_here=is_drawn_here))
         return Guards(guards)

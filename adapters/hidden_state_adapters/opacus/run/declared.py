@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_accountants import Assumption, BatchOrder, LossGeometry, UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
@@ -23,7 +22,7 @@ from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleM
 from hidden_state_adapters.opacus.guards.curvature import uses_curvature
 from hidden_state_adapters.opacus.guards.frozen import FrozenPart
 from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
-from hidden_state_adapters.opacus.projections import Projection, projection_of
+from hidden_state_adapters.opacus.projections import Projection
 from hidden_state_adapters.opacus.proximal import Prox, prox_of
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
@@ -86,6 +85,12 @@ class DeclaredRun:
         return known_criterion(as_module(arguments.criterion))
 
     @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What the maps that follow a step take for granted."""
+        maps = (part for part in (self.prox, self.projection) if part is not None)
+        return tuple(assumption for part in maps for assumption in part.assumptions)
+
+    @property
     def scale(self) -> int:
         """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
         return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
@@ -110,14 +115,13 @@ class DeclaredRun:
             TypeError, ValueError: An argument has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
-        loss, head = _resolve_loss(inner, arguments)
-        projection = projection_of(
-            arguments.projection, arguments.projection_radius, arguments.projection_diameter
-        )
+        loss, head = resolve_loss(inner, arguments)
+        projection = arguments.projection
         params = [p for p in inner.parameters() if p.requires_grad]
         prox = prox_of(arguments.prox)
         diameter = math.inf if projection is None else projection.diameter(params)
-        _check_start(projection, params)
+        if projection is not None:
+            projection.start(params)
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
@@ -201,7 +205,7 @@ def _share_batches(plan: BatchPlan, group: ProcessGroup) -> None:
     plan.share = group.share
 
 
-def _resolve_loss(
+def resolve_loss(
     module: nn.Module, arguments: RunArguments
 ) -> tuple[LossGeometry | None, nn.Linear | None]:
     """The loss geometry of the run and the linear layer whose inputs are to be measured."""
@@ -237,20 +241,6 @@ def _refuse_unmeasured_curvature(module: nn.Module, loss: LossGeometry) -> None:
             f"Expected feature_norm= beside a loss_geometry with curvature = {loss.curvature:g}, "
             "got none: how curved a batch is depends on its features, which are looked at in "
             "every step. Pass the bound on their norm, as for release_curvature."
-        )
-
-
-def _check_start(projection: Projection | None, params: Sequence[nn.Parameter]) -> None:
-    """Raises UnsupportedRunError unless the initial parameters are in the set."""
-    if projection is None:
-        return
-    projection.start(params)
-    figure = float(projection.figure(params))
-    if not figure <= projection.limit:
-        raise UnsupportedRunError(
-            f"Expected an initial model inside {projection}, got one outside: "
-            f"{projection.measure} is {figure:.6g}, expected at most {projection.limit:g}. Scale "
-            "the parameters down (zeros are a good start), or enlarge the set."
         )
 
 

@@ -25,10 +25,9 @@ from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import as_module
 from hidden_state_adapters.opacus.data.reading import LoaderReading, read_loader
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
-from hidden_state_adapters.opacus.gradients.norms import joint_norm
+from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
 from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
 from hidden_state_adapters.opacus.guards.precision import check_precision
-from hidden_state_adapters.opacus.guards.projection import check_inside
 from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
 
@@ -273,9 +272,13 @@ class StockRun:
             check_precision("parameters", param)
         if self._loss is not None:
             check_clip_margin(float(optimizer.max_grad_norm), self._loss.lipschitz)
-        if self._radius is not None:
-            remedy = f" Project all parameters together after every step. {_USE_ENGINE}"
-            check_inside(step, float(joint_norm(optimizer.params)), self._radius, remedy)
+        norm = 0.0 if self._radius is None else float(joint_norm(optimizer.params))
+        if self._radius is not None and not norm <= self._radius * (1 + ROUNDING):
+            raise UnsupportedRunError(
+                f"step {step} starts at norm {norm:.8g}, outside the ball of radius "
+                f"{self._radius:.8g}. Project all parameters together after every step. "
+                f"{_USE_ENGINE}"
+            )
         options = sgd_options(optimizer.original_optimizer)
         # Events divide by batch_size, Opacus by expected_batch_size or not at all.
         is_mean = optimizer.loss_reduction == "mean"
