@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_adapters.opacus import BlockCoordinateOptimizer, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import BlockCoordinate, HiddenStatePrivacyEngine
 
 TRAIN_RECORDS, CLASSES, RANK = 1500, 10, 12
 
@@ -35,7 +35,7 @@ def load_data():
     return TensorDataset(features, targets), (test_features, test_targets)
 
 
-def train(model, data, options, **declared):
+def train(model, data, options, l1=0.0, **declared):
     """Every layer is a block; fixed batches in a fixed order."""
     engine = HiddenStatePrivacyEngine()
     criterion = nn.CrossEntropyLoss()
@@ -46,9 +46,8 @@ def train(model, data, options, **declared):
         data_loader=DataLoader(data, batch_size=options.batch_size),
         noise_multiplier=options.noise_multiplier,
         batch_order="cyclic",
-        optimizer_class=BlockCoordinateOptimizer,
+        mechanism=BlockCoordinate(l1=l1, l2=options.l2),
         criterion=criterion,
-        l2=options.l2,
         **declared,
     )
     for _ in range(options.epochs):
@@ -88,8 +87,7 @@ def main():
     nn.init.zeros_(linear.weight)
     # Features of norm 1: gradients are at most sqrt(2) long, and the clip never acts.
     one = train(
-        linear, data, options, max_grad_norm=1.4143, l1=options.l1,
-        loss_geometry="auto", feature_norm=1.0,
+        linear, data, options, max_grad_norm="auto", l1=options.l1, feature_norm=1.0,
     )  # fmt: skip
     zeros = float((linear.weight == 0).float().mean())
     print(

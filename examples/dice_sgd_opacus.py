@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import DiceSGD, HiddenStatePrivacyEngine
 
 TRAIN_RECORDS, CLASSES = 1500, 10
 # The gradient of softmax cross-entropy is at most sqrt(2) long for features of norm 1.
 GRADIENT_BOUND = 1.4143
-DICE = {"optimizer_class": DiceSGDOptimizer, "gradient_bound": GRADIENT_BOUND}
+DICE = {"mechanism": DiceSGD(gradient_bound=GRADIENT_BOUND)}
 
 
 def load_data():

@@ -75,10 +75,9 @@ def main():
         max_grad_norm=CLIP_NORM,
         batch_order="reshuffled",
         criterion=F.cross_entropy,
-        loss_geometry="auto",
         feature_norm=1.0,
         num_steps=options.epochs * TRAIN_RECORDS // BATCH_SIZE,
-        learning_rate_schedule=0.5,
+        schedule=0.5,
     )
     trainer = lightning.Trainer(
         max_epochs=options.epochs,

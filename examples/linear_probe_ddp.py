@@ -50,7 +50,6 @@ def main():
         max_grad_norm=CLIP_NORM,
         batch_order="cyclic",
         criterion=criterion,
-        loss_geometry="auto",
         feature_norm=1.0,
     )
     for _ in range(options.epochs):

@@ -91,7 +91,6 @@ def train_privately(data, criterion, options, batch_order):
         max_grad_norm=CLIP_NORM,
         batch_order=batch_order,
         criterion=criterion,
-        loss_geometry="auto",
         feature_norm=1.0,
     )
     train(model, optimizer, loader, criterion, options.epochs, f"private, {batch_order}")

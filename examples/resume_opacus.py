@@ -45,7 +45,6 @@ def start(data):
         max_grad_norm=1.4143,
         batch_order="reshuffled",
         criterion=criterion,
-        loss_geometry="auto",
         feature_norm=1.0,
     )
     return engine, criterion, *private

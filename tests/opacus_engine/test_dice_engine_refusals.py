@@ -26,7 +26,7 @@ BOUND = 2.0001
     [
         ({"optimizer_class": object}, hsa.UnsupportedRunError, "steps of these only"),
         ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
-        ({"optimizer_class": None}, hsa.UnsupportedRunError, "belongs to another optimizer_class"),
+        ({"optimizer_class": None}, hsa.UnsupportedRunError, "belongs to another mechanism"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
         ({"loss_geometry": "auto", "feature_norm": 1.0}, hsa.UnsupportedRunError, "loss_geometry"),

@@ -74,13 +74,6 @@ from hidden_state_adapters.opacus.run.registry import (
     note_trained,
 )
 
-_KNOWN = (
-    HiddenStateOptimizer,
-    ComposedOptimizer,
-    DiceSGDOptimizer,
-    DiceAdamOptimizer,
-    BlockCoordinateOptimizer,
-)
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -331,7 +324,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise ValueError(
                 f"Expected num_steps = {steps} ({epochs} epochs of {declared.plan.num_batches} "
                 f"batches), got {total} declared steps. Make epochs and num_steps (or the length "
-                "of learning_rate_schedule) agree."
+                "of schedule) agree."
             )
         return calibrate_noise_after(
             [r.event() for r in self.accountant.recorders if r.num_steps],
@@ -949,7 +942,8 @@ def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
     """
     by_arguments = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
     made: Any = arguments.optimizer_class or by_arguments
-    if made not in _KNOWN:  # a subclass may do anything
+    is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
+    if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
         raise UnsupportedRunError(
             "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
             f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of these "
