@@ -258,7 +258,7 @@ def test_arguments(make_run, arguments, error, text):
     ("make", "error", "text"),
     [
         (lambda: BoxProjection(1.0, 1.0), ValueError, "low < high"),
-        (lambda: BoxProjection("0", 1.0), TypeError, "low to be a real"),
+        (lambda: BoxProjection("0", 1.0), TypeError, "end of an interval to be"),
         (lambda: BallProjection(0.0), ValueError, "radius > 0"),
         (lambda: ParameterBallsProjection([1.0, -1.0]), ValueError, "radius > 0"),
         (lambda: ParameterBallsProjection("ab"), TypeError, "radius to be a real number"),

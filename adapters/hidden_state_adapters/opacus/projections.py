@@ -32,6 +32,10 @@ def _radii(radius: Any) -> float | tuple[float, ...]:
     return _radius(radius)
 
 
+def _end(value: Any) -> float:
+    return validate.real("the end of an interval", value, allow_inf=True)
+
+
 class Projection:
     """A nonexpansive map of all trainable parameters into a convex set."""
 
@@ -136,8 +140,8 @@ class BoxProjection(Projection):
         high: Its upper end, above `low`; inf for none.
     """
 
-    low: float = attrs.field(converter=lambda value: _end("low", value))
-    high: float = attrs.field(converter=lambda value: _end("high", value))
+    low: float = attrs.field(converter=_end)
+    high: float = attrs.field(converter=_end)
 
     def __attrs_post_init__(self) -> None:
         if not self.low < self.high:
@@ -209,10 +213,6 @@ class DeclaredProjection(Projection):
             "at no record",
             Topic.DOMAIN,
         )
-
-
-def _end(name: str, value: Any) -> float:
-    return validate.real(name, value, allow_inf=True)
 
 
 def _shrink(params: Sequence[torch.Tensor], radius: float) -> None:
