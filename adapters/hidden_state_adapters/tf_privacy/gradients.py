@@ -27,6 +27,7 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 Losses = Callable[[Any, Any], tf.Tensor]
 """Of targets and outputs: one loss for each example."""
 
+_COMPARED = 8  # records
 _TOLERANCE = 1e-4  # relative, of gradients that were summed in another order
 
 
@@ -89,6 +90,7 @@ class RowByRow:
     """
 
     name = "row by row"
+    training = True  # the mode of the model
 
     def __init__(self, model: Any, losses: Losses, variables: Sequence[Any]):
         self._model, self._losses, self._variables = model, losses, list(variables)
@@ -101,7 +103,7 @@ class RowByRow:
     def _of_example(self, example: Any, target: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """The loss and the outputs."""
         example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], (example, target))
-        outputs = self._model(example, training=True)
+        outputs = self._model(example, training=self.training)
         return self._losses(target, outputs)[0], outputs[0]
 
     def _of_rows(self, loss_of: Callable[..., tuple[Any, Any]], rows: Any) -> ExampleGradients:
@@ -134,7 +136,7 @@ class MeansOfSeveral(RowByRow):
         return self._of_rows(self._of_mean, (examples, targets, *weights))
 
     def _of_mean(self, examples: Any, targets: Any, *weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        outputs = self._model(examples, training=True)
+        outputs = self._model(examples, training=self.training)
         losses = self._losses(targets, outputs)
         for factors in weights:
             losses *= tf.cast(factors, losses.dtype)
@@ -153,6 +155,7 @@ class ThroughLinearLayers:
     """
 
     name = "from the linear layers"
+    training = True  # the mode of the model
 
     def __init__(
         self,
@@ -203,23 +206,20 @@ class ThroughLinearLayers:
     def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
         """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
         if self._each == 1:
-            return self._gradients(examples, targets)[0]
+            return self._gradients(examples, targets)
 
         def one_by_one(part: tf.Tensor) -> tf.Tensor:
             return tf.reshape(part, [-1, *part.shape[2:]])
 
         rows = tf.nest.map_structure(one_by_one, (examples, targets, *weights))
-        found = self._gradients(*rows)[0]
+        found = self._gradients(*rows)
         outputs = tf.reshape(found.outputs, [-1, self._each, *found.outputs.shape[1:]])
         return attrs.evolve(found, outputs=outputs)
 
-    def _gradients(
-        self, examples: Any, targets: Any, *weights: Any, of_variables: Any = None
-    ) -> tuple[ExampleGradients, list[Any]]:
-        is_compared = of_variables is not None
-        with tf.GradientTape(persistent=is_compared, watch_accessed_variables=is_compared) as tape:
+    def _gradients(self, examples: Any, targets: Any, *weights: Any) -> ExampleGradients:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
             with self._watched(tape) as calls:
-                outputs = self._model(examples, training=True)
+                outputs = self._model(examples, training=self.training)
             losses = self._losses(targets, outputs)
             for of_examples in weights:
                 losses *= tf.cast(of_examples, losses.dtype)
@@ -234,63 +234,8 @@ class ThroughLinearLayers:
         calls.sort(key=lambda call: call[0])
         features = [call[1] for call in calls]
         slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
-        lengths = [_at_least(feature) for feature in features]
-        squares = tf.add_n(
-            [
-                self._squares(layer, feature, length + (1.0 if layer.use_bias else 0.0), slope)
-                for layer, feature, length, slope in zip(
-                    self._layers, features, lengths, slopes, strict=True
-                )
-            ]
-        )
-
-        def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-            sums, factors = {}, tf.repeat(factors, self._each) if self._each > 1 else factors
-            calls = zip(self._layers, features, lengths, slopes, strict=True)
-            for layer, feature, length, slope in calls:
-                kept = tf.cast(factors, slope.dtype)[:, tf.newaxis]
-                weighted = tf.math.multiply_no_nan(slope, kept)  # 0 times NaN is 0
-                feature = _left_out(feature, length, factors)
-                sums[_kernel(layer).ref()] = tf.matmul(feature, weighted, transpose_a=True)
-                if layer.use_bias:
-                    sums[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(weighted, 0)
-            return [sums[variable.ref()] for variable in self._variables]
-
-        found = ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
-        if not is_compared:
-            return found, []
-        factors = tf.cast(of_variables, losses.dtype)
-        return found, tape.gradient(losses, self._variables, factors)
-
-    def _squares(
-        self, layer: Any, features: tf.Tensor, lengths: tf.Tensor, slopes: tf.Tensor
-    ) -> tf.Tensor:
-        """The squared lengths of the gradients of every record for one layer, in float64.
-
-        Args:
-            layer: The layer.
-            features: That go into it, of every example.
-            lengths: Squared, of features and what goes into the bias.
-            slopes: Of the losses by what comes out, of every example.
-        """
-        squares = _at_least(slopes) * lengths
-        if self._each == 1:
-            return squares
-
-        def products(part: tf.Tensor) -> tf.Tensor:
-            # In float64: where gradients cancel each other, half of the digits are lost.
-            rows = tf.cast(tf.reshape(part, [-1, self._each, part.shape[-1]]), tf.float64)
-            return tf.matmul(rows, rows, transpose_b=True)
-
-        of_features = products(features) + (1.0 if layer.use_bias else 0.0)
-        together = tf.reduce_sum(of_features * products(slopes), [1, 2])
-        longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, self._each]), 1)
-        # What rounding may have taken off the products, and what it may add to the sum of the
-        # gradients themselves, so that no length is too small.
-        terms = sum(layer.kernel.shape) + self._each**2
-        length = tf.sqrt(together + np.finfo(float).eps * terms * tf.square(longest))
-        of_sums = self._each * np.finfo(slopes.dtype.as_numpy_dtype).eps
-        return tf.square(length + of_sums * longest)
+        products = list(map(Product, self._layers, features, slopes))
+        return of_products(products, outputs, losses, self._variables, self._each)
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
@@ -318,12 +263,13 @@ class ThroughLinearLayers:
                 vars(layer).pop("call", None)
 
     def _agrees(self, examples: Any, targets: Any) -> bool:
-        """Whether the weighted sums are the gradients that TensorFlow finds.
+        """Whether these are the gradients of every record alone: length by length, and summed up.
 
-        Every record has a factor of its own, and one row: a model may call a layer with several
-        rows of each, which would be clipped one by one, or with the records in another order.
+        A model may mix the rows of a batch, or call a layer with several rows of each. Layers of
+        Keras mix none in training mode alone; they draw random numbers there, and are compared in
+        the other mode.
         """
-        rows = tf.nest.flatten(examples)[0].shape[0] // self._each
+        rows = min(tf.nest.flatten(examples)[0].shape[0] // self._each, _COMPARED)
         examples, targets = tf.nest.map_structure(
             lambda part: part[: rows * self._each], (examples, targets)
         )
@@ -333,19 +279,125 @@ class ThroughLinearLayers:
             # number of rows, which a batch of one example is.
             twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
             self._model(twice, training=False)
-            found, expected = self._gradients(examples, targets, of_variables=factors)
-            if found.norms.shape != found.losses.shape or any(e is None for e in expected):
-                return False
-            own = found.weighted_sum(factors)
+            self.training = not _is_known(self._model)
+            alone = self._alone(self._model, self._losses, self._variables)
+            alone.training = self.training
+            if self._each > 1:
+                examples, targets = tf.nest.map_structure(
+                    lambda part: tf.reshape(part, [rows, self._each, *part.shape[1:]]),
+                    (examples, targets),
+                )
+            found, expected = (
+                (one.norms, *one.weighted_sum(factors))
+                for one in (source.gradients(examples, targets) for source in (self, alone))
+            )
         except Exception:  # of a model that calls its layers in another way
             return False
-        pairs = zip(own, map(tf.convert_to_tensor, expected), strict=True)
+        finally:
+            self.training = True
+        pairs = list(zip(found, expected, strict=True))
         return all(a.shape == b.shape and _are_close(a, b) for a, b in pairs)
+
+    @property
+    def _alone(self) -> type[RowByRow]:
+        return MeansOfSeveral if self._each > 1 else RowByRow
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:
     room = _TOLERANCE * float(tf.reduce_max(tf.abs(expected)))
     return np.allclose(found, expected, rtol=_TOLERANCE, atol=room)
+
+
+@attrs.frozen(eq=False)
+class Product:
+    """What one linear layer did with a batch.
+
+    Attributes:
+        layer: A `Dense` layer.
+        features: That went in, of every example.
+        slopes: Of the losses of the records by what came out of its linear part.
+    """
+
+    layer: Any
+    features: tf.Tensor
+    slopes: tf.Tensor
+
+
+def of_products(
+    products: Sequence[Product],
+    outputs: Any,
+    losses: tf.Tensor,
+    variables: Sequence[Any],
+    each: int,
+) -> ExampleGradients:
+    """Of layers whose gradient of one example is a product of features and slopes.
+
+    Args:
+        products: One for each layer.
+        outputs: Of the model.
+        losses: Of the records.
+        variables: That the gradients are of: kernels and biases of the layers.
+        each: The examples of a record.
+    """
+    wanted = {variable.ref() for variable in variables}
+
+    def parts(layer: Any) -> tuple[float, float]:
+        bias = layer.use_bias and keras_api.tensor_of(layer.bias).ref() in wanted
+        return float(_kernel(layer).ref() in wanted), float(bias)
+
+    lengths = [_at_least(product.features) for product in products]
+    squares = tf.add_n(
+        [
+            _squares(product, length, *parts(product.layer), each)
+            for product, length in zip(products, lengths, strict=True)
+        ]
+    )
+
+    def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
+        sums, factors = {}, tf.repeat(factors, each) if each > 1 else factors
+        for product, length in zip(products, lengths, strict=True):
+            layer, slopes = product.layer, product.slopes
+            kept = tf.cast(factors, slopes.dtype)[:, tf.newaxis]
+            weighted = tf.math.multiply_no_nan(slopes, kept)  # 0 times NaN is 0
+            features = _left_out(product.features, length, factors)
+            sums[_kernel(layer).ref()] = tf.matmul(features, weighted, transpose_a=True)
+            if layer.use_bias:
+                sums[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(weighted, 0)
+        return [sums[variable.ref()] for variable in variables]
+
+    return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
+
+
+def _squares(
+    product: Product, lengths: tf.Tensor, has_kernel: float, has_bias: float, each: int
+) -> tf.Tensor:
+    """The squared lengths of the gradients of every record for one layer, in float64.
+
+    Args:
+        product: Of the layer.
+        lengths: Squared, of its features.
+        has_kernel: 1 if the gradient by the kernel is part of them, or 0.
+        has_bias: Likewise, by the bias.
+        each: The examples of a record.
+    """
+    squares = _at_least(product.slopes) * (lengths * has_kernel + has_bias)
+    if each == 1:
+        return squares
+
+    def products(part: tf.Tensor) -> tf.Tensor:
+        # In float64: where gradients cancel each other, half of the digits are lost.
+        rows = tf.cast(tf.reshape(part, [-1, each, part.shape[-1]]), tf.float64)
+        return tf.matmul(rows, rows, transpose_b=True)
+
+    of_features = products(product.features) * has_kernel + has_bias
+    together = tf.reduce_sum(of_features * products(product.slopes), [1, 2])
+    longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, each]), 1)
+    # What rounding may have taken off the products, and what it may add to the sum of the
+    # gradients themselves, so that no length is too small.
+    terms = sum(product.layer.kernel.shape) + each**2
+    length = tf.sqrt(together + np.finfo(float).eps * terms * tf.square(longest))
+    of_sums = each * np.finfo(product.slopes.dtype.as_numpy_dtype).eps
+    return tf.square(length + of_sums * longest)
 
 
 def refuse_added_losses(model: Any) -> None:

@@ -88,6 +88,10 @@ class EnvelopeLoss(tf.keras.losses.Loss):
         """
         raise NotImplementedError
 
+    def of_numbers(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
+        """Values, shape (rows,), and gradients of predictions and targets of one shape, float64."""
+        return self._evaluate(predictions, targets)
+
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """The losses of a batch, shape (examples,)."""
         y_pred = tf.convert_to_tensor(y_pred)
@@ -150,15 +154,7 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
                 "Expected logits of shape (examples, classes) with two classes or more, got "
                 f"{predictions.shape}."
             )
-        probabilities = self._probabilities(predictions, targets)
-        found: tuple[Any, Any] = _softmax_envelope(
-            predictions,
-            probabilities,
-            int(predictions.shape[1]),
-            self.clip_norm,
-            self.smoothing,
-        )
-        return found
+        return _of_logits(self, predictions, self._probabilities(predictions, targets))
 
     def _probabilities(self, logits: Any, targets: Any) -> Any:
         targets = _reshaped(tf.cast(targets, tf.float64), logits)
@@ -172,6 +168,10 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
 class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
     """`EnvelopeCategoricalCrossentropy` called with classes, shape (examples,) or (examples, 1)."""
 
+    def of_numbers(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
+        """As of every envelope, with one-hot rows."""
+        return _of_logits(self, predictions, super()._probabilities(predictions, targets))
+
     def _probabilities(self, logits: Any, targets: Any) -> Any:
         if targets.shape.rank == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]
@@ -182,6 +182,14 @@ class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
             )
         one_hot = tf.one_hot(tf.cast(targets, tf.int64), logits.shape[1], dtype=tf.float64)
         return super()._probabilities(logits, one_hot)
+
+
+def _of_logits(loss: EnvelopeLoss, logits: Any, probabilities: Any) -> tuple[Any, Any]:
+    classes = int(logits.shape[1])
+    found: tuple[Any, Any] = _softmax_envelope(
+        logits, probabilities, classes, loss.clip_norm, loss.smoothing
+    )
+    return found
 
 
 @tf.function(reduce_retracing=True, autograph=False)  # eagerly it is several times slower

@@ -16,7 +16,6 @@ from hidden_state_accountants import (
     BatchOrder,
     Guarantee,
     RunRecorder,
-    UnsupportedRunError,
     validate,
 )
 from hidden_state_accountants.accountants import compose_guarantees
@@ -26,21 +25,12 @@ from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.derived import (
-    check_curvature,
-    features_of_first_batch,
-    resolved,
-)
-from hidden_state_adapters.tf_privacy.guards.curvature import check_batches
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
-from hidden_state_adapters.tf_privacy.guards.rows import are_same
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
-from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.replicas import first_alone
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 
 _FIXED = (
@@ -85,13 +75,11 @@ class Dealt:
         text: What is checked of them, in words.
         period: Batches of an epoch.
         rows: What the batch of a step, from 0 on, must have.
-        examples: Gives those of every step of an epoch, in parts; None if every epoch has others.
     """
 
     text: str
     period: int
     rows: Callable[[int], int]
-    examples: Callable[[], Iterable[Iterable[Any]]] | None
 
 
 class RecordedRun:
@@ -106,7 +94,7 @@ class RecordedRun:
         examples: Of an epoch, a multiple of b.
         relation: Of the guarantee.
         declared: By the user.
-        trained: What the gradients are taken of; None in a loop of somebody else.
+        checked: What its holder knows of the gradients; None in a loop of somebody else.
         state: Of the run that goes on; None for a new one.
         discard_later_steps: Says that nothing of the steps after the state was ever seen.
         dealt: The batches; None for those of `cyclic_dataset`.
@@ -126,7 +114,7 @@ class RecordedRun:
         examples: int,
         relation: NeighboringRelation,
         declared: Declared,
-        trained: TrainedLoss | None = None,
+        checked: Iterable[Assumption] | None = None,
         state: RunState | None = None,
         discard_later_steps: bool = False,
         dealt: Dealt | None = None,
@@ -148,14 +136,11 @@ class RecordedRun:
             state.check_fits(model, optimizer, self.units)
         self.model = model
         self._fixed = FixedVariables(model)
-        if trained is not None:
-            trained.look()
-            self._fixed.check(model)
-        self._trained = trained
-        self._dealt = dealt or Dealt(_FIXED, self.units.batches, lambda _: batch_size, None)
-        self._declared = self._known(declared)
-        self._features = [] if trained is None else features_of_first_batch(self._declared, trained)
-        self._looked_at = 0  # the steps by then
+        self._of_gradients = None if checked is None else tuple(checked)
+        self._dealt = dealt or Dealt(_FIXED, self.units.batches, lambda _: batch_size)
+        self._declared = declared
+        optimizer.begin(declared)
+        optimizer.check_start(self.units, keras_api.trained(model), declared)
         self.num_batches = 0  # of which the optimizer made steps, or parts of them
         # Of a microbatch no example is left out, and one without gradient makes it another one.
         has_several = self.units.microbatch > 1
@@ -178,23 +163,6 @@ class RecordedRun:
         line = "" if state else self.optimizer.line_before(self.units, self._relation)
         if line:
             _logger.warning(line)
-
-    def _known(self, declared: Declared) -> Declared:
-        """What the run is accounted with, and the optimizer is told."""
-        trained = self._trained
-        known = declared if trained is None else resolved(declared, trained)
-        self.optimizer.begin(known)
-        self.optimizer.check_start(self.units, keras_api.trained(self.model), known)
-        geometry = self.optimizer.known_loss(known)
-        self._curvature = []
-        if geometry is not None and trained is not None:
-            if not known.source:
-                of_loss = geometry if known.largest_weight == 1 else known.of_loss
-                check_curvature(of_loss or geometry, trained)
-            norm, examples = known.feature_norm, self._dealt.examples
-            steps = None if examples is None else examples()
-            self._curvature = check_batches(geometry, norm, self.model, steps)
-        return known
 
     def _begin(self) -> None:
         self._check_accumulation()
@@ -252,7 +220,7 @@ class RecordedRun:
         self.check()
         self.check_variables()
         assert self._run is not None
-        if self._trained is None:
+        if self._of_gradients is None:
             raise refusal(
                 "Expected a model that deals its batches, got Keras' own fit: its run does not go "
                 "on elsewhere. Use make_private(model); or save the model, and whoever trains it "
@@ -428,7 +396,7 @@ class RecordedRun:
             self._live.ended = text
         raise refusal(text)
 
-    def go_on(self, model: Any, optimizer: Any, trained: TrainedLoss | None = None) -> None:
+    def go_on(self, model: Any, optimizer: Any) -> None:
         """Checks that the run so far may go on with this model, optimizer and loss.
 
         Raises:
@@ -444,12 +412,9 @@ class RecordedRun:
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
-        if self._trained is not None and trained is not None:
-            self._trained.go_on(trained)
         self.model = model
         self.check_iterate()
         optimizer.check_start(self.units, keras_api.trained(model), self._declared)
-        self._look_again()
 
     # What must hold for a figure
 
@@ -490,11 +455,10 @@ class RecordedRun:
         event is told, to be composed with that of the other.
 
         Raises:
-            UnsupportedRunError: The model is not the iterate that was accounted, or `look_again`.
+            UnsupportedRunError: The model is not the iterate that was accounted.
         """
         if not self.optimizer.training.is_over:
             self.check_iterate()
-            self.look_again()
 
     def check_variables(self) -> None:
         """Likewise, also while gradients are accumulated."""
@@ -513,44 +477,9 @@ class RecordedRun:
             self.invalidate(str(error))
 
     def after_epoch(self) -> None:
-        """Looks at what may have changed without a trace in the trained variables.
-
-        Model and loss are looked at after 1, 2, 4, 8, ... epochs, and whenever a figure is asked
-        for: so what a schedule switches on for a while is found, and long runs stay fast.
-        """
+        """Looks at what may have changed without a trace in the trained variables."""
         self.check_fixed()
         self.note_weights()
-        epochs = self.num_batches // self._dealt.period
-        if not epochs & (epochs - 1):
-            self.look_again()
-
-    def look_again(self) -> None:
-        """Ends the run if model or loss are not what was looked at before the first step.
-
-        Raises:
-            UnsupportedRunError: Rows depend on each other now, or the features of the first batch
-                are other ones: the map before the linear layer is not the fixed one.
-        """
-        if self._looked_at != self.num_batches:
-            with first_alone():  # fit is within the scope of a strategy
-                self._look_again()
-
-    def _look_again(self) -> None:
-        self._looked_at = self.num_batches
-        if self._trained is None:
-            return
-        try:
-            self._trained.look()
-            features = features_of_first_batch(self._declared, self._trained)
-            if not are_same(features, self._features):
-                raise refusal(
-                    "Expected features of the first batch at the linear layer as before the first "
-                    "step, got other ones: the examples were measured with another model (a layer "
-                    "was added? a callback changed a scale?). Keep what comes before the layer as "
-                    "it was, or leave loss_geometry and feature_norm out."
-                )
-        except UnsupportedRunError as error:
-            self.invalidate(str(error))
 
     # What was spent
 
@@ -636,9 +565,7 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
         own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
-        if self._trained is not None:
-            own += [Assumption.checked(text) for text in self._trained.checked(self._texts)]
-        own += [*self._declared.measured, *self._curvature]
+        own += [*(self._of_gradients or ()), *self._declared.measured]
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
         of_run = [*self._left_open, *self.optimizer.declared(self.event()), *self._texts]
@@ -656,7 +583,7 @@ class RecordedRun:
     @property
     def _left_open(self) -> Iterable[str]:
         """What is the user's word about the loss."""
-        return (_FOREIGN_LOOP,) if self._trained is None else self._trained.left_open
+        return (_FOREIGN_LOOP,) if self._of_gradients is None else ()
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""

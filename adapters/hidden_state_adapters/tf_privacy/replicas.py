@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,13 +55,6 @@ def copies(variables: Sequence[Any]) -> list[Any]:
             variable.values if isinstance(variable, tf.distribute.DistributedValues) else [variable]
         )
     ]
-
-
-def first_alone() -> Any:
-    """A context in which variables are those of the first replica, where a strategy is open."""
-    if tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context():
-        return tf.distribute.ReplicaContext(tf.distribute.get_strategy(), 0)
-    return contextlib.nullcontext()
 
 
 def together(

@@ -13,13 +13,16 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
+    Assumption,
     BatchOrder,
     Comparison,
+    LossGeometry,
     UnsupportedRunError,
     compare,
     validate,
 )
 from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.curved_batches import curvature_matters
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
@@ -31,9 +34,22 @@ from hidden_state_adapters.tf_privacy.gradients import (
     ThroughLinearLayers,
 )
 from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
-from hidden_state_adapters.tf_privacy.guards.model import build
+from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
-from hidden_state_adapters.tf_privacy.guards.trained_loss import TrainedLoss
+from hidden_state_adapters.tf_privacy.head import (
+    Head,
+    OfHead,
+    check_curvature,
+    check_norms,
+    check_smoothness,
+)
+from hidden_state_adapters.tf_privacy.head_losses import (
+    RowLosses,
+    is_squared_error,
+    known_loss,
+    of_users,
+    refuse_other_loss,
+)
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
 from hidden_state_adapters.tf_privacy.owned.data import (
     FEWEST_ROWS,
@@ -44,7 +60,6 @@ from hidden_state_adapters.tf_privacy.owned.data import (
     multiple_of_sizes,
     plan_of,
 )
-from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.rule import (
     TakenOver,
     UpdateRule,
@@ -58,6 +73,11 @@ from hidden_state_adapters.tf_privacy.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.step_log import Problem
 from hidden_state_adapters.tf_privacy.units import Units
 
+_ALONE = "the gradient of every example is that of a batch of this example alone"
+_IN_CLOSED_FORM = (
+    "gradients in closed form, of kernel and bias of the head alone, from features that were made "
+    "once, before the first step; those of a few examples also alone, with the same result"
+)
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
 _LONGEST_PACE = 64  # steps between them
@@ -331,6 +351,11 @@ class PrivateRun(Figures):
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
         variables = keras_api.trained(model)
         declared = self._weighted(rule.declared(settings))
+        self.first_batch = next(self._batches())  # whoever trains on it
+        fixed = FixedVariables(model)
+        self._head, self._evaluate = None, None
+        declared, looked_at = self._begin_head(declared)
+        fixed.check(model)
         steps = rule.steps(settings, optimizer, self.plan, variables)
         steps.examples_of_record = self._microbatch
         # Of the order of the batches; what is known of the loss only adds theorems.
@@ -342,18 +367,12 @@ class PrivateRun(Figures):
             examples=len(self.plan.records),
             relation=self.relation,
             declared=declared,
-            trained=self._trained(model),
-            dealt=Dealt(
-                self.plan.description,
-                self.steps_per_epoch,
-                self.plan.num_rows,
-                self._examples_of_steps(),
-            ),
+            checked=looked_at,
+            dealt=Dealt(self.plan.description, self.steps_per_epoch, self.plan.num_rows),
             state=None if continued is None else continued.state,
             discard_later_steps=continued is not None and continued.discard_later_steps,
         )
         self._examples.warn_of_equal()
-        self.first_batch = next(self._batches())  # whoever trains on it
         parts = steps.blocks or (variables,)
         self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
         self._refuse_broken_products()
@@ -480,13 +499,87 @@ class PrivateRun(Figures):
         for entry in self.steps.steps_since(self._record.num_batches):
             self._record.add(self._record.next_batch, entry)
 
+    def _begin_head(self, declared: Declared) -> tuple[Declared, list[Assumption]]:
+        """Makes the features of a head run, and reads off what is known of its loss.
+
+        Returns:
+            What the run is accounted with, and what was checked.
+
+        Raises:
+            UnsupportedRunError: The model has no head, or what is said of it does not hold.
+        """
+        model, given, norm = self._model, declared.of_loss, declared.feature_norm
+        if norm is None:
+            if given is not None:
+                self._check_declared_loss(given)
+            return declared, [Assumption.checked(_ALONE)]
+        if tf.nest.is_nested(self._examples.y):
+            raise refusal("Expected one array of targets beside feature_norm, got several.")
+        head, keras_loss = Head(model), self._losses.keras_loss
+        features = head.features(self._examples.x)
+        check_norms(features, norm)
+        if declared.is_automatic:
+            y = self._examples.y.numpy()
+            loss = known_loss(keras_loss, head.activation, head.outputs, y)
+            refuse_other_loss(self._losses, loss, y, head.layer.activation)
+            given = loss.geometry(norm, head.has_bias)
+            declared = attrs.evolve(
+                declared,
+                loss_geometry=given,
+                source=f"that of {loss.name} and one linear layer on features of norm at most "
+                f"{norm:g}, which every example of the data set has",
+            )
+            targets, self._evaluate = loss.targets, loss.evaluate
+        else:
+            targets = self._examples.y
+            self._evaluate = of_users(self._losses, head.layer.activation)
+            if given is not None:
+                check_smoothness(given, keras_loss, head, features)
+        self._examples.hold(features, targets)
+        self._head = head
+        of_batches = () if given is None else check_curvature(given, norm, head, self._features())
+        return declared, [Assumption.checked(_IN_CLOSED_FORM), *of_batches]
+
+    def _check_declared_loss(self, given: LossGeometry) -> None:
+        """What the user says of a loss whose features nobody was told to measure."""
+        try:
+            head = Head(self._model)
+        except UnsupportedRunError:
+            return  # nothing is known of such a model
+        if curvature_matters(given):
+            raise refusal(
+                f"Expected feature_norm= beside a loss_geometry with curvature = "
+                f"{given.curvature:g}, got none: how curved a batch is depends on its features, "
+                "which are looked at. Pass the bound on their norm, as for release_curvature."
+            )
+        if is_squared_error(self._losses.keras_loss):
+            try:
+                features = head.features(self._examples.x)
+            except UnsupportedRunError:
+                return
+            check_smoothness(given, self._losses.keras_loss, head, features)
+
+    def _features(self) -> Iterator[tf.Tensor] | None:
+        """Those of every batch of an epoch; None if every epoch has others."""
+        if not isinstance(self.plan, FixedPlan):
+            return iter(()) if self.plan.order is BatchOrder.POISSON else None
+        taken = self._examples.taken
+        return (
+            self._one_by_one(taken(tf.constant(self.plan.batch(step), tf.int64))[0])
+            for step in range(self.plan.num_batches)
+        )
+
     def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
+        if self._head is not None:
+            return OfHead(self._head, self._evaluate, variables, self._microbatch)
         of_run = self._model, self._losses, variables
         linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
         return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
 
     def _refuse_broken_products(self) -> None:
         """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""
+        if self._head is not None:
+            return
         x, y, *weights = self._examples.taken(tf.constant([0, 0], tf.int64))
         rows = (x, y, *weights) if self._microbatch > 1 else (x, y)
         for clipping in self.clipping:
@@ -560,31 +653,6 @@ class PrivateRun(Figures):
                 f"The state is damaged, or of another batch_order: it lacks {error}."
             ) from error
 
-    def _examples_of_steps(self) -> Any:
-        """As `Dealt` wants them."""
-        if self.plan.order is BatchOrder.POISSON:  # of which no theorem uses the curvature
-            return lambda: ()
-        if not isinstance(self.plan, FixedPlan):
-            return None
-
-        def examples() -> Any:
-            for step in range(self.plan.num_batches):
-                index = self.plan.batch(step)
-                x, *_ = self._examples.taken(tf.constant(index, tf.int64))
-                yield [self._one_by_one(x)]
-
-        return examples
-
-    def _trained(self, model: Any) -> TrainedLoss:
-        return TrainedLoss(
-            model,
-            self._batches,
-            self._losses,
-            given=self._losses.given,
-            keras_loss=self._losses.keras_loss,
-            is_the_step=True,
-        )
-
     def go_on(self, given: Given) -> None:
         """Checks that another call of fit goes on with the run.
 
@@ -610,7 +678,7 @@ class PrivateRun(Figures):
                 f"most {weights.largest}: another example could have that one. Keep class_weight; "
                 "or compile again for another run."
             )
-        self._record.go_on(self._model, self.steps, self._trained(self._model))
+        self._record.go_on(self._model, self.steps)
 
     @property
     def noise_multiplier(self) -> float | None:
@@ -743,8 +811,10 @@ class PrivateRun(Figures):
         in_graph = not self._uses_xla and not tf.executing_eagerly()
         take = self._take if in_graph or self._strategy is not None else self._compiled
         losses, outputs = take(step, rows, x, y, *weights)
+        y = self._examples.given_targets(indices)
         if self.is_padded:
-            losses, y, outputs = losses[:rows], y[:rows], outputs[:rows]
+            losses, outputs = losses[:rows], outputs[:rows]
+            y = tf.nest.map_structure(lambda part: part[:rows], y)
         return losses, self._one_by_one(y), self._one_by_one(outputs)
 
     def _one_by_one(self, structure: Any) -> Any:

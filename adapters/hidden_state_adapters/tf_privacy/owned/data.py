@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -85,6 +86,17 @@ class HeldExamples:
             )
         self.number = sizes.pop()
         self.weights = weights.of(self.y, self.number)
+        self._digest = _digest((self.x, self.y, self.weights))
+        self._inputs, self._targets = self.x, self.y
+
+    def hold(self, inputs: tf.Tensor, targets: Any) -> None:
+        """Takes what a step reads in the place of examples and targets, which are let go.
+
+        Args:
+            inputs: Features of all examples.
+            targets: As the loss of the step wants them.
+        """
+        self.x, self._inputs, self._targets = None, inputs, targets
 
     def _read(self, dataset: tf.data.Dataset, y: Any) -> tuple[Any, ...]:
         if y is not None:
@@ -113,18 +125,9 @@ class HeldExamples:
             Their weights, as `given`.
         """
         if self._is_read and x is self._source and y is None and weights.of_examples is None:
-            x, y = self.x, self.y  # of which this is a copy
-            weights = attrs.evolve(weights, of_examples=self.given.of_examples)
+            return self.given  # of which this is a copy
         found = HeldExamples(x, y, weights, steps)
-        own, other = (
-            (part.x, part.y, () if part.weights is None else part.weights) for part in (self, found)
-        )
-        try:
-            tf.nest.assert_same_structure(own, other)
-            same = all(map(_are_equal, tf.nest.flatten(own), tf.nest.flatten(other)))
-        except (TypeError, ValueError):
-            same = False
-        if not same:
+        if found._digest != self._digest:
             raise refusal(
                 "Expected the examples of the run so far, got others: the run is about one data "
                 "set. Pass the same arrays to every call of fit; or compile again, which begins "
@@ -137,7 +140,7 @@ class HeldExamples:
         return batches_of(self.x, self.y, batch_size)
 
     def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
-        """The examples of these records, their targets, and weights if there are any.
+        """What a step reads of these records: inputs, targets, and weights if there are any.
 
         Args:
             indices: Of the records, shape (rows,).
@@ -145,15 +148,21 @@ class HeldExamples:
         Returns:
             Parts of shape (rows, ...), or (rows, microbatch, ...) where records are microbatches.
         """
-        kept = (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
+        kept = [self._inputs, self._targets]
+        if self.weights is not None:
+            kept.append(self.weights)
+        return tuple(self._gathered(structure, indices) for structure in kept)
+
+    def given_targets(self, indices: tf.Tensor) -> Any:
+        """The targets of these records as they were given, likewise."""
+        return self._gathered(self.y, indices)
+
+    def _gathered(self, structure: Any, indices: tf.Tensor) -> Any:
         if self.microbatch > 1:
             indices = tf.expand_dims(indices * self.microbatch, 1) + tf.range(
                 self.microbatch, dtype=indices.dtype
             )
-        return tuple(
-            tf.nest.map_structure(lambda part: tf.gather(part, indices), structure)
-            for structure in kept
-        )
+        return tf.nest.map_structure(lambda part: tf.gather(part, indices), structure)
 
 
 def dealt(dealer: Dealer, epochs: int = 1) -> tf.data.Dataset:
@@ -336,11 +345,14 @@ def _copied(name: str, structure: Any) -> Any:
     return tf.nest.map_structure(copied, structure)
 
 
-def _are_equal(first: tf.Tensor, second: tf.Tensor) -> bool:
-    """Whether they are the same bit by bit."""
-    a, b = first.numpy(), second.numpy()
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if np.issubdtype(a.dtype, np.floating):
-        a, b = (np.ascontiguousarray(one).view(f"i{one.itemsize}") for one in (a, b))
-    return bool(np.array_equal(a, b))
+def _digest(structure: Any) -> str:
+    """Of every bit of a structure of tensors, and of its form."""
+    found = hashlib.blake2b(
+        repr(tf.nest.map_structure(lambda part: getattr(part, "shape", None), structure)).encode()
+    )
+    for part in tf.nest.flatten(structure):
+        array = np.empty(0) if part is None else part.numpy()
+        found.update(str(array.dtype).encode())
+        texts = array.dtype.kind == "O"
+        found.update(repr(array.tolist()).encode() if texts else np.ascontiguousarray(array).data)
+    return found.hexdigest()

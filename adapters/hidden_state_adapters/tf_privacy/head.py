@@ -1,0 +1,288 @@
+"""A linear head on fixed features: the one model whose hidden iterates a theorem covers.
+
+The features of all examples are made once, before the first step, measured and held. A step reads
+features, targets, kernel and bias, and nothing else of the user's program, so that nothing that
+changes later in what comes before the head has an influence on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_accountants import Assumption, LossGeometry
+from hidden_state_accountants.runs.base import SLACK
+from hidden_state_adapters.curved_batches import (
+    ROUNDING,
+    checked_curvature,
+    curvature_matters,
+    remedy,
+)
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, Product, of_products
+from hidden_state_adapters.tf_privacy.head_losses import DECLARE, Evaluate, is_squared_error
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_BLOCK = 256  # examples of a pass
+_ALONE = 16  # examples whose features are made once more, by themselves
+_CLOSE = 1e-4  # of features that were made in another batch
+_ACTIVATIONS = {
+    tf.keras.activations.linear: "linear",
+    tf.keras.activations.softmax: "softmax",
+    tf.keras.activations.sigmoid: "sigmoid",
+}
+
+
+class Head:
+    """A `Dense` layer that is all there is to train in a model, and the last thing in it.
+
+    Attributes:
+        layer: The layer.
+
+    Args:
+        model: A Keras model or layer that is built.
+
+    Raises:
+        UnsupportedRunError: Something else is trained.
+    """
+
+    def __init__(self, model: Any):
+        trained = {variable.ref() for variable in keras_api.trained(model)}
+        heads = [
+            layer
+            for layer in model._flatten_layers()
+            if keras_api.is_plain_dense(layer)
+            and trained == {variable.ref() for variable in keras_api.trained(layer)}
+        ]
+        if len(heads) != 1:
+            names = ", ".join(sorted(variable.name for variable in keras_api.trained(model)))
+            raise refusal(
+                'loss_geometry="auto" and feature_norm need a model in which one Dense layer is '
+                "trained and the rest is frozen (layer.trainable = False), got trainable variables "
+                f"{names}. {DECLARE}"
+            )
+        self._model, self.layer = model, heads[0]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is trained as well."""
+        return bool(self.layer.use_bias)
+
+    @property
+    def outputs(self) -> int:
+        """Number of predictions of an example."""
+        return int(self.layer.units)
+
+    @property
+    def activation(self) -> str:
+        """The name of what follows the linear predictions."""
+        own = self.layer.activation
+        return _ACTIVATIONS.get(own) or str(getattr(own, "__name__", repr(own)))
+
+    # Features
+
+    def features(self, x: Any) -> tf.Tensor:
+        """What the layer gets of all examples, shape (examples, entries); never of several at once.
+
+        Args:
+            x: Examples, a structure of tensors.
+
+        Raises:
+            UnsupportedRunError: They are no fixed map of each example alone, or the model ends with
+                something else than the layer.
+        """
+        number = int(tf.nest.flatten(x)[0].shape[0])
+
+        def of(first: int, last: int, *, training: bool = False) -> tf.Tensor:
+            rows = tf.nest.map_structure(lambda part: part[first:last], x)
+            return self._pass(rows, training=training)
+
+        blocks = [of(first, first + _BLOCK) for first in range(0, number, _BLOCK)]
+        found = blocks[0] if len(blocks) == 1 else tf.concat(blocks, 0)
+        if not _are_close(of(0, _ALONE, training=True), found[:_ALONE]):
+            raise refusal(
+                "Expected features that are a fixed map of the examples, got other ones in "
+                "training mode (Dropout or noise before the head?): their norm is not known. Call "
+                f"these layers with training=False, or leave them out. {DECLARE}"
+            )
+        for row in np.linspace(0, number - 1, min(number, _ALONE)).astype(int):
+            if not _are_close(of(row, row + 1), found[row : row + 1]):
+                raise refusal(
+                    "Expected features of every example by itself, got other ones for example "
+                    f"{row} when it is alone in a batch: means, norms and ranks over the batch "
+                    "before the head have to go. Clipping bounds nothing then."
+                )
+        return found
+
+    def _pass(self, examples: Any, *, training: bool) -> tf.Tensor:
+        """What goes into the layer in one pass of the model."""
+        calls: list[tuple[Any, Any]] = []
+        call = self.layer.call
+
+        def watched(features: Any, **mode: Any) -> Any:
+            output = call(features, **mode)
+            calls.append((features, output))
+            return output
+
+        vars(self.layer)["call"] = watched  # past Keras' bookkeeping of attributes
+        try:
+            output = self._model(examples, training=training)
+        finally:
+            del vars(self.layer)["call"]
+        # Keras 2 also calls the layers of a Sequential model on symbols, for other numbers of rows.
+        known = [call for call in calls if hasattr(call[0], "numpy")]
+        if len(known) > 1 or not calls or (known and known[0][1] is not output):
+            raise refusal(
+                f"Expected the output of the model to be that of {self.layer.name}, got something "
+                f"else after {len(known)} calls of the layer: the loss is then not the one of a "
+                f"linear prediction. End the model with this layer. {DECLARE}"
+            )
+        features = (known or calls)[0][0]
+        if not known or features.ndim != 2:
+            raise refusal(
+                f"Expected features of shape (examples, entries) at {self.layer.name}, got "
+                f"{features!r:.80}: several rows of an example are not one linear prediction, and "
+                "the features of a model whose call is a tf.function cannot be measured. Flatten "
+                f"them, or leave tf.function to the loop. {DECLARE}"
+            )
+        return tf.cast(features, self.layer.kernel.dtype)
+
+
+def check_norms(features: tf.Tensor, feature_norm: float) -> None:
+    """Refuses features that are longer than their bound.
+
+    Raises:
+        UnsupportedRunError: The text names the example.
+    """
+    norms = np.linalg.norm(features.numpy().astype(np.float64), axis=1)
+    worst = int(np.argmax(np.where(np.isnan(norms), np.inf, norms)))
+    if not norms[worst] <= feature_norm * (1 + SLACK):
+        raise refusal(
+            f"Expected features of norm at most feature_norm = {feature_norm:.8g} at the "
+            f"linear layer, got {norms[worst]:.8g} for example {worst} of the data "
+            "set. Scale every example down to the declared norm by itself, or declare a "
+            "larger one."
+        )
+
+
+def check_smoothness(
+    declared: LossGeometry, keras_loss: Any, head: Head, features: tf.Tensor
+) -> None:
+    """Refuses a declared smoothness that the squared error of the data exceeds.
+
+    No gradient shows it: the squared error has no Lipschitz constant that steps are compared with.
+
+    Args:
+        declared: The user's word.
+        keras_loss: Of the run.
+        head: The layer.
+        features: Of all examples.
+
+    Raises:
+        UnsupportedRunError: The curvature at an example is larger than declared.
+    """
+    if not is_squared_error(keras_loss) or head.activation != "linear" or declared.exponent != 1:
+        return
+    square = float(tf.reduce_max(tf.reduce_sum(tf.square(tf.cast(features, tf.float64)), 1)))
+    smoothness = 2 * (square + head.has_bias) / head.outputs
+    if not smoothness <= declared.smoothness * (1 + 2 * SLACK):
+        raise refusal(
+            f"Expected loss_geometry with smoothness >= {smoothness:.6g}, the curvature of Keras' "
+            f"MeanSquaredError at the longest features of the data, got {declared.smoothness:.6g}. "
+            "Keras' loss has no factor 1/2: LossGeometry.squared_error(feature_norm, scale=2), or "
+            'better loss_geometry="auto" with feature_norm=.'
+        )
+
+
+def check_curvature(
+    loss: LossGeometry,
+    feature_norm: float,
+    head: Head,
+    batches: Iterable[tf.Tensor] | None,
+) -> Iterator[Assumption]:
+    """Refuses batches whose mean loss is more curved than declared.
+
+    For M-smooth losses of records of norm at most B the mean loss of a batch is K-smooth with
+    K = M lambda_max(X^T X)/(b B^2), X the features of the batch (docs/theory/curvature.md).
+
+    Args:
+        loss: Declared; nothing is looked at unless its curvature says more than its smoothness.
+        feature_norm: B.
+        head: The layer.
+        batches: The features of every batch of an epoch; None if every epoch has others.
+
+    Yields:
+        What was checked.
+
+    Raises:
+        UnsupportedRunError: A batch is more curved than declared, or they are not known ahead.
+    """
+    if not curvature_matters(loss):
+        return
+    if batches is None:
+        raise refusal(
+            f"Expected a loss_geometry without curvature, got {loss!r}: every epoch has other "
+            "batches here, and they are looked at before the first step. Use shuffled_once, "
+            "cyclic or full batches, or leave the curvature out."
+        )
+    square, bound = feature_norm**2 + head.has_bias, (loss.curvature or 0.0) * (1 + ROUNDING)
+    for number, batch in enumerate(batches):
+        rows = batch.numpy().astype(np.float64)
+        if head.has_bias:
+            rows = np.c_[rows, np.ones(len(rows))]
+        gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+        share = float(np.linalg.eigvalsh(gram)[-1]) / (len(rows) * square)
+        if not share * loss.smoothness <= bound:
+            raise refusal(
+                f"batch {number} has a mean loss that is {share * loss.smoothness:.6g}-smooth, "
+                f"expected at most curvature = {loss.curvature:.6g}. {remedy(loss)}"
+            )
+    yield checked_curvature(loss)
+
+
+class OfHead:
+    """Gradients of a head, from features and the slopes of the loss.
+
+    Args:
+        head: The layer.
+        evaluate: Value and slope of the loss by the linear predictions.
+        variables: That the gradients are of.
+        each: The examples of a record, of whose mean loss the gradients are.
+    """
+
+    name = "of the head, in closed form"
+
+    def __init__(self, head: Head, evaluate: Evaluate, variables: Sequence[Any], each: int = 1):
+        self._layer, self._evaluate = head.layer, evaluate
+        self._variables, self._each = list(variables), each
+
+    def gradients(self, features: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
+        """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
+        each, layer = self._each, self._layer
+        if each > 1:
+            features, targets, *rest = (
+                tf.reshape(part, [-1, *part.shape[2:]]) for part in (features, targets, *weights)
+            )
+            weights = tuple(rest)
+        kernel = keras_api.tensor_of(layer.kernel)
+        linear = tf.matmul(features, kernel)
+        if layer.use_bias:
+            linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
+        losses, slopes = self._evaluate(targets, linear)
+        for factors in weights:
+            losses *= tf.cast(factors, losses.dtype)
+            slopes *= tf.cast(factors, slopes.dtype)[:, tf.newaxis]
+        outputs = linear if layer.activation is None else layer.activation(linear)
+        if each > 1:
+            losses, slopes = tf.reduce_mean(tf.reshape(losses, [-1, each]), 1), slopes / each
+            outputs = tf.reshape(outputs, [-1, each, *outputs.shape[1:]])
+        products = [Product(layer, features, slopes)]
+        return of_products(products, outputs, losses, self._variables, each)
+
+
+def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:
+    room = _CLOSE * float(tf.reduce_max(tf.abs(expected)))
+    return found.shape == expected.shape and np.allclose(found, expected, rtol=0, atol=room)
