@@ -16,8 +16,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateCallback,
     make_private,
 )
-from hidden_state_adapters.tf_privacy.geometry import LinearPrediction, loss_geometry
-from hidden_state_adapters.tf_privacy.guards.head import gives_logits
+from hidden_state_adapters.tf_privacy.head_losses import RowLosses, known_loss
 
 RECORDS, FEATURES, CLASSES, BATCH = 12, 3, 3, 4
 layers, losses = tf.keras.layers, tf.keras.losses
@@ -79,14 +78,19 @@ def test_constants_hold_for_keras_gradients_and_are_attained(loss, make_targets,
     random, rows = np.random.default_rng(0), 4000
     norm = 1.5
     square = norm**2 + bias
-    geometry = loss_geometry(loss, LinearPrediction(norm, bias, outputs, "linear"))
     targets = make_targets(random, rows, outputs)
+    known = known_loss(RowLosses(loss).keras_loss, "linear", outputs, targets)
+    geometry = known.geometry(norm, bias)
     first = random.normal(scale=2.0, size=(rows, outputs)) * random.choice([0.1, 1, 10], (rows, 1))
     if make_targets in (one_hot, class_index):  # two classes that are far above the others
         first[: rows // 2] = [20.0, 20.0, *[0.0] * (outputs - 2)]
     way = random.normal(size=first.shape)
     second = first + 0.1 * way / np.linalg.norm(way, axis=1, keepdims=True)
     a, b = slopes(loss, targets, first), slopes(loss, targets, second)
+    values, found = known.evaluate(known.targets, tf.constant(first, tf.float32))
+    np.testing.assert_allclose(found, a, atol=1e-4)
+    expected = RowLosses(loss)(targets, tf.constant(first, tf.float32))
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
     longest = math.sqrt(square) * np.linalg.norm(a, axis=1).max()
     ratios = np.linalg.norm(a - b, axis=1) / np.linalg.norm(first - second, axis=1)
     curvature = square * ratios.max()
@@ -290,25 +294,3 @@ def test_a_declared_curvature_that_the_squared_error_exceeds():
     begin([LINEAR(1)], SQUARED, "labels", loss_geometry=whole, feature_norm=None)
     # Nothing is known of the curvature of what is not one linear layer.
     begin([LINEAR(2), LINEAR(1)], SQUARED, "labels", loss_geometry=half, feature_norm=None)
-
-
-# Why probabilities do not do in a loop
-
-
-def test_keras_clips_probabilities_whose_logits_it_does_not_find():
-    model = tf.keras.Sequential([LINEAR(2, "softmax", use_bias=False)])
-    x, y = tf.ones([1, 1]), tf.constant([0])
-    model.build([None, 1])
-    model.set_weights([np.array([[-20.0, 20.0]], "float32")])
-
-    def gradient(call):
-        with tf.GradientTape() as tape:
-            loss = PROBABILITIES(y, call(x))
-        return float(tf.norm(tape.gradient(loss, model.trainable_variables)[0]))
-
-    found = []
-    tf.function(lambda x: found.append(gives_logits(model(x))))(x)
-    assert [gives_logits(model(x)), *found] == [True, True]
-    assert gradient(model) == pytest.approx(math.sqrt(2))
-    assert not gives_logits(tf.function(model)(x))
-    assert gradient(tf.function(model)) == 0.0

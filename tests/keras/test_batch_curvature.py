@@ -11,7 +11,7 @@ from hidden_state_adapters.tf_privacy import (
     EnvelopeSparseCategoricalCrossentropy,
     HiddenStateCallback,
     HiddenStateSequential,
-    recorded_run,
+    run,
 )
 
 N, D, K, B = 48, 6, 3, 12
@@ -89,11 +89,11 @@ def test_the_batches_are_those_of_the_secret_order(monkeypatch):
     """Not those of the data set's order, which may be less curved."""
     looked_at = []
 
-    def look(loss, feature_norm, model, steps):
-        looked_at.extend(np.concatenate(parts) for parts in steps)
+    def look(loss, feature_norm, head, batches):
+        looked_at.extend(batch.numpy() for batch in batches)
         return []
 
-    monkeypatch.setattr(recorded_run, "check_batches", look)
+    monkeypatch.setattr(run, "check_curvature", look)
     model = owned(declared(0.999), order="shuffled_once")
     dealt = [features()[model._run.plan.batch(step)] for step in range(N // B)]
     assert np.array_equal(looked_at, dealt)

@@ -11,7 +11,7 @@ import tensorflow as tf
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
 from hidden_state_adapters.tf_privacy.gradients import MeansOfSeveral, ThroughLinearLayers
-from hidden_state_adapters.tf_privacy.owned.losses import RowLosses
+from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 
 SGD, DELTA, ONE = tf.keras.optimizers.SGD, 1e-5, NeighboringRelation.REPLACE_ONE
 RECORDS, FEATURES, CLASSES, BATCH, EACH = 24, 4, 3, 6, 2

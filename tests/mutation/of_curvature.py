@@ -89,15 +89,8 @@ MUTATIONS = (
     Mutation(
         "keras_batches_are_taken_in_the_order_of_the_data",
         "../adapters/hidden_state_adapters/tf_privacy/run.py",
-        "index = self.plan.batch(step)",
-        "size = self.plan.batch_size; index = list(range(step * size, (step + 1) * size))",
-        "keras/test_batch_curvature.py",
-    ),
-    Mutation(
-        "keras_looks_at_parts_of_a_step",
-        "../adapters/hidden_state_adapters/tf_privacy/recorded_run.py",
-        "if len(parts) == self.units.accumulated:",
-        "if parts:",
+        "taken(tf.constant(self.plan.batch(step), tf.int64))",
+        "taken(tf.range(step * self.plan.batch_size, (step + 1) * self.plan.batch_size))",
         "keras/test_batch_curvature.py",
     ),
 )

@@ -8,20 +8,6 @@ _TF = "../adapters/hidden_state_adapters/tf_privacy"
 
 MUTATIONS = (
     Mutation(
-        "random_layers_may_mix_the_examples_of_a_training_pass",
-        f"{_TF}/guards/trained_loss.py",
-        "if self._is_random and not moved:",
-        "if False:",
-        "keras/test_rows.py::test_random_mixtures_of_the_examples_of_a_training_pass",
-    ),
-    Mutation(
-        "several_rows_of_an_example_are_clipped_one_by_one",
-        f"{_TF}/gradients.py",
-        "if found.norms.shape != found.losses.shape or any(",
-        "if any(",
-        "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples",
-    ),
-    Mutation(
         "a_row_may_be_that_of_another_example",
         f"{_TF}/gradients.py",
         "tf.constant(np.random.default_rng(0).normal(size=rows))",
@@ -31,8 +17,8 @@ MUTATIONS = (
     Mutation(
         "the_bias_of_a_microbatch_is_not_measured",
         f"{_TF}/gradients.py",
-        "of_features = products(features) + (1.0 if layer.use_bias else 0.0)",
-        "of_features = products(features)",
+        "of_features = products(product.features) * has_kernel + has_bias",
+        "of_features = products(product.features) * has_kernel",
         "keras/test_model_microbatches.py::test_products_of_examples_give_the_lengths_of_means",
     ),
     Mutation(
@@ -48,7 +34,7 @@ MUTATIONS = (
         f"{_TF}/gradients.py",
         "return tf.matmul(rows, rows, transpose_b=True)",
         "rows = tf.cast(rows, tf.float32)\n"
-        "            return tf.cast(tf.matmul(rows, rows, transpose_b=True), tf.float64)",
+        "        return tf.cast(tf.matmul(rows, rows, transpose_b=True), tf.float64)",
         "keras/test_model_microbatches.py::test_lengths_of_gradients_that_cancel_each_other",
     ),
     Mutation(
@@ -84,7 +70,7 @@ MUTATIONS = (
         f"{_TF}/recorded_run.py",
         "NeighboringRelation.REPLACE_ONE if has_several else relation",
         "relation",
-        "keras/test_units.py::test_one_account_whoever_makes_the_steps",
+        "keras/test_microbatches.py",
     ),
     Mutation(
         "microbatches_are_accounted_under_the_relation_that_was_asked_for",

@@ -266,8 +266,8 @@ class ThroughLinearLayers:
         """Whether these are the gradients of every record alone: length by length, and summed up.
 
         A model may mix the rows of a batch, or call a layer with several rows of each. Layers of
-        Keras mix none in training mode alone; they draw random numbers there, and are compared in
-        the other mode.
+        Keras draw random numbers in training mode, and are compared in the other one: but for its
+        augmentations (MixUp) they mix no more rows there.
         """
         rows = min(tf.nest.flatten(examples)[0].shape[0] // self._each, _COMPARED)
         examples, targets = tf.nest.map_structure(
@@ -279,7 +279,7 @@ class ThroughLinearLayers:
             # number of rows, which a batch of one example is.
             twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
             self._model(twice, training=False)
-            self.training = not _is_known(self._model)
+            self.training = not _is_known(self._model) or _augments(self._model)
             alone = self._alone(self._model, self._losses, self._variables)
             alone.training = self.training
             if self._each > 1:
@@ -440,6 +440,11 @@ def _is_known(model: Any) -> bool:
         keras_api.is_of_keras(layer) and not isinstance(layer, tf.keras.layers.Lambda)
         for layer in model._flatten_layers(include_self=False)
     )
+
+
+def _augments(model: Any) -> bool:
+    layers = model._flatten_layers(include_self=False)
+    return any(".preprocessing." in type(layer).__module__ for layer in layers)
 
 
 def _at_least(rows: tf.Tensor) -> tf.Tensor:

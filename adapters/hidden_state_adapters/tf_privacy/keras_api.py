@@ -17,7 +17,6 @@ IS_KERAS_3 = str(getattr(tf.keras, "__version__", "")).startswith("3.")
 if IS_KERAS_3:
     import keras
     from keras.src.models import functional
-    from keras.src.random.seed_generator import global_seed_generator
 
     layers, losses, saving = keras.layers, keras.losses, keras.saving
     Functional: Any = functional.Functional
@@ -102,16 +101,6 @@ def _own_variables(value: Any) -> Iterator[Any]:
 def variables(model: Any) -> list[Any]:
     """All variables of a model."""
     return [*trained(model), *fixed(model)] if IS_KERAS_3 else list(model.variables)
-
-
-def random_states(model: Any) -> list[Any]:
-    """Where Keras 3 keeps what its next random numbers are made of; Keras 2 asks TensorFlow."""
-    if not IS_KERAS_3:
-        return []
-    own = {id(v): tensor_of(v) for v in model.variables}
-    for weight in model.weights:
-        own.pop(id(weight), None)
-    return [*own.values(), tensor_of(global_seed_generator().state)]
 
 
 # Layers

@@ -44,6 +44,7 @@ from hidden_state_adapters.tf_privacy.head import (
     check_smoothness,
 )
 from hidden_state_adapters.tf_privacy.head_losses import (
+    Evaluate,
     RowLosses,
     is_squared_error,
     known_loss,
@@ -353,7 +354,8 @@ class PrivateRun(Figures):
         declared = self._weighted(rule.declared(settings))
         self.first_batch = next(self._batches())  # whoever trains on it
         fixed = FixedVariables(model)
-        self._head, self._evaluate = None, None
+        self._head: Head | None = None
+        self._evaluate: Evaluate | None = None
         declared, looked_at = self._begin_head(declared)
         fixed.check(model)
         steps = rule.steps(settings, optimizer, self.plan, variables)
@@ -571,6 +573,7 @@ class PrivateRun(Figures):
 
     def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
         if self._head is not None:
+            assert self._evaluate is not None
             return OfHead(self._head, self._evaluate, variables, self._microbatch)
         of_run = self._model, self._losses, variables
         linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
