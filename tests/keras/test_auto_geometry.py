@@ -235,7 +235,7 @@ REFUSED = {
     "own_softmax": ([LINEAR(3), softmax_of_ones_own()], SPARSE, {}, "be that of dense"),
     "softmax_and_logits": ([LINEAR(3, "softmax")], SPARSE, {}, "activation 'linear'"),
     "no_softmax": ([LINEAR(3)], PROBABILITIES, {}, "activation 'softmax'"),
-    "tanh": ([LINEAR(3, "tanh")], SPARSE, {}, "without activation, got .* with tanh"),
+    "tanh": ([LINEAR(3, "tanh")], SPARSE, {}, "activation 'linear' .* got 'tanh'"),
     "two_layers": ([LINEAR(5), LINEAR(3)], SPARSE, {}, "one Dense layer is trained"),
     "conv": ([layers.Reshape([3, 1]), layers.Conv1D(3, 3), layers.Flatten()], SPARSE, {},
              "one Dense layer is trained"),

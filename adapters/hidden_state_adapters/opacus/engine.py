@@ -36,10 +36,10 @@ from hidden_state_accountants.guarantee import (
 )
 from hidden_state_accountants.runs.base import Run, check_covered
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.advice import advice
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
-from hidden_state_adapters.opacus.advice import advice
 from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.geometry import find_linear_head
 from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dp_accounting import DpEvent
+
 from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
+from hidden_state_adapters.advice import advice
 from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun
+
+
+def _advice(events: Sequence[DpEvent], guarantee: Guarantee, delta: float) -> list[str]:
+    """Where epsilon is that of composition: why no smaller bound holds, and what would help."""
+    if len(events) > 1 or not guarantee.theorem.startswith("composition"):
+        return []
+    unused = [f"Not used: {name}: {reason}." for name, reason in guarantee.alternatives[:1]]
+    helps = advice(events[0], guarantee.neighboring_relation, delta, "l2_norm_clip")
+    return [textwrap.fill(line[:1].upper() + line[1:], 80) for line in [*unused, *helps]]
 
 
 class Figures:
@@ -135,7 +148,8 @@ class Figures:
             raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
         record = self._recorded()
         record.check_iterate()
-        return record.statement(validate.target_delta(delta), self._declared_texts())
+        text = record.statement(validate.target_delta(delta), self._declared_texts())
+        return "\n".join([text, *_advice(record.events(), record.guarantee(), delta)])
 
     def __getstate__(self) -> Any:
         raise UnsupportedRunError(

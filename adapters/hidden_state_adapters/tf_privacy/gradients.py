@@ -287,10 +287,13 @@ class ThroughLinearLayers:
                     lambda part: tf.reshape(part, [rows, self._each, *part.shape[1:]]),
                     (examples, targets),
                 )
-            found, expected = (
-                (one.norms, *one.weighted_sum(factors))
-                for one in (source.gradients(examples, targets) for source in (self, alone))
-            )
+
+            def gradients(examples: Any, targets: Any) -> Any:
+                both = [source.gradients(examples, targets) for source in (self, alone)]
+                return [(one.norms, *one.weighted_sum(factors)) for one in both]
+
+            given = tf.nest.map_structure(tf.convert_to_tensor, (examples, targets))
+            found, expected = traced(gradients, *given)
         except Exception:  # of a model that calls its layers in another way
             return False
         finally:
@@ -301,6 +304,11 @@ class ThroughLinearLayers:
     @property
     def _alone(self) -> type[RowByRow]:
         return MeansOfSeveral if self._each > 1 else RowByRow
+
+
+def traced(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function once, in a graph; TensorFlow would warn of several that are called once."""
+    return tf.function(function, autograph=False).get_concrete_function(*arguments)(*arguments)
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:

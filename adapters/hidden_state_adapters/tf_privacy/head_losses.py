@@ -409,7 +409,8 @@ def refuse_other_loss(users: RowLosses, own: HeadLoss, y: Any, activation: Any) 
 
     parts = rows(dense), rows(y), _constant(random)
     kinds = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in parts]
-    theirs, ours = tf.function(traced, input_signature=kinds, autograph=False)(*parts)
+    graph = tf.function(traced, input_signature=kinds, autograph=False).get_concrete_function()
+    theirs, ours = graph(*parts)
     for expected, found in zip(theirs, ours, strict=True):
         room = _TOLERANCE * float(tf.reduce_max(tf.abs(expected)))
         if expected.shape != found.shape or not np.allclose(found, expected, atol=room, rtol=0):

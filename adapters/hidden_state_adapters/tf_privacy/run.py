@@ -387,7 +387,9 @@ class PrivateRun(Figures):
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
         width = None if self.is_padded else self.plan.batch_size
         kinds = [tf.TensorSpec(shape, tf.int64) for shape in ([None], [None], [None, width])]
-        self._several = tf.function(self._take_several, kinds, autograph=False)
+        self._several = functools.cache(
+            tf.function(self._take_several, kinds, autograph=False).get_concrete_function
+        )
 
     @property
     def record(self) -> RecordedRun:
@@ -480,7 +482,9 @@ class PrivateRun(Figures):
         """Takes steps and records them; the mean of their losses."""
         first = self._record.num_batches
         steps, rows, indices = self._dealer.deal_all(first, first + count)
-        total = self._several(*map(tf.constant, (steps, rows, indices)))
+        eagerly = tf.config.functions_run_eagerly()
+        several = self._take_several if eagerly else self._several()
+        total = several(*map(tf.constant, (steps, rows, indices)))
         self._catch_up()
         return float(total) / count
 

@@ -9,13 +9,19 @@ from hidden_state_accountants import LastIterateDpEvent
 from hidden_state_accountants.runs.advice import clip_that_contracts, other_batches_line
 
 
-def advice(event: dp_accounting.DpEvent, relation: NeighboringRelation, delta: float) -> list[str]:
+def advice(
+    event: dp_accounting.DpEvent,
+    relation: NeighboringRelation,
+    delta: float,
+    clip: str = "max_grad_norm",
+) -> list[str]:
     """A line each; quick bounds only.
 
     Args:
         event: The run that happened.
         relation: Of the guarantee.
         delta: Where epsilon is read.
+        clip: The argument that is the clip norm.
     """
     if not isinstance(event, LastIterateDpEvent):
         return []
@@ -24,7 +30,7 @@ def advice(event: dp_accounting.DpEvent, relation: NeighboringRelation, delta: f
     if found is not None:
         clip_norm, before, after = found
         lines.append(
-            f"raise max_grad_norm to {clip_norm:g}: clipping then never acts, and the update "
+            f"raise {clip} to {clip_norm:g}: clipping then never acts, and the update "
             f"stretches distances by at most c = {after:.6g} instead of {before:.6g}. (The noise "
             "grows with it.)"
         )
