@@ -8,6 +8,9 @@ its steps, the median over the rounds, of all threads (so that the drawing of ba
 other programs on the machine do not), and the ratio of both. Epochs that trace, and those after
 which ours looks at model and loss again (1, 2, 4, 8, ...), are left out.
 
+"PrivateRun" is `PrivateRun.train` beside the fit of DPSequential. The frozen CNN is that of the
+tutorial with a new head, which ours trains as a head run: `loss_geometry="auto"`.
+
 "one step" has steps_per_execution=1 for both, "32 steps" 32; else both have what is given without.
 "eager" has run_eagerly=True for both, beside a plain model with `VectorizedDPKerasSGDOptimizer`.
 After the models come the optimizers: a loop of one's own with `CyclicDPKerasSGDOptimizer` beside
@@ -26,7 +29,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, PrivateRun, keras_api
 
 layers = tf.keras.layers
 EAGER_STEPS = 4  # of an epoch
@@ -62,13 +65,22 @@ def cnn():
     return (28, 28, 1), 10, stack
 
 
+def frozen_cnn():
+    shape, classes, stack = cnn()
+    for layer in stack[:-1]:
+        layer.trainable = False
+    return shape, classes, [*stack[:-1], layers.UnitNormalization(), stack[-1]]
+
+
 MODES = {
     "graph": {},
     "graph, one step": {"steps_per_execution": 1},
     "graph, 32 steps": {"steps_per_execution": 32},
     "XLA": {"jit_compile": True},
     "eager": {"run_eagerly": True},
+    "PrivateRun": {},
 }
+HEAD = {"frozen CNN and a head": {"loss_geometry": "auto", "feature_norm": 1.001}}
 MOST_MODES = ("graph", "XLA", "eager")
 PLAIN_MODES = ("graph, one step", "graph, 32 steps")  # Keras 3 makes one unless told otherwise
 CASES = {  # name: what is trained, batch size, steps of an epoch, modes
@@ -77,6 +89,7 @@ CASES = {  # name: what is trained, batch size, steps of an epoch, modes
     "probe 2048 x 100, microbatches of 4": (probe(2048, 100), 256, 16, ("graph", "XLA")),
     "network 784-256-256-10": (network, 256, 16, ("graph", "XLA")),
     "CNN of the MNIST tutorial": (cnn, 64, 16, MOST_MODES),
+    "frozen CNN and a head": (frozen_cnn, 128, 8, ("graph", "PrivateRun")),
 }
 
 
@@ -102,13 +115,13 @@ def vectorized():
     return VectorizedDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1)
 
 
-def contestants(make, mode, grouping):
-    """Compiled models: TensorFlow Privacy's, and ours."""
+def contestants(make, mode, grouping, head=()):
+    """Compiled models: TensorFlow Privacy's, and ours, with what is said of a head."""
     from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPSequential
 
     compile, sgd = MODES[mode], tf.keras.optimizers.legacy.SGD
     settings = {**CLIP_AND_NOISE, **grouping}
-    ours = HiddenStateSequential(make()[2], **settings)
+    ours = HiddenStateSequential(make()[2], **settings, **dict(head))
     ours.compile(sgd(0.1), crossentropy(), **compile)
     if mode == "eager":
         theirs = tf.keras.Sequential(make()[2])
@@ -137,7 +150,23 @@ def arrays(make, rows):
     return random.normal(size=(rows, *shape)).astype("float32"), random.integers(0, classes, rows)
 
 
-def measure(make, batch_size, steps, mode, grouping, models=contestants):
+class Loop:
+    """A loop of one's own in the place of fit."""
+
+    def __init__(self, make, x, y, batch_size, settings):
+        sgd = tf.keras.optimizers.legacy.SGD(0.1)
+        model = tf.keras.Sequential(make()[2])
+        given = {"loss": crossentropy(), "optimizer": sgd, "batch_size": batch_size, **settings}
+        self.run = PrivateRun(model, x, y, **given)
+
+    def fit(self, x, y, *, callbacks, **_):
+        (clock,) = callbacks
+        clock.on_epoch_begin(0)
+        self.run.train(1, verbose=False)
+        clock.on_epoch_end(0)
+
+
+def measure(make, batch_size, steps, mode, grouping, models=contestants, head=()):
     """CPU seconds of a step of a model: TensorFlow Privacy's, and ours."""
     steps = EAGER_STEPS if mode == "eager" else steps
     x, y = arrays(make, batch_size * steps)
@@ -147,7 +176,12 @@ def measure(make, batch_size, steps, mode, grouping, models=contestants):
         model.fit(x, y, batch_size=batch_size, callbacks=[clock], verbose=0)
         return clock.seconds / steps
 
-    return in_turn(epoch_of, models(make, mode, grouping), MEASURED)
+    if models is beside_plain:
+        return in_turn(epoch_of, models(make, mode, grouping), MEASURED)
+    theirs, ours = models(make, mode, grouping, head)
+    if mode == "PrivateRun":
+        ours = Loop(make, x, y, batch_size, {**CLIP_AND_NOISE, **grouping, **dict(head)})
+    return in_turn(epoch_of, (theirs, ours), MEASURED)
 
 
 def measure_optimizers(make, batch_size, steps, mode):
@@ -207,7 +241,9 @@ def main():
         print("| model, batch | mode | TF Privacy | ours | ratio |\n|---|---|---|---|---|")
         for name, (make, batch_size, steps, modes) in cases.items():
             for mode in modes:
-                found = measure(make, batch_size, steps, mode, GROUPING.get(name, {}))
+                found = measure(
+                    make, batch_size, steps, mode, GROUPING.get(name, {}), head=HEAD.get(name, ())
+                )
                 print_row(name, batch_size, mode, *found)
     if arguments.only != "models":
         print("\n| model, batch | mode | Vectorized | ours | ratio |\n|---|---|---|---|---|")

@@ -370,8 +370,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             if getattr(type(self), name) is not own or name in vars(self):
                 raise refusal(
                     f"Expected the {name} of {PrivateTraining.__name__}, got another one: what it "
-                    "trains is not known. Override call, or use HiddenStateCallback, which "
-                    "compares the losses of a train_step of your own."
+                    "trains is not known. Override call, or ask PrivateRun for the steps."
                 )
 
     # Figures
@@ -552,10 +551,12 @@ class HiddenStateModel(PrivateTraining):
         Checkpoints count.
       - Random batches come from the operating system, the noise from a generator that it seeded
         (TensorFlow's generators are not cryptographic).
-      - Checked before training and after 1, 2, 4, 8, ... epochs: model, loss and callbacks, as for
-        `HiddenStateCallback`. In every step, on the device: that the batch is the one that was
-        dealt for it, the variables, and moments of the optimizer, bit by bit, the generator of the
-        noise, finite gradients no longer than the geometry says. A step that fails is not taken.
+      - With a `feature_norm` it is a head run: the features of all examples are made once, before
+        the first step, measured and held, and the gradients of kernel and bias come from them, in
+        closed form with ``"auto"``. Without one every example is differentiated alone.
+      - Checked in every step, on the device: that the batch is the one that was dealt for it, the
+        variables, and moments of the optimizer, bit by bit, the generator of the noise, finite
+        gradients no longer than the geometry says. A step that fails is not taken.
       - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
         training data (History, progress bar) have no privacy guarantee and must stay private.
 
@@ -585,8 +586,8 @@ class HiddenStateModel(PrivateTraining):
         projection_radius: R, or None for no projection: all trainable variables together are
             projected on the ball around 0.
         loss_geometry: What is known about the loss of one example, before clipping. ``"auto"``
-            reads it off the compiled loss and the model, as for `HiddenStateCallback`; a
-            LossGeometry is your word. None is composition.
+            reads it off the compiled loss and the model, whose last layer is a `Dense` one and all
+            that is trained; a LossGeometry is your word. None is composition.
         feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
             needed for "auto". All examples are measured before the first step.
         weight_bound: The largest `sample_weight` that an example could have, a public number; for
