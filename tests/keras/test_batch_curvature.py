@@ -89,7 +89,7 @@ def test_the_batches_are_those_of_the_secret_order(monkeypatch):
     """Not those of the data set's order, which may be less curved."""
     looked_at = []
 
-    def look(loss, feature_norm, head, batches):
+    def look(declared, head, batches):
         looked_at.extend(batch.numpy() for batch in batches)
         return []
 

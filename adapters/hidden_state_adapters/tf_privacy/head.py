@@ -7,13 +7,14 @@ changes later in what comes before the head has an influence on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants import Assumption, LossGeometry
+from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
 from hidden_state_accountants.runs.base import SLACK
 from hidden_state_adapters.curved_batches import (
     ROUNDING,
@@ -22,10 +23,24 @@ from hidden_state_adapters.curved_batches import (
     remedy,
 )
 from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, Product, of_products
-from hidden_state_adapters.tf_privacy.head_losses import DECLARE, Evaluate, is_squared_error
+from hidden_state_adapters.tf_privacy.head_losses import (
+    DECLARE,
+    Evaluate,
+    RowLosses,
+    is_squared_error,
+    known_loss,
+    of_users,
+    refuse_other_loss,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
+_SINGLY = "the gradient of every example is that of a batch of this example alone"
+_IN_CLOSED_FORM = (
+    "gradients in closed form, of kernel and bias of the head alone, from features that were made "
+    "once, before the first step; those of a few examples also alone, with the same result"
+)
 _BLOCK = 256  # examples of a pass
 _ALONE = 16  # examples whose features are made once more, by themselves
 _CLOSE = 1e-4  # of features that were made in another batch
@@ -151,6 +166,89 @@ class Head:
         return tf.cast(features, self.layer.kernel.dtype)
 
 
+@attrs.frozen(eq=False)
+class HeadRun:
+    """What the steps of a head run read.
+
+    Attributes:
+        head: The layer.
+        features: Of all examples, shape (examples, entries).
+        targets: Of all examples, as `evaluate` wants them.
+        evaluate: Value and slope of the loss by the linear predictions.
+    """
+
+    head: Head
+    features: tf.Tensor
+    targets: Any
+    evaluate: Evaluate
+
+
+def begin(
+    model: Any, losses: RowLosses, x: Any, y: Any, declared: Declared
+) -> tuple[Declared, HeadRun | None, list[Assumption]]:
+    """Makes the features of a head run, and reads off what is known of its loss.
+
+    Args:
+        model: It is built.
+        losses: Of the user.
+        x: All examples.
+        y: Their targets.
+        declared: What is said of the loss.
+
+    Returns:
+        What the run is accounted with, what its steps read, if a bound on the features was given,
+        and what was checked.
+
+    Raises:
+        UnsupportedRunError: The model has no head, or what is said of it does not hold.
+    """
+    given, norm, keras_loss = declared.of_loss, declared.feature_norm, losses.keras_loss
+    if norm is None:
+        if given is not None:
+            _check_without_norm(given, keras_loss, model, x)
+        return declared, None, [Assumption.checked(_SINGLY)]
+    if tf.nest.is_nested(y):
+        raise refusal("Expected one array of targets beside feature_norm, got several.")
+    head = Head(model)
+    features = head.features(x)
+    check_norms(features, norm)
+    checked = [Assumption.checked(_IN_CLOSED_FORM)]
+    if not declared.is_automatic:
+        if given is not None:
+            check_smoothness(given, keras_loss, head, features)
+        own = HeadRun(head, features, y, of_users(losses, head.layer.activation))
+        return declared, own, checked
+    loss = known_loss(keras_loss, head.activation, head.outputs, y.numpy())
+    refuse_other_loss(losses, loss, y.numpy(), head.layer.activation)
+    known = attrs.evolve(
+        declared,
+        loss_geometry=loss.geometry(norm, head.has_bias),
+        source=f"that of {loss.name} and one linear layer on features of norm at most {norm:g}, "
+        "which every example of the data set has",
+    )
+    return known, HeadRun(head, features, loss.targets, loss.evaluate), checked
+
+
+def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any) -> None:
+    """What the user says of a loss whose features nobody was told to measure."""
+    try:
+        head = Head(model)
+    except UnsupportedRunError:
+        return  # nothing is known of such a model
+    if curvature_matters(given):
+        raise refusal(
+            f"Expected feature_norm= beside a loss_geometry with curvature = "
+            f"{given.curvature:g}, got none: how curved a batch is depends on its features, "
+            "which are looked at. Pass the bound on their norm, as for release_curvature."
+        )
+    if is_squared_error(keras_loss):
+        try:
+            features = head.features(x)
+        except UnsupportedRunError:
+            return
+        check_smoothness(given, keras_loss, head, features)
+
+
 def check_norms(features: tf.Tensor, feature_norm: float) -> None:
     """Refuses features that are longer than their bound.
 
@@ -198,40 +296,38 @@ def check_smoothness(
 
 
 def check_curvature(
-    loss: LossGeometry,
-    feature_norm: float,
-    head: Head,
-    batches: Iterable[tf.Tensor] | None,
-) -> Iterator[Assumption]:
+    declared: Declared, run: HeadRun, batches: Iterable[tf.Tensor] | None
+) -> list[Assumption]:
     """Refuses batches whose mean loss is more curved than declared.
 
     For M-smooth losses of records of norm at most B the mean loss of a batch is K-smooth with
     K = M lambda_max(X^T X)/(b B^2), X the features of the batch (docs/theory/curvature.md).
 
     Args:
-        loss: Declared; nothing is looked at unless its curvature says more than its smoothness.
-        feature_norm: B.
-        head: The layer.
+        declared: Nothing is looked at unless its curvature says more than its smoothness.
+        run: The head.
         batches: The features of every batch of an epoch; None if every epoch has others.
 
-    Yields:
+    Returns:
         What was checked.
 
     Raises:
         UnsupportedRunError: A batch is more curved than declared, or they are not known ahead.
     """
-    if not curvature_matters(loss):
-        return
+    loss, norm = declared.of_loss, declared.feature_norm
+    if loss is None or loss.curvature is None or norm is None or not curvature_matters(loss):
+        return []
     if batches is None:
         raise refusal(
             f"Expected a loss_geometry without curvature, got {loss!r}: every epoch has other "
             "batches here, and they are looked at before the first step. Use shuffled_once, "
             "cyclic or full batches, or leave the curvature out."
         )
-    square, bound = feature_norm**2 + head.has_bias, (loss.curvature or 0.0) * (1 + ROUNDING)
+    has_bias = run.head.has_bias
+    square, bound = norm**2 + has_bias, loss.curvature * (1 + ROUNDING)
     for number, batch in enumerate(batches):
         rows = batch.numpy().astype(np.float64)
-        if head.has_bias:
+        if has_bias:
             rows = np.c_[rows, np.ones(len(rows))]
         gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
         share = float(np.linalg.eigvalsh(gram)[-1]) / (len(rows) * square)
@@ -240,23 +336,22 @@ def check_curvature(
                 f"batch {number} has a mean loss that is {share * loss.smoothness:.6g}-smooth, "
                 f"expected at most curvature = {loss.curvature:.6g}. {remedy(loss)}"
             )
-    yield checked_curvature(loss)
+    return [checked_curvature(loss)]
 
 
 class OfHead:
     """Gradients of a head, from features and the slopes of the loss.
 
     Args:
-        head: The layer.
-        evaluate: Value and slope of the loss by the linear predictions.
+        run: What its steps read.
         variables: That the gradients are of.
         each: The examples of a record, of whose mean loss the gradients are.
     """
 
     name = "of the head, in closed form"
 
-    def __init__(self, head: Head, evaluate: Evaluate, variables: Sequence[Any], each: int = 1):
-        self._layer, self._evaluate = head.layer, evaluate
+    def __init__(self, run: HeadRun, variables: Sequence[Any], each: int = 1):
+        self._layer, self._evaluate = run.head.layer, run.evaluate
         self._variables, self._each = list(variables), each
 
     def gradients(self, features: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:

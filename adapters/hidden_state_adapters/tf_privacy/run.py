@@ -13,16 +13,13 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
-    Assumption,
     BatchOrder,
     Comparison,
-    LossGeometry,
     UnsupportedRunError,
     compare,
     validate,
 )
 from hidden_state_adapters.batch_plans import FixedPlan
-from hidden_state_adapters.curved_batches import curvature_matters
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
@@ -36,21 +33,8 @@ from hidden_state_adapters.tf_privacy.gradients import (
 from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, build
 from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
-from hidden_state_adapters.tf_privacy.head import (
-    Head,
-    OfHead,
-    check_curvature,
-    check_norms,
-    check_smoothness,
-)
-from hidden_state_adapters.tf_privacy.head_losses import (
-    Evaluate,
-    RowLosses,
-    is_squared_error,
-    known_loss,
-    of_users,
-    refuse_other_loss,
-)
+from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
+from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
 from hidden_state_adapters.tf_privacy.owned.data import (
     FEWEST_ROWS,
@@ -74,11 +58,6 @@ from hidden_state_adapters.tf_privacy.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.step_log import Problem
 from hidden_state_adapters.tf_privacy.units import Units
 
-_ALONE = "the gradient of every example is that of a batch of this example alone"
-_IN_CLOSED_FORM = (
-    "gradients in closed form, of kernel and bias of the head alone, from features that were made "
-    "once, before the first step; those of a few examples also alone, with the same result"
-)
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
 _LONGEST_PACE = 64  # steps between them
@@ -354,9 +333,13 @@ class PrivateRun(Figures):
         declared = self._weighted(rule.declared(settings))
         self.first_batch = next(self._batches())  # whoever trains on it
         fixed = FixedVariables(model)
-        self._head: Head | None = None
-        self._evaluate: Evaluate | None = None
-        declared, looked_at = self._begin_head(declared)
+        self._examples.warn_of_equal()
+        declared, self._head, looked_at = begin(
+            model, self._losses, self._examples.x, self._examples.y, declared
+        )
+        if self._head is not None:
+            self._examples.hold(self._head.features, self._head.targets)
+            looked_at += check_curvature(declared, self._head, self._features())
         fixed.check(model)
         steps = rule.steps(settings, optimizer, self.plan, variables)
         steps.examples_of_record = self._microbatch
@@ -374,7 +357,6 @@ class PrivateRun(Figures):
             state=None if continued is None else continued.state,
             discard_later_steps=continued is not None and continued.discard_later_steps,
         )
-        self._examples.warn_of_equal()
         parts = steps.blocks or (variables,)
         self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
         self._refuse_broken_products()
@@ -505,66 +487,6 @@ class PrivateRun(Figures):
         for entry in self.steps.steps_since(self._record.num_batches):
             self._record.add(self._record.next_batch, entry)
 
-    def _begin_head(self, declared: Declared) -> tuple[Declared, list[Assumption]]:
-        """Makes the features of a head run, and reads off what is known of its loss.
-
-        Returns:
-            What the run is accounted with, and what was checked.
-
-        Raises:
-            UnsupportedRunError: The model has no head, or what is said of it does not hold.
-        """
-        model, given, norm = self._model, declared.of_loss, declared.feature_norm
-        if norm is None:
-            if given is not None:
-                self._check_declared_loss(given)
-            return declared, [Assumption.checked(_ALONE)]
-        if tf.nest.is_nested(self._examples.y):
-            raise refusal("Expected one array of targets beside feature_norm, got several.")
-        head, keras_loss = Head(model), self._losses.keras_loss
-        features = head.features(self._examples.x)
-        check_norms(features, norm)
-        if declared.is_automatic:
-            y = self._examples.y.numpy()
-            loss = known_loss(keras_loss, head.activation, head.outputs, y)
-            refuse_other_loss(self._losses, loss, y, head.layer.activation)
-            given = loss.geometry(norm, head.has_bias)
-            declared = attrs.evolve(
-                declared,
-                loss_geometry=given,
-                source=f"that of {loss.name} and one linear layer on features of norm at most "
-                f"{norm:g}, which every example of the data set has",
-            )
-            targets, self._evaluate = loss.targets, loss.evaluate
-        else:
-            targets = self._examples.y
-            self._evaluate = of_users(self._losses, head.layer.activation)
-            if given is not None:
-                check_smoothness(given, keras_loss, head, features)
-        self._examples.hold(features, targets)
-        self._head = head
-        of_batches = () if given is None else check_curvature(given, norm, head, self._features())
-        return declared, [Assumption.checked(_IN_CLOSED_FORM), *of_batches]
-
-    def _check_declared_loss(self, given: LossGeometry) -> None:
-        """What the user says of a loss whose features nobody was told to measure."""
-        try:
-            head = Head(self._model)
-        except UnsupportedRunError:
-            return  # nothing is known of such a model
-        if curvature_matters(given):
-            raise refusal(
-                f"Expected feature_norm= beside a loss_geometry with curvature = "
-                f"{given.curvature:g}, got none: how curved a batch is depends on its features, "
-                "which are looked at. Pass the bound on their norm, as for release_curvature."
-            )
-        if is_squared_error(self._losses.keras_loss):
-            try:
-                features = head.features(self._examples.x)
-            except UnsupportedRunError:
-                return
-            check_smoothness(given, self._losses.keras_loss, head, features)
-
     def _features(self) -> Iterator[tf.Tensor] | None:
         """Those of every batch of an epoch; None if every epoch has others."""
         if not isinstance(self.plan, FixedPlan):
@@ -577,8 +499,7 @@ class PrivateRun(Figures):
 
     def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
         if self._head is not None:
-            assert self._evaluate is not None
-            return OfHead(self._head, self._evaluate, variables, self._microbatch)
+            return OfHead(self._head, variables, self._microbatch)
         of_run = self._model, self._losses, variables
         linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
         return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
