@@ -113,6 +113,44 @@ def test_regression():
     assert model.guarantee_.epsilon(1e-5) <= 3
 
 
+@pytest.mark.parametrize("preprocessing", [None, "center", "standardize"])
+def test_coefficients_in_the_units_of_the_columns(preprocessing):
+    units = np.array([1.0, 100.0, 1e-3])
+    columns = X * units
+    y = X @ [1.0, -1.0, 2.0] + 0.5
+    bounds = np.c_[-units, 2 * units]
+    model = regressor(feature_norm=3.0, column_bounds=bounds, preprocessing=preprocessing)
+    model.fit(columns, y)
+    assert model.score(columns, y) > 0.8
+    if preprocessing != "standardize":  # which makes records longer than feature_norm
+        predicted = columns @ model.coef_of_columns_ + model.intercept_of_columns_
+        np.testing.assert_allclose(model.predict(columns), predicted, atol=1e-9)
+    assert "the bounds of the columns" in model.report_
+    with pytest.raises(AttributeError, match="scales every record by its own norm"):
+        _ = regressor(normalization="scale").fit(X, y).coef_of_columns_
+
+
+def test_bounds_of_columns_take_their_units_away():
+    columns = X * [1.0, 1e4, 1e-4]
+    bounds = np.array([[-0.5, 1.5]] * 3) * np.array([[1.0], [1e4], [1e-4]])
+    assert classifier(column_bounds=bounds).fit(columns, NAMES).score(columns, NAMES) > 0.95
+    assert classifier().fit(columns, NAMES).score(columns, NAMES) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("random_state", "cannot be seeded"), ("warm_start", "starts at zero")],
+)
+def test_what_is_not_there_says_why(name, why):
+    with pytest.raises(TypeError, match=why):
+        PrivateClassifier(**{name: 1})
+    with pytest.raises(ValueError, match=why):
+        regressor().set_params(**{name: 1})
+    assert not hasattr(regressor(), "partial_fit")
+    with pytest.raises(AttributeError, match="all records at once"):
+        classifier().partial_fit(X, NAMES)
+
+
 def test_ridge_shrinks():
     y = X @ [1.0, -1.0, 2.0]
     norms = [
@@ -138,6 +176,11 @@ def test_ridge_shrinks():
         (classifier(neighboring_relation="add_or_remove_one"), NAMES, "number of records sets"),
         (regressor(target_bounds=None), LABELS, "range of the targets is"),
         (regressor(target_bounds=(1, 1)), LABELS, "target_bounds"),
+        (regressor(target_bounds=3), LABELS, "two numbers with low < high, got 3"),
+        (regressor(target_bounds="ab"), LABELS, "two numbers with low < high, got 'ab'"),
+        (classifier(column_bounds=(0, 1)), NAMES, r"shape \(features, 2\)"),
+        (classifier(column_bounds=[(0, 1)] * 2), NAMES, "for 3 columns"),
+        (classifier(column_bounds=[(1, 0)] * 3), NAMES, "low < high"),
         (regressor(threshold=0.0), LABELS, "clip_norm"),
         (regressor(alpha=-1.0), LABELS, "weight_decay >= 0"),
     ],
@@ -190,7 +233,9 @@ def test_the_report_says_relation_theorem_and_whose_word_things_are():
         "at delta = 1e-05",
         "REPLACE_SPECIAL",
         "every iterate may be released",
-        "gradient descent with momentum 0.",
+        "64 steps along the sum of all records' gradients, each cut to length 0.313",
+        "momentum 0.",
+        "Gaussian releases, whose squared mu add up",
         "declared (your word)",
         "one record per person",
         "no search over them",

@@ -35,12 +35,37 @@ _AUTO = "auto"
 _NUMBERS = "biuf"  # kinds of dtypes
 
 
+_NOT_HERE = {
+    "random_state": "the noise cannot be seeded: who knows the seed knows the noise, and private "
+    "data with it. For repeatable experiments save the fitted model",
+    "warm_start": "the accounted run starts at zero. Fit anew with the whole budget, or add up "
+    "several fits with hidden_state_accountants.budget",
+    "partial_fit": "the accounted run is about all records at once. Call fit with all of them",
+}
+
+
 class PrivateLinearModel(BaseEstimator):
     """What classifier and regressor have in common.
 
     The constructor only stores. `fit` asks `hidden_state_accountants.recommend` for a run, which
     looks at no record, and trains it.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        for name in set(options) & set(_NOT_HERE):
+            raise TypeError(f"Expected no {name}, got {options[name]!r}: {_NOT_HERE[name]}.")
+        return super().__new__(cls)
+
+    def set_params(self, **params: Any) -> Any:
+        """As in scikit-learn; says of an argument that is not there why."""
+        for name in set(params) & set(_NOT_HERE):
+            raise ValueError(f"Expected no {name}, got {params[name]!r}: {_NOT_HERE[name]}.")
+        return super().set_params(**params)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_HERE:
+            raise AttributeError(f"Expected no use of {name}: {_NOT_HERE[name]}.")
+        return object.__getattribute__(self, name)  # says what a property or Python says
 
     def __sklearn_clone__(self) -> Any:
         copied = type(self)(**clone_parameters(self))
@@ -100,6 +125,34 @@ class PrivateLinearModel(BaseEstimator):
                 'matrix, of which nothing would stay sparse. Use "scale", or X.toarray().'
             )
 
+    def _column_bounds(self, X: Any) -> tuple[np.ndarray, np.ndarray] | None:
+        """Middles and half ranges of the columns; None for columns as they are."""
+        if self.column_bounds is None:
+            return None
+        try:
+            low, high = np.asarray(self.column_bounds, dtype=np.float64).T
+        except (TypeError, ValueError):
+            low = high = np.empty(0)
+        if low.shape != X.shape[1:] or not (low < high).all() or not np.isfinite(high - low).all():
+            raise ValueError(
+                "Expected column_bounds, shape (features, 2): (low, high) of every column, with "
+                f"low < high, for {X.shape[1]} columns, got {self.column_bounds!r}. Take them from "
+                "public knowledge."
+            )
+        if sparse.issparse(X):
+            raise ValueError(
+                "Expected dense records beside column_bounds, got a sparse matrix, of which "
+                "nothing would stay sparse. Scale it by public numbers first, or use X.toarray()."
+            )
+        return (high + low) / 2, (high - low) / 2
+
+    def _in_bounds(self, X: Any) -> Any:
+        """The records with every column cut at its bounds and brought to [-1, 1] by them."""
+        bounds = self._column_bounds(X)
+        if bounds is None:
+            return X
+        return np.clip((X - bounds[0]) / bounds[1], -1.0, 1.0).astype(X.dtype)
+
     def _records(self, X: Any, statistics: Statistics | None) -> Records:
         if statistics is not None:
             X = statistics.apply(X, self._feature_norm(), self.normalization)
@@ -140,6 +193,7 @@ class PrivateLinearModel(BaseEstimator):
         calibrate: bool,
         **options: Any,
     ) -> tuple[Records, OwnGenerator]:
+        X = self._in_bounds(X)
         step = self._chosen_step(X)
         recipe = Recipe.of(
             self._target(),
@@ -186,7 +240,7 @@ class PrivateLinearModel(BaseEstimator):
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
         parts = []
         for rows in blocks_of(X):  # so that no copy of X is made for centring
-            records = self._records(X[rows], self._statistics)
+            records = self._records(self._in_bounds(X[rows]), self._statistics)
             parts.append(records.predictions(slice(0, len(records)), self._weights))
         return np.concatenate(parts)
 
@@ -222,6 +276,8 @@ class PrivateLinearModel(BaseEstimator):
                     "both together"
                 )
             )
+        if self.column_bounds is not None:
+            found.append(Assumption.public("the bounds of the columns"))
         if self._has_sample_weights:
             found.append(
                 Assumption.declared("the weight of every record is a function of it alone")
@@ -241,8 +297,11 @@ class PrivateLinearModel(BaseEstimator):
             guarantee.assumptions,
             self.delta,
             beside=self._recipe.beside,
-            update=f"gradient descent with momentum {run.momentum:g} along the noisy gradients, "
-            f"learning rate {run.event.learning_rate:g}",
+            update=f"{run.event.num_steps} steps along the sum of all records' gradients, each cut "
+            f"to length {run.event.gradient_bound()[0]:g}, plus Gaussian noise of standard "
+            f"deviation {run.event.noise_std_on_sum()[0]:.4g} in every weight, over the number of "
+            f"records; learning rate {run.event.learning_rate:g}, momentum {run.momentum:g} (on "
+            "what is released already, so at no cost); Gaussian releases, whose squared mu add up",
         ).lines()
         return f"{text}\nfits: {self._fits}"
 
@@ -290,6 +349,9 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             squared mu of the target. None for no such step. "auto" centres dense records, unless
             they are so few that the noise in the means would be longer than a record. The
             records are normalised before and after a step, which makes a copy of X.
+        column_bounds: (low, high) of every column from public knowledge, shape (features, 2), or
+            None. Columns are cut there and brought to [-1, 1], so that their units do not decide
+            what a normalised record consists of.
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
         calibrate: Whether one temperature for `predict_proba` is released, with noise and
@@ -319,6 +381,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         feature_norm: float = 1.0,
         normalization: str = "scale",
         preprocessing: str | None = "auto",
+        column_bounds: Any = None,
         class_weight: Any = None,
         calibrate: bool = True,
         fit_intercept: bool = True,
@@ -331,6 +394,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         self.feature_norm = feature_norm
         self.normalization = normalization
         self.preprocessing = preprocessing
+        self.column_bounds = column_bounds
         self.class_weight = class_weight
         self.calibrate = calibrate
         self.fit_intercept = fit_intercept
@@ -485,13 +549,16 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         alpha: The loss gets alpha/2 times the squared norm of the weights, the intercept included.
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
-        preprocessing: As for `PrivateClassifier`.
+        preprocessing, column_bounds: As for `PrivateClassifier`.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         neighboring_relation, verbose: As for `PrivateClassifier`.
 
     Attributes:
         coef_: Shape (features,), for records as they are normalised.
         intercept_: A number.
+        coef_of_columns_, intercept_of_columns_: The same in the units of the columns, for records
+            that nothing cuts: X @ coef_of_columns_ + intercept_of_columns_ is `predict(X)`, for
+            normalization="clip" and records no longer than `feature_norm` within the bounds.
         n_features_in_, n_iter_, privacy_event_, guarantee_, report_: As for `PrivateClassifier`.
     """
 
@@ -506,6 +573,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         feature_norm: float = 1.0,
         normalization: str = "clip",
         preprocessing: str | None = None,
+        column_bounds: Any = None,
         fit_intercept: bool = True,
         neighboring_relation: Any = "REPLACE_SPECIAL",
         verbose: int = 0,
@@ -518,6 +586,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         self.feature_norm = feature_norm
         self.normalization = normalization
         self.preprocessing = preprocessing
+        self.column_bounds = column_bounds
         self.fit_intercept = fit_intercept
         self.neighboring_relation = neighboring_relation
         self.verbose = verbose
@@ -563,10 +632,45 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
                 "Expected target_bounds=(low, high), got None: the range of the targets is "
                 "private. Take it from public knowledge."
             )
-        low, high = (validate.real("target_bounds", bound) for bound in self.target_bounds)
+        try:
+            low, high = (validate.real("target_bounds", bound) for bound in self.target_bounds)
+        except (TypeError, ValueError):
+            low = high = 0.0
         if not low < high:
-            raise ValueError(f"Expected target_bounds (low, high), got {self.target_bounds!r}.")
+            raise ValueError(
+                "Expected target_bounds=(low, high), two numbers with low < high, got "
+                f"{self.target_bounds!r}. Take the range of the targets from public knowledge."
+            )
         return low, high
+
+    @property
+    def coef_of_columns_(self) -> np.ndarray:
+        """Slopes in the units of the columns, shape (features,)."""
+        return self._of_columns()[0]
+
+    @property
+    def intercept_of_columns_(self) -> float:
+        """What is predicted, by the same map, where all columns are 0."""
+        return self._of_columns()[1]
+
+    def _of_columns(self) -> tuple[np.ndarray, float]:
+        check_is_fitted(self)
+        if self.normalization != "clip":
+            raise AttributeError(
+                "Expected normalization='clip' for coefficients in the units of the columns, got "
+                f"{self.normalization!r}, which scales every record by its own norm: no one number "
+                "for a column says what it does. Use coef_, for normalised records."
+            )
+        slopes, origin, statistics = self.coef_, np.zeros_like(self.coef_), self._statistics
+        if statistics is not None:
+            slopes = slopes if statistics.factors is None else slopes * statistics.factors
+            origin = origin if statistics.means is None else statistics.means
+        offset = self.intercept_ - float(origin @ slopes)
+        bounds = self._column_bounds(self.coef_[None])
+        if bounds is not None:
+            slopes = slopes / bounds[1]
+            offset -= float(bounds[0] @ slopes)
+        return slopes, offset
 
     def _public(self) -> list[Assumption]:
         return [Assumption.public(f"the bounds of the targets, {self.target_bounds!r}")]
