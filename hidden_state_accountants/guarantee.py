@@ -322,31 +322,35 @@ class Guarantee:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
         return event
 
+    def _facts(self, *deltas: float) -> list[tuple[str, str]]:
+        """What is proved, as label and text."""
+        facts = [("theorem", self.theorem), ("neighboring relation", self._relation)]
+        if self.is_of_groups:
+            facts.append(("groups", f"data sets that differ in up to {self.group_size} records"))
+        if self.mu is not None:
+            facts.append(("mu (Gaussian differential privacy)", text_up(self.mu, 6)))
+        facts += [(f"epsilon at delta {d:g}", text_up(self.epsilon(d), 6)) for d in deltas]
+        if self.only_for:
+            facts.append(("ONLY FOR", self.scope(deltas[0])))
+        if self.caveat:
+            facts.append(("NOT PROVEN", self.caveat))
+        return facts
+
     def explain(self, delta: float = 1e-5) -> str:
         """Theorem, relation, assumptions, the bounds that were not used, and what would help.
 
         Args:
             delta: Where epsilon is read.
         """
-        epsilon = self.epsilon(delta)
         lines = [
-            f"theorem: {self.theorem}",
-            f"neighboring relation: {self.neighboring_relation.name}",
+            f"{label}{'' if label == 'ONLY FOR' else ':'} {text}"
+            for label, text in self._facts(delta)
         ]
-        if self.mu is not None:
-            lines.append(f"mu (Gaussian differential privacy): {text_up(self.mu, 6)}")
-        if self.is_of_groups:
-            lines.append(f"groups: data sets that differ in up to {self.group_size} records")
-        lines.append(f"epsilon at delta {delta:g}: {text_up(epsilon, 6)}")
-        if self.only_for:
-            lines.append(f"ONLY FOR {self.scope(delta)}")
-        if self.caveat:
-            lines.append(f"NOT PROVEN: {self.caveat}")
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
+        now = text_up(self.epsilon(delta), 4)
         for description, changed in self.changes(delta) if self.changes else ():
-            change = f"{text_up(epsilon, 4)} -> {text_up(changed, 4)}"
-            lines.append(f"one change: {description}: epsilon {change}")
+            lines.append(f"one change: {description}: epsilon {now} -> {text_up(changed, 4)}")
         return "\n".join(lines)
 
     def statement(self, delta: float = 1e-5) -> str:
@@ -356,22 +360,19 @@ class Guarantee:
             delta: Where epsilon is read; it should be well below 1 over the number of records.
         """
         relation = self.neighboring_relation.name
-        assumed = [
-            f"{words}: {'; '.join(a.text for a in self.assumptions if a.status is status)}."
-            for status, words in _VOUCHED.items()
-            if any(a.status is status for a in self.assumptions)
-        ]
         sentences = [
             f"What is released is (epsilon, delta)-differentially private with epsilon = "
             f"{text_up(self.epsilon(delta), 4)} and delta = {delta:g}.",
             f"Neighbouring are data sets {_NEIGHBOURS[relation]} ({relation}).",
-            *([f"They differ in up to {self.group_size} records."] if self.is_of_groups else []),
-            *([f"It holds only for {self.scope(delta)}."] if self.only_for else []),
-            *([f"It is NOT PROVEN: {self.caveat}."] if self.caveat else []),
+            f"They differ in up to {self.group_size} records." if self.is_of_groups else "",
+            f"It holds only for {self.scope(delta)}." if self.only_for else "",
+            f"It is NOT PROVEN: {self.caveat}." if self.caveat else "",
             f"It is computed by hidden-state-accountants from: {self.theorem}.",
-            *assumed,
         ]
-        return "\n".join(sentences)
+        for status, words in _VOUCHED.items():
+            texts = [a.text for a in self.assumptions if a.status is status]
+            sentences.append(f"{words}: {'; '.join(texts)}." if texts else "")
+        return "\n".join(filter(None, sentences))
 
     def __repr__(self) -> str:
         mu = "" if self.mu is None else f"mu = {text_up(self.mu, 4)}, "
@@ -384,16 +385,10 @@ class Guarantee:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("theorem", self.theorem), ("neighboring relation", self._relation)]
-        if self.only_for:
-            rows.append(("ONLY FOR", self.only_for))
-        if self.caveat:
-            rows.append(("NOT PROVEN", self.caveat))
-        rows += [
-            (f"epsilon at delta {delta:g}", text_up(self.epsilon(delta), 4))
-            for delta in (1e-5, 1e-6, 1e-8)
+        rows = [
+            *self._facts(1e-5, 1e-6, 1e-8),
+            *((a.status.value, a.text) for a in self.assumptions),
         ]
-        rows += [(a.status.value, a.text) for a in self.assumptions]
         cells = (f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
         return f"<table>{''.join(cells)}</table>"
 
@@ -406,22 +401,16 @@ class Guarantee:
         signature: whoever can write the file can write a digest.
         """
         everyone = self.of_all_records
+        own = attrs.asdict(
+            self,
+            filter=lambda field, _: field.name not in ("curve", "changes", "of_all_records"),
+            value_serializer=lambda _, field, value: _plain(value),
+        )
         plain = {
             "schema": SCHEMA,
             "type": "Guarantee",
-            "neighboring_relation": self.neighboring_relation.name,
-            "theorem": self.theorem,
-            "assumptions": [
-                {"text": a.text, "status": a.status.value, "topic": a.topic.value}
-                for a in self.assumptions
-            ],
-            "alternatives": [list(pair) for pair in self.alternatives],
-            "caveat": self.caveat,
-            "citations": [attrs.asdict(citation) for citation in self.citations],
-            "only_for": self.only_for,
+            **own,
             "of_all_records": None if everyone is None else everyone().to_dict(),
-            "group_size": self.group_size,
-            "only_for_pairs": self.only_for_pairs,
             "curve": to_plain(self.curve),
         }
         return {**plain, "sha256": _digest(plain)}
@@ -448,28 +437,32 @@ class Guarantee:
                 "Expected the sha256 of the guarantee, got another one: it was changed after it "
                 "was written. Write it again with to_dict, of the guarantee itself."
             )
-        everyone = plain["of_all_records"]
-        of_all_records = None if everyone is None else cls.from_dict(everyone)
+        del plain["schema"], plain["type"]
+        if plain["of_all_records"] is not None:
+            everyone = cls.from_dict(plain["of_all_records"])
+            plain["of_all_records"] = lambda: everyone
         return cls(
-            curve=curve_from_plain(plain["curve"]),
-            neighboring_relation=plain["neighboring_relation"],
-            theorem=plain["theorem"],
-            assumptions=tuple(
-                Assumption(a["text"], Status(a["status"]), Topic(a["topic"]))
-                for a in plain["assumptions"]
-            ),
-            alternatives=tuple((name, reason) for name, reason in plain["alternatives"]),
-            caveat=plain["caveat"],
-            citations=tuple(Citation(**citation) for citation in plain["citations"]),
-            only_for=plain["only_for"],
-            of_all_records=None if of_all_records is None else lambda: of_all_records,
-            group_size=plain["group_size"],
-            only_for_pairs=plain["only_for_pairs"],
+            **plain
+            | {
+                "curve": curve_from_plain(plain["curve"]),
+                "assumptions": tuple(
+                    Assumption(a["text"], Status(a["status"]), Topic(a["topic"]))
+                    for a in plain["assumptions"]
+                ),
+                "alternatives": tuple((name, reason) for name, reason in plain["alternatives"]),
+                "citations": tuple(Citation(**citation) for citation in plain["citations"]),
+            }
         )
 
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""
         return bibtex(self.citations)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, NeighboringRelation):
+        return value.name
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def _digest(plain: Mapping[str, Any]) -> str:

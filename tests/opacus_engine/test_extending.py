@@ -19,7 +19,7 @@ def names():
     """What the blocks of the page define, one after the other in one namespace."""
     namespace = {"__name__": "extending"}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), namespace)
     return namespace
