@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -69,7 +69,7 @@ class Statement:
     beside: DpEvent | None = None
 
     def lines(self) -> str:
-        """About a dozen lines "label: text" to paste."""
+        """About a dozen lines "label: text" to paste, and the assumptions, one a line."""
         guarantee, described = self.guarantee, self._description()
         several = f" ({len(self.events)} runs)" if len(self.events) > 1 else ""
         theory = f" ({described.theory})" if described.theory else ""
@@ -85,10 +85,6 @@ class Statement:
             every = _number(self._epsilon_of_every_iterate(), 4)
             rows.append(("epsilon if every iterate were released", every))
         rows += described.facts
-        for status, label in _LABELS.items():
-            texts = self._texts(status)
-            if texts:
-                rows.append((label, "; ".join(texts)))
         if several:
             rows.append(("runs", f"{len(self.events)}; {_ABOUT_SEVERAL}"))
         return "\n".join(
@@ -96,6 +92,7 @@ class Statement:
                 f"{described.title}{several}",
                 f"epsilon = {fixed_up(guarantee.epsilon(self.delta), 4)} at delta = {self.delta:g}",
                 *(f"{label}: {text}" for label, text in rows),
+                *self._items(_LABELS, "  - {}".format),
             ]
         )
 
@@ -125,10 +122,7 @@ class Statement:
             parts.append(_wrapped(f"NOT PROVEN: {guarantee.caveat}"))
         if guarantee.only_for:
             parts.append(_wrapped(f"ONLY FOR {guarantee.scope(self.delta)}."))
-        for status, title in _HEADINGS.items():
-            texts = self._texts(status)
-            if texts:
-                parts.append("\n".join([f"{title}:", *map(_item, texts)]))
+        parts += self._items(_HEADINGS, _item)
         if not guarantee.is_of_groups:
             parts.append(_wrapped(_NO_USERS))
         if described.footnote:
@@ -153,8 +147,14 @@ class Statement:
         events = [run_of_groups(event, relation, size) for event in self.events]
         return _composed_epsilon(events, relation, self.delta, self.beside, size)
 
-    def _texts(self, status: Status) -> list[str]:
-        return [a.text for a in self.assumptions if a.status is status]
+    def _items(self, titles: Mapping[Status, str], item: Callable[[str], str]) -> list[str]:
+        """The assumptions by their status, one an item."""
+        found = []
+        for status, title in titles.items():
+            texts = [a.text for a in self.assumptions if a.status is status]
+            if texts:
+                found.append("\n".join([f"{title}:", *map(item, texts)]))
+        return found
 
 
 def statement_of(

@@ -90,7 +90,7 @@ def test_report(make_dice, relation):
         f"neighboring relation: {relation.name}",
         "bound before clipping: 1.4143",
         "published: ",
-        "checked at every step: batches of equal size in the fixed order",
+        "  - batches of equal size in the fixed order",
         "each entry of the loss is about one example of the batch",
         "losses and metrics of the training data",
     ):
