@@ -400,6 +400,8 @@ class ModelTrial(Trial):
     sample_weight: np.ndarray | None = None
 
     def __attrs_post_init__(self):
+        if self.layer in ("largest", "mean", "statistics", "switched"):
+            raise NotImplementedError("every example is differentiated alone")
         if self.layer == "half_squared_error" and self.rule is dice_update:
             raise NotImplementedError("the curvature of the loss does not matter")
         self.factor = tf.Variable(1.0, trainable=False)

@@ -32,6 +32,9 @@ class Figures:
     def _catch_up(self) -> None:
         """What the holder does first, whenever it is asked."""
 
+    def _look_again(self) -> None:
+        """Raises UnsupportedRunError if examples are not differentiated alone any more."""
+
     def _declared_texts(self) -> Iterable[str]:
         """What the holder adds to the assumptions that are the user's word."""
         return ()
@@ -41,6 +44,7 @@ class Figures:
         if self._record is None:
             raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
         self._record.check_told()
+        self._look_again()
         return self._record
 
     @property

@@ -201,7 +201,12 @@ class ThroughLinearLayers:
         if each > 1 and 2 * each * of_products > of_rows:
             return None
         found = cls(model, losses, layers, variables, each)
-        return found if found._agrees(examples, targets) else None
+        return found if found.agrees(examples, targets) else None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether code of somebody else is in the model, which may mix examples later."""
+        return not _is_known(self._model)
 
     def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
         """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
@@ -262,7 +267,7 @@ class ThroughLinearLayers:
             for layer in self._layers:
                 vars(layer).pop("call", None)
 
-    def _agrees(self, examples: Any, targets: Any) -> bool:
+    def agrees(self, examples: Any, targets: Any) -> bool:
         """Whether these are the gradients of every record alone: length by length, and summed up.
 
         A model may mix the rows of a batch, or call a layer with several rows of each. Layers of

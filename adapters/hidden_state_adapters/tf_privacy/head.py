@@ -36,7 +36,10 @@ from hidden_state_adapters.tf_privacy.head_losses import (
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
-_SINGLY = "the gradient of every example is that of a batch of this example alone"
+_SINGLY = (
+    "the gradient of every example is that of a batch of this example alone; where it comes from "
+    "Dense layers, a few were compared"
+)
 _IN_CLOSED_FORM = (
     "gradients in closed form, of kernel and bias of the head alone, from features that were made "
     "once, before the first step; those of a few examples also alone, with the same result"

@@ -375,6 +375,10 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     # Figures
 
+    def _look_again(self) -> None:
+        if self._run is not None:
+            self._run._look_again()
+
     def _declared_texts(self) -> Iterable[str]:
         return () if self._run is None else self._run._declared_texts()
 

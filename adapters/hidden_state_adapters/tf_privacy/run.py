@@ -361,6 +361,7 @@ class PrivateRun(Figures):
         self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
         self._refuse_broken_products()
         self.steps, self.planned = steps, 0  # by the end of the call of fit
+        self._looked_at = 0  # the steps by then
         self.pace = 1  # steps between two looks, where nobody says how many
         self._dealer = self._new_dealer()
         self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
@@ -427,7 +428,7 @@ class PrivateRun(Figures):
         try:
             for epoch in range(epochs):
                 losses.append(self._train_epoch(f"Epoch {epoch + 1}/{epochs}", verbose))
-                self._record.after_epoch()
+                self.after_epoch()
         except BaseException:
             with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
                 self.end_interrupted(steps)
@@ -503,6 +504,24 @@ class PrivateRun(Figures):
         of_run = self._model, self._losses, variables
         linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
         return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
+
+    def after_epoch(self) -> None:
+        """Looks at the variables, and after 1, 2, 4, 8, ... epochs whether examples are alone."""
+        self._record.after_epoch()
+        epochs = self._record.num_batches // self.steps_per_epoch
+        if not epochs & (epochs - 1):
+            self._look_again()
+
+    def _look_again(self) -> None:
+        if self._looked_at == self._record.num_batches:
+            return
+        self._looked_at = self._record.num_batches
+        linear = [c for c in self.clipping if isinstance(c, ThroughLinearLayers) and c.may_change]
+        if not all(c.agrees(*self.first_batch) for c in linear):
+            self._record.invalidate(
+                "the gradients of Dense layers are not those of every example alone any more: a "
+                "layer, or the loss, mixes the examples of a batch since a later step."
+            )
 
     def _refuse_broken_products(self) -> None:
         """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""
