@@ -551,7 +551,7 @@ MISUSES = (
            computed="gradients are not finite"),
     # Constants that are not those of the loss, and losses that depend on several records.
     Misuse(70, one_epoch, None, "Keras' loss has no factor 1/2", layer="half_squared_error"),
-    Misuse(71, one_epoch, None, "without activation, got", layer="tanh"),
+    Misuse(71, one_epoch, None, "without activation", layer="tanh"),
     Misuse(71, one_epoch, None, "output of the model to be that of", layer="sigmoid_after"),
     Misuse(71, one_epoch, None, "of Keras, got BinaryFocalCrossentropy", layer="focal"),
     Misuse(73, targets_broadcast, None, r"shape \(examples,\)", goes_on=KERAS),

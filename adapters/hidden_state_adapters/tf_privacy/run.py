@@ -200,6 +200,11 @@ class PrivateRun(Figures):
                 f"Expected a plain model of Keras, got {type(model).__name__}, which has a run of "
                 "its own. Call its fit."
             )
+        if isinstance(model, tf.keras.Model) and strategy_of(model) is not None:
+            raise refusal(
+                "Expected a model that was made in no strategy, got one of a MirroredStrategy: a "
+                "loop of your own has one replica. Call fit of make_private(model)."
+            )
         rule, checked = rule_and_settings(optimizer, Settings(**settings))
         self._taken_over = TakenOver(optimizer)
         continued = state and Continued(RunState.of_plain(state), discard_later_steps)
@@ -220,7 +225,6 @@ class PrivateRun(Figures):
             uses_xla=jit_compile,
             continued=continued or None,
         )
-        refuse_surroundings(None)
 
     @classmethod
     def of_compiled(
@@ -428,7 +432,6 @@ class PrivateRun(Figures):
         try:
             for epoch in range(epochs):
                 losses.append(self._train_epoch(f"Epoch {epoch + 1}/{epochs}", verbose))
-                self.after_epoch()
         except BaseException:
             with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
                 self.end_interrupted(steps)
@@ -452,8 +455,8 @@ class PrivateRun(Figures):
     def _check_may_step(self, count: int, target_epsilon: float | None = None) -> None:
         """Raises UnsupportedRunError if the run has ended, or takes no more steps."""
         self._taken_over.check_unchanged()
-        self._catch_up()
-        self._record.check_iterate()
+        if self._record.has_ended:
+            self._record.check()  # raises
         self._check_declared(count)
         if target_epsilon is None and self.noise_multiplier is None:
             raise ValueError(
@@ -469,6 +472,8 @@ class PrivateRun(Figures):
         several = self._take_several if eagerly else self._several()
         total = several(*map(tf.constant, (steps, rows, indices)))
         self._catch_up()
+        if self._record.num_batches % self.steps_per_epoch == 0:
+            self.after_epoch()
         return float(total) / count
 
     def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
