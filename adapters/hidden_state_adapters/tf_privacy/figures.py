@@ -8,7 +8,14 @@ from typing import Any
 
 from dp_accounting import DpEvent
 
-from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
+from hidden_state_accountants import (
+    Assumption,
+    Comparison,
+    Guarantee,
+    UnsupportedRunError,
+    compare,
+    validate,
+)
 from hidden_state_adapters.advice import advice
 from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun
 
@@ -29,6 +36,14 @@ class Figures:
     _how_to_begin = "Pass the callback to fit."
     _target_delta: float | None = None
 
+    @property
+    def _told_by(self) -> Figures:
+        """Who holds the record."""
+        return self
+
+    def _check_can_go_on(self) -> None:
+        """Raises UnsupportedRunError where the run could not go on elsewhere."""
+
     def _catch_up(self) -> None:
         """What the holder does first, whenever it is asked."""
 
@@ -40,12 +55,13 @@ class Figures:
         return ()
 
     def _recorded(self) -> RecordedRun:
-        self._catch_up()
-        if self._record is None:
+        own = self._told_by
+        own._catch_up()
+        if own._record is None:
             raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
-        self._record.check_told()
-        self._look_again()
-        return self._record
+        own._record.check_told()
+        own._look_again()
+        return own._record
 
     @property
     def privacy_event(self) -> Any:
@@ -78,7 +94,7 @@ class Figures:
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked, declared or public."""
-        return self._recorded().assumptions(self._declared_texts())
+        return self._recorded().assumptions(self._told_by._declared_texts())
 
     def get_epsilon(self, delta: float) -> float:
         """The epsilon of what is released at `delta`, if the model is the last iterate.
@@ -91,6 +107,22 @@ class Figures:
         record.check_iterate()
         return record.guarantee().epsilon(delta)
 
+    def compare(self, delta: float = 1e-5) -> Comparison:
+        """What every bound, and dp-accounting's own accountants, say about what happened.
+
+        Args:
+            delta: In [0, 1].
+
+        Returns:
+            A table with the rows of each run; `print` it.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `get_epsilon`.
+        """
+        self.get_epsilon(delta)  # checks the iterate
+        relation = self.guarantee.neighboring_relation
+        return compare(list(self.privacy_events), delta, relation)
+
     def release(self) -> None:
         """Marks the current model as released; call it for every model that anybody sees.
 
@@ -99,7 +131,7 @@ class Figures:
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        if self._record is not None:
+        if self._told_by._record is not None:
             record = self._recorded()
             record.check_iterate()
             record.release()
@@ -117,8 +149,9 @@ class Figures:
         Args:
             stays_private: False counts the current weights as released. True says that nobody else
                 ever sees this state and the weights saved with it, which is then an assumption.
-            include_private_state: Also the error of a DiceSGD run, which cannot go on without it
-                and is data of the examples without noise. Needs stays_private=True.
+            include_private_state: Also the error of a DiceSGD run, which is data of the examples
+                without noise, and the secret order of a "shuffled_once" run: they cannot go on
+                without it. Needs stays_private=True. Other orders are drawn anew.
 
         Raises:
             ValueError: No step was taken; or the private state would be released.
@@ -130,8 +163,9 @@ class Figures:
                 "Expected stays_private = True with include_private_state = True, got False: the "
                 "guarantee rests on nobody knowing the error of DiceSGD."
             )
+        self._told_by._check_can_go_on()
         state = self._recorded().state(
-            self._declared_texts(),
+            self._told_by._declared_texts(),
             stays_private=stays_private,
             include_private_state=include_private_state,
         )
@@ -152,7 +186,7 @@ class Figures:
             raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
         record = self._recorded()
         record.check_iterate()
-        text = record.statement(validate.target_delta(delta), self._declared_texts())
+        text = record.statement(validate.target_delta(delta), self._told_by._declared_texts())
         return "\n".join([text, *_advice(record.events(), record.guarantee(), delta)])
 
     def __getstate__(self) -> Any:

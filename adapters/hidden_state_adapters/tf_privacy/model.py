@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import Comparison, UnsupportedRunError, validate
+from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
@@ -137,7 +137,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._rule, self._settings, self._taken_over = rule, settings, TakenOver(optimizer)
         self._uses_xla = jit_compile not in (None, False, "auto")
         self._given_pace = steps_per_execution
-        self._run = self._record = None
+        self._run = None
 
     def fit(
         self,
@@ -222,7 +222,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=recording.chooses)
         run.fits(recording)
         steps = run.steps.last_step.steps
-        self._run, self._record, self._continued = run, run.record, None
+        self._run, self._continued = run, None
         self._is_fitting = True
         try:
             history = super().fit(
@@ -375,56 +375,11 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     # Figures
 
-    def _look_again(self) -> None:
-        if self._run is not None:
-            self._run._look_again()
-
-    def _declared_texts(self) -> Iterable[str]:
-        return () if self._run is None else self._run._declared_texts()
-
-    def compare(self, delta: float = 1e-5) -> Comparison:
-        """What every bound, and dp-accounting's own accountants, say about what happened.
-
-        Args:
-            delta: In [0, 1].
-
-        Returns:
-            A table with the rows of each run; `print` it.
-
-        Raises:
-            ValueError, UnsupportedRunError: As `get_epsilon`.
-        """
-        self._recorded()
-        assert self._run is not None
-        return self._run.compare(delta)
+    @property
+    def _told_by(self) -> Figures:
+        return self if self._run is None else self._run
 
     # How it goes on elsewhere
-
-    def state(
-        self, *, stays_private: bool = False, include_private_state: bool = False
-    ) -> dict[str, Any]:
-        """What the run needs to go on in another process, as plain types for JSON.
-
-        Save the model at the same moment. There, load it, and call `resume` before `fit`.
-
-        It holds nothing that was measured on the examples, unless `include_private_state`.
-
-        Args:
-            stays_private: False counts the current weights as released. True says that nobody else
-                ever sees this state and the weights saved with it, which is then an assumption.
-            include_private_state: Also the secret order of a "shuffled_once" run, which cannot go
-                on without it. Needs stays_private=True. Other orders are drawn anew.
-
-        Raises:
-            ValueError: No step was taken; or the private state would be released.
-            UnsupportedRunError: The model is not the iterate that was accounted, the run cannot go
-                on without the private state, or it is within an epoch that fit could not go on in.
-        """
-        if self._run is not None:
-            self._run.check_can_go_on()
-        return super().state(
-            stays_private=stays_private, include_private_state=include_private_state
-        )
 
     def resume(self, state: Mapping[str, Any], *, discard_later_steps: bool = False) -> None:
         """Lets the next `fit` go on with the run of another process (or of this one), as one run.

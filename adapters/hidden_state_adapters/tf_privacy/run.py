@@ -14,9 +14,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
     BatchOrder,
-    Comparison,
     UnsupportedRunError,
-    compare,
     validate,
 )
 from hidden_state_adapters.batch_plans import FixedPlan
@@ -541,7 +539,7 @@ class PrivateRun(Figures):
 
             refuse_broken_products(norms, *rows)
 
-    def check_can_go_on(self) -> None:
+    def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
         if self._record.chooses_steps:
             raise refusal(
@@ -846,30 +844,6 @@ class PrivateRun(Figures):
         if self._foreign:
             names = ", ".join(sorted(self._foreign))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
-
-    def compare(self, delta: float = 1e-5) -> Comparison:
-        """What every bound, and dp-accounting's own accountants, say about what happened.
-
-        Args:
-            delta: In [0, 1].
-
-        Returns:
-            A table with the rows of each run; `print` it.
-
-        Raises:
-            ValueError, UnsupportedRunError: As `get_epsilon`.
-        """
-        self.get_epsilon(delta)  # checks the iterate
-        return compare(list(self.privacy_events), delta, self.relation)
-
-    def state(
-        self, *, stays_private: bool = False, include_private_state: bool = False
-    ) -> dict[str, Any]:
-        """As of every record, at the end of an epoch; see `HiddenStateModel.state`."""
-        self.check_can_go_on()
-        return super().state(
-            stays_private=stays_private, include_private_state=include_private_state
-        )
 
 
 def _microbatch(settings: Settings, rule: UpdateRule, batch_size: int) -> int:
