@@ -175,14 +175,6 @@ def without_reduction(loss: Any) -> Any:
     return plain
 
 
-def takes_as_they_are(loss: Any, outputs: tf.Tensor) -> bool:
-    """Whether a loss is given the outputs of a model, and not a copy in the precision of its own.
-
-    Of a copy Keras 3 does not know any more what went into a softmax or sigmoid.
-    """
-    return not IS_KERAS_3 or tf.as_dtype(getattr(loss, "dtype", outputs.dtype)) == outputs.dtype
-
-
 def options_of(loss: Any) -> dict[str, Any]:
     """The arguments of a loss object of Keras; in Keras 3 configurations lack some."""
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}

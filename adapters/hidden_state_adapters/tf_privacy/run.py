@@ -333,7 +333,8 @@ class PrivateRun(Figures):
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
         variables = keras_api.trained(model)
         declared = self._weighted(rule.declared(settings))
-        self.first_batch = next(self._batches())  # whoever trains on it
+        # Whoever trains on it.
+        self.first_batch = self._examples.first(self.plan.batch_size * self._microbatch)
         fixed = FixedVariables(model)
         self._examples.warn_of_equal()
         declared, self._head, looked_at = begin(
@@ -564,10 +565,6 @@ class PrivateRun(Figures):
                 f"The state is of another run: expected neighboring_relation = {state.relation}, "
                 f"got {self.relation.name}. Use the settings of before."
             )
-
-    def _batches(self) -> Iterator[tuple[Any, Any]]:
-        size = self.plan.batch_size * self._microbatch
-        return self._examples.batches(min(size, self._examples.number))
 
     def _weighted(self, declared: Declared) -> Declared:
         """What is said of the loss, with the weights that an example may have."""

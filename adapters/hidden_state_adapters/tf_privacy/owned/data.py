@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -23,7 +23,6 @@ from hidden_state_adapters.batch_plans import (
 )
 from hidden_state_adapters.tf_privacy.data import in_memory
 from hidden_state_adapters.tf_privacy.equal_examples import warn_of_equal_examples
-from hidden_state_adapters.tf_privacy.guards.batches import batches_of
 from hidden_state_adapters.tf_privacy.owned.sources import comes_in_batches, read_batches
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.pipeline import taken_apart
@@ -135,9 +134,10 @@ class HeldExamples:
             )
         return found.given
 
-    def batches(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """All examples in their order, in pairs of examples and targets."""
-        return batches_of(self.x, self.y, batch_size)
+    def first(self, rows: int) -> tuple[Any, Any]:
+        """The first examples and their targets."""
+        found: tuple[Any, Any] = tf.nest.map_structure(lambda part: part[:rows], (self.x, self.y))
+        return found
 
     def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
         """What a step reads of these records: inputs, targets, and weights if there are any.
