@@ -186,7 +186,7 @@ def test_what_is_not_explained():
     for wrong in ((own, used), (engine, private), ("engine", used)):
         with pytest.raises(TypeError, match=r"use engine\.report\(delta\)"):
             explain_engine(*wrong)
-    with pytest.raises(TypeError, match=r"Expected a torch\.utils\.data\.DataLoader"):
+    with pytest.raises(TypeError, match=r"and the torch.utils.data.DataLoader"):
         explain_engine(engine, list(used))
     with pytest.raises(ValueError, match="target_delta"):
         explain_engine(engine, used, 2.0)

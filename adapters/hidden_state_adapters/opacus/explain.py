@@ -26,12 +26,12 @@ from hidden_state_adapters.opacus.data.order import refuse_repeated_records
 from hidden_state_adapters.opacus.data.reading import is_poisson
 
 _ROUNDED = 1e-3  # relative; what accountants add to be on the safe side
-_ONCE = "each record at most once in a pass"
 _BATCHES = {
-    BatchOrder.POISSON: "every record joins every batch by itself (Poisson sampling)",
-    BatchOrder.RESHUFFLED: f"shuffled anew for every pass, {_ONCE}",
-    BatchOrder.CYCLIC: f"the same order in every pass, {_ONCE}",
-    BatchOrder.FULL: "all records in every batch",
+    BatchOrder.POISSON: "every record joins every batch by itself (Poisson sampling) (poisson)",
+    BatchOrder.RESHUFFLED: "shuffled anew for every pass, each record at most once in a pass "
+    "(reshuffled)",
+    BatchOrder.CYCLIC: "the same order in every pass, each record at most once in a pass (cyclic)",
+    BatchOrder.FULL: "all records in every batch (full)",
 }
 
 
@@ -70,40 +70,32 @@ class EngineExplanation:
     def __str__(self) -> str:
         lines = [f"batches of the loader: {self.batches}"]
         if self.claimed is None:
-            lines.append("no step was taken yet, so there is no epsilon to compare")
-        else:
-            lines.append(
-                f"claimed: epsilon = {fixed_up(self.claimed, 4)} at delta = {self.delta:g} after "
-                f"{self.num_steps} steps, for Poisson batches"
+            return f"{lines[0]}\nno step was taken yet, so there is no epsilon to compare"
+        is_poisson_order = self.order is BatchOrder.POISSON
+        proven = "nothing here; no bound is about such batches"
+        if self.proven is not None and self.relation is not None:
+            passes = "" if is_poisson_order else ", if every pass went to its end"
+            proven = (
+                f"epsilon = {fixed_up(self.proven, 4)} ({self.relation.name}), with every iterate "
+                f"released{passes}"
             )
-            lines.append(f"proven: {self._proven_text()}")
-            lines.append(self._verdict())
-        return "\n".join(lines)
-
-    def _proven_text(self) -> str:
-        if self.proven is None or self.relation is None:
-            return "nothing here; no bound is about such batches"
-        passes = "" if self.order is BatchOrder.POISSON else ", if every pass went to its end"
-        return (
-            f"epsilon = {fixed_up(self.proven, 4)} ({self.relation.name}), with every iterate "
-            f"released{passes}"
-        )
-
-    def _verdict(self) -> str:
-        if self.is_covered and self.order is BatchOrder.POISSON:
-            return "The claim is one of this run."
-        remedy = (
-            "Train on the loader that make_private returned with poisson_sampling=True, or use "
+        verdicts = {
+            (True, True): "The claim is one of this run.",
+            (True, False): "The claim is too small for these batches: use the prv or rdp "
+            "accountant of Opacus.",
+            (False, True): "The claim is no smaller, but it is about other batches.",
+            (False, False): "The claim is NOT one of this run. Train on the loader that "
+            "make_private returned with poisson_sampling=True, or use "
             "hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals every order and "
-            "reports its epsilon."
-        )
-        if self.order is BatchOrder.POISSON:
-            return (
-                "The claim is too small for these batches: use the prv or rdp accountant of Opacus."
-            )
-        if self.is_covered:
-            return "The claim is no smaller, but it is about other batches."
-        return f"The claim is NOT one of this run. {remedy}"
+            "reports its epsilon.",
+        }
+        lines += [
+            f"claimed: epsilon = {fixed_up(self.claimed, 4)} at delta = {self.delta:g} after "
+            f"{self.num_steps} steps, for Poisson batches",
+            f"proven: {proven}",
+            verdicts[is_poisson_order, self.is_covered],
+        ]
+        return "\n".join(lines)
 
 
 def explain_engine(
@@ -132,28 +124,27 @@ def explain_engine(
             or they are something else.
     """
     is_stock = isinstance(engine, PrivacyEngine) and not hasattr(engine, "report")
-    if not is_stock or isinstance(data_loader, OrderedDataLoader):
+    is_own = isinstance(data_loader, OrderedDataLoader)
+    if not is_stock or is_own or not isinstance(data_loader, DataLoader):
         raise TypeError(
-            "Expected an opacus.PrivacyEngine and the loader of its training loop, got "
-            f"{type(engine).__name__} and {type(data_loader).__name__}. HiddenStatePrivacyEngine "
-            "checks its batches itself: use engine.report(delta)."
-        )
-    if not isinstance(data_loader, DataLoader):
-        raise TypeError(
-            f"Expected a torch.utils.data.DataLoader, got {type(data_loader).__name__}. Pass what "
-            "the training loop iterates."
+            "Expected an opacus.PrivacyEngine and the torch.utils.data.DataLoader of its training "
+            f"loop, got {type(engine).__name__} and {type(data_loader).__name__}. "
+            "HiddenStatePrivacyEngine checks its batches itself: use engine.report(delta)."
         )
     validate.target_delta(delta)
-    order, batches = _read(data_loader)
+    try:
+        order: BatchOrder | None = _order(data_loader)
+        refuse_repeated_records(data_loader.dataset)
+    except UnsupportedRunError as error:
+        order, batches = None, f"not known: {error}"
+    else:
+        assert order is not None
+        batches = _BATCHES[order]
     rows: tuple[Row, ...] = tuple((z, q, steps) for z, q, steps in engine.accountant.history)
     num_steps = sum(steps for _, _, steps in rows)
     proven = _proven(order, rows, data_loader, delta) if num_steps else None
-    is_poisson_order = order is BatchOrder.POISSON
-    relation = (
-        NeighboringRelation.ADD_OR_REMOVE_ONE
-        if is_poisson_order
-        else NeighboringRelation.REPLACE_SPECIAL
-    )
+    of_poisson = order is BatchOrder.POISSON
+    relations = (NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.ADD_OR_REMOVE_ONE)
     return EngineExplanation(
         batches=batches,
         order=order,
@@ -161,18 +152,8 @@ def explain_engine(
         delta=delta,
         claimed=engine.accountant.get_epsilon(delta) if num_steps else None,
         proven=proven,
-        relation=None if proven is None else relation,
+        relation=None if proven is None else relations[of_poisson],
     )
-
-
-def _read(data_loader: DataLoader) -> tuple[BatchOrder | None, str]:
-    """The order of the batches, if it can be read, and what is known of it."""
-    try:
-        order = _order(data_loader)
-        refuse_repeated_records(data_loader.dataset)
-    except UnsupportedRunError as error:
-        return None, f"not known: {error}"
-    return order, f"{_BATCHES[order]} ({order.value})"
 
 
 def _order(data_loader: DataLoader) -> BatchOrder:
@@ -180,12 +161,12 @@ def _order(data_loader: DataLoader) -> BatchOrder:
         return BatchOrder.POISSON
     batches: Any = data_loader.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
+    shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
+    indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
     deals_once = type(sampler) is SequentialSampler
     if type(sampler) is RandomSampler:
         deals_once = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-    shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
-    indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
-    if isinstance(indices, list | tuple | range):
+    elif isinstance(indices, list | tuple | range):
         deals_once = len(set(indices)) == len(indices)
     if not deals_once or type(batches) is not BatchSampler:
         name = type(sampler if type(batches) is BatchSampler else batches).__name__
@@ -198,29 +179,26 @@ def _order(data_loader: DataLoader) -> BatchOrder:
 def _proven(
     order: BatchOrder | None, rows: Sequence[Row], data_loader: DataLoader, delta: float
 ) -> float | None:
-    """Epsilon of the composition of the steps of Opacus' history, with batches of the loader."""
-    if order is None:
-        return None
+    r"""Epsilon of the composition of the steps of Opacus' history, with batches of the loader.
+
+    A record that takes part once in a pass, where the noise is smallest, has
+
+    .. math:: \mu^2 = \sum_{\text{passes}} \max_{t \in \text{pass}} z_t^{-2}
+
+    (Dong, Roth, Su 2022, Corollary 3.3, arXiv 1905.02383 v3).
+    """
+    num_batches = len(data_loader)
     if order is BatchOrder.POISSON:
         rate = float(data_loader.batch_sampler.sample_rate)  # type: ignore[union-attr]
         return undeclared_guarantee(tuple((z, max(q, rate), k) for z, q, k in rows)).epsilon(delta)
-    if any(q * len(data_loader) > 1.5 for _, q, _ in rows):
+    if order is None or any(q * num_batches > 1.5 for _, q, _ in rows):
         return None  # several batches were accumulated in a step
-    return GaussianCurve(_mu(rows, len(data_loader))).epsilon(delta)
-
-
-def _mu(rows: Sequence[Row], num_batches: int) -> float:
-    r"""mu of a record that takes part once in a pass, where the noise is smallest.
-
-    .. math:: \mu^2 = \sum_{\text{passes}} \max_{t \in \text{pass}} z_t^{-2}
-    """
     smallest: dict[int, float] = {}  # of a pass
     first = 0
     for noise, _, steps in rows:
         for index in range(first // num_batches, (first + steps - 1) // num_batches + 1):
             smallest[index] = min(noise, smallest.get(index, math.inf))
         first += steps
-    if min(smallest.values()) == 0:
-        return math.inf
-    # Dong, Roth, Su 2022, Corollary 3.3, arXiv 1905.02383 v3
-    return math.sqrt(sum(z**-2 for z in smallest.values()))
+    is_bare = min(smallest.values()) == 0
+    mu = math.inf if is_bare else math.sqrt(sum(z**-2 for z in smallest.values()))
+    return GaussianCurve(mu).epsilon(delta)
