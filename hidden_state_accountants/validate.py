@@ -90,6 +90,13 @@ def integer(
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """Returns `value`, or raises TypeError that names the argument."""
+    if not isinstance(value, bool):
+        raise TypeError(f"Expected {name} to be True or False, got {value!r}.")
+    return value
+
+
 LARGEST = 1e75
 """Hyper-parameters lie in [1/LARGEST, LARGEST] or are 0, so that no product leaves a double."""
 

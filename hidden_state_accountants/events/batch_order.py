@@ -143,7 +143,9 @@ class DealtEvent(PlainEvent):
     sampling_rate: float | None
 
     def _check_dealing(self) -> None:
-        """Raises ValueError for numbers that do not fit together; reads the sampling rate."""
+        """Reads what says how the records are dealt; TypeError, ValueError if it does not fit."""
+        self._read(validate.integer, "dataset_size", "batch_size", minimum=1)
+        object.__setattr__(self, "batch_order", parse_batch_order(self.batch_order))
         if self.batch_size > self.dataset_size:
             raise ValueError(
                 f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."

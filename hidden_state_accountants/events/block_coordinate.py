@@ -93,30 +93,19 @@ class BlockCoordinateDpEvent(PlainEvent):
     num_blocks: int = 1
 
     def __attrs_post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in ("step_size", "prox_strong_convexity", "prox_lipschitz"):
-            put(name, validate.magnitude(name, getattr(self, name)))
+        self._read(validate.magnitude, "step_size", "prox_strong_convexity", "prox_lipschitz")
         self._check_sensitivity()
-        put("dataset_size", validate.integer("dataset_size", self.dataset_size, minimum=1))
-        batch_size = validate.integer(
-            "batch_size",
-            self.batch_size,
-            minimum=1,
-            maximum=self.dataset_size,
-            remedy="It is the number of records of a batch.",
-        )
-        put("batch_size", batch_size)
-        for name in ("num_epochs", "num_blocks"):
-            put(name, validate.integer(name, getattr(self, name), minimum=1))
+        self._read(validate.integer, "dataset_size", "num_epochs", "num_blocks", minimum=1)
+        remedy = "It is the number of records of a batch."
+        size = self.dataset_size
+        self._read(validate.integer, "batch_size", minimum=1, maximum=size, remedy=remedy)
         if self.block_loss is not None and not isinstance(self.block_loss, LossGeometry):
             raise TypeError(
                 f"Expected block_loss to be a LossGeometry or None, got {self.block_loss!r}."
             )
         if self.update_lipschitz is not None:
-            put("update_lipschitz", validate.magnitude("update_lipschitz", self.update_lipschitz))
-        put("noise_variance", self._noise())
+            self._read(validate.magnitude, "update_lipschitz")
+        object.__setattr__(self, "noise_variance", self._noise())
 
     def _check_sensitivity(self) -> None:
         given = [
@@ -130,9 +119,7 @@ class BlockCoordinateDpEvent(PlainEvent):
                 "Expected either clip_norm (the gradient of every record is clipped) or "
                 f"gradient_sensitivity (a bound of another kind), got {found}."
             )
-        (name,) = given
-        value = validate.magnitude(name, getattr(self, name), positive=name == "clip_norm")
-        object.__setattr__(self, name, value)
+        self._read(validate.magnitude, *given, positive=given == ["clip_norm"])
 
     def _noise(self) -> float | Schedule:
         value = self.noise_variance

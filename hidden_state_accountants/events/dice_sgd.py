@@ -15,11 +15,7 @@ import math
 import attrs
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.events.batch_order import (
-    BatchOrder,
-    DealtEvent,
-    parse_batch_order,
-)
+from hidden_state_accountants.events.batch_order import BatchOrder, DealtEvent
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -80,19 +76,11 @@ class DiceSgdDpEvent(DealtEvent):
     sampling_rate: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("noise_std", validate.magnitude("noise_std", self.noise_std))
-        for name in ("clip_norm", "error_clip_norm"):
-            put(name, validate.magnitude(name, getattr(self, name), positive=True))
-        for name in ("dataset_size", "num_steps", "batch_size"):
-            put(name, validate.integer(name, getattr(self, name), minimum=1))
-        put("batch_order", parse_batch_order(self.batch_order))
-        bound = validate.real("gradient_bound", self.gradient_bound, above=0, allow_inf=True)
-        if bound < math.inf:
-            bound = validate.magnitude("gradient_bound", bound, positive=True)
-        put("gradient_bound", bound)
-        if not isinstance(self.automatic, bool):
-            raise TypeError(f"Expected automatic to be True or False, got {self.automatic!r}.")
+        self._read(validate.magnitude, "noise_std")
+        self._read(validate.magnitude, "clip_norm", "error_clip_norm", positive=True)
+        self._read(validate.integer, "num_steps", minimum=1)
+        self._read(validate.real, "gradient_bound", above=0, allow_inf=True)
+        if self.gradient_bound < math.inf:
+            self._read(validate.magnitude, "gradient_bound", positive=True)
+        self._read(validate.flag, "automatic")
         self._check_dealing()

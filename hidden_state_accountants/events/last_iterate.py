@@ -28,7 +28,6 @@ from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     DealtEvent,
     overfull_delta,
-    parse_batch_order,
     sensitivity_in_clip_norms,
     unequal_batches,
     unmet_relation,
@@ -126,42 +125,28 @@ class LastIterateDpEvent(DealtEvent):
     is_microbatched: bool = False
 
     def __attrs_post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("dataset_size", validate.integer("dataset_size", self.dataset_size, minimum=1))
-        put("num_steps", validate.integer("num_steps", self.num_steps, minimum=1))
-        put("batch_size", validate.integer("batch_size", self.batch_size, minimum=1))
-        put("batch_order", parse_batch_order(self.batch_order))
+        self._read(validate.integer, "num_steps", minimum=1)
         if self.loss is not None and not isinstance(self.loss, LossGeometry):
             raise TypeError(f"Expected loss to be a LossGeometry or None, got {self.loss!r}.")
-        put("noise_multiplier", self._scheduled("noise_multiplier"))
-        put("learning_rate", self._scheduled("learning_rate"))
-        put("weight_decay", self._scheduled("weight_decay"))
+        self._read(self._scheduled, "noise_multiplier", "learning_rate", "weight_decay")
         if self.clip_norm is not None:
-            put("clip_norm", self._scheduled("clip_norm", positive=True))
+            self._read(self._scheduled, "clip_norm", positive=True)
         elif self.loss is None or self.loss.lipschitz is None:
             raise ValueError(
                 "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
                 "the per-example gradient norm, or clip."
             )
-        convexity = validate.magnitude("prox_strong_convexity", self.prox_strong_convexity)
-        put("prox_strong_convexity", convexity)
-        put(
-            "domain_diameter",
-            validate.real("domain_diameter", self.domain_diameter, above=0, allow_inf=True),
-        )
-        put("release_steps", self._released())
-        if not isinstance(self.is_microbatched, bool):
-            raise TypeError(
-                f"Expected is_microbatched to be True or False, got {self.is_microbatched!r}."
-            )
+        self._read(validate.magnitude, "prox_strong_convexity")
+        self._read(validate.real, "domain_diameter", above=0, allow_inf=True)
+        object.__setattr__(self, "release_steps", self._released())
+        self._read(validate.flag, "is_microbatched")
         self._check_loss_of_records()
+        self._check_dealing()
         self._check_batches()
         self._check_decay()
 
-    def _scheduled(self, name: str, *, positive: bool = False) -> float | Schedule:
-        value = _to_schedule(name, getattr(self, name))
+    def _scheduled(self, name: str, value: Any, *, positive: bool = False) -> float | Schedule:
+        value = _to_schedule(name, value)
         small_is_zero = name == "weight_decay"  # 1 - learning_rate * weight_decay rounds to 1
         if not isinstance(value, Schedule):
             if small_is_zero:
@@ -209,29 +194,24 @@ class LastIterateDpEvent(DealtEvent):
 
     def _check_batches(self) -> None:
         order = self.batch_order
-        self._check_dealing()
         if self.max_batch_size is not None:
             if order is not BatchOrder.POISSON:
                 raise ValueError(
                     f"Expected max_batch_size = None for {order.name} batches, "
                     f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
                 )
-            value = validate.integer("max_batch_size", self.max_batch_size, minimum=1)
-            object.__setattr__(self, "max_batch_size", value)
+            self._read(validate.integer, "max_batch_size", minimum=1)
         if self.record_position is not None:
             if order is not BatchOrder.CYCLIC:
                 raise ValueError(
                     f"Expected record_position = None for {order.name} batches, "
                     f"got {self.record_position!r}. Only a CYCLIC order has positions."
                 )
-            value = validate.integer(
-                "record_position",
-                self.record_position,
-                minimum=0,
-                maximum=self.batches_per_epoch - 1,
-                remedy="It is the index of a batch within the epoch.",
+            last, remedy = (
+                self.batches_per_epoch - 1,
+                "It is the index of a batch within the epoch.",
             )
-            object.__setattr__(self, "record_position", value)
+            self._read(validate.integer, "record_position", minimum=0, maximum=last, remedy=remedy)
 
     def _check_decay(self) -> None:
         steps = self.num_steps if self.has_schedules else 1

@@ -374,8 +374,7 @@ class LossGeometry:
 
 def square_norm(feature_norm: float, bias: bool) -> float:
     """The largest square of the norm of a record's features, with a 1 appended for a bias."""
-    if not isinstance(bias, bool):
-        raise TypeError(f"Expected bias to be True or False, got {bias!r}.")
+    bias = validate.flag("bias", bias)
     norm = validate.real("feature_norm", feature_norm, above=0)
     return norm * norm + (1.0 if bias else 0.0)
 
