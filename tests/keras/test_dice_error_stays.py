@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 from keras_dice import CLIP, ERROR_CLIP, OPTIMIZERS, VARIANTS, error_of, make
-from tensorflow_privacy.privacy.optimizers import dp_optimizer_keras
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import DiceKerasAdamOptimizer, DiceKerasSGDOptimizer
@@ -106,10 +105,10 @@ def test_copies_and_pickles_start_anew():
         assert type(again) is DiceKerasAdamOptimizer
         assert again.get_config() == optimizer.get_config()
         assert again.last_step.steps == 0
-        assert again._error.read() == []
+        assert again._steps is None
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
-            copier(optimizer._error)
+            copier(optimizer._steps.rule)
 
 
 class Subclass(DiceKerasSGDOptimizer):
@@ -135,10 +134,7 @@ def test_configuration_makes_the_round_trip(variant):
     )
     assert isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
     if variant != "adam":
-        assert isinstance(optimizer, dp_optimizer_keras.GenericDPSGDOptimizer)
         assert type(Subclass.from_config(optimizer.get_config())) is Subclass
-    else:
-        assert isinstance(optimizer, dp_optimizer_keras.GenericDPAdamOptimizer)
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5", ""])

@@ -151,7 +151,7 @@ def test_row16_the_error_of_dice_is_in_no_file(make_run, path):
     run.optimizer = DiceKerasSGDOptimizer(0.1, 1.0, error_l2_norm_clip=0.05)
     compile_with(run)
     run.fit()
-    values = np.concatenate([np.ravel(error) for error in run.optimizer._error._errors])
+    values = np.concatenate([np.ravel(error) for error in run.optimizer._steps.rule._errors])
     assert values.size == 5
     assert values.any()
     run.model.save(path)

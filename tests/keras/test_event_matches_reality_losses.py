@@ -101,28 +101,9 @@ def layer_that_sums_the_examples(run):
 # Row 3: options of parts of the model
 
 
-def momentum_set_before_fit(run):
-    run.optimizer._momentum = True
-    run.fit()
-
-
 def constraint_on_one_variable(run):
     run.model = tf.keras.Sequential([layers.Dense(1, bias_constraint="non_neg")])
     compile_with(run)
-    run.fit()
-
-
-# Row 6
-
-
-def microbatches_that_do_not_divide(run):
-    run.optimizer._num_microbatches = 3
-    run.fit()
-
-
-def microbatches_changed_within_the_run(run):
-    run.fit()
-    run.optimizer._num_microbatches = 2
     run.fit()
 
 
@@ -166,10 +147,7 @@ CASES = [
     (5, batch_normalisation_without_running_statistics, "no trainable batch normalisation"),
     (5, stateful_layer, "stateful=True"),
     (5, layer_that_sums_the_examples, "variable that is not trained was changed"),
-    (3, momentum_set_before_fit, "momentum = 0.0"),
     (3, constraint_on_one_variable, "without a constraint"),
-    (6, microbatches_that_do_not_divide, "num_microbatches to divide batch_size = 4"),
-    (6, microbatches_changed_within_the_run, "microbatches or accumulation were changed"),
     (10, mixed_float16, "precision"),
     (10, mixed_bfloat16, "precision"),
     (10, float16, "float32 or float64"),

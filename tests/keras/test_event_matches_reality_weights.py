@@ -63,15 +63,6 @@ def backup_and_restore(run):
     run.fit(callbacks=[callbacks.BackupAndRestore("unused")])
 
 
-# Row 12
-
-
-def initial_weights_outside_of_the_ball(run):
-    run.model.set_weights([10 + w for w in run.model.get_weights()])
-    run.optimizer._projection_radius = 1.0
-    run.fit()
-
-
 # Row 14: noise
 
 
@@ -102,12 +93,6 @@ def resumed_from_a_file_in_the_same_record(run):
     run.fit()
 
 
-def goes_on_in_the_middle_of_an_epoch(run):
-    run.fit(epochs=1)
-    run.callback._record.num_batches = 3  # as a state that lost its position would say
-    run.fit()
-
-
 CASES = [
     (2, early_stopping, "got EarlyStopping"),
     (2, plateau, "got ReduceLROnPlateau"),
@@ -122,8 +107,6 @@ CASES = [
     (11, other_kind_of_optimizer, "Expected a CyclicDPKerasSGDOptimizer"),
     (13, backup_and_restore, "BackupAndRestore"),
     (13, resumed_from_a_file_in_the_same_record, "got another one"),
-    (13, goes_on_in_the_middle_of_an_epoch, "took 6 steps, but 3 are recorded"),
-    (12, initial_weights_outside_of_the_ball, "projection_radius = 1"),
     (17, csv_logger, "no CSVLogger"),
     (17, tensorboard, "no TensorBoard"),
     (17, checkpoint_with_metrics, "after HiddenStateCallback"),

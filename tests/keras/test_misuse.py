@@ -125,7 +125,6 @@ def data(change=lambda dataset: dataset):
 
 
 # Settings by the names of the table.
-ATTRIBUTES = {"momentum": "_momentum"}
 
 
 @attrs.define(slots=False)
@@ -286,7 +285,7 @@ class KerasTrial(Trial):
     def _setting(self, name):
         if name not in ("learning_rate", "momentum"):
             raise NotImplementedError(f"{name} cannot be set by public means")
-        return ATTRIBUTES.get(name, name)
+        return name
 
     def seed_the_program(self):
         tf.random.set_seed(0)
@@ -568,7 +567,7 @@ DICE = {
     "start": {"learning_rate": 0.5, "noise_multiplier": 40.0, "clip_norm": 0.25},
     "options": {"error_l2_norm_clip": 0.125},
     "declared": {"gradient_bound": 1.4143},
-    "records": {"learning_rate", "momentum"},
+    "records": {"learning_rate"},
 }
 OPTIMIZERS = {
     "cyclic": {

@@ -504,9 +504,9 @@ MOVED = "changed outside"
 NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
 FIXED = "not trained was changed|gradient_bound|longer than loss_geometry.lipschitz"
 OTHER_VARIABLES = (
-    "changed outside|not trained was changed|error belongs to them|blocks of the first step"
+    "changed outside|not trained was changed|variables of the steps before|in one and not in the"
 )
-CONSTANT = "as at construction|constant values|Earlier noisy gradients"
+CONSTANT = "learning rate was changed|constant values|Earlier noisy gradients"
 OWN_ROWS = "a loss of its own|outputs of its own"
 ALONE = "|its bound is about gradients of single examples"
 
@@ -539,7 +539,7 @@ MISUSES = (
     Misuse(3, becomes("maximize", True), "maximize = False", None, setting="maximize"),
     Misuse(3, becomes("clipnorm", 1.0), None, "clipnorm = None", goes_on=KERAS),
     Misuse(3, inner_optimizer_replaced, "another original_optimizer", None),
-    Misuse(3, update_hooked, "without step hooks", "no gradient_transformers", goes_on=KERAS),
+    Misuse(3, update_hooked, "without step hooks", "gradient_transformers", goes_on=KERAS),
     Misuse(3, update_changed, "sum of clipped gradients that does not come", "not the noisy mean"),
     # Other losses.
     Misuse(4, loss_scaled, "per-example gradient of norm|gradient_bound >=",

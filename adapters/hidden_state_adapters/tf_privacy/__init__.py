@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any
 from hidden_state_adapters.tf_privacy import requirements
 
 if TYPE_CHECKING:
+    from hidden_state_adapters.tf_privacy.blocks import (
+        BlockCoordinateUpdate,
+    )
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
+    from hidden_state_adapters.tf_privacy.dice import DiceUpdate
     from hidden_state_adapters.tf_privacy.losses import (
         EnvelopeBinaryCrossentropy,
         EnvelopeCategoricalCrossentropy,
@@ -28,33 +32,27 @@ if TYPE_CHECKING:
         EnvelopeSparseCategoricalCrossentropy,
         EnvelopeSquaredError,
     )
-    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.model_steps import (
-        BlockCoordinateUpdate,
-    )
-    from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.optimizer import (
-        BlockCoordinateKerasOptimizer,
-    )
-    from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.model_steps import DiceUpdate
-    from hidden_state_adapters.tf_privacy.mechanisms.dice_sgd.variants import (
-        DiceKerasAdamOptimizer,
-        DiceKerasSGDOptimizer,
-    )
-    from hidden_state_adapters.tf_privacy.mechanisms.last_iterate import CyclicDPKerasSGDOptimizer
     from hidden_state_adapters.tf_privacy.model import (
         HiddenStateModel,
         HiddenStateSequential,
         make_private,
     )
+    from hidden_state_adapters.tf_privacy.optimizers import (
+        BlockCoordinateKerasOptimizer,
+        CyclicDPKerasSGDOptimizer,
+        DiceKerasAdamOptimizer,
+        DiceKerasSGDOptimizer,
+    )
     from hidden_state_adapters.tf_privacy.run import PrivateRun
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
-    "BlockCoordinateKerasOptimizer": "mechanisms.block_coordinate.optimizer",
-    "BlockCoordinateUpdate": "mechanisms.block_coordinate.model_steps",
-    "CyclicDPKerasSGDOptimizer": "mechanisms.last_iterate",
-    "DiceKerasAdamOptimizer": "mechanisms.dice_sgd.variants",
-    "DiceKerasSGDOptimizer": "mechanisms.dice_sgd.variants",
-    "DiceUpdate": "mechanisms.dice_sgd.model_steps",
+    "BlockCoordinateKerasOptimizer": "optimizers",
+    "BlockCoordinateUpdate": "blocks",
+    "CyclicDPKerasSGDOptimizer": "optimizers",
+    "DiceKerasAdamOptimizer": "optimizers",
+    "DiceKerasSGDOptimizer": "optimizers",
+    "DiceUpdate": "dice",
     "EnvelopeBinaryCrossentropy": "losses",
     "EnvelopeCategoricalCrossentropy": "losses",
     "EnvelopeHinge": "losses",

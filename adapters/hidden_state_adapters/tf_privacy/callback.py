@@ -11,17 +11,16 @@ from typing import Any
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants import BatchOrder, LossGeometry, validate
+from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.data import cyclic_batches
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
-from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled
-from hidden_state_adapters.tf_privacy.recorded_run import (
-    RecordedRun,
-    check_optimizer,
-    checked_relation,
-)
+from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled, check_layers
+from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
+from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun, checked_relation
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _EPSILON = "epsilon_if_released_now"
@@ -119,7 +118,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._releases_epochs = self._releases_steps = False
         self._other_callbacks: set[str] = set()
         self._calls = 0  # of fit
-        self._data: Any = None
+        self._data = self._optimizer = None  # of the first fit
         self._is_within_fit = False
 
     # Keras' hooks
@@ -141,22 +140,38 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             type(c).__name__ for c in others if c is not self and not is_of_keras(c)
         }
         build(self.model, fit["x"])
-        check_optimizer(self.model.optimizer)
         check_compiled(self.model)
         if self._record is None:
-            self._record = RecordedRun(
-                self.model,
-                self.model.optimizer,
-                batch_size=self._batch_size,
-                examples=used,
-                relation=self._relation,
-                declared=self._declared,
-            )
+            self._record = self._new_record(used)
         else:
             self._go_on(self._record, fit["x"])
         self._data = fit["x"]
         self._calls += 1
         self._is_within_fit = True
+
+    def _new_record(self, used: int) -> RecordedRun:
+        self._optimizer = optimizer = self.model.optimizer
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise refusal(
+                "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, "
+                "DiceKerasAdamOptimizer or BlockCoordinateKerasOptimizer in compile, got "
+                f"{type(optimizer).__name__}: its steps cannot be checked."
+            )
+        declared, each = (
+            optimizer.known(self._declared),
+            optimizer.examples_of_record(self._batch_size),
+        )
+        size, records = self._batch_size // each, range(used // each)
+        check_layers(self.model)
+        plan = FixedPlan(records, size, BatchOrder.CYCLIC)
+        return RecordedRun(
+            self.model,
+            optimizer.begin_run(keras_api.trained(self.model), plan, each),
+            batch_size=size,
+            examples=len(records),
+            relation=self._relation,
+            declared=declared,
+        )
 
     def _check_data(self, fit: Mapping[str, Any]) -> int:
         """The number of examples that fit uses, each exactly once per epoch in a fixed order.
@@ -188,7 +203,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         return batches.used
 
     def _go_on(self, record: RecordedRun, data: Any) -> None:
-        record.go_on(self.model, self.model.optimizer)
+        if self.model.optimizer is not self._optimizer:
+            raise refusal(
+                "Expected the optimizer of the run so far, got another one. Use a callback of its "
+                "own for every run, and compose their events."
+            )
+        record.go_on(self.model, record.optimizer)
         if data is not self._data:
             raise refusal(
                 "Expected the data of the run so far, the same object, got another: its batches "

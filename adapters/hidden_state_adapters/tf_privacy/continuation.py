@@ -14,7 +14,6 @@ from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.lineage import PastRun, digest
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.units import Units
 
 _SCHEMA = 1
 
@@ -30,10 +29,11 @@ class RunState:
         run_id: Names the run, wherever it goes on.
         optimizer: The `Mechanism.kind` of what makes its steps.
         relation: Name of the relation.
-        units: The batches.
+        batch_size: b, in records.
+        examples: Of an epoch, likewise.
         declared: By the user, about the examples.
         texts: What else is the user's word about the steps so far.
-        num_batches: On which the optimizer made steps, or parts of them.
+        num_steps: Taken.
         iterations: Keras' count.
         run: The `Run.state_dict` of the steps.
         earlier: The runs that the initial weights come from.
@@ -46,10 +46,11 @@ class RunState:
     run_id: str
     optimizer: str
     relation: str
-    units: Units
+    batch_size: int
+    examples: int
     declared: Declared
     texts: tuple[str, ...]
-    num_batches: int
+    num_steps: int
     iterations: int
     run: Mapping[str, Any]
     earlier: tuple[PastRun, ...]
@@ -63,22 +64,23 @@ class RunState:
         """The relation."""
         return NeighboringRelation[self.relation]
 
-    def check_fits(self, model: Any, optimizer: Any, units: Units) -> None:
+    def check_fits(self, model: Any, optimizer: Any, batch_size: int, examples: int) -> None:
         """Checks that the run can go on with these.
 
         Args:
             model: It is built.
-            optimizer: One of this package.
-            units: Its batches.
+            optimizer: The mechanism.
+            batch_size: Of its batches.
+            examples: Of an epoch.
 
         Raises:
             UnsupportedRunError: The text says what is another one.
         """
         pairs = {
             "optimizer": (self.optimizer, optimizer.kind, "Compile with what it was made with"),
-            "batches (batch_size, examples, microbatch, accumulated)": (
-                attrs.astuple(self.units),
-                attrs.astuple(units),
+            "batches (batch_size, examples)": (
+                (self.batch_size, self.examples),
+                (batch_size, examples),
                 "Use the arguments of before",
             ),
         }
@@ -133,10 +135,11 @@ class RunState:
                 run_id=str(plain["run_id"]),
                 optimizer=str(plain["optimizer"]),
                 relation=str(plain["relation"]),
-                units=Units(**plain["units"]),
+                batch_size=validate.integer("batch_size", plain["batch_size"], minimum=1),
+                examples=validate.integer("examples", plain["examples"], minimum=1),
                 declared=Declared.of_plain(plain["declared"]),
                 texts=tuple(map(str, plain["texts"])),
-                num_batches=validate.integer("num_batches", plain["num_batches"], minimum=1),
+                num_steps=validate.integer("num_steps", plain["num_steps"], minimum=1),
                 iterations=validate.integer("iterations", plain["iterations"], minimum=0),
                 run=dict(plain["run"]),
                 earlier=tuple(map(PastRun.of_plain, plain["earlier"])),
@@ -149,10 +152,9 @@ class RunState:
             run_of(state.run).check_relation(state.named_relation)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"The state is damaged: {error}") from error
-        if steps * state.units.accumulated != state.num_batches:
+        if steps != state.num_steps:
             raise ValueError(
-                f"The state is damaged: {state.num_batches} batches, but {steps} steps of "
-                f"{state.units.accumulated} batches are recorded."
+                f"The state is damaged: {state.num_steps} steps, but {steps} are recorded."
             )
         return state
 

@@ -1,9 +1,9 @@
 """Which private runs the weights of a model come from, as far as this process can tell.
 
 A run that begins with weights that another private run left shows more of the examples than its own
-event says. Their digests tell: this process remembers those of weights that its runs left, and an
-optimizer writes them, with the runs behind them, into its configuration and into checkpoints of
-TensorFlow (`Training`), so that whoever loads the file is told.
+event says. Their digests tell: this process remembers those of weights that its runs left, and a
+model or an optimizer writes them, with the runs behind them, into its configuration, so that
+whoever loads the file is told. (A checkpoint of TensorFlow has none: that is your word.)
 """
 
 from __future__ import annotations

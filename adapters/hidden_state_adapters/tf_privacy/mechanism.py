@@ -1,175 +1,204 @@
-"""What a record asks of whoever makes the private steps of its run."""
+"""The private steps of a run, and what a record is told of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, LossGeometry
+from hidden_state_accountants import Assumption, LossGeometry, RunRecorder
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import Statement
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
+from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
-from hidden_state_adapters.tf_privacy.step_log import StepEntry, StepLog
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
+from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
+from hidden_state_adapters.tf_privacy.microbatches import (
+    checked_microbatches,
+    checked_norms,
+    of_means,
+)
+from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, rates_ahead
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.projection import check_within
+from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
+from hidden_state_adapters.tf_privacy.step import PrivateStep
+from hidden_state_adapters.tf_privacy.step_log import StepEntry
 from hidden_state_adapters.tf_privacy.training import Training
-from hidden_state_adapters.tf_privacy.units import Units
 
 
 class Mechanism:
-    """Makes private steps, notes each in a log on the device, and says what run they make.
+    """Makes private steps, and says what run they make: DP-SGD along an optimizer of Keras.
 
-    It is a base of the private optimizers, and what stands behind a model that owns its steps.
-    Callback and model know no more than this.
+    A model asks it for steps on the batches of a plan, an optimizer shows it gradients of its own.
+    Other mechanisms override what is theirs.
 
     Attributes:
-        training: What its steps train.
+        step: That is made.
+        training: What the steps train.
         update_rule: That the noisy mean goes through.
-        examples_of_record: How many examples a record of the event is, beside what `units` says.
-        hidden_state: What its run cannot go on without, and nobody may know.
-        iterations: Keras' count of the updates, a variable.
+        asked_for: The steps that the only call of fit so far was asked for; None if there are more.
+        examples_of_record: m, the examples of a microbatch; assigned before the run is asked for.
+        rates_are_chosen: Whether released iterates choose the learning rates; assigned likewise.
+        made_by: Who takes the steps, in words; assigned likewise.
+
+    Args:
+        settings: Of the model, or what the optimizer was made with.
+        update: Of the compiled optimizer.
+        plan: The batches; None in a loop of which nothing is known.
+        variables: Those that are trained.
+        blocks: The same in lists that move in turn; one by default.
+
+    Raises:
+        UnsupportedRunError: Something is said of an update that is not plain SGD's.
     """
 
-    update_rule = "SGD"
-    examples_of_record = 1
-    hidden_state = ""
-    training: Training
-    iterations: Any
-    _log: StepLog
+    _composes = True  # where nothing is known of the loss
     _declarable = ""  # what a user may declare of its runs: a name of `Declared`
 
-    # Its settings
-
-    @property
-    def kind(self) -> str:
-        """What has to be the same where its run goes on."""
-        return type(self).__name__
-
-    @property
-    def l2_norm_clip(self) -> float:
-        """C."""
-        raise NotImplementedError
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the noise on the sum of gradients over C."""
-        raise NotImplementedError
-
-    @property
-    def grouping(self) -> tuple[Any, int]:
-        """num_microbatches and gradient_accumulation_steps, which stay the same in a run."""
-        return None, 1
-
-    def units(self, batch_size: int, examples: int) -> Units:
-        """What the event counts as one record and as one step."""
-        return Units(batch_size, examples, microbatch=1, accumulated=1)
-
-    def watch(self) -> None:
-        """The caller reads `last_step` after every step and raises if it was refused."""
-
-    # What kind of run its steps are
-
-    def begin(self, declared: Declared) -> None:
-        """Takes over what is said of the run that begins."""
-
-    def check_start(self, units: Units, variables: Sequence[Any], declared: Declared) -> None:
-        """Refuses to begin a run over such batches, with these variables and declarations.
-
-        Raises:
-            UnsupportedRunError: The text says which.
-        """
-        declared.refuse_all_but(self._declarable, type(self).__name__)
-
-    def new_run(self, units: Units, declared: Declared) -> Run:
-        """An empty run over the batches; asked for when the first step was taken."""
-        raise NotImplementedError
-
-    def step_of(self, entry: StepEntry) -> Step:
-        """What an entry of the log says to the run.
-
-        Raises:
-            UnsupportedRunError: It is no step of such a run.
-        """
-        return Step(
-            noise_multiplier=entry.noise_multiplier,
-            clip_norm=entry.l2_norm_clip,
-            learning_rate=entry.learning_rate,
-            weight_decay=entry.weight_decay,
-            rows=entry.rows,
-            largest_norm=entry.largest_norm,
+    def __init__(
+        self,
+        settings: Settings,
+        update: Update,
+        plan: BatchPlan | None,
+        variables: Sequence[Any],
+        blocks: Sequence[Sequence[Any]] = (),
+    ):
+        refuse_surroundings()
+        check_variables(variables)
+        self._check_settings(settings, update)
+        self._strategy = getattr(variables[0], "distribute_strategy", None)
+        if self._strategy is not None:
+            self._check_replicas(update)
+        assert settings.l2_norm_clip is not None  # compile has asked for it
+        self._settings, self._update, self._given_plan = settings, update, plan
+        noise = settings.noise_multiplier
+        self.step = PrivateStep(
+            self._rule(),
+            variables,
+            clip=settings.l2_norm_clip,
+            noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
+            divisor=None if plan is None else plan.batch_size,
+            kept=update.slots,
+            blocks=blocks,
         )
+        self._loss: LossGeometry | None = None
+        self.training = Training(self)
+        self.rates_are_chosen = False
+        self.asked_for: int | None = None  # steps, by the only call of fit so far
+        self._is_resumed = False  # what was declared before the first step is not known
+        self.update_rule, self.examples_of_record = update.name, 1
+        self.made_by = "the run itself"
 
-    def check_run(self) -> None:
-        """Raises UnsupportedRunError if noisy gradients were computed that no step applied."""
+    @property
+    def _plan(self) -> BatchPlan:
+        assert self._given_plan is not None  # a record has one
+        return self._given_plan
 
-    def line_before(self, units: Units, relation: NeighboringRelation) -> str:
-        """What should be known before training; empty if nothing."""
-        return ""
+    def _check_settings(self, settings: Settings, update: Update) -> None:
+        if settings.needs_plain_sgd and not update.is_plain_sgd:
+            raise refusal(
+                f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
+                "theorem here covers hidden iterates of another update. Compile with "
+                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
+                "out: every step is then accounted by composition."
+            )
 
-    def checked(self, units: Units) -> list[str]:
-        """What is checked of its runs, beside what is checked of every run."""
-        raise NotImplementedError
+    def _check_replicas(self, update: Update) -> None:
+        if not update.is_plain_sgd:
+            raise refusal(
+                f"Expected plain SGD in a MirroredStrategy, got {update.name}: Keras' other "
+                "optimizers exchange gradients themselves, in every replica. Use "
+                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or no strategy."
+            )
 
-    def declared(self, event: Any) -> list[str]:
-        """What is the user's word about its runs, beside what is so of every run.
+    # The step
+
+    def _rule(self) -> PlainSGD:
+        """What is made of the noisy gradients."""
+        return self._update.rule(self._settings.prox, self._settings.projection_radius)
+
+    def take(
+        self, passes: Sequence[Callable[[], ExampleGradients]], step: tf.Tensor, rows: tf.Tensor
+    ) -> ExampleGradients:
+        """Clips, adds noise, moves the variables, and writes down what was done.
 
         Args:
-            event: The run.
+            passes: Each gives the gradients of the batch, padding included, at the current values;
+                one for each of `blocks`, or one for all variables.
+            step: Which one the batch was dealt for, from 0 on.
+            rows: The first ones, which are examples.
+
+        Returns:
+            What the first pass gave.
         """
-        return []
+        refuse_surroundings(self._strategy)  # fit enters the strategy of the model
+        return self.step.take(passes, rows, step)
 
-    def known_loss(self, declared: Declared) -> LossGeometry | None:
-        """The geometry of the loss that its runs are accounted with."""
-        return None
+    def steps_since(self, steps: int) -> list[StepEntry]:
+        """The entries of the steps after the first `steps`, which the host has not seen yet."""
+        return self.step.log.read_since(steps)
 
-    def derived(self, declared: Declared) -> list[Assumption]:
-        """What takes the place of a user's word of the same topic."""
-        if not declared.source:
-            return []
-        text = f"per-example loss: {declared.geometry!r}, {declared.source}"
-        if declared.largest_weight != 1:
-            text += f", times a weight of at most {declared.largest_weight:g}"
-        return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE]
-
-    def in_advance(self, run: Run) -> list[Assumption]:
-        """What is known to have been fixed before the first step, likewise."""
-        return []
-
-    def told(self, statement: Statement) -> str:
-        """The statement of a recorded run, in the shape of TensorFlow Privacy's."""
-        return statement.paragraphs()
-
-    # What was done
+    # What it is
 
     @property
     def last_step(self) -> StepEntry:
         """What the last step did, and how many there were."""
-        return self._log.read()
+        return self.step.log.read()
 
     @property
     def has_stepped(self) -> bool:
         """Whether it changed variables."""
-        return self._log.read().steps > 0
-
-    def is_iterate(self, variables: Sequence[Any]) -> bool:
-        """Whether the variables are as the last step left them, bit by bit."""
-        return self._log.has_written(list(variables))
-
-    # How it goes on where another one stood
+        return self.last_step.steps > 0
 
     @property
     def blocks(self) -> tuple[tuple[Any, ...], ...]:
         """Its variables, if it updates them in turn."""
         return ()
 
+    def check_run(self) -> None:
+        """Raises UnsupportedRunError if noise was made that no step was taken with."""
+        entry, drawn = self.last_step, self.step.log.totals().drawn
+        if drawn != entry.steps:
+            raise refusal(
+                f"Noisy gradients were computed {drawn} times, but {entry.steps} steps were "
+                "taken: the others were refused, interrupted or not applied. What ended the run "
+                "may depend on the examples, and the bound is about a number of steps that does "
+                f"not. Start again with another optimizer. {entry.problem}".rstrip()
+            )
+
+    @property
+    def kind(self) -> str:
+        """The model's steps, with their update rule, and the microbatches that are its records."""
+        each = self.examples_of_record
+        grouping = f" on microbatches of {each} examples" if each > 1 else ""
+        return f"HiddenStateModel with {self._update.name}{grouping}"
+
+    @property
+    def hidden_state(self) -> str:
+        """The order of the examples, where one is drawn for the whole run."""
+        return self._plan.why_not_resumable(self._plan.num_batches)
+
     def private_state(self) -> dict[str, Any]:
-        """The `hidden_state` as plain types. Secret."""
-        return {}
+        """That order."""
+        return {"order": self._plan.private_state(self.last_step.steps)}
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """Goes on with a run, after its steps so far, with new noise.
+
+        Moments are what Keras restored.
 
         Args:
             state: Of the run.
@@ -178,6 +207,251 @@ class Mechanism:
         Raises:
             ValueError: The private state is damaged.
         """
-        self._log.resume(state.num_batches, state.units.batch_size, variables)
+        longest = state.declared.longest_gradient  # each was compared with it
+        self.step.stands_at(state.num_steps, state.batch_size, longest)
         self.iterations.assign(state.iterations)
         self.training.resume(variables)
+        self._is_resumed = True
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """C."""
+        return self.step.clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise on the sum of gradients over C."""
+        return self.step.noise_multiplier
+
+    @property
+    def iterations(self) -> Any:
+        """Keras' count of the updates."""
+        return self._update.iterations
+
+    def goes_back(self) -> None:
+        """Takes the weights of the moment, which are those of an earlier step, for the newest."""
+        last = self.last_step
+        self.step.stands_at(last.steps, last.rows)
+
+    def trains(self, variables: Sequence[Any]) -> bool:
+        """Whether these are the variables of the run."""
+        own = self.step.variables
+        return len(own) == len(variables) and all(map(operator.is_, own, variables))
+
+    def is_iterate(self, variables: Sequence[Any]) -> bool:
+        """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
+        return self.step.is_iterate(variables)
+
+    def begin(self, declared: Declared) -> None:
+        """Takes over the geometry of the loss."""
+        self._loss, self.step.norm_bound = declared.geometry, declared.longest_gradient
+
+    def check_start(self, variables: Sequence[Any], declared: Declared) -> None:
+        """Refuses to begin a run with these variables and declarations.
+
+        Raises:
+            UnsupportedRunError: The text says which.
+        """
+        declared.refuse_all_but(self._declarable, type(self._update.optimizer).__name__)
+        self._update.check_options()
+        if self._loss is not None:
+            refuse_tensor_float_32()
+        if self._settings.projection_radius is not None:
+            check_within(variables, self._settings.projection_radius)
+        if self._settings.prox is not None:
+            self._settings.prox.check_axes([variable.shape for variable in variables])
+
+    def derived(self, declared: Declared) -> list[Assumption]:
+        """What takes the place of a user's word of the same topic: the loss, the proximal map."""
+        of_map = proximal.derived(self._settings.prox)
+        if not declared.source:
+            return of_map
+        text = f"per-example loss: {declared.geometry!r}, {declared.source}"
+        if declared.largest_weight != 1:
+            text += f", times a weight of at most {declared.largest_weight:g}"
+        return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE, *of_map]
+
+    def known_loss(self, declared: Declared) -> LossGeometry | None:
+        """The geometry of the loss that its runs are accounted with."""
+        return self._loss
+
+    def new_run(self, declared: Declared) -> Run:
+        """Of which the last iterate is released."""
+        plan, radius = self._plan, self._settings.projection_radius
+        is_microbatched = self.examples_of_record > 1
+        return RunRecorder(
+            batch_order=plan.order,
+            batch_size=plan.batch_size,
+            dataset_size=len(plan.records),
+            loss=of_means(self._loss) if is_microbatched else self._loss,
+            prox_strong_convexity=proximal.strong_convexity(self._settings.prox),
+            domain_diameter=math.inf if radius is None else 2 * radius,
+            sampling_rate=plan.sampling_rate,
+            max_batch_size=plan.max_batch_size,
+            is_microbatched=is_microbatched,
+        )
+
+    def set_noise(self, noise_multiplier: float) -> None:
+        """Of all steps; before the first one."""
+        assert not self.has_stepped
+        self.step.noise_multiplier = noise_multiplier
+
+    def event_ahead(self, declared: Declared, ahead: StepsAhead) -> Any:
+        """The event of a run that is still to be made, with a noise multiplier of 1.
+
+        Raises:
+            UnsupportedRunError: Its learning rates are not known, or its releases are not in it.
+        """
+        self.set_noise(1.0)
+        run = self.with_steps_ahead(self.new_run(declared), ahead)
+        event = run.event()
+        if run.release_steps[:-1] and not (
+            run.releases_every_iterate or hasattr(event, "release_steps")
+        ):
+            raise refusal(
+                f"Expected no released epochs with target_epsilon, got {self.kind} with "
+                "ModelCheckpoint or EarlyStopping: its event does not know them, so that noise "
+                "would be found for hidden ones. Give noise_multiplier, or leave the callback out."
+            )
+        return event
+
+    def with_steps_ahead(self, run: Run, ahead: StepsAhead) -> Run:
+        """Adds to a run the steps that it lacks, as they are going to be.
+
+        Raises:
+            UnsupportedRunError: Their learning rates are not known.
+        """
+        first, count = run.num_steps, ahead.steps - run.num_steps
+        rates = rates_ahead(self.given_rate, int(self.iterations.numpy()), count)
+        if rates is None:
+            if self.known_loss(Declared()) is not None:
+                raise refusal(
+                    "Expected a number or a schedule of Keras as learning rate with "
+                    "target_epsilon, EarlyStopping or save_best_only, got a function: epsilon "
+                    "depends on the rates of all steps. Use tf.keras.optimizers.schedules."
+                )
+            rates = [float(self._update.rate())] * count
+        log, plan = self.last_step, self._plan
+
+        def step(number: int) -> Step:
+            entry = attrs.evolve(
+                log,
+                rows=min(plan.batch_size, plan.max_batch_size or plan.batch_size),
+                learning_rate=rates[number - first],
+                l2_norm_clip=self.l2_norm_clip,
+                noise_multiplier=self.noise_multiplier,
+                weight_decay=self._update.weight_decay,
+                largest_norm=0.0,
+            )
+            return attrs.evolve(self.step_of(entry), batch=number % plan.num_batches)
+
+        return ahead.add_to(run, step)
+
+    @property
+    def rates_are_free(self) -> bool:
+        """Whether epsilon is that of composition: rates may depend on what was released."""
+        geometry = self._settings.loss_geometry
+        return self._composes and self._loss is None and geometry is None
+
+    def step_of(self, entry: StepEntry) -> Step:
+        """What an entry of the log says to the run.
+
+        A rule that is not plain SGD's is recorded as a step that moves. So is one whose rate was
+        chosen: if steps at a rate of 0 did not count, epsilon would depend on the choice.
+
+        Raises:
+            UnsupportedRunError: It is no step of such a run.
+        """
+        self._update.check_options()
+        step = as_step(entry)
+        expands = step.learning_rate * step.weight_decay >= 1 and self._loss is None
+        if not self._update.is_plain_sgd or expands or self.rates_are_chosen:
+            return attrs.evolve(step, learning_rate=1.0, weight_decay=0.0)
+        return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
+
+    def line_before(self, relation: NeighboringRelation) -> str:
+        """Whether the update contracts, assuming the hyper-parameters of the next step."""
+        if self._loss is None:  # composition is what was asked for
+            return ""
+        run = self.new_run(Declared())
+        run.add(
+            Step(
+                noise_multiplier=self.noise_multiplier,
+                clip_norm=self.l2_norm_clip,
+                learning_rate=as_meant(float(self._update.rate())),
+                weight_decay=self._update.weight_decay,
+                batch=0,
+                rows=self._plan.batch_size,
+            )
+        )
+        return run.line_before(run.event(), relation)
+
+    def checked(self) -> list[str]:
+        """The values of the steps, and what holds for the variables."""
+        checked = [
+            "learning rate, weight decay, clip norm and noise as recorded, in every step, made by "
+            f"{self.made_by}"
+            if self._update.is_plain_sgd
+            else f"clip norm and noise as recorded, in every step; {self._update.name} along the "
+            "noisy gradients, its moments as the last step left them"
+        ]
+        checked += checked_norms(self._loss, self.examples_of_record)
+        checked += checked_microbatches(self.examples_of_record)
+        if self._settings.projection_radius is not None:
+            checked.append(
+                f"all variables together within {self._settings.projection_radius:g} of 0"
+            )
+        return checked
+
+    def in_advance(self, run: Run) -> list[Assumption]:
+        """The number of steps that was asked for, and rates that Keras or nobody changes."""
+        total = None if self._is_resumed else self._settings.num_steps
+        steps, given = steps_in_advance(run.num_steps, total), self.given_rate
+        if self._settings.num_steps is None and self.asked_for == run.num_steps:
+            steps = Assumption.checked(
+                f"all of the {run.num_steps} steps that the only call of fit was asked for"
+            )
+        rates = ""
+        if not self._update.is_plain_sgd:
+            rates = f"rates of {self._update.name}, which change no figure"
+        elif callable(given) and not declared_rates(given, 0.0):
+            rates = f"learning rate of every step that of the compiled {type(given).__name__}"
+        return list(fixed_in_advance(run, steps, rates))
+
+    def told(self, statement: Statement) -> str:
+        """The statement of a run; of another rule than plain SGD it says which."""
+        text = statement.paragraphs()
+        if self._update.is_plain_sgd:
+            return text
+        return (
+            f"Update rule: {self._update.name} along the noisy gradients. No bound on hidden "
+            "iterates knows it:\nevery step counts, and a learning rate of 1 stands for it.\n\n"
+            f"{text}"
+        )
+
+    def declared(self, event: Any) -> list[str]:
+        """Where the learning rates come from; of foreign optimizers, what they see."""
+        return declared_rates(self.given_rate, event.learning_rate) + self._declared_of_optimizer()
+
+    def _declared_of_optimizer(self) -> list[str]:
+        kind = type(self._update.optimizer)
+        if keras_api.is_of_keras(self._update.optimizer):
+            return []
+        return [f"of the examples {kind.__name__} sees only the noisy gradients"]
+
+    @property
+    def given_rate(self) -> Any:
+        """Of the optimizer."""
+        return self._update.given_rate
+
+
+def as_step(entry: StepEntry) -> Step:
+    """What an entry of the log says to a run."""
+    return Step(
+        noise_multiplier=entry.noise_multiplier,
+        clip_norm=entry.l2_norm_clip,
+        learning_rate=entry.learning_rate,
+        weight_decay=entry.weight_decay,
+        rows=entry.rows,
+        largest_norm=entry.largest_norm,
+    )

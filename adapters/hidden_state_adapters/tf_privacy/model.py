@@ -15,19 +15,19 @@ from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
-from hidden_state_adapters.tf_privacy.owned.rule import (
-    TakenOver,
-    UpdateRule,
-    plain_rule,
-    rule_and_settings,
-    rule_of,
-)
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
 from hidden_state_adapters.tf_privacy.recording import Recording
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.step_log import MOST_STEPS
+from hidden_state_adapters.tf_privacy.update_rule import (
+    TakenOver,
+    UpdateRule,
+    plain_rule,
+    rule_and_settings,
+    rule_of,
+)
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
 # In a configuration

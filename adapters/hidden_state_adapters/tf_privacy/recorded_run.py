@@ -1,4 +1,4 @@
-"""The steps of one optimizer over fixed batches, checked one by one, and what is said of them."""
+"""The record of a run: entries of the log become steps, and what is said of them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
-from hidden_state_accountants.runs.base import Run, Step, run_of
+from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
 from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
-from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -85,13 +84,13 @@ class Dealt:
 class RecordedRun:
     """What a callback and a model hold: they say which batch a step was taken on.
 
-    The optimizer says what kind of `Run` its steps are, and what each of them did.
+    The mechanism says what kind of `Run` its steps are, and what each of them did.
 
     Args:
         model: A Keras model or layer that is built; its trainable variables are released.
-        optimizer: It has not taken a step.
-        batch_size: b.
-        examples: Of an epoch, a multiple of b.
+        optimizer: The mechanism; it has not taken a step.
+        batch_size: b, as all that follows in records, which may be microbatches.
+        examples: Of an epoch.
         relation: Of the guarantee.
         declared: By the user.
         checked: What its holder knows of the gradients; None in a loop of somebody else.
@@ -119,7 +118,6 @@ class RecordedRun:
         discard_later_steps: bool = False,
         dealt: Dealt | None = None,
     ):
-        check_optimizer(optimizer)
         check_layers(model)
         check_preprocessing(model)
         taken = optimizer.last_step.steps
@@ -131,23 +129,21 @@ class RecordedRun:
             )
         optimizer.check_run()
         self.optimizer: Mechanism = optimizer
-        self.units = optimizer.units(batch_size, examples)
+        self._batch_size, self._examples = batch_size, examples
         if state is not None:
-            state.check_fits(model, optimizer, self.units)
+            state.check_fits(model, optimizer, batch_size, examples)
         self.model = model
         self._fixed = FixedVariables(model)
         self._of_gradients = None if checked is None else tuple(checked)
-        self._dealt = dealt or Dealt(_FIXED, self.units.batches, lambda _: batch_size)
+        self._dealt = dealt or Dealt(_FIXED, examples // batch_size, lambda _: batch_size)
         self._declared = declared
         optimizer.begin(declared)
-        optimizer.check_start(self.units, keras_api.trained(model), declared)
-        self.num_batches = 0  # of which the optimizer made steps, or parts of them
+        optimizer.check_start(keras_api.trained(model), declared)
+        self.num_batches = 0  # that were recorded
         # Of a microbatch no example is left out, and one without gradient makes it another one.
-        has_several = self.units.microbatch > 1
+        has_several = optimizer.examples_of_record > 1
         self._relation = NeighboringRelation.REPLACE_ONE if has_several else relation
-        self._grouping = optimizer.grouping
         self._run: Run | None = None  # the first step decides what it is about
-        self._parts: list[Step] = []  # of the step that is accumulated
         self._invalid = ""
         self._is_told = False  # of earlier runs
         self._texts: tuple[str, ...] = ()  # of the user's word, about steps so far
@@ -159,13 +155,11 @@ class RecordedRun:
         else:
             self._resume(state, discard_later_steps)
         self.optimizer.training.where_from = self.where_from
-        optimizer.watch()
-        line = "" if state else self.optimizer.line_before(self.units, self._relation)
+        line = "" if state else self.optimizer.line_before(self._relation)
         if line:
             _logger.warning(line)
 
     def _begin(self) -> None:
-        self._check_accumulation()
         self._live = live_run(os.urandom(16).hex())
         self.check_initial_weights()
 
@@ -242,10 +236,11 @@ class RecordedRun:
             run_id=self._live.run_id,
             optimizer=optimizer.kind,
             relation=self._relation.name,
-            units=self.units,
+            batch_size=self._batch_size,
+            examples=self._examples,
             declared=self._declared,
             texts=tuple(dict.fromkeys((*self._texts, *self._left_open, *declared))),
-            num_batches=self.num_batches,
+            num_steps=self.num_batches,
             iterations=int(optimizer.iterations.numpy()),
             run=self._run.state_dict(),
             earlier=self._live.earlier,
@@ -257,18 +252,17 @@ class RecordedRun:
 
     def _resume(self, state: RunState, discard_later_steps: bool) -> None:
         self._live = live_run(state.run_id)
-        self._live.check_newest(state.num_batches, discard_later_steps)
+        self._live.check_newest(state.num_steps, discard_later_steps)
         self.optimizer.resume(state, keras_api.trained(self.model))
-        self._run = self.optimizer.new_run(self.units, self._declared)
+        self._run = self.optimizer.new_run(self._declared)
         self._run.load_state_dict(state.run)  # names the field that differs
-        self.num_batches, self._live.run = state.num_batches, self._run
-        self._live.steps = state.num_batches
+        self.num_batches, self._live.run = state.num_steps, self._run
+        self._live.steps = state.num_steps
         for step in self._run.release_steps[-1:]:
-            self._live.released = step * self.units.accumulated
+            self._live.released = step
         self._take_over(state.earlier)
         discarded = (_DISCARDED.format(self._number_of_steps),) if discard_later_steps else ()
         self._texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
-        self._check_accumulation()
 
     def where_from(self) -> Origin:
         """Where the current weights come from.
@@ -325,16 +319,12 @@ class RecordedRun:
     def _add(self, entry: StepEntry, batch: int) -> None:
         self._check_entry(entry, batch)
         self.num_batches += 1
-        self._check_accumulation()
-        self._parts.append(self.optimizer.step_of(entry))
+        step = self.optimizer.step_of(entry)
         if self.num_batches == 1:
             self.check_variables()
-        if len(self._parts) < self.units.accumulated:
-            return
         if self._run is None:
-            self._run = self._live.run = self.optimizer.new_run(self.units, self._declared)
-        self._run.add(self.units.step_of(self._parts, batch // self.units.accumulated))
-        self._parts.clear()
+            self._run = self._live.run = self.optimizer.new_run(self._declared)
+        self._run.add(attrs.evolve(step, batch=batch, rows=self._batch_size))
         self._live.steps = self.num_batches
 
     def _assume(self, text: str) -> None:
@@ -359,24 +349,6 @@ class RecordedRun:
             raise refusal(
                 f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "
                 f"{rows} rows of batch {self.next_batch}."
-            )
-
-    def _check_accumulation(self) -> None:
-        """Gradients are applied when TensorFlow Privacy's count says so, which must be ours."""
-        now = self.optimizer.grouping
-        if now != self._grouping:
-            raise refusal(
-                "microbatches or accumulation were changed during the run: expected "
-                f"(num_microbatches, gradient_accumulation_steps) = {self._grouping}, got {now}."
-            )
-        if self.units.accumulated == 1:
-            return
-        iterations = int(self.optimizer.iterations.numpy())
-        if (iterations - self.num_batches) % self.units.accumulated:
-            raise refusal(
-                f"optimizer.iterations is {iterations} after {self.num_batches} batches, so "
-                f"gradients are applied in other steps than every {self.units.accumulated}th. "
-                "Start with a fresh optimizer."
             )
 
     def release(self) -> None:
@@ -404,17 +376,11 @@ class RecordedRun:
         """
         if self._invalid:
             raise refusal(f"The run cannot go on: {self._invalid}")
-        check_optimizer(optimizer)
         check_layers(model)
         check_preprocessing(model)
-        if optimizer is not self.optimizer:
-            raise refusal(
-                "Expected the optimizer of the run so far, got another one. Use a callback of its "
-                "own for every run, and compose their events."
-            )
         self.model = model
         self.check_iterate()
-        optimizer.check_start(self.units, keras_api.trained(model), self._declared)
+        optimizer.check_start(keras_api.trained(model), self._declared)
 
     # What must hold for a figure
 
@@ -436,11 +402,6 @@ class RecordedRun:
                 "Pass the callback to every call of fit, and train in no other way."
             )
         self.optimizer.check_run()
-        if self._parts:
-            raise refusal(
-                f"{len(self._parts)} of {self.units.accumulated} gradients of a step are "
-                "accumulated; the optimizer holds their sum. Finish the epoch."
-            )
 
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError if the model is not the iterate that was accounted."""
@@ -461,7 +422,7 @@ class RecordedRun:
             self.check_iterate()
 
     def check_variables(self) -> None:
-        """Likewise, also while gradients are accumulated."""
+        """Likewise, of steps that may not be recorded yet."""
         if not self.optimizer.is_iterate(keras_api.trained(self.model)):
             raise refusal(
                 "The trainable variables were changed outside the private optimizer, so the model "
@@ -564,7 +525,7 @@ class RecordedRun:
             declared: What its holder adds.
         """
         own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
-        own += [Assumption.checked(text) for text in self.optimizer.checked(self.units)]
+        own += [Assumption.checked(text) for text in self.optimizer.checked()]
         own += [*(self._of_gradients or ()), *self._declared.measured]
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
@@ -592,25 +553,10 @@ class RecordedRun:
             self.guarantee(),
             self.assumptions(declared),
             delta,
-            microbatch=self.units.microbatch * self.optimizer.examples_of_record,
+            microbatch=self.optimizer.examples_of_record,
             update_rule=self.optimizer.update_rule,
         )
         return self.optimizer.told(statement)
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuses an optimizer whose steps cannot be accounted.
-
-    Raises:
-        UnsupportedRunError: It is none of this package.
-    """
-    refuse_surroundings()  # fit enters the strategy of the model
-    if not isinstance(optimizer, Mechanism):
-        raise refusal(
-            "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, DiceKerasAdamOptimizer "
-            "or BlockCoordinateKerasOptimizer (in Model.compile), got "
-            f"{type(optimizer).__name__}: its steps cannot be checked."
-        )
 
 
 def checked_relation(relation: NeighboringRelation | str) -> NeighboringRelation:

@@ -11,14 +11,25 @@ and what an optimizer of Keras does along :math:`\tilde g`; DiceSGD is a rule ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hidden_state_accountants import Regulariser
-from hidden_state_adapters.tf_privacy import proximal
+from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.projection import project
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_PLAIN: Mapping[str, Any] = {
+    "momentum": 0.0,
+    "nesterov": False,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+}
+_PRECISIONS = (tf.float32, tf.float64)
 
 
 class PlainSGD:
@@ -77,28 +88,20 @@ class PlainSGD:
     ) -> None:
         """Moves the variables if the step is taken."""
         for gradient, variable in zip(gradients, variables, strict=True):
-            self.move_one(variable, gradient, tf.cast(rate, gradient.dtype), fine)
+            step, old = tf.cast(rate, gradient.dtype), variable.read_value()
+            # tf.cast of the decay would go through float32.
+            kept = old * (1 - step * tf.constant(self.decay, old.dtype)) if self.decay else old
+            new = proximal.after_prox(self._prox, kept - step * gradient, step)
+            # tf.where and not a factor 0: a refused gradient may hold NaN.
+            variable.assign(tf.where(fine, new, old))
 
-    def move_one(self, variable: Any, gradient: Any, rate: tf.Tensor, fine: tf.Tensor) -> Any:
-        """Moves a variable, with a rate in its precision; returns the assignment."""
-        old = variable.read_value()
-        # tf.cast of the decay would go through float32.
-        kept = old * (1 - rate * tf.constant(self.decay, old.dtype)) if self.decay else old
-        new = proximal.after_prox(self._prox, kept - rate * gradient, rate)
-        # tf.where and not a factor 0: a refused gradient may hold NaN.
-        return variable.assign(tf.where(fine, new, old))
-
-    def finish(
-        self, variables: Sequence[Any], kept: Any, fine: tf.Tensor, rows: Any, largest: Any
-    ) -> None:
+    def finish(self, variables: Sequence[Any], kept: Any, fine: tf.Tensor) -> None:
         """What follows when all variables have moved; nothing of a refused step.
 
         Args:
             variables: All that are trained.
             kept: What `direction` gave.
             fine: Whether the step is taken.
-            rows: Of the batch.
-            largest: Its longest gradient.
         """
         self.count(fine)
         if self._radius is not None:
@@ -127,3 +130,133 @@ class AnyOptimizer(PlainSGD):
             return tf.constant(True)
 
         tf.cond(fine, update, lambda: tf.constant(False))
+
+
+def refuse_noise(optimizer: Any) -> None:
+    """Raises UnsupportedRunError if an optimizer would clip and add noise a second time."""
+    kinds = type(optimizer).__mro__
+    is_theirs = any(kind.__module__.startswith("tensorflow_privacy.") for kind in kinds)
+    if hasattr(optimizer, "for_model"):
+        what = f"{type(optimizer).__name__} within another rule, or after compile"
+        remedy = "Pass it to compile alone; or "
+    elif is_theirs or hasattr(optimizer, "_dp_sum_query"):
+        what = f"one of TensorFlow Privacy, {type(optimizer).__name__}"
+        remedy = (
+            "Pass CyclicDPKerasSGDOptimizer(...) with the same arguments, which leaves both to the "
+            "model; or "
+        )
+    else:
+        return
+    raise refusal(
+        f"Expected an optimizer without noise in compile, got {what}: the model clips and adds the "
+        f"noise itself, and noise would be added twice. {remedy}tf.keras.optimizers.SGD(...), "
+        "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip and "
+        "noise_multiplier to the model."
+    )
+
+
+class Update:
+    """What an optimizer of Keras makes of noisy gradients.
+
+    Plain SGD is done here, by the rule of the event; all else is Keras'. An optimizer with noise of
+    this package says in `plain_update` how Keras moves along gradients that have it, and in
+    `is_private_sgd` whether that is SGD.
+
+    Args:
+        optimizer: The compiled one.
+        variables: Those that are trained.
+
+    Raises:
+        UnsupportedRunError: It scales losses, or replaces the weights.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]):
+        if not keras_api.is_optimizer(optimizer):
+            raise refusal(
+                f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+            raise refusal(
+                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
+                "noise would act on the scaled gradient. Train in float32 or float64."
+            )
+        if getattr(optimizer, "use_ema", False):
+            raise refusal(
+                "Expected use_ema = False, got True: Keras overwrites the weights with their "
+                "average after the last step, so that the model is not the iterate. Drop it."
+            )
+        if getattr(optimizer, "loss_scale_factor", None) is not None:
+            raise refusal(
+                f"Expected loss_scale_factor = None, got {optimizer.loss_scale_factor}: the "
+                "optimizer would divide the noisy gradients by it, of losses that were not scaled. "
+                "Leave it out."
+            )
+        self.optimizer = optimizer
+        keras_api.build_optimizer(optimizer, variables)
+        self.options = self._options()
+        is_sgd = keras_api.is_sgd(optimizer) or getattr(optimizer, "is_private_sgd", False)
+        self.is_plain_sgd = is_sgd and self.why_not_plain == ""
+        state = keras_api.state_of(optimizer)
+        self.slots = [v for v in state if v.dtype.base_dtype in _PRECISIONS]
+
+    def _options(self) -> dict[str, Any]:
+        own = self.optimizer
+        options = {name: getattr(own, name, None) for name in _PLAIN}
+        options["weight_decay"] = getattr(own, "weight_decay", None)
+        return {**options, **keras_api.update_options(own)}
+
+    @property
+    def why_not_plain(self) -> str:
+        """The first option that makes it another rule than plain SGD, or ""."""
+        for name, value in self.options.items():
+            neutral = _PLAIN.get(name)
+            if name == "weight_decay" or value == neutral or not value:
+                continue
+            return f"{name} = {value!r}"
+        return ""
+
+    @property
+    def name(self) -> str:
+        """The optimizer in a few words."""
+        name = getattr(self.optimizer, "update_rule", type(self.optimizer).__name__)
+        return f"{name} with {self.why_not_plain}" if self.why_not_plain else name
+
+    @property
+    def given_rate(self) -> Any:
+        """The learning rate as it was given: a number (a variable), a schedule, or a function."""
+        return keras_api.given_rate(self.optimizer)
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled, of plain SGD; 0 for none."""
+        return float(self.options["weight_decay"] or 0.0)
+
+    @property
+    def iterations(self) -> Any:
+        """The count of Keras."""
+        return keras_api.iterations_of(self.optimizer)
+
+    def rate(self) -> tf.Tensor:
+        """The learning rate of the next update."""
+        return keras_api.rate_of(self.optimizer)
+
+    def check_options(self) -> None:
+        """Raises UnsupportedRunError if an option was changed since the run began."""
+        for name, value in self._options().items():
+            if value != self.options[name]:
+                raise refusal(
+                    f"Expected {name} = {self.options[name]!r}, as when the run began, got "
+                    f"{value!r}: the event has one update rule. Compile again for another run."
+                )
+
+    def rule(self, prox: Regulariser | None = None, radius: float | None = None) -> PlainSGD:
+        """What a step makes of noisy gradients; proximal map and projection need plain SGD."""
+        if not self.is_plain_sgd:
+            apply = functools.partial(keras_api.apply_gradients, self.optimizer)
+            return AnyOptimizer(self.rate, getattr(self.optimizer, "plain_update", apply))
+        return PlainSGD(self.rate, self.count, decay=self.weight_decay, prox=prox, radius=radius)
+
+    def count(self, fine: tf.Tensor) -> None:
+        """Notes an update, if it was made."""
+        self.iterations.assign_add(tf.cast(fine, self.iterations.dtype))
+        keras_api.note_update(self.optimizer)

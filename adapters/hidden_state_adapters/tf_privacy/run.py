@@ -43,18 +43,17 @@ from hidden_state_adapters.tf_privacy.owned.data import (
     multiple_of_sizes,
     plan_of,
 )
-from hidden_state_adapters.tf_privacy.owned.rule import (
-    TakenOver,
-    UpdateRule,
-    rule_and_settings,
-)
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
 from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import check_made_in, strategy_of
 from hidden_state_adapters.tf_privacy.step_log import Problem
-from hidden_state_adapters.tf_privacy.units import Units
+from hidden_state_adapters.tf_privacy.update_rule import (
+    TakenOver,
+    UpdateRule,
+    rule_and_settings,
+)
 
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
@@ -324,7 +323,7 @@ class PrivateRun(Figures):
             )
         if continued is not None:
             self._check_relation(continued.state)
-            self._check_end_of_epoch(continued.state.num_batches)
+            self._check_end_of_epoch(continued.state.num_steps)
             self._restore_order(continued.state)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             build(model, self._examples.x)  # variables of Keras are those of its replicas
@@ -347,7 +346,7 @@ class PrivateRun(Figures):
         steps = rule.steps(settings, optimizer, self.plan, variables)
         steps.examples_of_record = self._microbatch
         # Of the order of the batches; what is known of the loss only adds theorems.
-        steps.new_run(Units(size, size, 1, 1), declared).check_relation(self.relation)
+        steps.new_run(declared).check_relation(self.relation)
         self._record: RecordedRun = RecordedRun(
             model,
             steps,
@@ -703,16 +702,15 @@ class PrivateRun(Figures):
         self._check_declared(total - before)
         self.planned = total
         ahead = StepsAhead(total, self.steps_per_epoch, *releases)
-        units = self._record.units
         if target is not None:
-            event = self.steps.event_ahead(units, self._record.declared, ahead)
+            event = self.steps.event_ahead(self._record.declared, ahead)
             spent = self._record.earlier_events
             noise = noise_for(target.epsilon, target.delta, event, spent, self.relation)
             self.steps.set_noise(noise)
         if may_stop:
-            empty = self.steps.new_run(units, self._record.declared)
-            self.steps.with_steps_ahead(empty, units, ahead)  # raises
-            self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, units, ahead))
+            empty = self.steps.new_run(self._record.declared)
+            self.steps.with_steps_ahead(empty, ahead)  # raises
+            self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, ahead))
         self.steps.asked_for = None if before else total
 
     def _new_dealer(self) -> Dealer:

@@ -1,26 +1,33 @@
 """The one private step: clip, sum, noise, rule, and the log of it.
 
-    step.take([gradients_of], rows, dealt)
+    step.commit(step.prepare(found))
 
-with a source of per-example gradients (gradients.py), of which nothing is clipped yet. It moves the
-variables, and what the rule keeps, or nothing at all.
+with per-example gradients (gradients.py) of which nothing is clipped yet. `prepare` adds the noise
+and moves nothing; `commit` moves the variables, and what the rule keeps, or nothing at all. An
+optimizer calls the first in `_compute_gradients` and the second in `apply_gradients`; `take` makes
+a step of a model that may have replicas.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants.runs.base import SLACK
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
-from hidden_state_adapters.tf_privacy.noisy_mean import NoisyMean
+from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import copies, together
 from hidden_state_adapters.tf_privacy.rules import PlainSGD
-from hidden_state_adapters.tf_privacy.step_log import Problem, RingLog, as_bits
+from hidden_state_adapters.tf_privacy.step_log import Problem, StepLog, as_bits
+
+# 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
+_SMALLEST_CLIP = 1.1e-11
 
 
 @attrs.frozen(eq=False)
@@ -50,9 +57,12 @@ class PrivateStep:
     """Clips to C, adds N(0, (zC)^2), divides, moves by a rule, and writes down what was done.
 
     Attributes:
-        mean: Clips and adds the noise.
-        norm_bound: What no gradient is longer than, but for rounding; may be assigned before the
-            first step.
+        clip: C.
+        noise_multiplier: z; may be assigned before the first step, as what follows.
+        norm_bound: What no gradient is longer than, but for rounding.
+        divisor: Of the sums; None for the rows of the batch.
+        has_equal_rows: Whether all batches must have as many rows; False by default.
+        blocks: The variables in lists that move in turn.
         log: Of the steps.
 
     Args:
@@ -62,7 +72,7 @@ class PrivateStep:
         noise_multiplier: z.
         divisor: Of the sums.
         kept: Other variables that nobody else may write: moments.
-        blocks: The variables in lists that move in turn; one by default.
+        blocks: One by default.
 
     Raises:
         UnsupportedRunError: Squares of gradients as short as C underflow.
@@ -75,18 +85,27 @@ class PrivateStep:
         *,
         clip: float,
         noise_multiplier: float,
-        divisor: int,
+        divisor: int | None,
         kept: Sequence[Any] = (),
         blocks: Sequence[Sequence[Any]] = (),
     ):
-        self.mean = NoisyMean(rule, clip, noise_multiplier)
         self._dtype = variables[0].dtype.base_dtype
-        self.mean.check_precision(self._dtype)
+        if self._dtype == tf.float32 and clip < _SMALLEST_CLIP:
+            raise refusal(
+                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got {clip:g}: squares of "
+                "shorter gradients underflow, and they are not clipped. Scale the loss up, or "
+                "train in float64."
+            )
+        self.clip, self.noise_multiplier, self.divisor = clip, noise_multiplier, divisor
         self.variables, self.blocks = list(variables), tuple(blocks) or (tuple(variables),)
         self.norm_bound = math.inf
-        self._rule, self._divisor, self._kept = rule, divisor, list(kept)
-        self.mean.make_generator()  # outside of the scope of a strategy
-        self.log = RingLog(self._tracked)
+        self._rule, self._kept, self.has_equal_rows = rule, list(kept), False
+        # Philox makes its numbers of a key and a counter that only moves ahead, and both begin
+        # where the operating system says: tf.random.set_seed does not touch it.
+        with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
+            state = np.frombuffer(os.urandom(24), np.int64)  # a counter of 128 bits, a key of 64
+            self._generator = tf.random.Generator.from_state(state, alg="philox")
+        self.log = StepLog(self._tracked)
         self._begun: Prepared | None = None  # of a step that has more blocks
 
     def take(
@@ -102,26 +121,65 @@ class PrivateStep:
         Returns:
             What the first pass gave.
         """
-        self._begun = None
+        self.begin()
         found = []
         for gradients_of in passes:
             found.append(gradients_of())
-            sums, largest = self.mean.sums(found[-1], self._dtype, rows)
+            sums, largest = self._sums(found[-1], rows)
             together(self._commit_sums, sums, largest, dealt, rows)
         return found[0]
+
+    def begin(self) -> None:
+        """What comes next is the first block of a step."""
+        self._begun = None
+
+    def prepare(self, found: ExampleGradients, rows: tf.Tensor | None = None) -> Prepared:
+        """The noisy update of the next block.
+
+        Args:
+            found: Of the batch.
+            rows: The first ones, which are examples; None for all.
+        """
+        sums, largest = self._sums(found, rows)
+        if rows is None:
+            rows = tf.size(found.norms, tf.int64)
+        return self._of_sums(sums, largest, None, rows)
+
+    def _sums(
+        self, found: ExampleGradients, rows: tf.Tensor | None
+    ) -> tuple[list[list[Any]], tf.Tensor]:
+        """The sums that the rule wants, and the longest gradient, infinite if one is not finite."""
+        norms, nothing = found.norms, tf.zeros_like(found.norms)
+        is_example = None if rows is None else tf.range(tf.size(norms, tf.int64)) < rows
+
+        def of_examples(values: tf.Tensor) -> tf.Tensor:
+            return values if is_example is None else tf.where(is_example, values, nothing)
+
+        norms = of_examples(norms)
+        infinite = tf.constant(math.inf, tf.float64)
+        lengths = tf.where(tf.math.is_finite(norms), norms, infinite)
+        largest = tf.maximum(tf.reduce_max(lengths), tf.zeros([], tf.float64))  # of no rows, too
+        factors = self._rule.factors(norms, self.clip, self._dtype)
+        return [found.weighted_sum(of_examples(part)) for part in factors], largest
+
+    def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
+        scale = self.noise_multiplier * self.clip
+        if not scale:
+            return list(sums)
+        noise = [self._generator.normal(tf.shape(s), stddev=scale, dtype=s.dtype) for s in sums]
+        return [s + n for s, n in zip(sums, noise, strict=True)]
 
     def _commit_sums(self, sums: Any, largest: Any, dealt: Any, rows: Any) -> None:
         self.commit(self._of_sums(sums, largest, dealt, rows))
 
     def _of_sums(self, sums: Any, largest: Any, dealt: Any, rows: Any) -> Prepared:
-        divisor = tf.constant(self._divisor, tf.float64)
-        gradients, kept = self.mean.of_sums(sums, divisor)
+        divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
+        means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
+        gradients, kept = self._rule.direction(means, sums[1:], divisor)
         is_finite = tf.math.is_finite(largest)
-        bound = self.norm_bound * (1 + SLACK)
         holds = {
-            Problem.GRADIENT: (largest <= bound) | ~is_finite,
+            Problem.GRADIENT: (largest <= self.norm_bound * (1 + SLACK)) | ~is_finite,
             Problem.NOT_FINITE: is_finite,
-            Problem.NOISE: self.mean.noise_is_fresh,
         }
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -130,7 +188,13 @@ class PrivateStep:
             return Prepared(begun.block + 1, gradients, kept, rows, problem, largest, before)
         steps = self.log.steps
         holds[Problem.WEIGHTS] = self.log.is_iterate(self._tracked)
-        holds[Problem.BATCH] = tf.equal(dealt, steps)
+        if dealt is not None:
+            holds[Problem.BATCH] = tf.equal(dealt, steps)
+        if self.has_equal_rows:
+            expected = self.log.last_rows if self.divisor is None else self.divisor
+            is_first = tf.equal(steps, 0) & (self.divisor is None)
+            holds[Problem.ROWS] = (rows > 0) & (is_first | tf.equal(rows, expected))
+        holds[Problem.ENDED] = self.log.begin()
         problem = self.log.with_standing(as_bits(holds) + self._rule.problem(steps))
         before = [v.read_value() for v in self.variables] if len(self.blocks) > 1 else []
         return Prepared(0, gradients, kept, rows, problem, largest, before)
@@ -144,23 +208,20 @@ class PrivateStep:
             return
         for variable, old in zip(self.variables, prepared.before, strict=False):
             variable.assign(tf.where(fine, variable.read_value(), old))
-        self._rule.finish(
-            self.variables, prepared.kept, fine, rows=prepared.rows, largest=prepared.largest
-        )
+        self._rule.finish(self.variables, prepared.kept, fine)
         self.log.write(
             rows=prepared.rows,
             problem=prepared.problem,
             variables=self._tracked,
-            values=[
-                rate,
-                self.mean.l2_norm_clip,
-                self.mean.noise_multiplier,
-                self._rule.decay,
-                prepared.largest,
-            ],
+            values=[rate, self.clip, self.noise_multiplier, self._rule.decay, prepared.largest],
         )
 
     # On the host
+
+    @property
+    def next_block(self) -> int:
+        """The place of the block that the next update moves."""
+        return 0 if self._begun is None else self._begun.block + 1
 
     @property
     def _tracked(self) -> list[Any]:
@@ -170,6 +231,6 @@ class PrivateStep:
         """Whether variables, and what the rule keeps, are as the last step left them."""
         return self.log.has_written(copies([*variables, *self._kept]))
 
-    def stands_at(self, steps: int, rows: int) -> None:
+    def stands_at(self, steps: int, rows: int, largest: float = 0.0) -> None:
         """Takes the variables of the moment for what so many steps left."""
-        self.log.resume(steps, rows, self._tracked)
+        self.log.resume(steps, rows, largest, self._tracked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ from hidden_state_adapters.tf_privacy.lineage import (
     is_telling,
     merged,
     origin_of,
-    read_plain,
     remember,
     runs_of,
     to_plain,
@@ -53,7 +51,6 @@ class Training:
         self._trainer = trainer
         self._variables: list[Any] = []
         self._initial: list[str] = []  # their digests before the first step
-        self._loaded: Mapping[str, Any] = {}  # what the file of the optimizer tells
         self.follows_runs = False
         self.where_from: Callable[[], Origin] | None = None
 
@@ -143,7 +140,7 @@ class Training:
 
     def _note(self) -> Mapping[str, Any]:
         if not self._variables or not self._trainer.has_stepped:
-            return self._loaded
+            return {}
         now = [digest(variable) for variable in self._variables]  # := is not in AutoGraph
         moved = [
             found
@@ -163,31 +160,6 @@ class Training:
             return self.where_from()
         except (ValueError, TypeError) as error:
             return Origin(why=str(error))
-
-    def read(self, plain: Mapping[str, Any]) -> None:
-        """Lets this process know what a file tells; see `note`."""
-        if plain:
-            read_plain(plain)
-        self._loaded = plain
-
-
-class TrackedTraining(tf.__internal__.tracking.Trackable):  # type: ignore[misc]
-    """Takes the note into TensorFlow's checkpoints, and reads it when one is restored.
-
-    A SavedModel, which is made in a graph, gets it with the configuration.
-    """
-
-    def __init__(self, training: Training):
-        self._training = training
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        note = self._training.note() if tf.executing_eagerly() else {}
-        return {"runs": tf.constant(json.dumps(note))}
-
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> Any:
-        if tf.executing_eagerly():
-            self._training.read(json.loads(restored_tensors["runs"].numpy()))
-        return tf.no_op()
 
 
 def _digest_or_none(variable: Any) -> str:

@@ -84,7 +84,7 @@ def _current(optimizer: Any, name: str) -> Any:
         return 0.9 if optimizer._momentum else 0.0
     if name == "decay":
         return float(optimizer._initial_decay)
-    return getattr(optimizer, name)
+    return 1 if name == "gradient_accumulation_steps" else getattr(optimizer, name)
 
 
 def refuse_surroundings(strategy: Any = None) -> None:

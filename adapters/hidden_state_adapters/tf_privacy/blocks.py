@@ -1,4 +1,4 @@
-"""DP-MBCD for a model that owns its run: all blocks in turn on the batch of a step."""
+"""DP-MBCD: lists of variables are updated in turn on the same batch, each through a prox."""
 
 from __future__ import annotations
 
@@ -16,28 +16,103 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api, proximal
 from hidden_state_adapters.tf_privacy.continuation import RunState
 from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.mechanisms.block_coordinate.blocks import (
-    Blocks,
-    blocks_of,
-    check_blocks,
-    check_together,
-    places_of,
-)
-from hidden_state_adapters.tf_privacy.owned.rule import UpdateRule
+from hidden_state_adapters.tf_privacy.guards.step import check_variables
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_step
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update
 from hidden_state_adapters.tf_privacy.rates import as_meant
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step_log import StepEntry
-from hidden_state_adapters.tf_privacy.units import Units
+from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
+from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
+from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
 
-_CHECKED = (
+CHECKED = (
     "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as one "
     "vector; finite gradients, taken of each block at the values of that moment; blocks that are "
-    "together all that is trained, changed by the model's own train_step only; a noise generator "
-    "that was left alone"
+    "together all that is trained, changed by nobody else"
 )
+Blocks = tuple[tuple[Any, ...], ...]
+
+
+def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
+    """The blocks of a list of lists, of one list of variables, or of a function that returns one.
+
+    Args:
+        given: The blocks; None for one of all that is trained.
+        trained: The variables whose places may stand for them.
+
+    Raises:
+        UnsupportedRunError: It is neither.
+    """
+    items = given() if callable(given) else given
+    if items is None:
+        items = list(trained)
+    items = list(items) if isinstance(items, list | tuple) else [items]
+    nested = [isinstance(item, list | tuple) for item in items]
+    if any(nested) and not all(nested):
+        raise refusal("Expected a list of variables or a list of such lists, got both in one list.")
+    blocks = items if any(nested) else [items]
+
+    def variable(item: Any) -> Any:
+        if isinstance(item, int) and 0 <= item < len(trained):
+            return trained[item]
+        return keras_api.tensor_of(item)
+
+    return tuple(tuple(map(variable, block)) for block in blocks)
+
+
+def places_of(blocks: Blocks, trained: Sequence[Any]) -> list[list[int]]:
+    """The places of the variables of blocks among those that are trained, which they all are.
+
+    Raises:
+        UnsupportedRunError: They are others, or not each of them once.
+    """
+    check_blocks(blocks)
+    check_together(blocks, trained)
+    places = {variable.ref(): place for place, variable in enumerate(trained)}
+    return [[places[variable.ref()] for variable in block] for block in blocks]
+
+
+def check_blocks(blocks: Blocks) -> None:
+    """Raises UnsupportedRunError unless every block has variables, and every variable one block."""
+    others = [item for block in blocks for item in block if not isinstance(item, tf.Variable)]
+    if others:
+        raise refusal(
+            f"Expected blocks of variables, got {others[0]!r}. Pass layer.trainable_variables of "
+            "one layer, or of several, for each block."
+        )
+    seen = [variable.ref() for block in blocks for variable in block]
+    if not blocks or not all(blocks) or len(set(seen)) < len(seen):
+        raise refusal(
+            "Expected blocks that have variables, each variable in one block, got "
+            f"{[[variable.name for variable in block] for block in blocks]}."
+        )
+    check_variables([variable for block in blocks for variable in block])
+
+
+def check_together(blocks: Blocks, trained: Any) -> None:
+    """Raises UnsupportedRunError unless the blocks are together the variables that are trained."""
+    own = [variable for block in blocks for variable in block]
+    given, own_refs = ({variable.ref() for variable in part} for part in (trained, own))
+    if given != own_refs:
+        outside = [variable.deref().name for variable in given ^ own_refs]
+        raise refusal(
+            "Expected blocks that are together the trainable variables of the model, got "
+            f"{sorted(outside)} in one and not in the other. Set layer.trainable = False for "
+            "what is not trained."
+        )
+
+
+class BlockRule(PlainSGD):
+    """SGD with a proximal map, and one learning rate."""
+
+    _first: float | None = None
+
+    def problem(self, steps: tf.Tensor) -> tf.Tensor:
+        """Whether the rate is that of the beginning."""
+        if self._first is None:
+            with tf.init_scope():
+                self._first = float(self.rate())
+        return as_bits({Problem.SETTINGS: tf.equal(self.rate(), self._first)})
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -91,7 +166,7 @@ class BlockCoordinateUpdate(UpdateRule):
         self.blocks = blocks
 
     def steps(
-        self, settings: Settings, optimizer: Any, plan: BatchPlan, variables: Sequence[Any]
+        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
     ) -> BlockSteps:
         """Those of DP-MBCD."""
         blocks = blocks_of(self.blocks, variables)
@@ -109,11 +184,11 @@ class BlockCoordinateUpdate(UpdateRule):
         return {"blocks": self.blocks}
 
 
-class BlockSteps(OwnedSteps):
-    """Makes the steps of a model that is compiled with `BlockCoordinateUpdate`.
+class BlockSteps(Mechanism):
+    """The steps of DP-MBCD.
 
     Args:
-        settings: Of the model.
+        settings: As for `Mechanism`, as the next three.
         update: Of the compiled optimizer.
         plan: The batches.
         variables: Those that are trained.
@@ -130,11 +205,11 @@ class BlockSteps(OwnedSteps):
         self,
         settings: Settings,
         update: Update,
-        plan: BatchPlan,
+        plan: BatchPlan | None,
         variables: Sequence[Any],
         blocks: Blocks,
     ):
-        if plan.order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
+        if plan is not None and plan.order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
             raise refusal(
                 'Expected batch_order="cyclic" or "full" with BlockCoordinateUpdate, got '
                 f'"{plan.order.value}": the bound on DP-MBCD is about the same batches in every '
@@ -142,9 +217,12 @@ class BlockSteps(OwnedSteps):
             )
         check_blocks(blocks)
         check_together(blocks, variables)
-        self._blocks = blocks
-        super().__init__(settings, update, plan, variables)
+        super().__init__(settings, update, plan, variables, blocks)
         self._rate = as_meant(float(update.rate()))
+
+    def _rule(self) -> BlockRule:
+        plain = self._update
+        return BlockRule(plain.rate, plain.count, prox=self._settings.prox)
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
         if settings.projection_radius is not None:
@@ -170,9 +248,30 @@ class BlockSteps(OwnedSteps):
     @property
     def blocks(self) -> Blocks:
         """The lists of variables."""
-        return self._blocks
+        return tuple(map(tuple, self.step.blocks))
 
-    # As every mechanism's
+    def trains_by(self, blocks: Blocks) -> None:
+        """Notes the blocks of the first step; afterwards they must be the same.
+
+        Raises:
+            UnsupportedRunError: They are others, or not all that is trained.
+        """
+        check_blocks(blocks)
+        check_together(blocks, self.step.variables)
+        if [[v.ref() for v in block] for block in blocks] == [
+            [v.ref() for v in block] for block in self.blocks
+        ]:
+            return
+        with tf.init_scope():  # the step may be traced
+            has_stepped = self.has_stepped
+        if has_stepped:
+            raise refusal(
+                "Expected the blocks of the first step, got other variables or another order: one "
+                "run trains the same blocks throughout. Use another optimizer for other blocks."
+            )
+        self.step.blocks = blocks
+
+    # What run it is
 
     @property
     def kind(self) -> str:
@@ -185,7 +284,7 @@ class BlockSteps(OwnedSteps):
         Raises:
             ValueError: They are others.
         """
-        own = tuple(map(tuple, places_of(self._blocks, variables)))
+        own = tuple(map(tuple, places_of(self.blocks, variables)))
         if own != state.blocks:
             raise ValueError(
                 f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "
@@ -197,42 +296,58 @@ class BlockSteps(OwnedSteps):
         """Of the one block."""
         return declared.geometry
 
-    def new_run(self, units: Units, declared: Declared) -> Run:
+    def new_run(self, declared: Declared) -> Run:
         """Of which the last blocks are released."""
         return BlockCoordinateRun(**self._constants())
 
-    def _constants(self) -> dict[str, Any]:
+    def run_so_far(self) -> BlockCoordinateRun:
+        """The run of steps that nobody recorded, of unknown data."""
+        return BlockCoordinateRun.of_totals(
+            num_steps=self.last_step.steps,
+            noise_multiplier=self.noise_multiplier,
+            largest_norm=self.step.log.totals().largest_norm,
+            batch_size=self.last_step.rows,
+            **self._settings_of_run,
+        )
+
+    @property
+    def _settings_of_run(self) -> dict[str, Any]:
         return {
             "step_size": self._rate,
             "clip_norm": self.l2_norm_clip,
-            "batch_size": self._plan.batch_size,
-            "num_blocks": len(self._blocks),
+            "num_blocks": len(self.blocks),
             "prox_strong_convexity": proximal.strong_convexity(self._settings.prox),
-            "dataset_size": len(self._plan.records),
+        }
+
+    def _constants(self) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            **self._settings_of_run,
+            "batch_size": plan.batch_size,
+            "dataset_size": len(plan.records),
             "block_loss": self._loss,
         }
 
     def step_of(self, entry: StepEntry) -> Step:
         """As every mechanism's."""
         self._update.check_options()
-        step = Mechanism.step_of(self, entry)
-        return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
+        return attrs.evolve(as_step(entry), learning_rate=as_meant(entry.learning_rate))
 
-    def line_before(self, units: Units, relation: NeighboringRelation) -> str:
+    def line_before(self, relation: NeighboringRelation) -> str:
         """Whether hidden iterates help, of what is said of the loss."""
         if self._loss is None:
             return ""
         run = BlockCoordinateRun.of_totals(
-            num_steps=units.batches,
+            num_steps=self._plan.num_batches,
             noise_multiplier=self.noise_multiplier,
             largest_norm=0.0,
             **self._constants(),
         )
         return run.line_before(run.event(), relation)
 
-    def checked(self, units: Units) -> list[str]:
+    def checked(self) -> list[str]:
         """What every step checks."""
-        return [_CHECKED]
+        return [CHECKED]
 
     def declared(self, event: Any) -> list[str]:
         """Nothing beside what is so of every run."""

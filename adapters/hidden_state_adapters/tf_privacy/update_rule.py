@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.steps import OwnedSteps, Update, refuse_noise
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rules import Update, refuse_noise
 
 
 class UpdateRule:
@@ -43,8 +44,8 @@ class UpdateRule:
         return settings.declared
 
     def steps(
-        self, settings: Settings, optimizer: Any, plan: BatchPlan, variables: Sequence[Any]
-    ) -> OwnedSteps:
+        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
+    ) -> Mechanism:
         """What makes the steps of a run.
 
         Args:
@@ -56,7 +57,7 @@ class UpdateRule:
         Raises:
             UnsupportedRunError: No such run can be accounted.
         """
-        return OwnedSteps(settings, Update(optimizer, variables), plan, variables)
+        return Mechanism(settings, Update(optimizer, variables), plan, variables)
 
     def with_places(self, model: Any) -> UpdateRule:
         """A rule for files: variables are named by their places among those that a model trains.

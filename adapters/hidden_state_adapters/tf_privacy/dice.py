@@ -1,0 +1,492 @@
+r"""DiceSGD: what the clip cuts off is kept, unseen, and fed back clipped again.
+
+.. math::
+    v = \frac1B \sum_i \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e, C_2), \quad
+    e \leftarrow e + \frac1B \sum_i g_i - v
+
+and the rule of an optimizer moves along v with noise. (ZBWH24, arXiv 2311.14632.)
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import numpy as np
+import tensorflow as tf
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError, validate
+from hidden_state_accountants.guarantee import Topic
+from hidden_state_accountants.runs.base import Step
+from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_accountants.runs.statement import Statement
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy.continuation import RunState
+from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
+from hidden_state_adapters.tf_privacy.guards.settings import check_scale
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_step
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.projection import joint_norm
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
+from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
+from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
+
+CHECKED = (
+    "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
+    "finite gradients, one row each, in float32 or float64; the same variables, changed by this "
+    "optimizer only; every noisy update applied once"
+)
+# An automatic clip takes a vector for 0 below this part of its length, so that the factor stays
+# within float32.
+_SHORTEST = 1e-30
+
+
+def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -> tf.Tensor:
+    r"""What a vector of length `norm` is multiplied with, in float64.
+
+    .. math:: \min(1, C/|v|), \qquad \text{automatic: } C/|v|, \text{ and 0 at 0}
+
+    Args:
+        norm: float64.
+        bound: C.
+        dtype: Of the vector. An automatic clip takes a vector for 0 whose coordinates may have lost
+            their precision. The result is never longer than C.
+        automatic: Whether to normalise.
+    """
+    # ZBWH24, Section 2.1 and Appendix C.4, arXiv 2311.14632
+    length = tf.constant(bound, tf.float64)
+    if not automatic:
+        return length / tf.maximum(norm, length)
+    tiny = float(np.finfo(dtype.as_numpy_dtype).tiny)
+    shortest = max(1e8 * math.sqrt(tiny), bound * _SHORTEST)
+    return tf.where(norm >= shortest, length / norm, tf.zeros_like(norm))
+
+
+def fed_back(
+    errors: Sequence[Any],
+    rests: Sequence[Any],
+    bound: float,
+    *,
+    divisor: tf.Tensor,
+    automatic: bool,
+) -> tuple[tf.Tensor, list[Any], list[Any]]:
+    """The norm of the error e, clip(e), and the next error.
+
+    Args:
+        errors: e.
+        rests: The sums over the batch of what the clip cut off of each gradient.
+        bound: C_2.
+        divisor: B, float64.
+        automatic: Whether to normalise.
+    """
+    norm = joint_norm(errors)
+    factor = clip_factor(norm, bound, errors[0].dtype, automatic=automatic)
+    # ZBWH24, Algorithm 2, line 7, arXiv 2311.14632:
+    # e <- [e - clip(e, C2)] + (1/B) sum_i [g_i - clip(g_i, C1)]
+    kept, added = scaled(errors, 1 - factor), scaled(rests, 1 / divisor)
+    return norm, scaled(errors, factor), [k + a for k, a in zip(kept, added, strict=True)]
+
+
+def scaled(parts: Sequence[Any], factor: tf.Tensor) -> list[Any]:
+    """All parts times a float64 factor, each in its precision."""
+    return [tf.cast(factor, part.dtype) * part for part in parts]
+
+
+class DiceRule(PlainSGD):
+    """A rule along the noisy v, and the error e, one variable like each that is trained.
+
+    The error is data of the examples without noise: TensorFlow variables in a plain object, which
+    Keras and tf.train.Checkpoint do not find, so that they are in no file.
+
+    Attributes:
+        error_clip: C_2.
+        automatic: Whether both clips normalise.
+        first_iteration: The optimizer's iterations when the run began: not 0 if it was loaded.
+
+    Args:
+        inner: Moves the variables.
+        variables: Those that are trained.
+        iterations: Keras' count of the updates, a variable.
+        error_clip: C_2.
+        automatic: Likewise.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
+    """
+
+    def __init__(
+        self,
+        inner: PlainSGD,
+        variables: Sequence[Any],
+        iterations: Any,
+        *,
+        error_clip: float,
+        automatic: bool,
+    ):
+        super().__init__(inner.rate, inner.count, decay=inner.decay)
+        self._inner, self._iterations = inner, iterations
+        self.error_clip, self.automatic = error_clip, automatic
+        self._error_norm: Any = None  # in the trace of the step
+        with tf.init_scope():
+            self.first_iteration = int(iterations.numpy())
+            self._errors = [
+                tf.Variable(tf.zeros(v.shape, v.dtype.base_dtype), trainable=False)
+                for v in variables
+            ]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedRunError(
+            "The error of DiceSGD cannot be copied or pickled: it holds data of the examples "
+            "without noise."
+        )
+
+    def factors(self, norms: tf.Tensor, clip: float, dtype: Any) -> list[tf.Tensor]:
+        """Of the clipped gradients, and of what the clip cuts off."""
+        factors = clip_factor(norms, clip, dtype, automatic=self.automatic)
+        # Not the difference of two sums: what is not clipped leaves exactly nothing.
+        return [factors, 1 - factors]
+
+    def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
+        """The noisy mean and the clipped error; the next error."""
+        self._error_norm, fed, errors = fed_back(
+            [error.read_value() for error in self._errors],
+            rests[0],
+            self.error_clip,
+            divisor=divisor,
+            automatic=self.automatic,
+        )
+        # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
+        return [n + f for n, f in zip(noisy, fed, strict=True)], errors
+
+    def problem(self, steps: tf.Tensor) -> tf.Tensor:
+        """Whether the error is that of the step before."""
+        follows = tf.equal(tf.cast(self._iterations, tf.int64), self.first_iteration + steps)
+        is_finite = tf.math.is_finite(self._error_norm)
+        return as_bits({Problem.ITERATIONS: follows, Problem.ERROR: is_finite})
+
+    def move(
+        self, variables: Sequence[Any], gradients: Sequence[Any], rate: Any, fine: tf.Tensor
+    ) -> None:
+        """By the inner rule."""
+        self._inner.move(variables, gradients, rate, fine)
+
+    def finish(self, variables: Sequence[Any], kept: Any, fine: tf.Tensor) -> None:
+        """What the inner rule does, and the error moves."""
+        self._inner.finish(variables, None, fine)
+        for variable, error in zip(self._errors, kept, strict=True):
+            variable.assign(tf.where(fine, error, variable.read_value()))
+
+    # How it goes on elsewhere
+
+    def private_state(self) -> dict[str, Any]:
+        """The error as plain types that restore it. Secret."""
+        values = [np.ascontiguousarray(error.numpy()) for error in self._errors]
+        return {
+            "error": [
+                {
+                    "dtype": value.dtype.str,
+                    "shape": list(value.shape),
+                    "values": base64.b64encode(value.tobytes()).decode(),
+                }
+                for value in values
+            ]
+        }
+
+    def resume(self, private: Mapping[str, Any], first_iteration: int) -> None:
+        """Stands where another one stood.
+
+        Args:
+            private: What `private_state` returned there.
+            first_iteration: As Keras counted when the run began.
+
+        Raises:
+            ValueError: The error is of other variables, or damaged; nothing is changed.
+        """
+        errors = [_array(part) for part in private["error"]]
+        expected = [(tuple(v.shape), v.dtype.as_numpy_dtype) for v in self._errors]
+        found = [(error.shape, error.dtype.type) for error in errors]
+        if found != expected:
+            raise ValueError(f"Expected an error like the variables, {expected}, got {found}.")
+        if not all(np.isfinite(error).all() for error in errors):
+            raise ValueError("The private state is damaged: the error is not finite.")
+        for variable, error in zip(self._errors, errors, strict=True):
+            variable.assign(error)
+        self.first_iteration = first_iteration
+
+
+def _array(part: Mapping[str, Any]) -> np.ndarray:
+    try:
+        values = np.frombuffer(base64.b64decode(part["values"]), np.dtype(part["dtype"]))
+        return values.reshape(part["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The private state is damaged: {error}") from error
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class DiceUpdate(UpdateRule):
+    r"""Compiles a `HiddenStateModel` with DiceSGD: what the clip cuts off is fed back, clipped.
+
+        model.compile(DiceUpdate(tf.keras.optimizers.AdamW(0.01), error_l2_norm_clip=0.01), loss)
+
+    With C_1 = `l2_norm_clip` and z = `noise_multiplier` of the model, and b examples in a batch on
+    average, the optimizer takes a step along :math:`v_t + \mathcal{N}(0, (z C_1 / b)^2 I)`,
+
+    .. math::
+        v_t = \frac1b \sum_{i \in B_t} \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e_t, C_2), \quad
+        e_{t+1} = e_t + \frac1b \sum_{i \in B_t} g_i - v_t, \quad e_0 = 0
+
+    in any order of the batches.
+
+    Formal guarantees:
+      - Those of `DiceSgdDpEvent`: all iterates and all noisy updates count as released, so any
+        optimizer, option and learning rate is covered, and releases cost nothing.
+      - The error is in no file, configuration, copy or text; a saved model that is trained further
+        is another run, with e = 0, and both are composed.
+      - What the model checks of every step, and that the error is finite.
+
+    Args:
+        optimizer: Any of Keras, or its name. It may have no noise of its own.
+        error_l2_norm_clip: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
+            recommends. Without a bound on the gradients choose it far smaller.
+        automatic: Normalise instead of clip: C v/|v|, and 0 at 0.
+        gradient_bound: G, a bound on the norm of the gradient of EVERY example that could have been
+            in the data, before the clip; those of the run are compared with it. `loss_geometry` of
+            the model says it, too.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: From fit: a projection or `max_batch_size`, which the bound does not
+            know, or both `loss_geometry` and `gradient_bound`.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 (Adam) and 4 (automatic).
+    """
+
+    knows_microbatches = False
+    _divisor: int | None = None  # that an optimizer was told
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        error_l2_norm_clip: float | None = None,
+        automatic: bool = False,
+        gradient_bound: float = math.inf,
+    ):
+        super().__init__(optimizer)
+        if error_l2_norm_clip is not None:
+            validate.real("error_l2_norm_clip", error_l2_norm_clip, above=0)
+            check_scale("error_l2_norm_clip", error_l2_norm_clip)
+        if not isinstance(automatic, bool):
+            raise TypeError(f"Expected automatic to be True or False, got {automatic!r}.")
+        self.error_l2_norm_clip, self.automatic = error_l2_norm_clip, automatic
+        self.gradient_bound = Declared(gradient_bound=gradient_bound).gradient_bound
+
+    @classmethod
+    def of_optimizer(
+        cls, optimizer: Any, *, expected_batch_size: int | None, **arguments: Any
+    ) -> DiceUpdate:
+        """As of an optimizer with noise.
+
+        Args:
+            optimizer: Without noise.
+            expected_batch_size: That the run has to have; None for any.
+            **arguments: As for the class.
+        """
+        rule = cls(optimizer, **arguments)
+        rule._divisor = expected_batch_size
+        return rule
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments but the optimizer, as plain types."""
+        bound = self.gradient_bound
+        return {
+            "error_l2_norm_clip": self.error_l2_norm_clip,
+            "automatic": self.automatic,
+            "gradient_bound": None if math.isinf(bound) else bound,
+            "expected_batch_size": self._divisor,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DiceUpdate:
+        """Inverse of `get_config`."""
+        bound = config["gradient_bound"]
+        given = {**config, "gradient_bound": math.inf if bound is None else bound}
+        return cls.of_optimizer(None, **given)
+
+    def declared(self, settings: Settings) -> Declared:
+        """Of the loss, and the bound on its gradients."""
+        return attrs.evolve(settings.declared, gradient_bound=self.gradient_bound)
+
+    def steps(
+        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
+    ) -> DiceSteps:
+        """Those of DiceSGD."""
+        if plan is not None and self._divisor not in (None, plan.batch_size):
+            raise refusal(
+                f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
+                f"batch, got {self._divisor}. Leave it out."
+            )
+        return DiceSteps(
+            settings,
+            Update(optimizer, variables),
+            plan,
+            variables,
+            error_l2_norm_clip=self.error_l2_norm_clip,
+            automatic=self.automatic,
+        )
+
+
+class DiceSteps(Mechanism):
+    """The steps of DiceSGD.
+
+    Args:
+        settings: As for `Mechanism`, as the next three.
+        update: Of the compiled optimizer.
+        plan: The batches.
+        variables: Those that are trained.
+        error_l2_norm_clip: C_2, or None for C_1.
+        automatic: Whether both clips normalise.
+
+    Raises:
+        UnsupportedRunError: The bound on DiceSGD does not know such a run.
+    """
+
+    hidden_state = "the error of DiceSGD, which is data of the examples without noise"
+    _composes = False
+    _declarable = "gradient_bound"
+
+    def __init__(
+        self,
+        settings: Settings,
+        update: Update,
+        plan: BatchPlan | None,
+        variables: Sequence[Any],
+        *,
+        error_l2_norm_clip: float | None,
+        automatic: bool,
+    ):
+        assert settings.l2_norm_clip is not None
+        self._error_clip = error_l2_norm_clip or settings.l2_norm_clip
+        self._automatic, self._trained = automatic, variables
+        super().__init__(settings, update, plan, variables)
+
+    def _check_settings(self, settings: Settings, update: Update) -> None:
+        unknown = {
+            "prox": "a proximal map is not in the algorithm",
+            "projection_radius": "a projection is not in the algorithm, and would not lower "
+            "epsilon",
+            "max_batch_size": "a capped batch is not a Poisson batch, and the bound on DiceSGD has "
+            "no term for the cap",
+        }
+        for name, why in unknown.items():
+            if getattr(settings, name) is not None:
+                raise refusal(
+                    f"Expected {name} = None with DiceUpdate, got {getattr(settings, name)}: {why}."
+                    " Leave it out."
+                )
+
+    def _rule(self) -> DiceRule:
+        self.rule = DiceRule(
+            self._update.rule(),
+            self._trained,
+            self.iterations,
+            error_clip=self._error_clip,
+            automatic=self._automatic,
+        )
+        return self.rule
+
+    # What run it is
+
+    @property
+    def kind(self) -> str:
+        """The model's steps, with their update rule."""
+        return f"{super().kind}, within DiceUpdate"
+
+    def private_state(self) -> dict[str, Any]:
+        """The error, beside what else the steps keep."""
+        return {**super().private_state(), **self.rule.private_state()}
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """As every mechanism's, with the error of the private state."""
+        self.rule.resume(state.private or {"error": []}, state.iterations - state.num_steps)
+        super().resume(state, variables)
+
+    def known_loss(self, declared: Declared) -> LossGeometry | None:
+        """Of the loss only the bound on its gradients counts."""
+        return None
+
+    def derived(self, declared: Declared) -> list[Assumption]:
+        """Likewise."""
+        bound = declared.longest_gradient
+        if not declared.source or math.isinf(bound):
+            return []
+        text = f"per-example gradient norms at most {bound:g}: {declared.source}"
+        return [Assumption.checked(text, Topic.GRADIENT_NORM), EVERY_FEATURE]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of every step."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "clip_norm": self.l2_norm_clip,
+            "error_clip_norm": self._error_clip,
+            "automatic": self._automatic,
+        }
+
+    def new_run(self, declared: Declared) -> DiceSgdRun:
+        """Of which every iterate counts as released."""
+        plan = self._plan
+        return DiceSgdRun(
+            batch_order=plan.order,
+            batch_size=plan.batch_size,
+            dataset_size=len(plan.records),
+            sampling_rate=plan.sampling_rate,
+            gradient_bound=declared.longest_gradient,
+            **self.constants,
+        )
+
+    def run_so_far(self) -> DiceSgdRun:
+        """The run of steps that nobody recorded, of unknown data."""
+        entry, totals = self.last_step, self.step.log.totals()
+        return DiceSgdRun.of_totals(
+            batch_size=self.step.divisor or entry.rows or 1,
+            num_steps=entry.steps,
+            fewest_rows=totals.fewest_rows,
+            most_rows=totals.most_rows,
+            largest_norm=totals.largest_norm,
+            **self.constants,
+        )
+
+    def step_of(self, entry: StepEntry) -> Step:
+        """As every mechanism's; the rule of the update is free, and stays what it was."""
+        self._update.check_options()
+        return as_step(entry)
+
+    def line_before(self, relation: NeighboringRelation) -> str:
+        """Nothing: no iterate is hidden."""
+        return ""
+
+    def checked(self) -> list[str]:
+        """What every step checks."""
+        return [CHECKED, "the error of the feedback is in no file that was not asked to hold it"]
+
+    def declared(self, event: Any) -> list[str]:
+        """Of foreign optimizers, what they see."""
+        return self._declared_of_optimizer()
+
+    def told(self, statement: Statement) -> str:
+        """The lines to paste, with what the paper would have claimed."""
+        before = self.rule.first_iteration
+        if not before or len(statement.events) > 1:
+            return statement.lines()
+        return (
+            f"{statement.lines()}\nNOT in these figures: {before} steps before this optimizer was "
+            "loaded. They are another run; compose both events in one accountant."
+        )

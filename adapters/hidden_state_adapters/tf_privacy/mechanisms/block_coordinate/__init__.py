@@ -1,1 +1,0 @@
-"""DP-MBCD: lists of variables are updated in turn on the same batch, each through a prox."""

@@ -1,1 +1,0 @@
-"""DiceSGD: what the clip cuts off is kept, unseen, and fed back clipped again."""

@@ -1,0 +1,1154 @@
+"""The private optimizers of Keras: drop-ins for TF Privacy's, over the one private step.
+
+An optimizer is shown a vector of losses and a tape. `_compute_gradients` prepares the step on the
+per-example gradients, and `apply_gradients` takes it. What run the steps make is a `Mechanism`'s,
+as of a model that is compiled with the same optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import tensorflow as tf
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    DiceSgdAccountant,
+    DiceSgdDpEvent,
+    LossGeometry,
+    Regulariser,
+    validate,
+)
+from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants.runs.block_coordinate import (
+    BlockCoordinateAccount,
+    BlockCoordinateRun,
+)
+from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy import blocks, dice, proximal
+from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, BlockSteps, blocks_of
+from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
+from hidden_state_adapters.tf_privacy.dice import DiceUpdate
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, of_rows
+from hidden_state_adapters.tf_privacy.guards import settings
+from hidden_state_adapters.tf_privacy.guards.step import (
+    check_loss,
+    check_microbatches,
+    check_variables,
+)
+from hidden_state_adapters.tf_privacy.lineage import read_plain
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism
+from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.step import Prepared
+from hidden_state_adapters.tf_privacy.step_log import PROBLEMS, Problem, StepEntry
+from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
+
+legacy: Any = tf.keras.optimizers.legacy
+_RUNS = "runs_behind_the_weights"  # in a configuration
+_TOLD = (
+    "l2_norm_clip",
+    "noise_multiplier",
+    "num_microbatches",
+    "prox",
+    "projection_radius",
+    "loss_geometry",
+)
+_NO_STEP = StepEntry(0, 0, Problem.NONE, 0.0, 0.0, 0.0, 0.0, 0.0)
+_logger = logging.getLogger("hidden_state_accountants")
+
+
+class PrivateOptimizer(legacy.Optimizer):
+    """Base of the private optimizers, to stand before a legacy class of Keras.
+
+    Attributes:
+        is_private_sgd: Whether Keras' part of the update is that of plain SGD, if no option says
+            otherwise.
+        update_rule: That the noisy mean goes through.
+
+    Args:
+        told: What a model would be told.
+        **kwargs: Arguments of the Keras optimizer.
+    """
+
+    is_private_sgd = True
+    update_rule = "SGD"
+    # Keras' options that must keep these values, by name.
+    _neutral_options: ClassVar[Mapping[str, Any]] = settings.NEUTRAL
+    _steps: Any = None  # a `Mechanism`, from the first step on
+    _is_watched = _was_dp_gradients_called = False
+    _has_equal_rows = True
+    _prepared: Prepared | None = None
+
+    def __init__(self, told: Settings, **kwargs: Any):
+        settings.refuse_surroundings()
+        super().__init__(**kwargs)
+        self._told = told
+        self._loaded_runs: Mapping[str, Any] = {}
+
+    # What a subclass says
+
+    def _rule(self) -> UpdateRule:
+        """Of the updates, without an optimizer of Keras."""
+        raise NotImplementedError
+
+    def _checked_loss(self, loss: Any) -> Any:
+        """The loss to differentiate, at least one entry; called under the tape."""
+        return check_loss(loss, self._told.num_microbatches)
+
+    def known(self, declared: Declared) -> Declared:
+        """What a callback was told of the loss, in the words that the steps know.
+
+        Raises:
+            UnsupportedRunError: It says nothing about these, or the optimizer was told as well.
+        """
+        declared.refuse_all_but("", type(self).__name__)
+        return declared
+
+    # Its settings
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """C."""
+        assert self._told.l2_norm_clip is not None
+        return self._told.l2_norm_clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise on the sum of gradients over C."""
+        assert self._told.noise_multiplier is not None
+        return self._told.noise_multiplier
+
+    @property
+    def last_step(self) -> StepEntry:
+        """What the last step did, and how many there were; without noise."""
+        return _NO_STEP if self._steps is None else self._steps.last_step
+
+    # The steps
+
+    def examples_of_record(self, batch_size: int) -> int:
+        """m, the examples of a microbatch.
+
+        Raises:
+            UnsupportedRunError: Batches do not make microbatches of equal size.
+        """
+        number = self._told.num_microbatches or batch_size
+        if batch_size % number:
+            raise refusal(
+                f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. "
+                "Leave it out, for one example each."
+            )
+        return batch_size // number
+
+    def begin_run(
+        self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
+    ) -> Mechanism:
+        """The mechanism of a run that begins; whoever asks for it reads the log after every step.
+
+        Args:
+            variables: All that are trained.
+            plan: The batches; None in a loop of which nothing is known, in which a refused step
+                raises by itself.
+            examples_of_record: m.
+
+        Raises:
+            UnsupportedRunError: It took steps, or there is no such run.
+        """
+        if self._steps is not None:
+            taken = self.last_step.steps
+            if taken:
+                raise refusal(
+                    f"Expected an optimizer without steps, got one with {taken} that were not "
+                    "recorded. Pass the callback to every call of fit, or compile with a fresh "
+                    "optimizer and account both runs."
+                )
+            self._steps.check_run()
+        steps = self._rule().steps(self._told, self, plan, variables)
+        steps.made_by, steps.examples_of_record = "the optimizer", examples_of_record
+        steps.step.has_equal_rows = self._has_equal_rows
+        self._steps, self._is_watched = steps, plan is not None
+        return steps
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
+    def _steps_of(self, variables: Sequence[Any]) -> Any:
+        """The mechanism; of a loop that nobody records it begins here."""
+        if self._steps is None:
+            check_variables(variables)
+            with tf.init_scope():  # the step may be traced
+                self.begin_run(variables).begin(self._told.declared)
+                self._tell_nobody_records()
+        self._steps.training.begin(self._steps.step.variables)
+        return self._steps
+
+    def _tell_nobody_records(self) -> None:
+        """What is said once in a loop of somebody else."""
+
+    def _recorded_steps(self) -> Any:
+        """The mechanism, if all of its steps count.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: Steps were refused, or the variables changed since.
+        """
+        if self._steps is None:
+            raise ValueError("Expected at least one step, got none yet.")
+        self._steps.check_run()
+        if not self._steps.is_iterate(self._steps.step.variables):
+            raise refusal(
+                "The variables were changed after the last step, so they are not the iterate that "
+                "is accounted. Leave them alone, or go back to what the last step left."
+            )
+        return self._steps
+
+    # Keras' and TF Privacy's seams
+
+    @property
+    def _is_wrapped_by_loss_scale_optimizer(self) -> bool:
+        return False
+
+    @_is_wrapped_by_loss_scale_optimizer.setter
+    def _is_wrapped_by_loss_scale_optimizer(self, value: bool) -> None:
+        if value:  # Keras sets it when it wraps an optimizer
+            raise refusal(
+                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
+                "noise would act on the scaled gradient. Train in float32 or float64."
+            )
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """The noisy mean of clipped gradients, of a loss with one entry per example."""
+        settings.refuse_surroundings()
+        if grad_loss is not None:
+            raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
+        self._prepared, self._was_dp_gradients_called = None, True
+        found, rows, variables = self._example_gradients(loss, var_list, tape)
+        step = self._steps_of(variables).step
+        block = step.blocks[step.next_block]
+        if len(block) != len(variables) or any(
+            now is not then for now, then in zip(variables, block, strict=True)
+        ):
+            raise refusal(
+                f"Expected the {len(block)} variables of the steps before, in the same order, got "
+                f"{len(variables)}, not the same. Construct another optimizer for another set."
+            )
+        prepared = step.prepare(found, rows)
+        self._raise_problem(prepared.problem)
+        self._prepared = prepared
+        return list(zip(prepared.gradients, variables, strict=True))
+
+    def _example_gradients(
+        self, loss: Any, var_list: Any, tape: Any
+    ) -> tuple[ExampleGradients, tf.Tensor | None, list[Any]]:
+        """The gradients of every record, how many there are if not all, and the variables."""
+        if not callable(loss) and tape is None:
+            raise ValueError("Expected a `tape` with a loss that is a tensor, got none.")
+        with tape or tf.GradientTape() as tape:
+            if callable(loss):
+                if not callable(var_list):
+                    tape.watch(var_list)
+                loss = loss()
+            checked = self._checked_loss(loss)
+            records = self._records(checked)
+            of_records = tf.reduce_mean(tf.reshape(checked, [records, -1]), axis=1)
+            variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+        jacobians = tape.jacobian(of_records, variables, unconnected_gradients="zero")
+        rows = None if self._has_equal_rows else tf.shape(loss, tf.int64)[0]
+        return of_rows(jacobians, of_records, has_padding=False), rows, variables
+
+    def _records(self, losses: tf.Tensor) -> Any:
+        """How many there are in a batch."""
+        return tf.shape(losses)[0]
+
+    def _raise_problem(self, problem: tf.Tensor) -> None:
+        if self._is_watched:
+            return
+        if tf.executing_eagerly():
+            found = Problem(int(problem))
+            if found:
+                raise refusal(f"The step was not taken. {found}")
+            return
+        # XLA compiles no assertions: that a refused step moves nothing does not depend on them.
+        for one, text in PROBLEMS.items():
+            holds = tf.equal(tf.bitwise.bitwise_and(problem, int(one)), 0)
+            tf.debugging.Assert(holds, [f"The step was not taken. {text}"])
+
+    def get_gradients(self, loss: Any, params: Any) -> Any:
+        """Not supported.
+
+        Raises:
+            UnsupportedRunError: Always: this is the way of TensorFlow 1 graphs and Estimators, in
+                which the steps cannot be checked.
+        """
+        raise refusal(
+            "Expected minimize or _compute_gradients, got get_gradients: TensorFlow 1 graphs and "
+            "Estimators are not supported. Use Model.fit or an own loop."
+        )
+
+    def apply_gradients(
+        self, grads_and_vars: Any, name: Any = None, experimental_aggregate_gradients: bool = True
+    ) -> None:
+        """Takes the step that `_compute_gradients` has just prepared, once.
+
+        Raises:
+            AssertionError: `_compute_gradients` was never called (as TF Privacy).
+            UnsupportedRunError: These are not the gradients that it returned last.
+        """
+        if not self._was_dp_gradients_called:
+            raise AssertionError(
+                "Neither _compute_gradients() or get_gradients() on the differentially private "
+                "optimizer was called. This means the training is not differentially private."
+            )
+        given = [gradient for gradient, _ in grads_and_vars]
+        prepared, self._prepared = self._prepared, None
+        own = [] if prepared is None else prepared.gradients
+        if (
+            prepared is None
+            or len(own) != len(given)
+            or any(a is not b for a, b in zip(own, given, strict=True))
+        ):
+            raise refusal(
+                "Expected the gradients that _compute_gradients returned last, each list once and "
+                "in the same tf.function, got others: they are not the noisy mean that is "
+                "accounted."
+            )
+        self._steps.step.commit(prepared)
+
+    def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """What Keras does along gradients that have their noise."""
+        super().apply_gradients(zip(gradients, variables, strict=True))
+
+    # Where a model makes its steps
+
+    def _leave_to_model(self) -> dict[str, Any]:
+        """The arguments of a model that the optimizer says.
+
+        Raises:
+            UnsupportedRunError: The steps would not be those of this optimizer.
+        """
+        kind = type(self)
+        if "for_model" not in vars(kind):
+            raise refusal(
+                f"Expected one of this package's optimizers in compile, got {kind.__name__}, a "
+                "subclass: the model makes the steps itself, and would not call it. Train it with "
+                "HiddenStateCallback."
+            )
+        if self.last_step.steps:
+            raise refusal(
+                f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
+                "some: the model makes its own, with another count. Pass a new one."
+            )
+        settings.refuse_changed_options(self, self._neutral_options)
+        told = attrs.asdict(self._told, recurse=False)
+        return {name: told[name] for name in _TOLD}
+
+    @property
+    def _given_rate(self) -> Any:
+        """The learning rate as it was given: a number, a schedule, or a function."""
+        return self._hyper["learning_rate"]
+
+    # Copies and files
+
+    def _config(self, kind: Any, *names: str, **own: Any) -> dict[str, Any]:
+        """A configuration that also says what was trained, for whoever loads the file.
+
+        Args:
+            kind: Keras' class.
+            *names: Of Keras' arguments, those that are kept.
+            **own: Others.
+        """
+        base: dict[str, Any] = kind.get_config(self)
+        told = {
+            "l2_norm_clip": self.l2_norm_clip,
+            "noise_multiplier": self.noise_multiplier,
+            "num_microbatches": self._told.num_microbatches,
+        }
+        kept = {name: base[name] for name in ("name", "learning_rate", *names)}
+        runs = (self._steps and self._steps.training.note()) or self._loaded_runs
+        return {**kept, **told, **own, **({_RUNS: dict(runs)} if runs else {})}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> PrivateOptimizer:
+        """Inverse of `get_config`; see Keras."""
+        arguments = dict(config)
+        runs = arguments.pop(_RUNS, {})
+        optimizer: PrivateOptimizer = super().from_config(arguments, custom_objects)
+        if runs:
+            read_plain(runs)
+        optimizer._loaded_runs = runs
+        return optimizer
+
+    def __deepcopy__(self, memo: Any) -> PrivateOptimizer:
+        """A fresh optimizer with the same arguments: the steps of the original stay with it."""
+        return type(self).from_config(self.get_config())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles the arguments only, likewise."""
+        return type(self).from_config, (self.get_config(),)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
+    r"""DPKerasSGDOptimizer for runs of which only the last iterate is released.
+
+    One step with the b examples of a batch is
+
+    .. math::
+        x \leftarrow \Pi_R\,\mathrm{prox}_{\eta h}\Big( (1 - \eta w)\, x
+        - \frac{\eta}{b} \Big(\sum_i
+        \mathrm{clip}_C(\nabla f_i(x)) + \mathcal{N}(0, (z C)^2 I)\Big)\Big)
+
+    with C = `l2_norm_clip`, z = `noise_multiplier`, w = `weight_decay`, h = `prox` and
+    :math:`\Pi_R` the projection of all trainable variables together on the ball of
+    `projection_radius` around 0.
+
+    It is used like DPKerasSGDOptimizer: the loss must be a vector with one entry per example
+    (``reduction="none"``), in `Model.fit` (graph, eager or XLA) and in own loops that call
+    `minimize`, or `_compute_gradients` and `apply_gradients`. Unlike it, it is a class, works with
+    float64, and can be saved and loaded with the model.
+
+    Formal guarantees:
+      - Of a step: as above; independent noise for every variable and step, from TensorFlow's
+        generators (which are not cryptographic).
+      - Of a run: none by itself, because an optimizer does not see the order of the data.
+        `HiddenStateCallback` records it; or declare it as a `LastIterateDpEvent`.
+      - Checked in every step, and the step is not taken otherwise: equal batches, one row per
+        example; the variables are those that the last step left; finite gradients, not longer than
+        `loss_geometry.lipschitz`. In eager mode the error is an UnsupportedRunError, in a graph
+        tf.errors.InvalidArgumentError, with the callback always UnsupportedRunError. XLA compiles
+        no assertions: there only the callback raises.
+
+    Args:
+        l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
+            together.
+        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
+        num_microbatches: None for the batch size: one example each. Fewer are records of several
+            examples, which are accounted under REPLACE_ONE, as of a `HiddenStateModel`.
+        gradient_accumulation_steps: 1; use a larger batch_size.
+        learning_rate: A number or a LearningRateSchedule, fixed before the run.
+        weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
+            and does not contract.)
+        prox: A Regulariser h, whose proximal map with the step's learning rate follows every step,
+            or None. The event reads its l2, which contracts.
+        projection_radius: R, or None for no projection. As the event's domain_diameter it is 2R.
+        loss_geometry: What you declare about the per-example loss; its `lipschitz` is checked.
+            Better leave it out, and let `make_private(model)` derive it (``"auto"``).
+        name: Of the optimizer.
+        **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
+
+    Raises:
+        UnsupportedRunError: Momentum, gradient clipping by Keras, several replicas, loss scaling
+            (mixed precision), a loss that is already reduced, other gradients than
+            `_compute_gradients` returned.
+        TypeError, ValueError: An argument has an impossible value.
+
+    Source: the optimizer is DP-SGD (Abadi et al. 2016, arXiv:1607.00133v2, algorithm 1) with fixed
+        batches.
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        learning_rate: Any = 0.01,
+        *,
+        weight_decay: float = 0.0,
+        prox: Regulariser | None = None,
+        projection_radius: float | None = None,
+        loss_geometry: Any = None,
+        name: str = "CyclicDPKerasSGDOptimizer",
+        **kwargs: Any,
+    ):
+        settings.refuse_options(type(self).__name__, kwargs, self._neutral_options)
+        if gradient_accumulation_steps != 1:
+            raise refusal(
+                f"Expected gradient_accumulation_steps = 1, got {gradient_accumulation_steps}: "
+                "every batch is a step, with its own noise. Use a larger batch_size."
+            )
+        settings.check_learning_rate(learning_rate)
+        if isinstance(loss_geometry, str):
+            raise TypeError(
+                f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
+                'does not see the model: say loss_geometry="auto" and feature_norm= to '
+                "make_private(model, ...)."
+            )
+        told = Settings(
+            l2_norm_clip=l2_norm_clip,
+            noise_multiplier=noise_multiplier,
+            num_microbatches=num_microbatches,
+            prox=prox,
+            projection_radius=projection_radius,
+            loss_geometry=loss_geometry,
+            batch_order=BatchOrder.CYCLIC,
+        )
+        self._weight_decay = validate.real("weight_decay", weight_decay, minimum=0)
+        super().__init__(told, learning_rate=learning_rate, name=name)
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled."""
+        return self._weight_decay
+
+    @property
+    def prox(self) -> Regulariser | None:
+        """The regulariser whose proximal map follows every step."""
+        return self._told.prox
+
+    @property
+    def projection_radius(self) -> float | None:
+        """Radius of the ball around 0 that holds all trainable variables together."""
+        return self._told.projection_radius
+
+    @property
+    def loss_geometry(self) -> LossGeometry | None:
+        """What is declared here about the per-example loss."""
+        return self._told.declared.geometry
+
+    def _rule(self) -> UpdateRule:
+        return UpdateRule(None)
+
+    def _checked_loss(self, loss: Any) -> Any:
+        loss = check_loss(loss, None)
+        check_microbatches(loss, self._told.num_microbatches)
+        return loss
+
+    def _records(self, losses: tf.Tensor) -> Any:
+        return self._told.num_microbatches or super()._records(losses)
+
+    def known(self, declared: Declared) -> Declared:
+        """As every optimizer's, with what this one was told."""
+        if None not in (self.loss_geometry, declared.geometry):
+            raise refusal(
+                "Expected loss_geometry in one place, got one of the optimizer and one of its "
+                "run. Leave it out of the optimizer."
+            )
+        known = super().known(declared)
+        return known if self.loss_geometry is None else self._told.declared
+
+    def _tell_nobody_records(self) -> None:
+        _logger.warning(
+            "nobody records the steps of CyclicDPKerasSGDOptimizer: TensorFlow Privacy's statement "
+            "knows no hidden iterates. HiddenStateCallback in fit, or make_private(model), says "
+            "what the run costs."
+        )
+
+    def for_model(self) -> tuple[UpdateRule, dict[str, Any]]:
+        """Plain SGD with its rate and decay, and what a model is told for it.
+
+        Raises:
+            UnsupportedRunError: It took steps, is of a subclass, or its rate is a function.
+        """
+        told, rate = self._leave_to_model(), self._given_rate
+        if callable(rate) and not isinstance(
+            rate, tf.keras.optimizers.schedules.LearningRateSchedule
+        ):
+            raise refusal(
+                "Expected a number or a schedule of Keras as learning_rate of an optimizer that a "
+                "model is compiled with, got a function. Use tf.keras.optimizers.schedules."
+            )
+        sgd = tf.keras.optimizers.SGD(rate, weight_decay=self._weight_decay or None)
+        return UpdateRule(sgd), told
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments of the constructor as plain types; see Keras."""
+        geometry = self.loss_geometry
+        return self._config(
+            legacy.SGD,
+            weight_decay=self._weight_decay,
+            prox=proximal.plain_prox(self.prox),
+            projection_radius=self.projection_radius,
+            loss_geometry=None if geometry is None else plain_geometry(geometry),
+        )
+
+
+class DiceOptimizer(PrivateOptimizer):
+    """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
+
+    _neutral_options: ClassVar = settings.NEUTRAL_AFTER_RELEASE
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None,
+        *,
+        error_l2_norm_clip: float | None,
+        automatic: bool,
+        expected_batch_size: int | None,
+        learning_rate: Any,
+        refusable: dict[str, Any],
+        **kwargs: Any,
+    ):
+        settings.refuse_options(type(self).__name__, refusable, self._neutral_options)
+        if expected_batch_size is not None:
+            expected_batch_size = validate.integer(
+                "expected_batch_size", expected_batch_size, minimum=1
+            )
+        settings.check_learning_rate(learning_rate)
+        told = Settings(
+            l2_norm_clip=l2_norm_clip,
+            noise_multiplier=noise_multiplier,
+            num_microbatches=num_microbatches,
+            batch_order=BatchOrder.CYCLIC,
+        )
+        self._update = DiceUpdate.of_optimizer(
+            None,
+            error_l2_norm_clip=error_l2_norm_clip,
+            automatic=automatic,
+            expected_batch_size=expected_batch_size,
+        )
+        self.expected_batch_size = expected_batch_size
+        self._has_equal_rows = expected_batch_size is None
+        super().__init__(told, learning_rate=learning_rate, **kwargs)
+
+    @property
+    def error_l2_norm_clip(self) -> float:
+        """C_2, in units of the mean update."""
+        return self._update.error_l2_norm_clip or self.l2_norm_clip
+
+    @property
+    def automatic(self) -> bool:
+        """Whether both clips normalise (Algorithm 4)."""
+        return self._update.automatic
+
+    def _rule(self) -> DiceUpdate:
+        return self._update
+
+    def begin_run(
+        self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
+    ) -> Mechanism:
+        """As every optimizer's, with its divisor."""
+        steps = super().begin_run(variables, plan, examples_of_record)
+        if self.expected_batch_size is not None:
+            steps.step.divisor = self.expected_batch_size
+        return steps
+
+    def _checked_loss(self, loss: Any) -> Any:
+        rows_vary = self.expected_batch_size is not None
+        loss = check_loss(loss, self._told.num_microbatches, may_be_empty=rows_vary)
+        return _at_least_one_row(loss) if rows_vary and not loss.shape[0] else loss
+
+    def known(self, declared: Declared) -> Declared:
+        """What is said of the loss, or of the length of its gradients."""
+        declared.refuse_all_but("gradient_bound", type(self).__name__)
+        return declared
+
+    def _update_of(self, optimizer: Any, *hypers: str, **options: Any) -> tuple[Any, Any]:
+        """What `for_model` returns.
+
+        Args:
+            optimizer: A class of Keras.
+            *hypers: Of its arguments, those that are numbers.
+            **options: Others, by value.
+        """
+        told = self._leave_to_model()
+        numbers = {name: self._serialize_hyperparameter(name) for name in ("decay", *hypers)}
+        rule = DiceUpdate.of_optimizer(
+            optimizer(self._given_rate, **numbers, **options),
+            error_l2_norm_clip=self.error_l2_norm_clip,
+            automatic=self.automatic,
+            expected_batch_size=self.expected_batch_size,
+        )
+        return rule, told
+
+    def _dice_config(self, kind: Any, *names: str) -> dict[str, Any]:
+        return self._config(
+            kind,
+            "decay",
+            *names,
+            error_l2_norm_clip=self.error_l2_norm_clip,
+            automatic=self.automatic,
+            expected_batch_size=self.expected_batch_size,
+        )
+
+    # What is said about a run that nobody recorded
+
+    def privacy_event(
+        self,
+        *,
+        dataset_size: int,
+        batch_order: BatchOrder | str,
+        num_steps: int | None = None,
+        gradient_bound: float = math.inf,
+    ) -> DiceSgdDpEvent:
+        """The run that really happened, for `hidden_state_accountants.DiceSgdAccountant`.
+
+        Args:
+            dataset_size: N.
+            batch_order: How the examples were dealt into the batches. The optimizer does not see
+                the data: it only checks the number of rows. POISSON, and FULL under
+                ADD_OR_REMOVE_ONE, need expected_batch_size.
+            num_steps: The number that was fixed in advance; None takes the number of steps taken.
+            gradient_bound: G, a bound on the norm of every per-example gradient before clipping
+                that holds for ALL examples that could have been in the data. The gradients of this
+                run are checked against it. inf if none is known.
+
+        Raises:
+            ValueError: No step was taken, or no run can have these values.
+            UnsupportedRunError: The run was another one, or a step was refused or not applied.
+        """
+        order = parse_batch_order(batch_order)
+        if order is BatchOrder.POISSON and self.expected_batch_size is None:
+            raise refusal(
+                "Expected expected_batch_size for Poisson batches, got None: their size is not a "
+                "public constant, and the sums must be divided by one."
+            )
+        return (
+            self._recorded_steps()
+            .run_so_far()
+            .event(
+                dataset_size=dataset_size,
+                batch_order=order,
+                num_steps=num_steps,
+                gradient_bound=gradient_bound,
+            )
+        )
+
+    def report(
+        self,
+        delta: float,
+        *,
+        dataset_size: int,
+        batch_order: BatchOrder | str,
+        num_steps: int | None = None,
+        gradient_bound: float = math.inf,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+    ) -> str:
+        """A few lines to paste: the proven epsilon, and what the paper would have claimed.
+
+        Args:
+            delta: In [0, 1].
+            dataset_size: N; see `privacy_event` for this and the next three.
+            batch_order: Of the examples in the batches.
+            num_steps: T.
+            gradient_bound: G.
+            neighboring_relation: REPLACE_SPECIAL, REPLACE_ONE, or for full and Poisson batches
+                ADD_OR_REMOVE_ONE.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `privacy_event`, or no bound covers the run, or
+                the variables come from an earlier private run.
+        """
+        relation = validate.neighboring_relation(neighboring_relation)
+        steps = self._recorded_steps()
+        steps.training.refuse_earlier_runs()
+        event = self.privacy_event(
+            dataset_size=dataset_size,
+            batch_order=batch_order,
+            num_steps=num_steps,
+            gradient_bound=gradient_bound,
+        )
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and self.expected_batch_size is None:
+            raise refusal(
+                "Expected expected_batch_size under ADD_OR_REMOVE_ONE, got None: the sums are "
+                "divided by the number of rows, which is another one with an example less. Declare "
+                "the divisor, or use REPLACE_SPECIAL."
+            )
+        guarantee = DiceSgdAccountant(relation).compose(event).guarantee
+        assumptions = (Assumption.checked(dice.CHECKED), *guarantee.assumptions)
+        return steps.told(
+            statement_of([event], guarantee, assumptions, delta, update_rule=self.update_rule)
+        )
+
+    def __repr__(self) -> str:
+        names = ("l2_norm_clip", "noise_multiplier", "error_l2_norm_clip", "automatic")
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({arguments})"
+
+
+def _at_least_one_row(loss: tf.Tensor) -> tf.Tensor:
+    """The loss; of an empty batch one entry that no variable changes: its step takes place, too."""
+    row = tf.zeros(tf.concat([[1], tf.shape(loss)[1:]], 0), loss.dtype)
+    return tf.concat([loss, row], 0)[: tf.maximum(tf.shape(loss)[0], 1)]
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
+    r"""DPKerasSGDOptimizer that feeds back, clipped again, what the clip cut off.
+
+    .. math::
+        v_t = \frac1B \sum_{i \in B_t} \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e_t, C_2), \quad
+        e_{t+1} = e_t + \frac1B \sum_{i \in B_t} g_i - v_t, \quad e_0 = 0
+
+    and Keras' SGD takes a step along :math:`v_t + \mathcal{N}(0, \sigma_1^2 I)`,
+    :math:`\sigma_1 = \text{noise_multiplier} \cdot C_1 / B`. All variables are clipped as one
+    vector with exactly min(1, C/|v|). It is used like DPKerasSGDOptimizer: the loss must be a
+    vector with one entry per example (``reduction="none"``), in `Model.fit` (graph, eager or XLA;
+    `HiddenStateCallback` records the run) and in own loops that call `minimize`, or
+    `_compute_gradients` and `apply_gradients`.
+
+    Formal guarantees:
+      - Those of `privacy_event(...)` under `hidden_state_accountants.DiceSgdAccountant`: all
+        iterates, all noisy updates and all that is computed from them are released. So momentum,
+        Nesterov and learning rates that depend on released values are covered: they never see
+        :math:`v_t` without noise. The error's recursion does not know them.
+      - The error is in no file (.keras, .h5, SavedModel, tf.train.Checkpoint, weights), config,
+        pickle, copy or text. So a loaded or copied optimizer starts ANOTHER run with e = 0; the
+        record of the old one does not go on. Compose the events of both.
+      - Checked in every step, and the step is not taken otherwise: the same variables, which nobody
+        else changed, and finite per-example gradients. A step that is refused, or whose gradients
+        are not applied, ends the run. In
+        eager mode the error is an UnsupportedRunError, in a graph tf.errors.InvalidArgumentError.
+        XLA compiles no assertions: there the callback raises, and `privacy_event`.
+      - Not covered: rounding of floating-point numbers; how the batches were dealt, and that one
+        row is one example, are the user's word. `last_step` shows values without noise.
+
+    Args:
+        l2_norm_clip: C_1 > 0.
+        noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over C_1,
+            as everywhere in TF Privacy. At equal noise the epsilon is larger than that of DP-SGD.
+        num_microbatches: None, or the number of rows: one example each.
+        error_l2_norm_clip: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
+            recommends. One example moves the clipped mean by C_1 / B, but can move the clipped
+            error by up to 2 C_2 in every step: without a gradient bound choose it far smaller.
+        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
+            use.
+        expected_batch_size: B, the public divisor of the sums, for batches of varying size
+            (Poisson, accounted with probability B/N; take the step of an empty batch, too). For
+            fixed shapes fill such a batch up with rows whose loss is multiplied by 0. None: every
+            batch has the same number of rows, and that is B.
+        learning_rate: A number or a LearningRateSchedule.
+        momentum: As in Keras.
+        nesterov: As in Keras.
+        decay: As in Keras.
+        name: Of the optimizer.
+        **kwargs: Other arguments of tf.keras.optimizers.legacy.SGD, and
+            gradient_accumulation_steps, at their neutral values.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: Gradient clipping by Keras, accumulation of gradients, several
+            replicas, loss scaling, a loss that is reduced already. From a step: the run is not
+            covered; the text says why.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        error_l2_norm_clip: float | None = None,
+        automatic: bool = False,
+        expected_batch_size: int | None = None,
+        learning_rate: Any = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        decay: float = 0.0,
+        name: str = "DiceKerasSGDOptimizer",
+        **kwargs: Any,
+    ):
+        super().__init__(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            error_l2_norm_clip=error_l2_norm_clip,
+            automatic=automatic,
+            expected_batch_size=expected_batch_size,
+            learning_rate=learning_rate,
+            refusable=kwargs,
+            momentum=momentum,
+            nesterov=nesterov,
+            decay=decay,
+            name=name,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments of the constructor as plain types; see Keras. It holds no error."""
+        return self._dice_config(legacy.SGD, "momentum", "nesterov")
+
+    def for_model(self) -> tuple[Any, dict[str, Any]]:
+        """A `DiceUpdate` of Keras' SGD, and what a model is told for it.
+
+        Raises:
+            UnsupportedRunError: It took steps, or is of a subclass.
+        """
+        return self._update_of(legacy.SGD, "momentum", nesterov=self.nesterov)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
+    r"""Keras' Adam on the noisy updates of DiceSGD.
+
+    .. math::
+        \tilde v_t = v_t + \mathcal{N}(0, \sigma_1^2 I), \quad
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \tilde v_t, \quad
+        s_t = \beta_2 s_{t-1} + (1 - \beta_2) \tilde v_t^2
+
+    The noise is inside the moments, so they and all options of Adam are post-processing: the run
+    costs what DiceSGD costs, and the moments may be in a checkpoint. Update :math:`v_t`, error,
+    arguments, formal guarantees and errors: see `DiceKerasSGDOptimizer`.
+
+    Two misprints of the algorithm are put right: the second moment decays with 1 - beta_2 (not
+    beta^2), and the bias corrections count steps from 1 (not 0: division by zero). Keras adds
+    epsilon before the bias correction.
+
+    Args:
+        l2_norm_clip: C_1.
+        noise_multiplier: Standard deviation of the noise on the sum over C_1.
+        num_microbatches: None, or the number of rows.
+        error_l2_norm_clip: C_2.
+        automatic: Normalise instead of clip.
+        expected_batch_size: B, for batches of varying size.
+        learning_rate: A number or a LearningRateSchedule.
+        beta_1: As in Keras, as are the next four.
+        beta_2: Of the second moment.
+        epsilon: Beside its root.
+        amsgrad: Whether the largest second moment counts.
+        decay: Of the learning rate.
+        name: Of the optimizer.
+        **kwargs: As `DiceKerasSGDOptimizer`.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
+    """
+
+    is_private_sgd = False
+    update_rule = "Adam"
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        error_l2_norm_clip: float | None = None,
+        automatic: bool = False,
+        expected_batch_size: int | None = None,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        decay: float = 0.0,
+        name: str = "DiceKerasAdamOptimizer",
+        **kwargs: Any,
+    ):
+        super().__init__(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            error_l2_norm_clip=error_l2_norm_clip,
+            automatic=automatic,
+            expected_batch_size=expected_batch_size,
+            learning_rate=learning_rate,
+            refusable=kwargs,
+            beta_1=beta_1,
+            beta_2=beta_2,
+            epsilon=epsilon,
+            amsgrad=amsgrad,
+            decay=decay,
+            name=name,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments of the constructor as plain types; see Keras. It holds no error."""
+        return self._dice_config(legacy.Adam, "beta_1", "beta_2", "epsilon", "amsgrad")
+
+    def for_model(self) -> tuple[Any, dict[str, Any]]:
+        """As `DiceKerasSGDOptimizer`, of Keras' Adam."""
+        options = {"epsilon": self.epsilon, "amsgrad": self.amsgrad}
+        return self._update_of(legacy.Adam, "beta_1", "beta_2", **options)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, legacy.SGD):
+    r"""DP-MBCD: lists of variables are blocks, updated in turn on the same batch.
+
+    `minimize(loss, blocks)` makes for each block, with the loss evaluated anew,
+
+    .. math::
+        \theta \leftarrow \mathrm{Prox}_{\eta, r}\Big(\theta - \frac{\eta}{b}\Big(
+            \sum_{i \in B} \mathrm{clip}_C(\nabla_\theta f_i) + \mathcal{N}(0, (z C)^2 I)
+        \Big)\Big), \qquad r = l_1 |\theta|_1 + \tfrac{l_2}{2} |\theta|^2
+
+    with C = `l2_norm_clip`, z = `noise_multiplier`, the gradient of one example for one block
+    clipped as one vector, and r restricted to :math:`\theta \ge 0` if `nonnegative`. In an own
+    loop, or in the `train_step` of a model::
+
+        blocks = [model.layers[0].trainable_variables, model.layers[1].trainable_variables]
+        for x, y in cyclic_dataset(x_train, y_train, batch_size=100, drop_remainder=True):
+            optimizer.minimize(lambda: loss(y, model(x, training=True)), blocks)
+        print(optimizer.report(1e-5, dataset_size=5000))
+
+    The loss has one entry per example (``reduction="none"``). `Model.fit` passes a tensor, which
+    does for one block: all trainable variables.
+
+    Formal guarantees:
+      - Those of `privacy_event(...)` under `hidden_state_accountants.BlockCoordinateAccountant`:
+        the blocks after the last step are released, nothing else. One block with a `block_loss`
+        or a contracting prox may profit from hidden states; several blocks cost the composition
+        of all their updates (docs/block_coordinate.md).
+      - Checked at every step, which changes nothing otherwise: a constant learning rate, equal
+        batches, one row per example, finite gradients, the same blocks in the same order, variables
+        that nobody else changed. One that was refused, interrupted or not finished ends the run
+        without an epsilon.
+      - Your word: all else that is trained or changes is public (of one block: stands still), no
+        layer mixes the examples of a batch (BatchNormalization), the batches are the same ones in
+        every epoch, the loss is of one batch in all calls of a step, and the number of steps does
+        not depend on the examples. Not covered: rounding.
+
+    Args:
+        l2_norm_clip: C, for each block.
+        noise_multiplier: z, the standard deviation of the noise on a sum of gradients over C.
+        num_microbatches: None, or the batch size: one example each.
+        learning_rate: eta, a constant number.
+        l1: Weight of the lasso, >= 0.
+        l2: Weight of the squared norm, >= 0: r is l2-strongly convex.
+        nonnegative: Whether the variables are kept >= 0.
+        name: Of the optimizer.
+        **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
+
+    Raises:
+        UnsupportedRunError: Momentum, gradient clipping by Keras, several replicas, loss scaling
+            (mixed precision), a loss that is already reduced, a tensor for several blocks.
+        TypeError, ValueError: An argument has an impossible value.
+
+    Source: Chen & Liu 2025 (arXiv 2407.08233), Algorithm 1, with a constant step size and the
+        gradients clipped (not the step size, which would depend on the examples).
+    """
+
+    _checked = blocks.CHECKED
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: float = 0.01,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        nonnegative: bool = False,
+        name: str = "BlockCoordinateKerasOptimizer",
+        **kwargs: Any,
+    ):
+        neutral = {**self._neutral_options, "gradient_accumulation_steps": 1}
+        settings.refuse_options(type(self).__name__, kwargs, neutral)
+        if isinstance(learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+            raise refusal(
+                f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
+                "is about one step size."
+            )
+        rate = validate.magnitude("learning_rate", learning_rate)
+        weights = {"l1": validate.magnitude("l1", l1), "l2": validate.magnitude("l2", l2)}
+        for weight, value in weights.items():
+            settings.check_scale(weight, value)
+        if not isinstance(nonnegative, bool):
+            raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
+        low = 0.0 if nonnegative else -math.inf
+        prox = Regulariser(l1=weights["l1"], l2=weights["l2"], low=low)
+        told = Settings(
+            l2_norm_clip=l2_norm_clip,
+            noise_multiplier=noise_multiplier,
+            num_microbatches=num_microbatches,
+            prox=None if prox == Regulariser() else prox,
+            batch_order=BatchOrder.CYCLIC,
+        )
+        self._options = {**weights, "nonnegative": nonnegative}
+        super().__init__(told, learning_rate=rate, name=name)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, p; 0 before the first step."""
+        return 0 if self._steps is None else len(self._steps.blocks)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps taken; each updates every block."""
+        return self.last_step.steps
+
+    def _rule(self) -> BlockCoordinateUpdate:
+        return BlockCoordinateUpdate(None)
+
+    def known(self, declared: Declared) -> Declared:
+        """What is said of the loss as a function of the one block."""
+        declared.refuse_all_but("block_loss", type(self).__name__)
+        if declared.block_loss is None:
+            return declared
+        return attrs.evolve(declared, loss_geometry=declared.block_loss, block_loss=None)
+
+    def minimize(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, name: Any = None, tape: Any = None
+    ) -> None:
+        """Updates every block once.
+
+        Args:
+            loss: A function without arguments that returns a vector with the loss of each example;
+                called once for each block. For one block also such a tensor, with its `tape`.
+            var_list: A list of blocks, which are lists of variables; or one list of variables.
+            grad_loss: Not supported.
+            name: Of the operation.
+            tape: Of a loss that is a tensor.
+
+        Raises:
+            UnsupportedRunError: The run is not covered; the text says why.
+        """
+        blocks = blocks_of(var_list)
+        if len(blocks) > 1 and (not callable(loss) or tape is not None):
+            raise refusal(
+                f"Expected a function as loss, got a tensor or a tape: the loss is evaluated anew "
+                f"for each of the {len(blocks)} blocks. In Model.fit override train_step and call "
+                "optimizer.minimize(lambda: ..., blocks) there (docs/block_coordinate.md)."
+            )
+        steps = self._steps_of([v for block in blocks for v in block])
+        steps.trains_by(blocks)
+        steps.step.begin()
+        for block in blocks:
+            pairs = super()._compute_gradients(loss, list(block), grad_loss, tape)
+            self.apply_gradients(pairs, name=name)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """The noisy mean of the clipped gradients of one block."""
+        parts = blocks_of(var_list)
+        steps = self._steps_of([variable for block in parts for variable in block])
+        steps.trains_by(parts)
+        if len(parts) > 1:
+            raise refusal(
+                f"Expected minimize(loss, blocks), got _compute_gradients for {len(parts)} blocks: "
+                "each is updated before the gradients of the next are taken."
+            )
+        return super()._compute_gradients(loss, list(parts[0]), grad_loss, tape)
+
+    def for_model(self) -> tuple[BlockCoordinateUpdate, dict[str, Any]]:
+        """A `BlockCoordinateUpdate` of one block, as in `Model.fit`, and what a model is told.
+
+        Raises:
+            UnsupportedRunError: It took steps, or is of a subclass.
+        """
+        told = self._leave_to_model()
+        return BlockCoordinateUpdate(tf.keras.optimizers.SGD(self._given_rate)), told
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments of the constructor as plain types; see Keras."""
+        return self._config(legacy.SGD, **self._options)
+
+    # What is said about a run that nobody recorded
+
+    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
+        steps: BlockSteps = self._recorded_steps()
+        return steps.run_so_far()
+
+    def report(self, delta: float, **declared: Any) -> str:
+        """As `BlockCoordinateAccount.report`, unless the variables come from a private run.
+
+        Raises:
+            TypeError, ValueError, UnsupportedRunError: As there, or such a run is not counted.
+        """
+        if self._steps is not None:
+            self._steps.training.refuse_earlier_runs()
+        return super().report(delta, **declared)

@@ -1,0 +1,444 @@
+"""The drop-in optimizers: they take the step of the private model, and refuse every other one."""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+pytest.importorskip("tensorflow")
+import tensorflow as tf
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateKerasOptimizer,
+    BlockCoordinateUpdate,
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasAdamOptimizer,
+    DiceKerasSGDOptimizer,
+    HiddenStateSequential,
+    make_private,
+)
+
+N, B, FEATURES = 12, 4, 3
+LOGISTIC = hsa.LossGeometry.logistic(1.0, bias=True)
+SCHEDULE = tf.keras.optimizers.schedules.InverseTimeDecay(0.5, 5, 0.5)
+KINDS = {
+    "cyclic": lambda z=0.0, **k: CyclicDPKerasSGDOptimizer(
+        0.3, z, **{"learning_rate": SCHEDULE, "weight_decay": 0.1, "projection_radius": 1.2, **k}
+    ),
+    "microbatches": lambda z=0.0, **k: CyclicDPKerasSGDOptimizer(
+        0.3, z, 2, prox=hsa.Regulariser(l1=0.01, l2=0.2), **{"learning_rate": 0.5, **k}
+    ),
+    "dice": lambda z=0.0, **k: DiceKerasSGDOptimizer(
+        0.3, z, error_l2_norm_clip=0.1, momentum=0.9, **{"learning_rate": 0.5, **k}
+    ),
+    "adam": lambda z=0.0, **k: DiceKerasAdamOptimizer(
+        0.3, z, error_l2_norm_clip=0.1, **{"learning_rate": 0.05, **k}
+    ),
+    "blocks": lambda z=0.0, **k: BlockCoordinateKerasOptimizer(
+        0.3, z, l1=0.01, l2=0.1, **{"learning_rate": 0.5, **k}
+    ),
+}
+layers = tf.keras.layers
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(N, FEATURES)).astype("float32")
+    return x, (x[:, :1] > 0).astype("float32")
+
+
+def network(dtype="float32"):
+    model = tf.keras.Sequential(
+        [layers.Dense(2, activation="tanh", dtype=dtype), layers.Dense(1, dtype=dtype)]
+    )
+    model.build((None, FEATURES))
+    random = np.random.default_rng(1)
+    model.set_weights([0.5 * random.normal(size=w.shape) for w in model.get_weights()])
+    return model
+
+
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
+def variables_of(model, optimizer):
+    if isinstance(optimizer, BlockCoordinateKerasOptimizer):
+        return [layer.trainable_variables for layer in model.layers]
+    return model.trainable_variables
+
+
+def step(model, optimizer, x, y):
+    optimizer.minimize(lambda: bce()(y, model(x)), variables_of(model, optimizer))
+
+
+def tape_step(model, optimizer, x, y):
+    with tf.GradientTape() as tape:
+        losses = bce()(y, model(x))
+    optimizer.minimize(losses, model.trainable_variables, tape=tape)
+
+
+def two_calls(model, optimizer, x, y):
+    pairs = optimizer._compute_gradients(lambda: bce()(y, model(x)), model.trainable_variables)
+    optimizer.apply_gradients(pairs)
+
+
+def train(model, optimizer, epochs=1, take=step):
+    x, y = data()
+    for _ in range(epochs):
+        for first in range(0, N, B):
+            take(model, optimizer, x[first : first + B], y[first : first + B])
+
+
+MODES = {
+    "cyclic": (two_calls, None),
+    "microbatches": (tape_step, {}),
+    "dice": (step, {"jit_compile": True}),
+    "adam": (two_calls, {}),
+    "blocks": (step, {"jit_compile": True}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_loop_takes_the_steps_of_the_model(name):
+    act, graph = MODES[name]
+    own, optimizer = network(), KINDS[name]()
+    take = act
+    if graph is not None:
+
+        @tf.function(**graph)
+        def take(model, optimizer, x, y):
+            act(model, optimizer, x, y)
+
+    train(own, optimizer, 2, take)
+    model = make_private(network(), batch_order="cyclic")
+    given = KINDS[name]()
+    if name == "blocks":  # several are said to the model
+        rule = BlockCoordinateUpdate(
+            tf.keras.optimizers.SGD(0.5), lambda: variables_of(model, given)
+        )
+        model = make_private(
+            network(), batch_order="cyclic", l2_norm_clip=0.3, noise_multiplier=0.0,
+            prox=hsa.Regulariser(l1=0.01, l2=0.1),
+        )  # fmt: skip
+        given = rule
+    model.compile(given, bce())
+    model.fit(*data(), batch_size=B, epochs=2, verbose=0)
+    for a, b in zip(own.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-7)
+    assert optimizer.last_step.steps == int(optimizer.iterations) == 6
+
+
+@pytest.mark.parametrize(("jit", "dtype"), [(False, "float64"), (True, "float32")])
+def test_noise_is_gaussian_with_the_declared_deviation_and_independent(jit, dtype):
+    size, rows = 20_000, 4
+    tf.random.set_seed(0)  # which the noise does not follow
+    both = [tf.Variable(tf.zeros([size], dtype)) for _ in range(2)]
+    optimizer = CyclicDPKerasSGDOptimizer(3.0, 2.0, learning_rate=0.25)
+
+    @tf.function(jit_compile=jit)
+    def take():
+        total = tf.reduce_sum(both[0]) + tf.reduce_sum(both[1])
+        optimizer.minimize(lambda: tf.zeros([rows], dtype) * total, both)
+
+    take()
+    first = np.array([v.numpy() for v in both])
+    take()
+    noise = [*first, *(np.array([v.numpy() for v in both]) - first)]
+    expected = 0.25 * 3.0 * 2.0 / rows
+    assert np.std(noise, axis=1) == pytest.approx(expected, rel=6 / math.sqrt(2 * size))
+    correlations = np.corrcoef(noise)[np.triu_indices(4, 1)]
+    assert np.abs(correlations).max() < 6 / math.sqrt(size)
+
+
+# What is refused
+
+
+def scalar(model, optimizer, x, y):
+    optimizer.minimize(lambda: tf.reduce_mean(bce()(y, model(x))), model.trainable_variables)
+
+
+def broadcast(model, optimizer, x, y):
+    optimizer.minimize(lambda: (y[:, 0] - model(x)) ** 2, model.trainable_variables)
+
+
+def half_precision(model, optimizer, x, y):
+    optimizer.minimize(lambda: tf.cast(bce()(y, model(x)), "float16"), model.trainable_variables)
+
+
+def weights_of_losses(model, optimizer, x, y):
+    losses = lambda: bce()(y, model(x))  # noqa: E731
+    optimizer._compute_gradients(losses, model.trainable_variables, grad_loss=tf.ones([B]))
+
+
+def foreign_gradients(model, optimizer, x, y):
+    optimizer._compute_gradients(lambda: bce()(y, model(x)), model.trainable_variables)
+    optimizer.apply_gradients([(v, v) for v in model.trainable_variables])
+
+
+def applied_twice(model, optimizer, x, y):
+    pairs = optimizer._compute_gradients(lambda: bce()(y, model(x)), model.trainable_variables)
+    optimizer.apply_gradients(pairs)
+    optimizer.apply_gradients(pairs)
+
+
+def not_applied(model, optimizer, x, y):
+    for _ in range(2):
+        optimizer._compute_gradients(lambda: bce()(y, model(x)), model.trainable_variables)
+
+
+def moved(model, optimizer, x, y):
+    step(model, optimizer, x, y)
+    model.layers[0].bias.assign_add([1e-6, 0.0])
+    step(model, optimizer, x, y)
+
+
+def fewer_rows(model, optimizer, x, y):
+    step(model, optimizer, x, y)
+    step(model, optimizer, x[:3], y[:3])
+
+
+def other_variables(model, optimizer, x, y):
+    step(model, optimizer, x, y)
+    step(network(), optimizer, x, y)
+
+
+def not_a_number(model, optimizer, x, y):
+    step(model, optimizer, np.where(np.arange(B)[:, None] == 2, np.nan, x), y)
+
+
+def too_long(model, optimizer, x, y):
+    step(model, optimizer, 100 * x, y)
+
+
+def estimator(model, optimizer, x, y):
+    optimizer.get_gradients(0.0, model.trainable_variables)
+
+
+def loss_scaling(model, optimizer, x, y):
+    tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+
+
+REFUSED = {
+    scalar: "got a scalar",
+    broadcast: r"shape \(examples,\)",
+    half_precision: "float32 or float64, got float16",
+    weights_of_losses: "grad_loss = None",
+    foreign_gradients: "not the noisy mean",
+    applied_twice: "not the noisy mean",
+    not_applied: "refused, interrupted or not applied",
+    moved: "changed outside the private optimizer",
+    fewer_rows: "another number of rows",
+    other_variables: "variables of the steps before",
+    not_a_number: "gradient is not finite",
+    too_long: "longer than loss_geometry.lipschitz",
+    estimator: "Estimators are not supported",
+    loss_scaling: "loss scaling",
+}
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
+def test_refused(act):
+    x, y = data()
+    optimizer = KINDS["cyclic"](loss_geometry=hsa.LossGeometry.convex(9.0, 5.0))
+    with pytest.raises(hsa.UnsupportedRunError, match=REFUSED[act]):
+        act(network(), optimizer, x[:B], y[:B])
+
+
+@pytest.mark.parametrize(("name", "jit"), [("cyclic", False), ("blocks", False), ("dice", True)])
+def test_a_refused_step_in_a_graph_changes_nothing_and_ends_the_run(name, jit):
+    """XLA compiles no assertions: there only the log tells."""
+    x, y = (part[:B] for part in data())
+    model, optimizer = network(), KINDS[name](1.0)
+
+    @tf.function(jit_compile=jit)
+    def take(x, y):
+        step(model, optimizer, x, y)
+
+    take(x, y)
+    before = model.get_weights()
+    for features, text in ((x + np.nan, "not finite"), (x, "not finite|refused, interrupted")):
+        if jit:
+            take(features, y)
+            assert "not finite" in str(optimizer.last_step.problem)
+        else:
+            with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+                take(features, y)
+        for a, b in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert optimizer.last_step.steps == 1
+    if name != "cyclic":
+        known = {"dataset_size": N} | ({} if name == "blocks" else {"batch_order": "cyclic"})
+        with pytest.raises(hsa.UnsupportedRunError, match="Start again with another optimizer"):
+            optimizer.privacy_event(**known)
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        (lambda a, b: [[a], []], "blocks that have variables"),
+        (lambda a, b: [[a], [a, b]], "each variable in one block"),
+        (lambda a, b: [a, [b]], "both in one list"),
+        (lambda a, b: [[b], [a]], "the blocks of the first step"),
+        (lambda a, b: [[a]], "in one and not in the other"),
+    ],
+)
+def test_other_blocks_are_refused(blocks, text):
+    pair, optimizer = (tf.Variable([1.0]), tf.Variable([2.0])), KINDS["blocks"]()
+    optimizer.minimize(lambda: pair[0] * pair[1] * tf.ones([2]), [[v] for v in pair])
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        optimizer.minimize(lambda: pair[0] * pair[1] * tf.ones([2]), blocks(*pair))
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_a_step_of_blocks_that_is_interrupted_or_has_another_rate_has_no_event():
+    x, y = (part[:B] for part in data())
+    calls = []
+
+    def interrupted(model):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return bce()(y, model(x))
+
+    model, optimizer = network(), KINDS["blocks"](1.0)
+    step(model, optimizer, x, y)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.minimize(lambda: interrupted(model), variables_of(model, optimizer))
+    with pytest.raises(hsa.UnsupportedRunError, match="computed 2 times, but 1 steps"):
+        optimizer.privacy_event(dataset_size=B)
+    model, optimizer = network(), KINDS["blocks"](1.0)
+    step(model, optimizer, x, y)
+    optimizer.learning_rate = 0.25
+    with pytest.raises(hsa.UnsupportedRunError, match="learning rate was changed"):
+        step(model, optimizer, x, y)
+    losses = tf.zeros([2])
+    with pytest.raises(hsa.UnsupportedRunError, match="override train_step"):
+        optimizer.minimize(losses, variables_of(model, optimizer), tape=tf.GradientTape())
+
+
+ARGUMENTS = [
+    ("cyclic", {"l2_norm_clip": 0.0}, ValueError),
+    ("dice", {"l2_norm_clip": 1e-31}, ValueError),
+    ("blocks", {"noise_multiplier": -1.0}, ValueError),
+    ("cyclic", {"noise_multiplier": "1"}, TypeError),
+    ("adam", {"num_microbatches": 0}, ValueError),
+    ("blocks", {"learning_rate": -0.1}, ValueError),
+    ("cyclic", {"weight_decay": -0.1}, ValueError),
+    ("cyclic", {"projection_radius": 0.0}, ValueError),
+    ("cyclic", {"loss_geometry": "auto"}, TypeError),
+    ("cyclic", {"beta_1": 0.9}, TypeError),
+    ("cyclic", {"momentum": 0.9}, hsa.UnsupportedRunError),
+    ("blocks", {"clipnorm": 1.0}, hsa.UnsupportedRunError),
+    ("dice", {"gradient_accumulation_steps": 2}, hsa.UnsupportedRunError),
+    ("dice", {"error_l2_norm_clip": math.nan}, ValueError),
+    ("adam", {"automatic": 1}, TypeError),
+    ("dice", {"expected_batch_size": 2.0}, TypeError),
+    ("blocks", {"learning_rate": SCHEDULE}, hsa.UnsupportedRunError),
+    ("blocks", {"l2": math.inf}, ValueError),
+    ("blocks", {"nonnegative": 1}, TypeError),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "kind"), ARGUMENTS)
+def test_impossible_arguments(name, arguments, kind):
+    with pytest.raises(kind, match=next(iter(arguments))):
+        type(KINDS[name]())(**{"l2_norm_clip": 1.0, "noise_multiplier": 1.0, **arguments})
+
+
+# Copies and files
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.usefixtures("row_by_row")
+def test_copies_have_the_arguments_and_no_steps(name):
+    x, y = (part[:B] for part in data())
+    optimizer = KINDS[name](1.0)
+    step(network(), optimizer, x, y)
+    config = optimizer.get_config()
+    for again in (
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+        tf.keras.optimizers.deserialize(tf.keras.optimizers.serialize(optimizer)),
+    ):
+        assert type(again) is type(optimizer)
+        assert again.get_config() == config
+        assert again.last_step.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("cyclic", ".keras"), ("microbatches", ".h5"), ("blocks", "")]
+)
+def test_saved_models_load_with_the_optimizer_and_train_on(tmp_path, name, suffix):
+    model = network()
+    model.compile(KINDS[name](1.0), bce())
+    model.save(tmp_path / f"model{suffix}")
+    loaded = tf.keras.models.load_model(tmp_path / f"model{suffix}")
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+    step(loaded, loaded.optimizer, *(part[:B] for part in data()))
+    assert loaded.optimizer.last_step.steps == 1
+
+
+# The account of a loop that nobody records
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_dice_and_blocks_account_their_own_loops():
+    model, dice = network(), KINDS["dice"](2.0)
+    train(model, dice)
+    event = dice.privacy_event(dataset_size=N, batch_order="cyclic")
+    assert event == hsa.DiceSgdDpEvent(
+        noise_std=2.0 * 0.3 / B, clip_norm=0.3, error_clip_norm=0.1, batch_size=B, dataset_size=N,
+        num_steps=3, batch_order="cyclic",
+    )  # fmt: skip
+    assert "published: " in dice.report(1e-5, dataset_size=N, batch_order="cyclic")
+    with pytest.raises(hsa.UnsupportedRunError, match="expected_batch_size for Poisson"):
+        dice.privacy_event(dataset_size=N, batch_order="poisson")
+    with pytest.raises(hsa.UnsupportedRunError, match="gradient_bound >="):
+        dice.privacy_event(dataset_size=N, batch_order="cyclic", gradient_bound=1e-3)
+    model, blocks = network(), KINDS["blocks"](2.0)
+    with pytest.raises(ValueError, match="at least one step"):
+        blocks.report(1e-5, dataset_size=N)
+    train(model, blocks)
+    event = blocks.privacy_event(dataset_size=N)
+    assert (event.num_epochs, event.num_blocks, event.step_size) == (1, 2, 0.5)
+    assert event.noise_variance == pytest.approx(0.5 * (2.0 * 0.3 / B) ** 2 / 2, rel=1e-12)
+    relation = NeighboringRelation.REPLACE_ONE
+    epsilon = hsa.BlockCoordinateAccountant(relation).compose(event).get_epsilon(1e-5)
+    text = blocks.report(1e-5, dataset_size=N, neighboring_relation=relation)
+    assert hsa.figures.fixed_up(epsilon, 3)[:4] in text
+    model.layers[0].bias.assign_add([1.0, 0.0])
+    with pytest.raises(hsa.UnsupportedRunError, match="changed after the last step"):
+        blocks.report(1e-5, dataset_size=N)
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_one_line_says_where_the_figure_comes_from(caplog):
+    train(network(), KINDS["cyclic"](1.0))
+    assert caplog.text.count("nobody records the steps of CyclicDPKerasSGDOptimizer") == 1
+
+
+def test_a_model_takes_the_optimizer_over():
+    model = HiddenStateSequential([layers.Dense(1)])
+    model.compile(CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5), bce())
+    model.fit(*data(), batch_size=B, verbose=0)
+    assert model.privacy_event.clip_norm == 1.5
+
+
+@pytest.mark.slow
+def test_tensorflow_is_imported_late_and_torch_never():
+    program = (
+        "import sys, hidden_state_adapters.tf_privacy as t\n"
+        "t.compute_last_iterate_privacy_statement\n"
+        "assert not {'tensorflow', 'torch'} & set(sys.modules)\n"
+        "t.CyclicDPKerasSGDOptimizer, t.cyclic_dataset, t.HiddenStateCallback\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
