@@ -74,10 +74,7 @@ def two():
     return layers.Dense(2), layers.Dense(1)
 
 
-MODES = [{}, {"run_eagerly": True}, {"jit_compile": True}]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [{"jit_compile": True}])
 def test_fit_of_one_block(make_blocks, mode):
     run = make_blocks(compile=mode, target_delta=DELTA, block_loss=LOGISTIC)
     history = run.fit(epochs=2).history["epsilon_if_released_now"]
@@ -90,7 +87,7 @@ def test_fit_of_one_block(make_blocks, mode):
     assert history[1] < exact(event())  # composition
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}])
 def test_fit_of_several_blocks(make_blocks, mode):
     run = make_blocks(*two(), compile=mode)
     run.fit()
@@ -318,16 +315,16 @@ CASES = {
     early_stopping: "got EarlyStopping",
     plateau: "got ReduceLROnPlateau",
     stopped: "stopped early",
-    rate_of_epochs: "step 7 was not taken. The learning rate, clip norm or noise multiplier",
+    rate_of_epochs: "step 7 was not taken. The learning rate was changed",
     nudged_between_fits: "were changed outside",
     other_weights_reported: "were changed outside",
     nudged_within_a_compiled_fit: "step 2 was not taken. The trainable variables were changed",
     interrupted_epoch: "fit was interrupted",
-    interrupted_between_the_blocks: "Of 14 updates of 2 blocks 13 were finished",
+    interrupted_between_the_blocks: "computed 7 times, but 6 steps",
     step_outside_of_fit: "took 7 steps, but 6 are recorded",
     steps_before_the_record: "without steps, got one with 6",
     not_finite_in_xla: "step 3 was not taken. A per-example gradient is not finite",
-    longer_gradients_than_declared: "block_loss.lipschitz >= .* gradient of step 1, got 0.1",
+    longer_gradients_than_declared: "step 1 was not taken. A per-example gradient is longer",
     gradient_bound: "gradient_bound for a Dice optimizer, got BlockCoordinateKerasOptimizer",
     block_loss_of_a_cyclic_optimizer: "block_loss for a BlockCoordinateKerasOptimizer, got Cyclic",
     add_or_remove_one: "cannot add or remove",

@@ -155,7 +155,7 @@ def add_or_remove_one(make_dice):
 
 
 CASES = {
-    bound_that_the_run_does_not_have: r"gradient_bound >= .* gradient of step 1, got 0.1",
+    bound_that_the_run_does_not_have: "longer than loss_geometry.lipschitz, or gradient_bound",
     bound_for_another_optimizer: "gradient_bound for a Dice optimizer",
     other_divisor: "expected_batch_size = None or 4",
     weights_changed_within_a_compiled_fit: "step 2 was not taken. The trainable variables were",
@@ -179,7 +179,7 @@ def test_a_refused_run_has_no_epsilon(make_dice):
     with pytest.raises(hsa.UnsupportedRunError):
         run.fit()
     for act in (lambda: run.callback.report(DELTA), lambda: run.callback.privacy_event, run.fit):
-        with pytest.raises(hsa.UnsupportedRunError, match="gradient_bound >= "):
+        with pytest.raises(hsa.UnsupportedRunError, match="or gradient_bound"):
             act()
 
 
