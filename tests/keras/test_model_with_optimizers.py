@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
+from hidden_state_adapters.tf_privacy.noise import FreshNoise
 from tensorflow_privacy.privacy.optimizers.dp_optimizer_keras import DPKerasSGDOptimizer
 
 import hidden_state_accountants as hsa
@@ -20,7 +21,6 @@ from hidden_state_adapters.tf_privacy import (
     cyclic_dataset,
     make_private,
 )
-from hidden_state_adapters.tf_privacy.noise import FreshNoise
 
 pytestmark = pytest.mark.usefixtures("without_graphs", "row_by_row")
 optimizers, layers = tf.keras.optimizers, tf.keras.layers
