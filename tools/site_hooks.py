@@ -14,6 +14,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
+# Guides before tutorials before the reference before proofs, papers and files of the repository.
+BOOST = {"": 4.0, "tutorials": 2.0, "reference": 1.5}
 LOG = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]+)")
 PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -48,8 +50,9 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links that leave docs/ lead to the pages that were added."""
+    """Links that leave docs/ lead to the pages that were added; searches find guides first."""
     folder = posixpath.dirname(page.file.src_uri)
+    page.meta.setdefault("search", {"boost": BOOST.get(folder, 0.5)})
 
     def replaced(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, match["target"]))
