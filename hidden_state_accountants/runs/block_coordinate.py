@@ -183,7 +183,7 @@ class BlockCoordinateRun(Run):
             return ""
         return (
             "no contraction: epsilon equals composition (every update of every block counts); see "
-            "docs/block_coordinate.md"
+            "docs/papers/block_coordinate.md"
         )
 
 

@@ -283,7 +283,7 @@ def test_features_are_measured_for_a_declared_geometry_if_a_norm_is_given():
         begin([LINEAR(3)], SPARSE, loss_geometry=SOFTMAX(0.5, True), feature_norm=0.5)
 
 
-# Row 70: Keras' squared error has no factor 1/2
+# Keras' squared error has no factor 1/2
 
 
 def test_a_declared_curvature_that_the_squared_error_exceeds():

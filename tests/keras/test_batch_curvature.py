@@ -1,4 +1,4 @@
-"""Row 158: in Keras, too, a declared curvature is held against the features of every batch."""
+"""In Keras, too, a declared curvature is held against the features of every batch."""
 
 import numpy as np
 import pytest

@@ -40,7 +40,7 @@ def bce():
 
 
 class BlockModel(tf.keras.Sequential):
-    """The recipe of docs/block_coordinate.md: a layer is a block."""
+    """The recipe of docs/papers/block_coordinate.md: a layer is a block."""
 
     def train_step(self, data):
         x, y = data

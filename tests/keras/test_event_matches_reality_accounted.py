@@ -1,6 +1,6 @@
 """What Model.fit does differently, where the event can express it, is accounted as it happened.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+See docs/threat_model.md.
 """
 
 import pathlib

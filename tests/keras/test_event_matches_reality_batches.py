@@ -1,6 +1,6 @@
 """Batches that are not the declared ones raise in Model.fit.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+See docs/threat_model.md.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from misuse import each_row
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import cyclic_dataset
 
-# Row 1: batches that are not the declared ones.
+# Batches that are not the declared ones.
 
 
 def arrays(run):

@@ -1,4 +1,4 @@
-"""A proximal map after every noisy step of Keras' optimizers and models (row 178)."""
+"""A proximal map after every noisy step of Keras' optimizers and models."""
 
 import numpy as np
 import pytest

@@ -169,7 +169,7 @@ def test_gradients_that_are_not_finite(train, optimizer, factor):
 @pytest.mark.filterwarnings("ignore:No run was declared")
 @pytest.mark.parametrize("declared", [{**DECLARED, "loss_geometry": None}, None])
 def test_a_refused_step_ends_the_run(train, declared):
-    """Row 97: which step a loop leaves out would depend on the record."""
+    """Which step a loop leaves out would depend on the record."""
     coins = {"generator": torch.Generator().manual_seed(2**62)}  # no batch of it is empty
     engine, *run = train(declared, poisson_sampling=declared is None, loader=coins)
     with pytest.raises(hsa.UnsupportedRunError, match="step 13 has a gradient that is not finite"):

@@ -1,4 +1,4 @@
-"""Row 88: a collate_fn that makes a record depend on the others of its batch."""
+"""A collate_fn that makes a record depend on the others of its batch."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Row 124: a declared curvature is held against the features of every batch."""
+"""A declared curvature is held against the features of every batch."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Row 26: a run that starts from weights that another private run of the process left."""
+"""A run that starts from weights that another private run of the process left."""
 
 import copy
 import io

@@ -316,7 +316,7 @@ def test_noise_generator_is_used(make_run):
 
 
 def test_the_accountant_cannot_be_replaced(make_run):
-    """Row 62: the steps would be missing from the new one, and epsilon be 0."""
+    """The steps would be missing from the new one, and epsilon be 0."""
     run = make_run()
     run.epoch()
     epsilon, own = run.engine.get_epsilon(DELTA), run.engine.accountant

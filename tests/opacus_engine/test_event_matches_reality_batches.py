@@ -1,6 +1,6 @@
 """Batches that are not the declared ones raise.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon. What every optimizer
+See docs/threat_model.md. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 DELTA = 1e-5
 
 
-# Row 1: batches that are not the declared ones.
+# Batches that are not the declared ones.
 
 
 def own_loader_around_the_private_batches(run):
@@ -107,7 +107,7 @@ def backward_twice(run):
         run.optimizer.step()
 
 
-# Row 14: hooks, scalers, copies, settings.
+# Hooks, scalers, copies, settings.
 
 
 RAISES = [

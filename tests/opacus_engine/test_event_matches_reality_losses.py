@@ -1,6 +1,6 @@
 """Another loss than the declared one, longer features and layers that mix records raise.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon.
+See docs/threat_model.md.
 """
 
 import pytest
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 DELTA = 1e-5
 
 
-# Rows 4 and 5: another loss, longer features.
+# Another loss, longer features.
 
 
 def sum_instead_of_mean(run):
@@ -148,7 +148,7 @@ def not_a_number(run):
         run.step((features * float("nan"), labels))
 
 
-# Row 14: hooks, scalers, copies, settings.
+# Hooks, scalers, copies, settings.
 
 
 RAISES = [

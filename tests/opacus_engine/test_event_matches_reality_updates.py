@@ -1,6 +1,6 @@
 """Another update rule, other parameters, other noise than declared raise.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon. What every optimizer
+See docs/threat_model.md. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 DELTA = 1e-5
 
 
-# Row 2: stops and schedules that look at the data.
+# Stops and schedules that look at the data.
 
 
 def plateau(run):
@@ -48,7 +48,7 @@ def best_checkpoint_trained_on(run):
     run.epoch()
 
 
-# Row 3: the update rule.
+# The update rule.
 
 
 def second_group_without_decay(run):
@@ -63,7 +63,7 @@ def other_base_optimizer(run):
     run.epoch()
 
 
-# Rows 10 and 11: precision and the set of parameters.
+# Precision and the set of parameters.
 
 
 def new_parameter_mid_run(run):
@@ -101,7 +101,7 @@ def pre_step_and_base_step(run):
         run.optimizer.original_optimizer.step()
 
 
-# Row 14: hooks, scalers, copies, settings.
+# Hooks, scalers, copies, settings.
 
 
 def second_step_hook(run):

@@ -1,4 +1,4 @@
-"""Row 63: one look at whether the records of a batch act on each other, in model and criterion."""
+"""One look at whether the records of a batch act on each other, in model and criterion."""
 
 import random
 

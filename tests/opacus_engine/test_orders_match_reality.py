@@ -38,7 +38,7 @@ def never_empty(run):
         run.step(next(iter(run.loader)))
 
 
-# Row 1: batches that are not the declared ones.
+# Batches that are not the declared ones.
 
 
 def skip_a_batch(run):
@@ -326,7 +326,7 @@ def test_what_happened_is_accounted(make_run, loop, order):
     )  # fmt: skip
 
 
-# Row 8: who knows the order.
+# Who knows the order.
 
 
 def test_the_order_does_not_follow_torch_or_numpy_seeds(make_run):
@@ -379,7 +379,7 @@ def test_a_seed_is_in_no_error_message_and_no_log(make_run, caplog):
     assert str(seed) not in str(wrong.value)
 
 
-# Row 13: resuming.
+# Resuming.
 
 
 @pytest.mark.parametrize("order", SECRET)

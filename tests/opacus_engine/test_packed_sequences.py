@@ -1,4 +1,4 @@
-"""Row 205: rows of recurrent layers that are not in the order of the batch."""
+"""Rows of recurrent layers that are not in the order of the batch."""
 
 import pytest
 import torch

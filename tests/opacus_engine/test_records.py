@@ -1,4 +1,4 @@
-"""Row 64: the records are the same ones during the whole run, and each is there once."""
+"""The records are the same ones during the whole run, and each is there once."""
 
 import pytest
 import torch

@@ -204,7 +204,7 @@ def test_looking_needs_a_run():
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson"])
 def test_a_public_checkpoint_says_what_it_costs(make_run, tmp_path, caplog, order):
-    """Row 65."""
+    """What is released after the last step."""
     run = make_run(batch_order=order)
     path = tmp_path / "checkpoint.pt"
     run.engine.save_checkpoint(path=path)  # nothing was trained

@@ -25,7 +25,7 @@ def network():
 
 
 class OfBoth(nn.Module):
-    """The module of docs/converting.md."""
+    """A network that one module calls twice."""
 
     def __init__(self, net):
         super().__init__()

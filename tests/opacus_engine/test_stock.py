@@ -300,7 +300,7 @@ def test_a_divisor_that_is_not_the_batch_size(reduction):
 
 
 def test_the_rate_is_what_the_random_numbers_make_of_it():
-    """Row 91: torch draws multiples of 2**-24, which are below the rate once too often."""
+    """Torch draws multiples of 2**-24, which are below the rate once too often."""
     loop = stock_loop(data=records(600), loader={"batch_size": 1}, poisson_sampling=True)
     loop.declare()
     loop.epoch()
@@ -474,7 +474,7 @@ def wrapped_optimizer(loop):
 @pytest.mark.parametrize("kind", ["cyclic", "poisson"])
 @pytest.mark.parametrize("train", [other_hook, plain_optimizer, wrapped_optimizer])
 def test_steps_that_nobody_records(kind, train):
-    """Row 94: reported 0."""
+    """Reported 0."""
     loop = make(kind)
     if kind == "cyclic":
         loop.declare()
@@ -485,7 +485,7 @@ def test_steps_that_nobody_records(kind, train):
 
 
 def test_a_model_that_a_stock_engine_has_trained():
-    """Row 26: a notebook's cell is run again, and the older steps are missing."""
+    """A notebook's cell is run again, and the older steps are missing."""
     first = make("poisson")
     for batch in itertools.islice(first.loader, 3):
         first.step(batch)

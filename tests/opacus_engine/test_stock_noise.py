@@ -270,7 +270,7 @@ def test_whose_coins_they_are_is_listed(is_own):
 
 
 def test_a_gradient_that_is_not_finite_in_an_undeclared_run():
-    """Row 20: the model would be NaN beside a finite epsilon."""
+    """The model would be NaN beside a finite epsilon."""
     loop = Loop("DPOptimizer")
     loop.loader.dataset.tensors[0][:] = float("inf")
     with pytest.raises(hsa.UnsupportedRunError, match="a gradient that is not finite"):

@@ -1,4 +1,4 @@
-"""Row 223: per-example gradients that a loop writes between the backward pass and the step."""
+"""Per-example gradients that a loop writes between the backward pass and the step."""
 
 import pytest
 import torch

@@ -4,8 +4,7 @@ A case commits its misuse on a `Trial`, which tests/opacus_engine/test_misuse.py
 tests/keras/test_misuse.py make for their optimizers. Either the package refuses, with a text, and
 answers no question about the run any more; or the run is accounted as it happened; or, where a
 trainer computes its steps from what it holds itself, the weights are those of the honest run with
-the same noise. What nobody looks at is declared. A case has the number of its row in
-docs/guards.md.
+the same noise. What nobody looks at is declared (docs/threat_model.md).
 
 What is committed on batches, data and several runs is in misuse_of_runs.py, the rest is here. A new
 optimizer gets all cases by one line in the table of its framework's test; a new case reaches
@@ -73,7 +72,7 @@ class Misuse:
     """One misuse.
 
     Attributes:
-        row: Of docs/guards.md; 0 for what is right.
+        row: A number that the name of its test begins with; 0 for what is right.
         commit: Commits it; returns what is expected to be recorded where that is not a refusal: the
             number of steps, and settings.
         opacus: The text of the refusal; ACCOUNTED; or None if it cannot be committed there.
@@ -106,7 +105,7 @@ class Misuse:
 
 
 def each_row(names, rows):
-    """Parametrises a test over (row of docs/guards.md, what commits the misuse, *rest)."""
+    """Parametrises a test over (its number, what commits the misuse, *rest)."""
     return pytest.mark.parametrize(
         names, [row[1:] for row in rows], ids=[f"row{row[0]}-{row[1].__name__}" for row in rows]
     )
@@ -223,7 +222,7 @@ def _check_accounted(trial, changes, before):
             assert recorded == pytest.approx(expected), setting
 
 
-# --- rows 4 and 20: the loss ----------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 def loss_scaled(trial):
@@ -243,7 +242,7 @@ def targets_broadcast(trial):
     trial.epoch(before=trial.broadcast_targets)
 
 
-# --- rows 3 and 14: settings ----------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 def changes(name, factor):
@@ -307,7 +306,7 @@ def optimizer_pickled(trial):
     trial.pickle()
 
 
-# --- rows 11 and 13: the weights ------------------------------------------------------------------
+# --- the weights ----------------------------------------------------------------------------------
 
 
 def weights_moved_between_steps(trial):
@@ -441,7 +440,7 @@ def coarse_products(trial):
         trial.epoch()
 
 
-# --- rows 22, 23, 26: noise, several runs ---------------------------------------------------------
+# --- noise, several runs --------------------------------------------------------------------------
 
 
 def program_seeded_for_every_step(trial):

@@ -7,7 +7,7 @@ from trial import BATCH, RECORDS, STEPS
 
 from hidden_state_accountants import LastIterateAccountant
 
-# --- rows 1 and 37: the batches -------------------------------------------------------------------
+# --- the batches ----------------------------------------------------------------------------------
 
 
 def batch_skipped(trial):
@@ -116,7 +116,7 @@ def a_second_pass(trial):
     trial.epoch(before=trial.unused_gradients)
 
 
-# --- rows 80 and 81: data whose examples are not single ones --------------------------------------
+# --- data whose examples are not single ones ------------------------------------------------------
 
 
 def data_batched(trial):
@@ -132,7 +132,7 @@ def data_repeated(trial):
     trial.take_data(lambda dataset: dataset.shuffle(RECORDS).repeat(2))
 
 
-# --- rows 82 and 85: weights that a private run left ----------------------------------------------
+# --- weights that a private run left --------------------------------------------------------------
 
 
 def _second_run(trial, change):
@@ -189,7 +189,7 @@ def gone_on_with_other_weights(trial):
     trial.epoch()
 
 
-# --- row 183: microbatches ------------------------------------------------------------------------
+# --- microbatches ---------------------------------------------------------------------------------
 
 
 def microbatches(trial):

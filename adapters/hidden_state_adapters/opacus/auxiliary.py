@@ -45,7 +45,7 @@ class AuxiliaryNetwork(nn.Module):
 
     Formal guarantees: none by itself. What one record does to a layer's update is bounded by the
     clip of the optimizer, and every layer is a mechanism of its own: epsilon is that of composition
-    (docs/block_coordinate.md). The paper's bound S_g = gamma rho^2 on the gradients is not used: it
+    (docs/papers/block_coordinate.md). The bound S_g = gamma rho^2 of the paper is not used: it
     does not hold, because nothing bounds u_d - W_d x_d.
 
     Args:

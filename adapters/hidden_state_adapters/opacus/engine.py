@@ -232,10 +232,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 word, and tried once.
 
                 mechanism: DiceSGD(...), of which every iterate is released and the error stays
-                hidden (docs/dice_sgd.md); BlockCoordinate(...), DP-MBCD, whose parameter groups are
+                hidden (docs/papers/dice_sgd.md); BlockCoordinate(...), DP-MBCD, whose groups are
                 blocks that are updated in turn by `optimizer.step(closure)`
-                (docs/block_coordinate.md; "cyclic" or "full" batches). None: plain SGD, of which
-                only the last iterate is released, where an argument asks for a hidden state; any
+                (docs/papers/block_coordinate.md; "cyclic", "full" batches). None: plain SGD, where
+                only the last iterate is released, if an argument asks for a hidden state; any
                 optimizer, where every step counts, elsewhere. What makes no sense with one of them
                 is refused.
 

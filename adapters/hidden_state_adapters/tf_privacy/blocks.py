@@ -140,7 +140,7 @@ class BlockCoordinateUpdate(UpdateRule):
     Formal guarantees:
       - Those of `BlockCoordinateDpEvent`: the blocks after the last step are released. One block
         with a `loss_geometry` of the model may profit from hidden states; several blocks cost the
-        composition of all their updates (docs/block_coordinate.md), and so does a run with releases
+        composition of all updates (docs/papers/block_coordinate.md), as does a run with releases
         before its end.
       - What the model checks of every step. A step that is refused moves no block. There are
         figures after whole epochs.

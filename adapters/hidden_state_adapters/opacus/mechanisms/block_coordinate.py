@@ -381,7 +381,7 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
         blocks after the last step are released, nothing else (the engine takes a release before
         that into account). One block with a known loss or a contracting prox may profit from
         hidden states; several blocks cost the composition of all their updates
-        (docs/block_coordinate.md).
+        (docs/papers/block_coordinate.md).
       - Checked at every update: constant step size, clip norm and regulariser; a public wrapped
         module whose trainable parameters are exactly the blocks, in float32 or float64, that
         nobody else changes; frozen parameters and buffers that stay as they are; finite
