@@ -1,6 +1,6 @@
 """Another loss, microbatches, precision or options than declared raise in Model.fit.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon. What every optimizer
+The rows are those of docs/threat_model.md, the ways to get a silently wrong epsilon. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 
@@ -98,16 +98,13 @@ def layer_that_sums_the_examples(run):
     run.fit()
 
 
-# Row 3: options of parts of the model
+# Options of parts of the model
 
 
 def constraint_on_one_variable(run):
     run.model = tf.keras.Sequential([layers.Dense(1, bias_constraint="non_neg")])
     compile_with(run)
     run.fit()
-
-
-# Row 10
 
 
 def with_policy(run, policy):
@@ -130,9 +127,6 @@ def float16(run):
 
 def loss_scaling(run):
     tf.keras.mixed_precision.LossScaleOptimizer(run.optimizer)
-
-
-# Row 13
 
 
 CASES = [

@@ -1,6 +1,6 @@
 """Choices by metrics, weights the optimizer did not leave and repeated noise raise in fit.
 
-The rows are those of docs/guards.md, the ways to get a silently wrong epsilon. What every optimizer
+The rows are those of docs/threat_model.md, the ways to get a silently wrong epsilon. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 
@@ -18,7 +18,7 @@ def nudge(run):
     run.variables[0].assign_add(1e-6 * tf.ones_like(run.variables[0]))
 
 
-# Row 2: choices by metrics.
+# Choices by metrics.
 
 
 def early_stopping(run):
@@ -40,7 +40,7 @@ def stopped_by_a_callback(run):
     run.fit(callbacks=[stop], epochs=3)
 
 
-# Row 11 and 13: weights that the optimizer did not leave.
+# Weights that the optimizer did not leave.
 
 
 def nudged_between_batches_with_xla(run):
@@ -63,10 +63,7 @@ def backup_and_restore(run):
     run.fit(callbacks=[callbacks.BackupAndRestore("unused")])
 
 
-# Row 14: noise
-
-
-# Row 17
+# Noise
 
 
 def csv_logger(run):
@@ -81,9 +78,6 @@ def checkpoint_with_metrics(run):
     run.model.fit(
         run.data, callbacks=[callbacks.ModelCheckpoint("unused.keras"), run.callback], verbose=0
     )
-
-
-# Row 13
 
 
 def resumed_from_a_file_in_the_same_record(run):

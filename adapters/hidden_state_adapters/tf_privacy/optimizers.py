@@ -990,7 +990,7 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
       - Those of `privacy_event(...)` under `hidden_state_accountants.BlockCoordinateAccountant`:
         the blocks after the last step are released, nothing else. One block with a `block_loss`
         or a contracting prox may profit from hidden states; several blocks cost the composition
-        of all their updates (docs/block_coordinate.md).
+        of all their updates (docs/papers/block_coordinate.md).
       - Checked at every step, which changes nothing otherwise: a constant learning rate, equal
         batches, one row per example, finite gradients, the same blocks in the same order, variables
         that nobody else changed. One that was refused, interrupted or not finished ends the run
@@ -1101,7 +1101,7 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
             raise refusal(
                 f"Expected a function as loss, got a tensor or a tape: the loss is evaluated anew "
                 f"for each of the {len(blocks)} blocks. In Model.fit override train_step and call "
-                "optimizer.minimize(lambda: ..., blocks) there (docs/block_coordinate.md)."
+                "optimizer.minimize(lambda: ..., blocks) there (docs/papers/block_coordinate.md)."
             )
         steps = self._steps_of([v for block in blocks for v in block])
         steps.trains_by(blocks)
