@@ -1,6 +1,6 @@
 """Another loss, microbatches, precision or options than declared raise in Model.fit.
 
-The rows are those of docs/threat_model.md, the ways to get a silently wrong epsilon. What every optimizer
+See docs/threat_model.md. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 

@@ -1,6 +1,6 @@
 """Choices by metrics, weights the optimizer did not leave and repeated noise raise in fit.
 
-The rows are those of docs/threat_model.md, the ways to get a silently wrong epsilon. What every optimizer
+See docs/threat_model.md. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 
