@@ -34,6 +34,7 @@ import contextlib
 import functools
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -601,8 +602,8 @@ class _Plan:
             priced = attrs.evolve(event, learning_rate=1.0, clip_norm=1.0, weight_decay=0.0)
         noise = task.noise_of_full_batches(self.steps) if self.order is BatchOrder.FULL else None
         if noise is None:
-            find = _noise if task.spent is None else _noise.__wrapped__  # not every event hashes
-            noise = find(task.epsilon, task.delta, task.relation, priced, task.spent)
+            spent = pickle.dumps(task.spent)  # not every event hashes
+            noise = _noise(task.epsilon, task.delta, task.relation, priced, spent)
         factor = noise * task.mu * math.sqrt(self.split / self.epochs)
         return Candidate(
             event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
@@ -628,10 +629,12 @@ def _noise(
     delta: float,
     relation: NeighboringRelation,
     event: LastIterateDpEvent,
-    spent: dp_accounting.DpEvent | None,
+    spent: bytes,
 ) -> float:
+    beside = pickle.loads(spent)
+
     def run(noise: float) -> dp_accounting.DpEvent:
-        return _beside(spent, attrs.evolve(event, noise_multiplier=noise))
+        return _beside(beside, attrs.evolve(event, noise_multiplier=noise))
 
     with _quiet_absl():
         return calibrate_noise(

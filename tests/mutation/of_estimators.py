@@ -52,7 +52,7 @@ MUTATIONS = (
     Mutation(
         "what_was_spent_is_not_in_the_target",
         "recommendation.py",
-        "return _beside(spent, attrs.evolve(event, noise_multiplier=noise))",
+        "return _beside(beside, attrs.evolve(event, noise_multiplier=noise))",
         "return attrs.evolve(event, noise_multiplier=noise)",
         "core/test_recommendation.py",
     ),
