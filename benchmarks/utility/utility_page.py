@@ -114,6 +114,9 @@ def fill_readme(text, cells):
     return "".join(lines)
 
 
+OUT_OF_SAMPLE = ("backbone",)  # the recipe was fitted on the others
+
+
 def write_page(path, size_name, size, cells, ours):
     """Tables of accuracy, of cells won and lost, of goals, and of accuracy against gradients."""
     results = Results(cells)
@@ -305,7 +308,8 @@ def _why_not_a_quarter(results, name, longest):
 
 def _table(results, name, size, ours, complete):
     head = [f"eps {epsilon:g}" for epsilon in size.epsilons]
-    lines = [f"## {name}", "", _row(["method", *head]), _row(["---"] * (len(head) + 1))]
+    sample = "" if name in OUT_OF_SAMPLE else " (in sample)"
+    lines = [f"## {name}{sample}", "", _row(["method", *head]), _row(["---"] * (len(head) + 1))]
     for method in (*ours, *TUNED):
         found = [results.get(name, method, epsilon, 0) for epsilon in size.epsilons]
         if any(found):

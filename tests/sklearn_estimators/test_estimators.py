@@ -38,7 +38,7 @@ def classifier(**changes):
 
 
 def regressor(**changes):
-    settings = dict(epsilon=3.0, target_bounds=(-2, 4))
+    settings = dict(epsilon=3.0, target_bounds=(-2, 4), preprocessing=None)
     return PrivateRegressor(**{**settings, **changes})
 
 

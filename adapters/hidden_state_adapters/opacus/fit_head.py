@@ -54,7 +54,7 @@ def fit_head(
 
     Nothing has to be tuned: the run is that of `hidden_state_adapters.sklearn.PrivateClassifier`,
     64 steps on all records with momentum along the noisy gradients, after centring the features by
-    means that are released with noise (where that noise is not longer than a record).
+    means that are released with noise (of classes, where that noise is not longer than a record).
 
     Formal guarantees: the head is (epsilon, delta)-differentially private under
     `neighboring_relation` if the assumptions of the guarantee hold. The number of records, the

@@ -572,7 +572,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         alpha: float = 0.0,
         feature_norm: float = 1.0,
         normalization: str = "clip",
-        preprocessing: str | None = None,
+        preprocessing: str | None = "auto",
         column_bounds: Any = None,
         fit_intercept: bool = True,
         neighboring_relation: Any = "REPLACE_SPECIAL",
