@@ -36,7 +36,6 @@ from hidden_state_accountants.bounds import (
     ShiftedInterpolation,
 )
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
-from hidden_state_accountants.curves.cohorts import of_cohort
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.standard import (
     StandardCurve,
@@ -46,7 +45,7 @@ from hidden_state_accountants.curves.standard import (
     nested_events,
     read_standard_event,
 )
-from hidden_state_accountants.curves.transformed import of_groups
+from hidden_state_accountants.curves.transformed import of_cohort, of_groups
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.guarantee import (
     Assumption,

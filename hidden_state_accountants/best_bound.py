@@ -15,7 +15,6 @@ from hidden_state_accountants.curves.base import (
     best_curve,
     delta_to_compare,
     is_hopeless,
-    rough_epsilon,
 )
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -118,7 +117,7 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
     delta = delta_to_compare(candidate.curve, best.curve)
-    rough = rough_epsilon(candidate.curve, delta)
+    rough = candidate.curve.rough_epsilon(delta)
     if rough and is_hopeless(best.curve, delta, rough):
         return True
     epsilon = candidate.epsilon(delta)

@@ -29,7 +29,7 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.event_losses import stock_pld_error
+from hidden_state_accountants.curves.standard import stock_pld_error
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent

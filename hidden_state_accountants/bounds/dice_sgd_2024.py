@@ -28,13 +28,13 @@ from hidden_state_accountants.curves.base import (
     Curve,
     GaussianCurve,
     GaussianMixtureCurve,
+    SquareRootCurve,
     best_curve,
     with_delta,
 )
+from hidden_state_accountants.curves.by_profile import ZeroedWithoutReplacementCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import epsilon_from_rdp
-from hidden_state_accountants.curves.sampled_pairs import ZeroedWithoutReplacementCurve
-from hidden_state_accountants.curves.square_root import SquareRootCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent

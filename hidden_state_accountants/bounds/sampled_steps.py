@@ -12,15 +12,15 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
-from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.profiles import Profile
-from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
-from hidden_state_accountants.curves.sampled_pairs import (
+from hidden_state_accountants.curves.by_profile import (
     ReplacedInPoissonBatchCurve,
+    SampledWithoutReplacementCurve,
     ZeroedWithoutReplacementCurve,
     replaced_in_poisson_batch,
     zeroed_without_replacement,
 )
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.profiles import Profile
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import attrs
 import dp_accounting
@@ -12,77 +14,101 @@ import numpy as np
 from scipy import optimize, special
 
 from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu, epsilon_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
-from hidden_state_accountants.curves.mixtures import many_gaussians
-from hidden_state_accountants.curves.renyi import ORDERS, delta_from_rdp, epsilon_from_rdp
+from hidden_state_accountants.curves.renyi import (
+    ORDERS,
+    STOCK_ORDERS,
+    delta_from_rdp,
+    epsilon_from_rdp,
+)
 
-_HOPELESS = 3.0  # times as large by divergences
-_UNLIKELY = 1.8  # times as large: a shorter run is asked, which is known if this one goes on
-_SURELY = 1.001  # more than all rounding of a composed loss
+_HOPELESS = 3.0  # times as large by Chernoff's bound
+_RELIABLE = 100.0  # times the mass of infinite losses: Renyi divergences are not below such deltas
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
 
-class Curve(Protocol):
+class Curve(abc.ABC):
     """A set of (epsilon, delta) pairs and Renyi divergences that hold together."""
 
     @property
     def mu(self) -> float | None:
         """The mu of mu-GDP, None if the curve is not Gaussian."""
+        return None
 
+    @abc.abstractmethod
     def epsilon(self, delta: float) -> float:
         """Smallest known epsilon for delta in [0, 1]."""
 
+    @abc.abstractmethod
     def delta(self, epsilon: float) -> float:
         """Smallest known delta for epsilon in [0, inf]."""
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
+        return np.full(np.shape(orders), math.inf)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         """A standard event under ADD_OR_REMOVE_ONE whose curve is nowhere below this one, if any.
 
         The smallest that is known; it may be larger where no standard event has the curve.
         """
+        return None
+
+    def rough_epsilon(self, delta: float) -> float:
+        """An upper bound on epsilon that costs little; 0 if all of it costs little."""
+        return 0.0
 
 
-class ComposableCurve(Curve, Protocol):
+class ComposableCurve(Curve):
     """One curve that always holds: what is composed. `alternatives` finds those of any curve."""
 
+    @abc.abstractmethod
     def privacy_losses(self) -> Losses | None:
         """Pessimistic privacy losses for composition, if the curve has some."""
 
 
-def rough_epsilon(curve: Curve, delta: float) -> float:
-    """An upper bound on the epsilon of a curve that costs little; 0 if all of it costs little."""
-    by_divergences = getattr(curve, "rough_epsilon", None)
-    return 0.0 if by_divergences is None else float(by_divergences(delta))
+class LossCurve(ComposableCurve):
+    """Epsilon and delta by composed privacy losses, which add the error of their arithmetic.
 
+    Where no loss is known, or is of no use at so small a delta, by Renyi divergences.
+    """
 
-def least_epsilon(curve: Curve, delta: float) -> float:
-    """About a lower bound on the epsilon of a curve that is known if its run goes on, or 0."""
-    if isinstance(curve, CurveWithDelta):
-        return least_epsilon(curve.curve, delta - curve.extra) if delta > curve.extra else math.inf
-    fewer_runs = getattr(curve, "fewer_runs", None)
-    fewer = fewer_runs() if fewer_runs else None
-    return 0.0 if fewer is None else float(fewer.epsilon(delta))
+    @property
+    def orders(self) -> np.ndarray:
+        """The Renyi orders to convert from."""
+        return STOCK_ORDERS
+
+    @functools.cached_property
+    def _composed(self) -> ComposedLoss | None:
+        parts = self.privacy_losses()
+        return None if parts is None else ComposedLoss(parts)
+
+    def rough_epsilon(self, delta: float) -> float:
+        return 0.0 if self._composed is None else self._composed.rough_epsilon(delta)
+
+    def epsilon(self, delta: float) -> float:
+        by_loss = math.inf if self._composed is None else self._composed.epsilon(delta)
+        if self._composed and by_loss < math.inf and delta > _RELIABLE * self._composed.infinite:
+            return by_loss
+        return min(by_loss, epsilon_from_rdp(self.orders, self.rdp(self.orders), delta))
+
+    def delta(self, epsilon: float) -> float:
+        by_loss = 1.0 if self._composed is None else self._composed.delta(epsilon)
+        if self._composed and _RELIABLE * self._composed.infinite < by_loss < 1:
+            return by_loss
+        return min(by_loss, delta_from_rdp(self.orders, self.rdp(self.orders), epsilon))
 
 
 def is_hopeless(curve: Curve, delta: float, best: float) -> bool:
-    """Whether there is no point in working out an epsilon that is to be smaller than `best`.
-
-    Privacy losses give a smaller epsilon than divergences do, but not a few times smaller. And what
-    is left of a composition without some of its runs has no larger one.
-    """
-    rough = rough_epsilon(curve, delta)
-    if rough > _HOPELESS * best:
-        return True
-    return rough > _UNLIKELY * best and least_epsilon(curve, delta) > _SURELY * best
+    """Whether there is no point in working out an epsilon that is to be smaller than `best`."""
+    return curve.rough_epsilon(delta) > _HOPELESS * best
 
 
 @attrs.frozen
-class GaussianCurve:
+class GaussianCurve(ComposableCurve):
     """mu-GDP: the trade-off of one observation of N(0, 1) against N(mu, 1)."""
 
     mu: float
@@ -110,7 +136,7 @@ class GaussianCurve:
 
 
 @attrs.frozen(eq=False, init=False)
-class GaussianMixtureCurve:
+class GaussianMixtureCurve(ComposableCurve):
     r"""The mean of Gaussian curves: a secret, data-independent choice decides which mu applies.
 
     .. math:: \delta(\varepsilon) = \sum_j p_j\, \delta_{\mu_j}(\varepsilon), \qquad
@@ -181,7 +207,7 @@ class GaussianMixtureCurve:
 
     def privacy_losses(self) -> Losses | None:
         if len(self.mus) > _MOST_EXACT or self.smallest_delta > 1e-50:
-            return losses_of(many_gaussians(self.weights, self.mus, self.smallest_delta))
+            return losses_of(profiles.many_gaussians(self.weights, self.mus, self.smallest_delta))
         if not self.mus[-1] < math.inf:
             return None
         return losses_of(profiles.gaussian_mixture(self.weights, self.mus))
@@ -191,7 +217,7 @@ class GaussianMixtureCurve:
 
 
 @attrs.frozen(eq=False)
-class RdpCurve:
+class RdpCurve(ComposableCurve):
     """A curve that is known by its Renyi divergences.
 
     Attributes:
@@ -201,11 +227,6 @@ class RdpCurve:
 
     bound: Callable[[np.ndarray], np.ndarray]
     orders: np.ndarray = ORDERS
-
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
 
     def epsilon(self, delta: float) -> float:
         return epsilon_from_rdp(self.orders, self.rdp(self.orders), delta)
@@ -219,36 +240,48 @@ class RdpCurve:
     def privacy_losses(self) -> None:
         return None
 
-    def to_dpevent(self) -> None:
+
+@attrs.frozen
+class SquareRootCurve(ComposableCurve):
+    """epsilon = sqrt(scale * log(1/delta)), with a Renyi divergence of alpha * scale / 2.
+
+    Nothing satisfies it at small epsilons: it is what a paper claims, not what can be proved.
+    """
+
+    scale: float
+
+    def epsilon(self, delta: float) -> float:
+        if delta >= 1:
+            return 0.0
+        return math.sqrt(self.scale * math.log(1 / delta)) if delta > 0 else math.inf
+
+    def delta(self, epsilon: float) -> float:
+        if self.scale == math.inf or epsilon == 0:
+            return 1.0
+        return math.exp(-(epsilon**2) / self.scale)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return orders * self.scale / 2
+
+    def privacy_losses(self) -> None:
         return None
 
 
 @attrs.frozen
-class CurveWithDelta:
+class CurveWithDelta(Curve):
     """A curve that holds except with probability `extra`, which adds to every delta."""
 
     curve: Curve
     extra: float
 
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
-
     def epsilon(self, delta: float) -> float:
         return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
 
     def rough_epsilon(self, delta: float) -> float:
-        return rough_epsilon(self.curve, delta - self.extra) if delta > self.extra else math.inf
+        return self.curve.rough_epsilon(delta - self.extra) if delta > self.extra else math.inf
 
     def delta(self, epsilon: float) -> float:
         return min(1.0, self.curve.delta(epsilon) + self.extra)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.full(orders.shape, math.inf)
-
-    def to_dpevent(self) -> None:
-        return None
 
 
 def with_delta(curve: Curve, extra: float) -> Curve:
@@ -298,7 +331,7 @@ def delta_to_compare(*curves: Curve) -> float:
 
 
 @attrs.frozen(eq=False)
-class BestOfCurves:
+class BestOfCurves(Curve):
     """Several curves that all hold: at every point the smallest counts.
 
     Attributes:
@@ -307,20 +340,15 @@ class BestOfCurves:
 
     curves: tuple[Curve, ...]
 
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
-
     def epsilon(self, delta: float) -> float:
         return self.smallest(delta)[0]
 
     def rough_epsilon(self, delta: float) -> float:
-        return min(rough_epsilon(curve, delta) for curve in self.curves)
+        return min(curve.rough_epsilon(delta) for curve in self.curves)
 
     def smallest(self, delta: float) -> tuple[float, int]:
         """The smallest epsilon, and the place of its curve."""
-        roughly = [rough_epsilon(curve, delta) for curve in self.curves]
+        roughly = [curve.rough_epsilon(delta) for curve in self.curves]
         first, *others = sorted(range(len(roughly)), key=roughly.__getitem__)
         best, found = self.curves[first].epsilon(delta), first
         for place in others:
@@ -337,7 +365,7 @@ class BestOfCurves:
         return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        by_epsilon = sorted(self.curves, key=lambda curve: rough_epsilon(curve, _DELTA))
+        by_epsilon = sorted(self.curves, key=lambda curve: curve.rough_epsilon(_DELTA))
         best = self.curves[self.smallest(delta_to_compare(*self.curves))[1]]
         events = (curve.to_dpevent() for curve in (best, *by_epsilon))
         return next((event for event in events if event is not None), None)

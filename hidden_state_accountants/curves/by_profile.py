@@ -1,20 +1,89 @@
-"""A curve that is known by bounds on its divergences at some epsilons."""
+r"""Curves that are known by their privacy profiles.
+
+Sampled Gaussian mechanisms in which both data sets have the record, or what became of it.
+
+With probability 1 - q both outputs are drawn from P0, else the one from P1 and the other from Q1,
+three Gaussians of one variance. With :math:`e^{\varepsilon'} = 1 + q(e^\varepsilon - 1)`, beta =
+:math:`(1-q) e^{-\varepsilon} + q` (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 2)
+and any shares that sum to 1
+
+.. math::
+    \delta(\varepsilon') = q\,H_\varepsilon\big(P_1 \,|\, (1-\beta) P_0 + \beta Q_1\big)
+    \le q\,\big[\lambda\,\delta_{|P_1 - P_0|}(\varepsilon_0) + (1-\lambda)\,\delta_{|P_1 - Q_1|}
+    (\varepsilon_1)\big],\qquad \lambda e^{\varepsilon_0} = (1-\beta) e^\varepsilon,\;
+    (1-\lambda) e^{\varepsilon_1} = \beta e^\varepsilon.
+
+The best share makes this the divergence of three Gaussians on one line. Where the distances differ,
+the two directions do: the pair is ordered, and composes with others of the same order
+(docs/theory/random_distance.md).
+"""
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 
 import attrs
+import dp_accounting
 import numpy as np
+from scipy import special
 
+from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.base import ComposableCurve, Curve
+from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
-from hidden_state_accountants.curves.polygons import polygon
 from hidden_state_accountants.curves.profiles import Deltas, Profile
+
+_RATIO = 1.01  # of neighbouring nodes
+_COUNT = 1600  # of nodes
+_ROUNDING = 2.0**-50  # of the logarithms of shares
+_FAR = 36.0  # standard deviations of a Gaussian: 1e-283 of its mass is beyond
+_NEGLIGIBLE = 25.0  # nats: how much less the last term of a sum has to be
+_READ_RATIO = 1.01  # of neighbouring epsilons at which a curve is read
+_SMALL = 1e-3  # the first of them, in epsilons at a delta of 1e-6
+LARGEST = 200.0  # and the last one at most
+_SMALLEST = 1e-15  # deltas that need no further epsilon
+_POINTS = np.linspace(0.0, 1.0, 65)  # at which an epsilon is looked for, again and again
+
+
+class ProfileCurve(ComposableCurve):
+    """The largest divergence of two orders of a pair."""
+
+    @property
+    @abc.abstractmethod
+    def profile(self) -> Profile:
+        """Of the pair; where its directions differ, the data set with the record comes first."""
+
+    def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
+        found = self.profile.forward(epsilon)
+        if not self.profile.is_symmetric:
+            found = np.maximum(found, self.profile.backward(epsilon))
+        return np.minimum(found, 1.0)
+
+    def delta(self, epsilon: float) -> float:
+        return float(self._deltas(np.array([min(epsilon, self.profile.largest)]))[0])
+
+    def epsilon(self, delta: float) -> float:
+        low, high = 0.0, self.profile.largest
+        if self.delta(0.0) <= delta:
+            return 0.0
+        if self.delta(high) > delta:
+            return math.inf
+        while high - low > 1e-12 * high:  # high is always enough
+            points = low + (high - low) * _POINTS
+            place = int(np.argmax(self._deltas(points) <= delta))
+            if not place:  # rounding: only the last one is enough
+                place = len(points) - 1
+            low, high = float(points[place - 1]), min(float(points[place]), high)
+        return high
+
+    def privacy_losses(self) -> Losses | None:
+        return losses_of(self.profile)
 
 
 @attrs.frozen(eq=False, slots=False)
-class ProfileCurve:
+class PolygonCurve(ProfileCurve):
     """The polygon through bounds on delta, in both directions, as a function of e^epsilon.
 
     Attributes:
@@ -25,34 +94,294 @@ class ProfileCurve:
     epsilons: np.ndarray
     deltas: np.ndarray
 
+    @functools.cached_property
+    def profile(self) -> Profile:
+        values = profiles.polygon(self.epsilons, self.deltas)
+        return Profile(values, values, float(self.epsilons[-1]))
+
+
+@attrs.frozen(slots=False)
+class SampledWithoutReplacementCurve(ProfileCurve):
+    r"""C_q(G_mu): mu-GDP amplified by a batch that holds the record with probability q = b/n.
+
+    .. math:: \delta\big(\log(1 + q(e^\varepsilon - 1))\big) = q\,\delta_\mu(\varepsilon),
+              \qquad \varepsilon \ge 0
+
+    (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 9; Dong, Roth, Su 2022, arXiv
+    1905.02383 v3, Theorem 4.2: the pair is symmetric.) Stock accountants have its Renyi
+    divergences only.
+
+    Attributes:
+        population: n.
+        sample_size: b.
+        step_mu: mu of the step whose batch is known to hold the record.
+    """
+
+    population: int
+    sample_size: int
+    step_mu: float
+
     @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
+    def _rate(self) -> float:
+        return self.sample_size / self.population
+
+    @property
+    def mu(self) -> float | None:
+        """The mu of the mechanism where nothing is sampled or nothing private is left."""
+        return self.step_mu if self._rate == 1 or self.step_mu in (0, math.inf) else None
 
     @functools.cached_property
-    def _polygon(self) -> Deltas:
-        rounded_up = polygon(self.epsilons, self.deltas)
-        return lambda epsilon: np.minimum(rounded_up(epsilon), 1.0)
-
-    def delta(self, epsilon: float) -> float:
-        return float(self._polygon(np.array([epsilon]))[0])
-
-    def epsilon(self, delta: float) -> float:
-        found = np.flatnonzero(self._polygon(self.epsilons) <= delta)
-        if not len(found):
-            return math.inf
-        low, high = float(self.epsilons[max(found[0] - 1, 0)]), float(self.epsilons[found[0]])
-        while high - low > 1e-12 * high:  # high is always enough
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.delta(middle) > delta else (low, middle)
-        return high
+    def profile(self) -> Profile:
+        return profiles.without_replacement(profiles.gaussian(self.step_mu), self._rate)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.full(orders.shape, math.inf)
+        return sampled_rdp(self.profile, self._rate, self.step_mu, self.step_mu, orders)
 
-    def privacy_losses(self) -> Losses | None:
-        return losses_of(Profile(self._polygon, self._polygon, float(self.epsilons[-1])))
 
-    def to_dpevent(self) -> None:
-        return None
+@attrs.frozen(slots=False)
+class ZeroedWithoutReplacementCurve(ProfileCurve):
+    """See `zeroed_without_replacement`.
+
+    Attributes:
+        record_mu: The gradient bound over the noise.
+        rate: The probability that the record takes part.
+    """
+
+    record_mu: float
+    rate: float
+
+    @property
+    def mu(self) -> float | None:
+        """If the record certainly takes part, or nothing private is left."""
+        return self.record_mu if self.rate == 1 or self.record_mu in (0, math.inf) else None
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        return zeroed_without_replacement(self.record_mu, self.rate)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return sampled_rdp(self.profile, self.rate, self.record_mu, 2 * self.record_mu, orders)
+
+
+@attrs.frozen(slots=False)
+class ReplacedInPoissonBatchCurve(ProfileCurve):
+    """See `replaced_in_poisson_batch`; attributes as for `ZeroedWithoutReplacementCurve`."""
+
+    record_mu: float
+    rate: float
+
+    @property
+    def mu(self) -> float | None:
+        """If the record certainly takes part, or nothing private is left."""
+        return 2 * self.record_mu if self.rate == 1 or self.record_mu in (0, math.inf) else None
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        return replaced_in_poisson_batch(self.record_mu, self.rate)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return sampled_rdp(self.profile, self.rate, 2 * self.record_mu, 2 * self.record_mu, orders)
+
+
+@attrs.frozen(eq=False, slots=False)
+class CohortCurve(ProfileCurve):
+    """Amplification by sampling of a curve that is not Gaussian (docs/theory/cohorts.md).
+
+    Attributes:
+        curve: Of what runs on the cohort.
+        rate: The probability that a record joins it.
+    """
+
+    curve: Curve
+    rate: float
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        return profiles.poisson(profile_above(self.curve), self.rate)
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        event = self.curve.to_dpevent()
+        if not isinstance(event, dp_accounting.GaussianDpEvent):
+            return None  # stock accountants read no other events inside a sampled one
+        return dp_accounting.PoissonSampledDpEvent(self.rate, event)
+
+
+def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndarray]:
+    """Epsilons, the first of which is 0, and the deltas of the curve there, down to `smallest`.
+
+    Raises:
+        ValueError: The curve has no finite epsilon at any delta that matters.
+    """
+    scale = next((e for e in map(curve.epsilon, (1e-6, 1e-3, 0.1)) if e < math.inf), math.inf)
+    if scale == math.inf:
+        raise ValueError("Expected a guarantee with a finite epsilon, got one without. Add noise.")
+    beyond = curve.delta(math.inf)
+    epsilons, deltas = [0.0], [curve.delta(0.0)]
+    step = _SMALL * (scale or 1e-3)
+    while deltas[-1] > beyond * (1 + 1e-6) + smallest and step < LARGEST:
+        epsilons.append(step)
+        deltas.append(curve.delta(step))
+        step *= _READ_RATIO
+    return np.array(epsilons), np.minimum.accumulate(deltas)
+
+
+def profile_above(curve: Curve) -> Profile:
+    """The profile of a symmetric pair that dominates a mechanism in both orders."""
+    epsilons, deltas = read(curve)
+    kept = _lower_hull(np.expm1(epsilons), deltas)
+    values = profiles.polygon(epsilons[kept], deltas[kept])
+    return Profile(values, values, float(epsilons[-1]))
+
+
+def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
+    kept: list[int] = []
+    for i in range(len(x)):
+        while len(kept) > 1:
+            a, b = kept[-2:]
+            if (y[b] - y[a]) * (x[i] - x[b]) <= (y[i] - y[b]) * (x[b] - x[a]):
+                break
+            kept.pop()
+        kept.append(i)
+    return kept
+
+
+def zeroed_without_replacement(mu: float, rate: float) -> Profile:
+    """A record that takes a stand-in's place in a batch (`forward`), against one without gradient.
+
+    Args:
+        mu: The gradient bound over the noise: of the record, and of the stand-in.
+        rate: The probability that the batch holds the record.
+    """
+
+    def forward(epsilon: np.ndarray) -> np.ndarray:
+        return profiles.sampled_deltas(_between(mu, rate, base_is_far=True), rate, epsilon)
+
+    def backward(epsilon: np.ndarray) -> np.ndarray:
+        return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)
+
+    return Profile(forward, backward, _largest(2 * mu, rate))
+
+
+def replaced_in_poisson_batch(mu: float, rate: float) -> Profile:
+    """A record that joins a batch or not, against another record that does.
+
+    Args:
+        mu: The gradient bound over the noise, of both records.
+        rate: The probability that the record joins.
+    """
+
+    def deltas(epsilon: np.ndarray) -> np.ndarray:
+        return profiles.sampled_deltas(_between(mu, rate, base_is_far=False), rate, epsilon)
+
+    return Profile(deltas, deltas, _largest(2 * mu, rate))
+
+
+def _between(mu: float, rate: float, *, base_is_far: bool) -> Deltas:
+    r"""What the record's Gaussian has over a mixture of one at mu and one at 2 mu from it.
+
+    All three are on one line, so that the largest difference is that of a half-line. With y the
+    likelihood ratio of neighbours at its end, up to a constant,
+    :math:`w_{far} y^2 + w_{near} e^{\mu^2/2} y = e^{-\varepsilon}`, and the shares are the two
+    terms times :math:`e^\varepsilon`. A y that is not exact gives other shares, as valid.
+
+    Args:
+        mu: The smaller one of the two distances.
+        rate: q.
+        base_is_far: Whether the outputs without the record are at 2 mu, and the other ones at mu.
+    """
+
+    def deltas(epsilon: np.ndarray) -> np.ndarray:
+        base = np.minimum((rate - 1) * np.expm1(-epsilon), 1.0)  # 1 - beta
+        with np.errstate(divide="ignore"):
+            far, near = np.log(base), np.log1p(-base)
+        if not base_is_far:
+            far, near = near, far
+        linear = near + mu * mu / 2
+        root = np.logaddexp(2 * linear, math.log(4) + far - epsilon) / 2
+        log_y = math.log(2) - epsilon - np.logaddexp(linear, root)
+        share = np.minimum(np.exp(far + epsilon + 2 * log_y), 1.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at_far = epsilon + far - np.log(share)
+            at_near = epsilon + near - np.log1p(-share)
+        return _share_of(share, 2 * mu, at_far) + _share_of(1 - share, mu, at_near)
+
+    return deltas
+
+
+def _share_of(share: np.ndarray, mu: float, epsilon: np.ndarray) -> np.ndarray:
+    """A share of the divergence of a Gaussian mechanism at any epsilon; 0 without a share."""
+    epsilon = np.where(share > 0, epsilon, 0.0) - _ROUNDING
+    of_mu = deltas_from_mu(mu, np.abs(epsilon))
+    below_zero = -np.expm1(np.minimum(epsilon, 0.0)) + np.exp(np.minimum(epsilon, 0.0)) * of_mu
+    return np.asarray(share * np.where(epsilon < 0, below_zero, of_mu))
+
+
+def _largest(mu: float, rate: float) -> float:
+    return profiles.without_replacement(profiles.gaussian(mu), rate).largest
+
+
+def _reach(mu: float, rate: float) -> float:
+    """The loss at which nothing is left that a double can hold."""
+    with np.errstate(divide="ignore"):
+        rest = np.log1p(-rate)
+    return float(np.logaddexp(rest, math.log(rate) + mu * (mu / 2 + _FAR)))
+
+
+def _nodes(largest: float) -> np.ndarray:
+    """As many for every mechanism, so that figures are smooth functions of its parameters."""
+    return np.append(0.0, largest * _RATIO ** np.arange(-_COUNT, 1.0))
+
+
+def sampled_rdp(
+    profile: Profile, rate: float, apart: float, largest: float, orders: np.ndarray
+) -> np.ndarray:
+    r"""Upper bounds on the Renyi divergences of both directions of a sampled mechanism.
+
+    With the profiles f of (P, Q) and b of (Q, P)
+
+    .. math::
+        E_Q (P/Q)^\alpha = 1 + \alpha(\alpha-1) \Big[ \int_0^\infty e^{(\alpha-1)x} f(x)\,dx
+        + \int_0^\infty e^{-\alpha x} b(x)\,dx \Big],
+
+    and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged
+    before f underflows, and where it is smaller, the mean over a coin that is revealed:
+    :math:`1 - q + q e^{\alpha(\alpha-1)\mu^2/2}` (joint convexity).
+
+    Args:
+        profile: Of the pair.
+        rate: q, the probability that the record takes part.
+        apart: mu, the distance of the outputs if it does.
+        largest: The largest mu that the profile is made of.
+        orders: > 1.
+    """
+    flat = np.asarray(orders, dtype=np.float64).ravel()
+    exponents = flat * (flat - 1) * apart**2 / 2
+    with np.errstate(divide="ignore"):
+        revealed = np.logaddexp(np.log1p(-rate), math.log(rate) + exponents) / (flat - 1)
+    nodes = _nodes(_reach(largest, rate))
+    directions = [profile.forward(nodes)]
+    directions.append(directions[0] if profile.is_symmetric else profile.backward(nodes))
+    found = [
+        _divergences(flat, nodes, above, below) for above, below in (directions, directions[::-1])
+    ]
+    return np.minimum(np.max(found, axis=0), revealed).reshape(np.shape(orders))
+
+
+def _divergences(
+    orders: np.ndarray, nodes: np.ndarray, above: np.ndarray, below: np.ndarray
+) -> np.ndarray:
+    """Of one direction, shape as `orders`; inf where the first integral has not converged."""
+    steps, order = np.diff(nodes), orders[:, None]
+    power = order - 1
+    with np.errstate(divide="ignore"):
+        means = np.log((above[:-1] + above[1:]) / 2)
+        starts = np.log(below[:-1])
+    # Chebyshev's inequality: the polygon falls, e^((order - 2) x) rises if the order is at least 2.
+    rising = power * nodes[1:] + np.log(-np.expm1(-power * steps) / power)
+    rising += means + np.maximum(0.0, 2 - order) * steps
+    falling = starts - order * nodes[:-1] + np.log(-np.expm1(-order * steps) / order)
+    total = special.logsumexp(np.concatenate([rising, falling], axis=1), axis=1)
+    # A double holds no more of the profile than about 38 standard deviations.
+    last = rising[:, np.flatnonzero(np.isfinite(means))[-1]]
+    moments = np.logaddexp(0.0, np.log(orders * (orders - 1)) + total) / (orders - 1)
+    return np.asarray(np.where(last > total - _NEGLIGIBLE, math.inf, moments))

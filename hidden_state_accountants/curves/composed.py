@@ -17,19 +17,23 @@ from hidden_state_accountants.curves.base import (
     Curve,
     GaussianCurve,
     GaussianMixtureCurve,
+    LossCurve,
     RdpCurve,
     alternatives,
     best_curve,
     with_delta,
 )
-from hidden_state_accountants.curves.fewer_mixtures import fewer_mixtures
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
 from hidden_state_accountants.curves.renyi import ORDERS, STOCK_ORDERS
-from hidden_state_accountants.curves.renyi_or_loss import RenyiOrLoss, power_of_two_below
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
 _DELTAS = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15, 1e-30)  # at which the curves to compose are chosen
+MOST = 30
+"""Mixtures that are composed as they are."""
+
+Mixtures = Sequence[tuple[GaussianMixtureCurve, int]]
+"""(mixture, count) pairs."""
 _SomeCurve = TypeVar("_SomeCurve", bound=ComposableCurve)
 
 
@@ -37,7 +41,7 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     """The curve of independent mechanisms, each run `count` times.
 
     Gaussian curves add exactly, standard events stay together in one stock accountant,
-    probabilities of failure add up; the rest is composed by privacy losses and Renyi divergences,
+    probabilities of failure add up; the rest is composed by privacy losses,
     where what is given several times is one mechanism that runs more often: a user composes a run
     again after each of its epochs.
 
@@ -139,30 +143,15 @@ def _losses(curve: Any) -> Losses | None:
     return losses
 
 
-@functools.lru_cache(maxsize=32)
-def _divergences(curve: Any, orders: tuple[float, ...]) -> np.ndarray:
-    return np.asarray(curve.rdp(np.array(orders)))
-
-
-@functools.lru_cache(maxsize=4)
-def _fewer_runs(parts: Any) -> ComposedCurve:
-    return ComposedCurve(parts)
-
-
 @attrs.frozen(slots=False, eq=False)
-class ComposedCurve(RenyiOrLoss):
-    """Curves composed by privacy losses or Renyi divergences, whichever gives less.
+class ComposedCurve(LossCurve):
+    """Curves composed by privacy losses, or by Renyi divergences where no loss is known.
 
     Attributes:
         parts: (curve, count) pairs.
     """
 
     parts: tuple[tuple[ComposableCurve, int], ...]
-
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
 
     @property
     def orders(self) -> np.ndarray:
@@ -182,19 +171,9 @@ class ComposedCurve(RenyiOrLoss):
             composed += [(loss, count * times) for loss, times in losses]
         return tuple(composed)
 
-    def fewer_runs(self) -> ComposedCurve | None:
-        """A part of the composition, the same one for many counts; None if there are few runs."""
-        counts = [(curve, power_of_two_below(count)) for curve, count in self.parts]
-        parts = tuple((curve, count) for curve, count in counts if count)
-        return _fewer_runs(parts) if parts else None
-
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        flat = tuple(np.ravel(orders).tolist())
-        parts: Any = self.parts
-        total = sum(
-            (count * _divergences(part, flat) for part, count in parts), np.zeros(len(flat))
-        )
-        return np.asarray(total).reshape(orders.shape)
+        parts = (count * curve.rdp(orders) for curve, count in self.parts)
+        return np.asarray(sum(parts, np.zeros(np.shape(orders))))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         events = [(curve.to_dpevent(), count) for curve, count in self.parts]
@@ -204,3 +183,36 @@ class ComposedCurve(RenyiOrLoss):
         return dp_accounting.ComposedDpEvent(
             [dp_accounting.SelfComposedDpEvent(event, count) for event, count in known]
         )
+
+
+def fewer_mixtures(parts: Mixtures) -> list[tuple[GaussianMixtureCurve, int]]:
+    """At most `MOST` mixtures, with counts, whose composition dominates that of `parts`.
+
+    A mixture gets no less private if its quantile function u -> mu(u) grows anywhere, as the
+    Gaussian pair of a smaller mu is a garbling of that of a larger one. Similar ones in size, the
+    mean of mu**2, are grouped: half of the groups are about as wide in size, the other half about
+    as frequent.
+    """
+    if len(parts) <= MOST:
+        return list(parts)
+    sizes = np.array([float(curve.weights @ curve.mus**2) for curve, _ in parts])
+    if not (np.isfinite(sizes) & (sizes > 0)).all():
+        return list(parts)
+    ranks = np.argsort(np.argsort(sizes)) / len(sizes)
+    spread = np.log(sizes / sizes.min())
+    places = (ranks + spread / (spread.max() or 1.0)) / 2
+    groups = np.minimum((places * MOST).astype(int), MOST - 1)
+    return [_largest([parts[i] for i in np.flatnonzero(groups == g)]) for g in np.unique(groups)]
+
+
+def _largest(parts: Mixtures) -> tuple[GaussianMixtureCurve, int]:
+    """The mixture of the largest quantile function, as often as all of them together."""
+    sums = [np.cumsum(curve.weights) for curve, _ in parts]
+    levels = np.unique(np.concatenate(sums))
+    mus = np.zeros(len(levels))
+    for (curve, _), below in zip(parts, sums, strict=True):
+        index = np.minimum(np.searchsorted(below, levels), len(below) - 1)
+        np.maximum(mus, curve.mus[index], out=mus)
+    smallest = min(curve.smallest_delta for curve, _ in parts)
+    count = sum(count for _, count in parts)
+    return GaussianMixtureCurve(np.diff(levels, prepend=0.0), mus, smallest), count

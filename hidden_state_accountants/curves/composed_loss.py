@@ -27,6 +27,7 @@ from hidden_state_accountants.curves.tilts import Parts, Tilt
 _LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, or underflows
 _VANISHED = 1e-40  # of a characteristic function: what is smaller is left out
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
+_LARGEST_TILT = 1e6
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
 _CELLS, _DEVIATIONS = 2**22, 20.0  # what the first window should have, and its length
@@ -48,6 +49,15 @@ class ComposedLoss:
         if not all(loss.is_symmetric for loss, _ in parts):
             self._directions.append(_Direction([(loss.backward, count) for loss, count in parts]))
 
+    @property
+    def infinite(self) -> float:
+        """The mass of infinite losses."""
+        return max(direction.infinite for direction in self._directions)
+
+    def rough_epsilon(self, delta: float) -> float:
+        """At least the epsilon: Chernoff's bound, by coarse laws."""
+        return max(direction.rough_epsilon(delta) for direction in self._directions)
+
     def delta(self, epsilon: float) -> float:
         """Delta in [0, 1] at an epsilon in [0, inf]."""
         return max(direction.delta(epsilon) for direction in self._directions)
@@ -66,6 +76,28 @@ class _Direction:
         self._next = self._parts.rough_tilt(0.0)  # the deltas so far end at its mean
         self._deltas = np.empty(0)  # at the losses 0, grid, 2 grid, ...
         self._is_complete = self._parts.count > _MOST_COUNT  # no further ones can be found
+
+    @property
+    def infinite(self) -> float:
+        return self._parts.infinite
+
+    def rough_epsilon(self, delta: float) -> float:
+        if delta <= self.infinite:
+            return math.inf
+
+        def bound(theta: float) -> float:
+            # The largest of e^(-theta s) (1 - e^-s) is theta^theta / (1 + theta)^(1 + theta).
+            log_mass = self._parts.rough_tilt(theta).log_mass - theta * math.log1p(1 / theta)
+            return (log_mass - math.log1p(theta) - math.log(delta - self.infinite)) / theta
+
+        theta = self._parts.next_tilt(self._parts.rough_tilt(0.0)).theta
+        if not theta:
+            return 0.0
+        found = bound(theta)
+        for factor in (0.5, 2.0, 0.8, 1.25):
+            while (moved := bound(factor * theta)) < found and theta < _LARGEST_TILT:
+                theta, found = factor * theta, moved
+        return max(found, 0.0)
 
     def delta(self, epsilon: float) -> float:
         highest = self._parts.highest

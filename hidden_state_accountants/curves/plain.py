@@ -19,16 +19,16 @@ from hidden_state_accountants.curves.base import (
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
+    SquareRootCurve,
 )
-from hidden_state_accountants.curves.by_profile import ProfileCurve
-from hidden_state_accountants.curves.cohorts import CohortCurve
-from hidden_state_accountants.curves.composed import ComposedCurve
-from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
-from hidden_state_accountants.curves.sampled_pairs import (
+from hidden_state_accountants.curves.by_profile import (
+    CohortCurve,
+    PolygonCurve,
     ReplacedInPoissonBatchCurve,
+    SampledWithoutReplacementCurve,
     ZeroedWithoutReplacementCurve,
 )
-from hidden_state_accountants.curves.square_root import SquareRootCurve
+from hidden_state_accountants.curves.composed import ComposedCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.curves.transformed import GroupCurve
 
@@ -42,7 +42,7 @@ _TYPES: dict[str, Any] = {
         GaussianCurve,
         GaussianMixtureCurve,
         GroupCurve,
-        ProfileCurve,
+        PolygonCurve,
         ReplacedInPoissonBatchCurve,
         SampledWithoutReplacementCurve,
         SquareRootCurve,

@@ -8,11 +8,13 @@ import math
 import attrs
 import dp_accounting
 import numpy as np
+from dp_accounting import NeighboringRelation
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from scipy import optimize, special
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import (
+    ComposableCurve,
     Curve,
     GaussianCurve,
     RdpCurve,
@@ -20,36 +22,18 @@ from hidden_state_accountants.curves.base import (
     best_curve,
     with_delta,
 )
+from hidden_state_accountants.curves.by_profile import (
+    LARGEST,
+    CohortCurve,
+    profile_above,
+    read,
+)
 from hidden_state_accountants.curves.losses import GRID, Losses, PrivacyLoss, losses_of
-from hidden_state_accountants.curves.polygons import polygon
-from hidden_state_accountants.curves.profiles import Profile
 from hidden_state_accountants.curves.renyi import ORDERS
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
-_RATIO = 1.01  # of neighbouring epsilons at which a curve is read
-_SMALL = 1e-3  # the first of them, in epsilons at a delta of 1e-6
-_LARGEST = 200.0  # and the last one at most
-_SMALLEST = 1e-15  # deltas that need no further epsilon
 _SMALLEST_LEVEL = 1e-60  # of tests: groups multiply small deltas
 _LEVELS = 60_000
-
-
-def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilons, the first of which is 0, and the deltas of the curve there, down to `smallest`.
-
-    Raises:
-        ValueError: The curve has no finite epsilon at any delta that matters.
-    """
-    scale = next((e for e in map(curve.epsilon, (1e-6, 1e-3, 0.1)) if e < math.inf), math.inf)
-    if scale == math.inf:
-        raise ValueError("Expected a guarantee with a finite epsilon, got one without. Add noise.")
-    beyond = curve.delta(math.inf)
-    epsilons, deltas = [0.0], [curve.delta(0.0)]
-    step = _SMALL * (scale or 1e-3)
-    while deltas[-1] > beyond * (1 + 1e-6) + smallest and step < _LARGEST:
-        epsilons.append(step)
-        deltas.append(curve.delta(step))
-        step *= _RATIO
-    return np.array(epsilons), np.minimum.accumulate(deltas)
 
 
 def trade_off(curve: Curve, alpha: np.ndarray) -> np.ndarray:
@@ -95,26 +79,6 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     )
 
 
-def profile_above(curve: Curve) -> Profile:
-    """The profile of a symmetric pair that dominates a mechanism in both orders."""
-    epsilons, deltas = read(curve)
-    kept = _lower_hull(np.expm1(epsilons), deltas)
-    values = polygon(epsilons[kept], deltas[kept])
-    return Profile(values, values, float(epsilons[-1]))
-
-
-def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
-    kept: list[int] = []
-    for i in range(len(x)):
-        while len(kept) > 1:
-            a, b = kept[-2:]
-            if (y[b] - y[a]) * (x[i] - x[b]) <= (y[i] - y[b]) * (x[b] - x[a]):
-                break
-            kept.pop()
-        kept.append(i)
-    return kept
-
-
 def of_groups(curve: Curve, size: int) -> Curve:
     """The curve of data sets that differ in up to `size` records, one after the other."""
     if size == 1:
@@ -128,7 +92,7 @@ def of_groups(curve: Curve, size: int) -> Curve:
 
 
 @attrs.frozen(eq=False, slots=False)
-class GroupCurve:
+class GroupCurve(ComposableCurve):
     r"""A chain of k neighbours: a test of level alpha has a power of at most
 
     .. math:: p(p(\dots p(\alpha))), \qquad
@@ -141,11 +105,6 @@ class GroupCurve:
 
     curve: Curve
     size: int
-
-    @property
-    def mu(self) -> None:
-        """Not Gaussian."""
-        return None
 
     @functools.cached_property
     def _powers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -175,15 +134,12 @@ class GroupCurve:
         high = max(low, 1e-12)
         while self.delta(high) > delta:
             low, high = high, 1.2 * high
-            if high > _LARGEST:
+            if high > LARGEST:
                 return math.inf
         while high - low > 1e-9 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.delta(middle) <= delta else (middle, high)
         return high
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.full(orders.shape, math.inf)
 
     def privacy_losses(self) -> Losses | None:
         return losses_of(profile_above(self))
@@ -269,3 +225,26 @@ def _gamma(mean: float, shape: float) -> float:
     while excess(low) < 0:
         low *= 2
     return math.exp(float(optimize.brentq(excess, low, -1e-9, xtol=1e-14)) - 1e-9)
+
+
+def of_cohort(curve: Curve, rate: float) -> Curve:
+    """The curve of a mechanism on a cohort that a record joins with probability `rate`.
+
+    Args:
+        curve: Of the mechanism, whoever else is in the cohort.
+        rate: q in [0, 1].
+    """
+    if rate == 1 or curve.mu == 0:
+        return curve
+    if rate == 0:
+        return GaussianCurve(0.0)
+    if curve.mu == math.inf:
+        return curve
+    known = alternatives(curve)
+    if len(known) > 1 or known[0][1]:  # whoever joins, joins what may fail as well
+        return best_curve([with_delta(of_cohort(single, rate), rate * p) for single, p in known])
+    if curve.mu is not None:
+        once = dp_accounting.GaussianDpEvent(1 / curve.mu)
+        event = dp_accounting.PoissonSampledDpEvent(rate, once)
+        return StandardCurve((StockEvent(event, 1, NeighboringRelation.ADD_OR_REMOVE_ONE),))
+    return CohortCurve(curve, rate)

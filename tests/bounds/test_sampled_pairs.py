@@ -16,15 +16,15 @@ from hidden_state_accountants.bounds import Composition
 from hidden_state_accountants.bounds.sampled_steps import step_curve, step_profile
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import GaussianCurve
-from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
-from hidden_state_accountants.curves.sampled_pairs import (
+from hidden_state_accountants.curves.by_profile import (
     ReplacedInPoissonBatchCurve,
+    SampledWithoutReplacementCurve,
     ZeroedWithoutReplacementCurve,
     _divergences,
     replaced_in_poisson_batch,
     zeroed_without_replacement,
 )
+from hidden_state_accountants.curves.composed import compose_curves
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 EPSILONS = np.array([0.0, 0.01, 0.1, 0.4, 1.0, 2.5])

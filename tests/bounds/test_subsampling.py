@@ -20,8 +20,8 @@ from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.bounds.subsampling import _SampledRun
 from hidden_state_accountants.curves.base import alternatives
+from hidden_state_accountants.curves.by_profile import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.process.batch_sizes import BatchSizes, largest_size
 from hidden_state_accountants.process.noisy_process import sampled_process
 

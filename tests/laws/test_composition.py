@@ -19,9 +19,8 @@ from hidden_state_accountants.curves.base import (
     alternatives,
     with_delta,
 )
-from hidden_state_accountants.curves.cohorts import of_cohort
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.transformed import after_selection, of_groups
+from hidden_state_accountants.curves.transformed import after_selection, of_cohort, of_groups
 from hidden_state_accountants.events.batch_order import unmet_relation
 
 DELTAS = (1e-12, 1e-8, 1e-5, 1e-3)

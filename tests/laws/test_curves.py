@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation, pld, rdp
 from scipy import integrate, stats
 
-from hidden_state_accountants.curves import fewer_mixtures
+from hidden_state_accountants.curves import composed
 from hidden_state_accountants.curves.base import (
     CurveWithDelta,
     GaussianCurve,
@@ -161,9 +161,9 @@ class TestComposition:
             (GaussianMixtureCurve(np.full(20, 0.05), scale * np.sqrt(rng.random(20))), 1 + i % 2)
             for i, scale in enumerate(np.geomspace(0.1, 0.3, 90))
         ]
-        monkeypatch.setattr(fewer_mixtures, "MOST", 90)
+        monkeypatch.setattr(composed, "MOST", 90)
         exact = compose_curves(parts)
-        monkeypatch.setattr(fewer_mixtures, "MOST", 12)
+        monkeypatch.setattr(composed, "MOST", 12)
         few = compose_curves(parts)
         assert len(exact.parts) == 90
         assert len(few.parts) <= 12

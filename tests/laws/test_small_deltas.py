@@ -13,9 +13,9 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianMixtureCurve, RdpCurve
+from hidden_state_accountants.curves.by_profile import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
-from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE

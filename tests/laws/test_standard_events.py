@@ -13,8 +13,8 @@ from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.curves.by_profile import SampledWithoutReplacementCurve
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.sampled import SampledWithoutReplacementCurve
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE

@@ -38,21 +38,6 @@ MUTATIONS = (
         "return min(1.0, self.curve.delta(epsilon))",
         _DETAILS,
     ),
-    Mutation(
-        "extra_delta_is_forgotten_by_divergences",
-        CURVES,
-        """self.curve.delta(epsilon) + self.extra)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.full(orders.shape, math.inf)
-""",
-        """self.curve.delta(epsilon) + self.extra)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return self.curve.rdp(orders)
-""",
-        _DETAILS,
-    ),
     # Composition of runs.
     Mutation(
         "mu_is_added_instead_of_its_square",
@@ -266,14 +251,14 @@ MUTATIONS = (
     ),
     Mutation(
         "replaced_record_of_a_standard_event_moves_half_as_far",
-        "curves/event_losses.py",
+        "curves/standard.py",
         "return ReplacedInPoissonBatchCurve(mu, rate)",
         "return ReplacedInPoissonBatchCurve(mu / 2, rate)",
         _STANDARD_LAWS,
     ),
     Mutation(
         "zeroed_record_of_a_standard_event_moves_half_as_far",
-        "curves/event_losses.py",
+        "curves/standard.py",
         "return ZeroedWithoutReplacementCurve(mu, rate)",
         "return ZeroedWithoutReplacementCurve(mu / 2, rate)",
         _STANDARD_LAWS,
@@ -286,15 +271,8 @@ MUTATIONS = (
         _STANDARD_LAWS,
     ),
     Mutation(
-        "divergence_of_repeated_steps_counts_once",
-        "curves/standard.py",
-        "total = total + (part.count * once).reshape(orders.shape)",
-        "total = total + once.reshape(orders.shape)",
-        _LOSS_TESTS,
-    ),
-    Mutation(
         "loss_of_a_step_is_that_of_another_relation",
-        "curves/event_losses.py",
+        "curves/standard.py",
         "loss = _sampled_gaussian_loss(event, relation)",
         "loss = _sampled_gaussian_loss(event, NeighboringRelation.ADD_OR_REMOVE_ONE)",
         _LOSS_TESTS,

@@ -63,9 +63,9 @@ MUTATIONS = (
     ),
     Mutation(
         "cohort_by_the_smaller_direction",
-        "curves/cohorts.py",
-        "max(self._profile.forward(at)[0], self._profile.backward(at)[0])",
-        "min(self._profile.forward(at)[0], self._profile.backward(at)[0])",
+        "curves/by_profile.py",
+        "found = np.maximum(found, self.profile.backward(epsilon))",
+        "found = np.minimum(found, self.profile.backward(epsilon))",
         "core/test_cohorts.py",
     ),
     Mutation(

@@ -12,7 +12,7 @@ from grid_oracle import GridOracle
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import OverlappingLaws, ShiftedInterpolation
 from hidden_state_accountants.bounds.solvers.state_windows import StateProfile
-from hidden_state_accountants.curves.polygons import polygon
+from hidden_state_accountants.curves.profiles import polygon
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 EPSILONS = np.concatenate([[0.0, 0.05, 0.2], np.arange(0.5, 8.5)])

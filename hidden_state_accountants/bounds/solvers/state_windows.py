@@ -18,10 +18,9 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
-from hidden_state_accountants.curves.by_profile import ProfileCurve
+from hidden_state_accountants.curves.by_profile import PolygonCurve
 from hidden_state_accountants.curves.losses import UNIT
-from hidden_state_accountants.curves.polygons import polygon
-from hidden_state_accountants.curves.profiles import Deltas
+from hidden_state_accountants.curves.profiles import Deltas, polygon
 
 _NODES = 128
 _CANDIDATES = 16  # levels at which the matching may be cut, on either side of a loss of 0
@@ -50,9 +49,9 @@ class StateProfile:
         return _shortened(epsilons, _convex(epsilons, deltas(epsilons)))
 
     @property
-    def curve(self) -> ProfileCurve:
+    def curve(self) -> PolygonCurve:
         """What it says of the two laws."""
-        return ProfileCurve(self.epsilons, self.deltas)
+        return PolygonCurve(self.epsilons, self.deltas)
 
     def after(self, same: Deltas, apart: Deltas, reach: float = 0.0) -> StateProfile:
         """The profile after a window.
