@@ -88,6 +88,22 @@ def fewer_levels(law: DistanceLaw, number: int) -> DistanceLaw:
     return DistanceLaw(edges[kept], probabilities[kept], law.rare + float(probabilities[-1]))
 
 
+def rough_levels(law: DistanceLaw, number: int, scale: float) -> DistanceLaw:
+    """At most `number` levels, good enough to choose a window: root mean squares of many."""
+    above = np.cumsum(law.probabilities[::-1])[::-1]
+    if len(law.levels) <= number or not above[0] > _BULK:
+        return law
+    first, last = float(law.levels[0]), float(law.levels[-1])
+    end = float(law.levels[np.flatnonzero(above > _BULK)[-1]])
+    bulk = first + (end - first) * np.linspace(0, 1, 3 * number // 4) ** 2
+    edges = np.unique(np.concatenate([bulk, np.linspace(end, last, number // 4)]))
+    index = np.searchsorted(edges, law.levels)
+    masses = np.bincount(index, law.probabilities)
+    squares = np.bincount(index, law.probabilities * law.levels**2)
+    used = masses > 0
+    return DistanceLaw(scale * np.sqrt(squares[used] / masses[used]), masses[used])
+
+
 def _rounded_up(probabilities: np.ndarray) -> np.ndarray:
     """Larger probabilities for all but the smallest levels, which make up for it."""
     larger = probabilities * (1 + _ROUNDING)

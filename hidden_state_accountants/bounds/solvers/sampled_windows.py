@@ -15,8 +15,8 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     DistanceLaw,
     fewer_levels,
     law_of_sum,
+    rough_levels,
 )
-from hidden_state_accountants.bounds.solvers.quick_laws import quick_law
 from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.profiles import Profile
@@ -30,7 +30,8 @@ _SPLIT_MOVES = (2, 1, 1, 1, 1)  # of the split, at the same time
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
-_FEW_LEVELS = 32  # of a rough one
+_ROUGH, _FEW_LEVELS = 20, 32  # of a rough one
+_SHARE_UP = 0.25  # of a cell, by which levels of a rough one are too large on average
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _LATE = 2**11  # coins that are looked at first
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
@@ -284,8 +285,8 @@ class Windows:
             start = self.total if start >= self._memory else start
         if start not in self._rough_laws:
             weights, largest, certain = self._late_coins(start)
-            law = quick_law(weights, self._steps.rate, largest, _FEW_LEVELS, certain)
-            self._rough_laws[start] = law
+            law = law_of_sum(weights, self._steps.rate, largest, _ROUGH, certain)
+            self._rough_laws[start] = rough_levels(law, _FEW_LEVELS, 1 - _SHARE_UP / _ROUGH)
         return self._window(plan, self._rough_laws[start])
 
     def window(self, plan: Plan, precision: int, levels: int) -> Window:
