@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -157,7 +157,7 @@ def _sequences(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.
         for positions in itertools.product(range(period), repeat=_epochs(process)):
             yield np.repeat(positions, period)[: len(steps)] == steps % period
         return
-    positions = process.positions
+    positions: Sequence[int] = process.positions
     is_public = event.batch_order is not BatchOrder.SHUFFLED_ONCE
     if is_public and process.is_constant and not process.release_steps and len(positions) > 1:
         positions = ((process.num_steps - 1) % period,)
