@@ -154,8 +154,8 @@ def _sequences(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.
     """
     steps, period = np.arange(process.num_steps), process.period
     if event.batch_order is BatchOrder.RESHUFFLED:
-        for positions in itertools.product(range(period), repeat=_epochs(process)):
-            yield np.repeat(positions, period)[: len(steps)] == steps % period
+        for sequence in itertools.product(range(period), repeat=_epochs(process)):
+            yield np.repeat(sequence, period)[: len(steps)] == steps % period
         return
     positions: Sequence[int] = process.positions
     is_public = event.batch_order is not BatchOrder.SHUFFLED_ONCE
