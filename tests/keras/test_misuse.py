@@ -64,18 +64,11 @@ def adapted():
     return layer
 
 
-SWITCH = tf.Variable(0.0, trainable=False)  # of the user's, outside of every model
 LAYERS = {
     "": lambda: layers.Activation("linear"),
     "batch_norm": layers.BatchNormalization,
     "counts": Counts,
     "adapted": adapted,
-    "largest": lambda: layers.Lambda(lambda x: x / tf.reduce_max(tf.norm(x, axis=1))),
-    "mean": lambda: layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0)),
-    "switched": lambda: layers.Lambda(lambda x: x - SWITCH * tf.reduce_mean(x, axis=0)),
-    "statistics": lambda: layers.Lambda(
-        lambda x: tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3)
-    ),
 }
 
 
@@ -166,7 +159,6 @@ class KerasTrial(Trial):
         )
 
     def build(self):
-        SWITCH.assign(0.0)
         self.backbone = layers.Dense(
             FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
         )
@@ -264,9 +256,6 @@ class KerasTrial(Trial):
 
     def write_buffer(self):
         self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
-
-    def switch_on(self):
-        SWITCH.assign(1.0)
 
     def freeze(self):
         self.bias.trainable = False
@@ -399,8 +388,6 @@ class ModelTrial(Trial):
     sample_weight: np.ndarray | None = None
 
     def __attrs_post_init__(self):
-        if self.layer in ("largest", "mean", "statistics", "switched"):
-            raise NotImplementedError("every example is differentiated alone")
         if self.layer == "half_squared_error" and self.rule is dice_update:
             raise NotImplementedError("the curvature of the loss does not matter")
         self.factor = tf.Variable(1.0, trainable=False)
@@ -412,7 +399,6 @@ class ModelTrial(Trial):
         return self.factor * tf.nn.sigmoid_cross_entropy_with_logits(targets, outputs)[:, 0]
 
     def build(self):
-        SWITCH.assign(0.0)
         self.backbone = layers.Dense(
             FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
         )
@@ -488,9 +474,6 @@ class ModelTrial(Trial):
 
     def write_buffer(self):
         self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
-
-    def switch_on(self):
-        SWITCH.assign(1.0)
 
     def freeze(self):
         self.bias.trainable = False

@@ -362,14 +362,6 @@ def averaged_weights_accounted(trial):
     trial.set_weights(trained)
 
 
-def switched_on_later(trial):
-    """What the records do to each other; the first look saw nothing of it."""
-    trial.epoch()
-    trial.switch_on()
-    trial.epoch()
-    trial.get_epsilon()
-
-
 def weights_averaged_on_the_side(trial):
     """Looked at and put back, bit by bit."""
     trial.epoch()
@@ -506,7 +498,6 @@ OTHER_VARIABLES = (
     "changed outside|not trained was changed|variables of the steps before|in one and not in the"
 )
 CONSTANT = "learning rate was changed|constant values|Earlier noisy gradients"
-OWN_ROWS = "a loss of its own|outputs of its own"
 ALONE = "|its bound is about gradients of single examples"
 
 MISUSES = (
@@ -594,11 +585,10 @@ MISUSES = (
     Misuse(33, one_epoch, "BatchNorm1d|batch statistics", "no trainable batch normalisation",
            layer="batch_norm"),
     # Records that act on each other, or change.
-    Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="statistics",
+    Misuse(63, one_epoch, "the model mixes the records", None, layer="statistics",
            computed="used features of norm"),
-    Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="mean"),
-    Misuse(63, one_epoch, "the model mixes the records", OWN_ROWS, layer="largest"),
-    Misuse(102, switched_on_later, None, OWN_ROWS, layer="switched"),
+    Misuse(63, one_epoch, "the model mixes the records", None, layer="mean"),
+    Misuse(63, one_epoch, "the model mixes the records", None, layer="largest"),
     Misuse(64, records_written, "a write to the tensors of the data set", None,
            computed=DECLARED),
     Misuse(82, trained_again, None, ACCOUNTED),

@@ -86,10 +86,6 @@ class Trial:
     def write_buffer(self):
         raise NotImplementedError
 
-    def switch_on(self):
-        """What the layer "switched" does: it takes the mean of the batch off every record."""
-        raise NotImplementedError
-
     def freeze(self):
         """Trains the bias no more."""
         raise NotImplementedError
