@@ -173,17 +173,23 @@ class HiddenStateBound(Bound):
     Attributes:
         orders: Those of the batches that are covered.
         is_linear: Whether the gradient of the loss has to be Lipschitz.
+        is_hoelder: Whether the loss has to be one with a Hölder gradient.
+        needs_domain: Whether the iterates have to be in a bounded domain.
     """
 
     event_type = LastIterateDpEvent
     orders: ClassVar[tuple[BatchOrder, ...]] = (BatchOrder.FULL, BatchOrder.CYCLIC)
     is_linear: ClassVar[bool] = True
+    is_hoelder: ClassVar[bool] = False
+    needs_domain: ClassVar[bool] = False
 
     def at_a_glance(self, event: LastIterateDpEvent) -> Unmet:
-        """The order of the batches, and the class of the loss."""
+        """The order of the batches, the class of the loss, and the domain."""
         return [
             *conditions.batch_order(event.batch_order, self.orders),
             *(conditions.linear_modulus(event.loss) if self.is_linear else ()),
+            *(conditions.hoelder_gradient(event.loss) if self.is_hoelder else ()),
+            *(conditions.bounded_domain(event) if self.needs_domain else ()),
         ]
 
     def event_assumptions(

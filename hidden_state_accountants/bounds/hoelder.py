@@ -23,7 +23,6 @@ from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem,
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, GaussianMixtureCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.process.conditions import Unmet, UnmetCondition
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
@@ -64,17 +63,10 @@ class Hoelder(HiddenStateBound):
         BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED,
     )  # fmt: skip
     is_linear = False
+    is_hoelder = True
     paper = Citation(
         "Bok, Su, Altschuler 2024", "shifted interpolation, with a Hölder modulus", "2403.00278"
     )
-
-    def at_a_glance(self, event: LastIterateDpEvent) -> Unmet:
-        """The order of the batches, and a Hölder gradient."""
-        unmet = super().at_a_glance(event)
-        if event.loss is not None and event.loss.kind is not LossKind.HOELDER:
-            kind = event.loss.kind.value
-            unmet.append(UnmetCondition("loss", "LossGeometry.hoelder", f"a {kind} loss"))
-        return unmet
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A Hölder gradient, and a run that is short enough to optimise over."""

@@ -50,6 +50,7 @@ class OverlappingLaws(HiddenStateBound):
     """
 
     key = "overlapping_laws"
+    needs_domain = True
     paper = Citation(
         "Bok, Su, Altschuler 2024",
         "shifted interpolation, from what the laws before a window have in common",
@@ -63,9 +64,7 @@ class OverlappingLaws(HiddenStateBound):
         return (
             *unmet_conditions(event, relation),
             *conditions.last_iterate_alone(event),
-            *conditions.unless(
-                event.domain_diameter < math.inf, "domain_diameter", "a bounded domain", "inf"
-            ),
+            *conditions.bounded_domain(event),
         )
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:

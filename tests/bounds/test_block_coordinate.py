@@ -497,12 +497,6 @@ class TestSound:
         assert guarantee(event).mu == pytest.approx(expected, rel=1e-12)
         assert "composition" in guarantee(event).theorem
 
-    def test_one_block_is_never_worse_than_composition(self):
-        for eta in (0.1, 3.0, 30.0):
-            event = block_run(step_size=eta, num_epochs=50)
-            alone = guarantee(attrs.evolve(event, block_loss=None)).mu
-            assert guarantee(event).mu <= alone * (1 + 1e-12)
-
     def test_no_noise_no_privacy(self):
         silent = np.ones((6, 5))
         silent[5, 4] = 0.0

@@ -152,19 +152,6 @@ def test_bound_dominates_exact_laws(order, relation, name):
                 assert estimate.value - 3 * estimate.error <= claim * (1 + 1e-3) + 1e-9
 
 
-@pytest.mark.parametrize(("order", "relation"), [RELATIONS[i] for i in (0, 2, 3, 4)])
-@pytest.mark.parametrize("name", ["contracting", "releases", "noise levels", "idle steps"])
-def test_never_above_composition(order, relation, name):
-    event = run(batch_order=order, **RUNS[name])
-    bound = Subsampling().guarantee(event, relation)
-    extra = getattr(bound.curve, "extra", 0.0)
-    composition = Composition().guarantee(event, relation)
-    # A discretised privacy loss is rounded up event by event.
-    limit = composition.epsilon(1e-4)
-    assert bound.epsilon(1e-4 + extra) <= 1.01 * limit
-    assert hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-4) <= limit
-
-
 class TestReferenceRun:
     def test_poisson(self):
         event = probe_run(batch_order="poisson")
