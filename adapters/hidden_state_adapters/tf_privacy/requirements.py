@@ -13,7 +13,7 @@ _TESTED = (2, 15)
 _FRESH = (
     "Install hidden-state-accountants[tf] into a fresh environment with Python 3.10 or 3.11 "
     "(TensorFlow 2.15, tensorflow-privacy 0.9.0, dp-accounting 0.4.3, numpy below 2). On Python "
-    "3.12 and newer install hidden-state-accountants[keras3], and use HiddenStateModel or PrivateRun."
+    "3.12 and newer install hidden-state-accountants[keras3], for HiddenStateModel and PrivateRun."
 )
 _LEGACY = (
     "TensorFlow Privacy's optimizers, and those here, need Keras 2: Keras 3 never shows an "
