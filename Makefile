@@ -24,7 +24,7 @@ SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmark
 CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine sklearn_estimators))
 # Folders that answer in seconds. Those left out search at random (soundness, laws) or build TensorFlow graphs (keras).
 FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
-    keras/test_cyclic_optimizer.py keras/test_data.py))
+    keras/test_optimizers.py keras/test_data.py))
 # Those that need neither TensorFlow Privacy nor its optimizers.
 KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt

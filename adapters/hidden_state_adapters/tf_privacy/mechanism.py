@@ -371,7 +371,8 @@ class Mechanism:
 
     def line_before(self, relation: NeighboringRelation) -> str:
         """Whether the update contracts, assuming the hyper-parameters of the next step."""
-        if self._loss is None:  # composition is what was asked for
+        is_drop_in = hasattr(self._update.optimizer, "plain_update")
+        if self._loss is None and not is_drop_in:  # composition is what was asked for
             return ""
         run = self.new_run(Declared())
         run.add(
