@@ -76,13 +76,6 @@ MUTATIONS = (
         "not any(p.requires_grad for p in layer.parameters())",
         "opacus_engine/test_packed_sequences.py",
     ),
-    Mutation(
-        "packed_sequences_of_a_stock_engine_pass",
-        "../adapters/hidden_state_adapters/opacus/stock/made.py",
-        "    refuse_packed_sequences_for_good(module)",
-        "",
-        "opacus_engine/test_packed_sequences.py",
-    ),
     # Weights that other runs left, and criteria that divide by the tokens of the batch.
     Mutation(
         "weights_of_another_engine_pass_if_they_were_copied",
@@ -104,13 +97,6 @@ MUTATIONS = (
         "if not self.is_open or ratio.denominator != 1:",
         "if True:",
         "opacus_engine/test_independence.py",
-    ),
-    Mutation(
-        "undeclared_batches_of_a_fixed_size_pass",
-        "../adapters/hidden_state_adapters/opacus/stock/made.py",
-        "if self.is_poisson is False:",
-        "if False:",
-        "opacus_engine/test_stock.py",
     ),
     # Gradients between the backward pass and the step.
     Mutation(
