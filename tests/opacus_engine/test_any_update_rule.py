@@ -140,7 +140,7 @@ def test_other_orders(make, batch_order):
     ],
 )
 def test_hidden_state_bounds_stay_refused_by_name(make, arguments):
-    asked = ", ".join(arguments)
+    asked = ", ".join(arguments).replace("projection_radius", "projection")
     text = f"Expected torch.optim.SGD, got Adam.*Or leave out {asked}.*: any optimizer is accounted"
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         make(**arguments)
