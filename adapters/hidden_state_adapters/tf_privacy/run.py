@@ -577,7 +577,9 @@ class PrivateRun(Figures):
                 "the weights that an example could have, not the largest one of these examples; or "
                 "leave loss_geometry and gradient_bound out."
             )
-        return attrs.evolve(declared, largest_weight=largest)
+        weighted = attrs.evolve(declared, largest_weight=largest)
+        _ = weighted.geometry  # raises
+        return weighted
 
     @property
     def has_weights(self) -> bool:
