@@ -103,4 +103,4 @@ def test_secret_batches_are_drawn_by_the_operating_system(order, draws, monkeypa
     for name in ("subset", "permutation"):
         noted(name)
     fitted(SGD(0.5), batch_order=order)
-    assert drawn == draws
+    assert list(dict.fromkeys(drawn)) == draws  # a subset may be what another one leaves out

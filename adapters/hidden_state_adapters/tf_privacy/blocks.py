@@ -112,7 +112,8 @@ class BlockRule(PlainSGD):
         if self._first is None:
             with tf.init_scope():
                 self._first = float(self.rate())
-        return as_bits({Problem.SETTINGS: tf.equal(self.rate(), self._first)})
+        now, first = tf.cast(self.rate(), tf.float64), tf.constant(self._first, tf.float64)
+        return as_bits({Problem.SETTINGS: tf.equal(now, first)})
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
