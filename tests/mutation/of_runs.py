@@ -76,6 +76,13 @@ MUTATIONS = (
         "not any(p.requires_grad for p in layer.parameters())",
         "opacus_engine/test_packed_sequences.py",
     ),
+    Mutation(
+        "packed_sequences_of_a_stock_engine_pass",
+        "../adapters/hidden_state_adapters/opacus/stock/made.py",
+        "    refuse_packed_sequences_for_good(module)",
+        "",
+        "opacus_engine/test_packed_sequences.py",
+    ),
     # Weights that other runs left, and criteria that divide by the tokens of the batch.
     Mutation(
         "weights_of_another_engine_pass_if_they_were_copied",

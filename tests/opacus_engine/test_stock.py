@@ -567,3 +567,15 @@ def test_two_processes(tmp_path):
         value, rate = map(float, accounted.split())
         assert rate == drawn(20 / 120)
         assert value == epsilon(truth)
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_embeddings_that_shorten_their_rows(wrap_model):
+    """A forward pass writes to the rows of the records in the batch, without noise."""
+    model = nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten(), nn.Linear(15, 2))
+    with pytest.raises(hsa.UnsupportedRunError, match=r"got Embedding 0 with max_norm = 1"):
+        stock_loop(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            wrap_model=wrap_model,
+        )

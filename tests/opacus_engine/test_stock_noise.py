@@ -7,6 +7,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer, FSDPOptimizerFastGradientClipping
+from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_stock import DECLARED
 from torch import distributed, nn
@@ -287,3 +288,18 @@ def test_gradients_whose_sum_overflows_are_finite():
     param.grad[1] = float("-inf")
     with pytest.raises(hsa.UnsupportedRunError, match="step 1 has a gradient that is not finite"):
         check_finite(optimizer, 1)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_ghost_clipping_with_an_adaptive_norm(declared):
+    """Counts clipped gradients with noise of torch's default generator in backward().
+
+    Opacus wants more records in a batch than ten times the noise: one is enough here.
+    """
+    engine = PrivacyEngineAdaptiveClipping(accountant="hidden_state")
+    if declared:
+        engine.accountant.declare_run(**DECLARED)
+    arguments = {"grad_sample_mode": "ghost", "noise_multiplier": 0.05}
+    loop = Loop("Ghost", engine, poisson_sampling=not declared, **arguments)
+    with pytest.raises(hsa.UnsupportedRunError, match="got PrivacyEngineAdaptiveClipping"):
+        next(loop.steps())

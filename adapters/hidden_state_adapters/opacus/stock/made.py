@@ -18,6 +18,7 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
     DistributedDPOptimizerFastGradientClipping,
 )
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.base import Run
@@ -29,6 +30,7 @@ from hidden_state_adapters.opacus.gradients.noise import (
     OwnGenerator,
     check_noise_source,
 )
+from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences_for_good
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
 from hidden_state_adapters.opacus.stock.run import StockRun, has_own_coins
 
@@ -121,7 +123,8 @@ class MadePrivate:
         have to toss the same coins.
 
         Raises:
-            UnsupportedRunError: The noise was found for other batches, or empty ones are filled.
+            UnsupportedRunError: The noise was found for other batches, empty ones are filled, or a
+                layer lets a record do more than the clip says.
         """
         if self.is_calibrated and not self.is_poisson:
             raise UnsupportedRunError(
@@ -137,6 +140,8 @@ class MadePrivate:
                 "batch, so that one record more or less changes the sum by two clip norms. Leave "
                 "it out: empty batches are steps like others."
             )
+        if isinstance(self.inner, nn.Module):
+            _check_layers(self.inner)
         sampler: Any = getattr(self.data_loader, "batch_sampler", None)
         if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
             sampler.generator = OwnGenerator(torch.device("cpu"))
@@ -199,6 +204,21 @@ class MadePrivate:
             )
 
 
+def _check_layers(module: nn.Module) -> None:
+    """Raises UnsupportedRunError for embeddings that write to their rows in a forward pass.
+
+    Recurrent layers raise it from then on when they are called with packed sequences.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise UnsupportedRunError(
+                f"Expected layers that leave their parameters alone, got {type(layer).__name__} "
+                f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
+                "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
+            )
+    refuse_packed_sequences_for_good(module)
+
+
 def take_over_noise(optimizer: DPOptimizer) -> Assumption:
     """Makes the noise of an optimizer that Opacus made ours, unless the user passed a generator.
 
@@ -221,6 +241,12 @@ def take_over_noise(optimizer: DPOptimizer) -> Assumption:
             f"{type(optimizer).__name__}, which adds noise in a way of its own: it may come from "
             "torch's default generator, and whoever knows the seed of the program knows it. Train "
             "with an engine that makes a DPOptimizer."
+        )
+    if hasattr(optimizer, "_adjusted_noise_multiplier"):
+        raise UnsupportedRunError(
+            "Expected a fixed clip norm with ghost clipping, got PrivacyEngineAdaptiveClipping: it "
+            "counts the clipped gradients with noise of torch's default generator, and whoever "
+            "knows the seed of the program knows the count. Use opacus.PrivacyEngine."
         )
     if optimizer.generator is not None:
         return SECURE_NOISE if optimizer.secure_mode else GIVEN_NOISE
