@@ -22,8 +22,8 @@ batches with momentum, centred where that pays, [one temperature](../sklearn.md#
 where that pays) on the splits of [the benchmark of accuracy](utility.md), delta = 1e-5,
 REPLACE_SPECIAL, {runs}. Mean and standard error. *Log loss* is in nats, on the test split;
 *without temperature* is the same fit with its logits undivided; *frequencies* predicts those of
-the classes in training. All sets here are in sample: recipe and temperature were looked at on
-them.
+the classes in training. *In sample*: the recipe or the temperature was looked at on the set.
+Nothing was changed after the others were measured.
 """
 
 
@@ -54,7 +54,8 @@ def table(name, seeds):
         rows["log loss without temperature"].append(cell(runs[2]))
         print(name, epsilon, *(values[-1] for values in rows.values()), flush=True)
     frequencies = np.bincount(data.train[1]) / len(data.train[1])
-    lines = [f"\n## {name}\n\n| | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |\n"]
+    sample = "" if name in utility_data.OUT_OF_SAMPLE else " (in sample)"
+    lines = [f"\n## {name}{sample}\n\n| | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |\n"]
     lines += ["| --- |" + " --- |" * len(EPSILONS) + "\n"]
     lines += [f"| {title} | {' | '.join(cells)} |\n" for title, cells in rows.items()]
     base = -np.mean(np.log(frequencies[data.test[1]]))
