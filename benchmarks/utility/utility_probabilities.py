@@ -20,7 +20,8 @@ HEAD = """# Accuracy and log loss of the default
 Written by `benchmarks/utility/utility_probabilities.py`: `PrivateClassifier` of this version (full
 batches with momentum, centred where that pays, [one temperature](../sklearn.md#probabilities)
 where that pays) on the splits of [the benchmark of accuracy](utility.md), delta = 1e-5,
-REPLACE_SPECIAL, {runs}. Mean and standard error. *Log loss* is in nats, on the test split;
+REPLACE_SPECIAL; {runs}.
+Mean and standard error. *Log loss* is in nats, on the test split;
 *without temperature* is the same fit with its logits undivided; *frequencies* predicts those of
 the classes in training. *In sample*: the recipe or the temperature was looked at on the set.
 Nothing was changed after the others were measured.
