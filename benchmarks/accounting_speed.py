@@ -2,9 +2,9 @@
 
     python benchmarks/accounting_speed.py
 
-Writes docs/benchmarks/accounting.md. Every figure is taken in a process of its own, a copy of one
-that has imported all and computed other runs; it may use `LIMIT` seconds of a core and `MEMORY`
-gigabytes.
+Writes its part of docs/benchmarks/accounting.md. Every figure is taken in a process of its own, a
+copy of one that has imported all and computed other runs; it may use `LIMIT` seconds of a core and
+`MEMORY` gigabytes.
 """
 
 import multiprocessing
@@ -16,6 +16,7 @@ import time
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation, pld, rdp
+from sections import fill
 
 import hidden_state_accountants as hsa
 
@@ -50,20 +51,6 @@ STOCK = {
     "Opacus PRV": "poisson",
     "dp-accounting RDP, fixed size": "without_replacement",
 }
-
-REMAINING = (
-    "What is left with random batches: the law of the distance before the window, its privacy "
-    "loss and the Fourier transforms are computed anew for every length "
-    "until a run has forgotten its start. Windows are searched for in runs of two or three "
-    "lengths, whose plans all other lengths share, and the noise is split in few ways, so that "
-    "the losses of the steps are kept. With a schedule every length has other moduli in its "
-    "window, and is searched: that is about 40 % of the time when it is asked again. The law is "
-    "20 %, the moduli and their products are 20 % under Poisson batches, and the losses of the "
-    "window that was found the rest. Composition, which the window has to beat, is asked about the "
-    "next lower power of two of its steps: if that is no smaller, it cannot be. "
-    "`calibrate_noise` asks for seven to ten noise multipliers, whose "
-    "losses have nothing in common."
-)
 
 
 def make_run(order, kind, steps, longest):
@@ -148,8 +135,6 @@ def measure(*case):
 
 
 def lines():
-    yield "# How long an epsilon takes"
-    yield ""
     yield (
         "Written by `benchmarks/accounting_speed.py` on one core; compare within the table only. A "
         "softmax probe (n = 50,000, b = 500, learning rate 0.5, clip norm 1, weight decay 0.1, "
@@ -173,8 +158,6 @@ def lines():
             print(name, kind, steps, cells[-1], file=sys.stderr)
         label = f"{name} ({STOCK[name]})" if name in STOCK else name
         yield f"| {label} | {kind} | " + " | ".join(cells) + " |"
-    yield ""
-    yield REMAINING
 
 
 def main():
@@ -184,7 +167,7 @@ def main():
     for name in STOCK:
         if name != "Opacus PRV":
             stock_epsilon(name, run)
-    PAGE.write_text("\n".join(lines()) + "\n")
+    fill(PAGE, "benchmarks/accounting_speed.py", "\n".join(lines()))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Epsilon of one linear probe under every batch order, for 1 to 1,000 epochs, and the query times.
+"""Epsilon of one linear probe under every batch order, for 1 to 1,000 epochs.
 
     python benchmarks/batch_orders.py
 
-Writes docs/benchmarks/batch_orders.md and docs/benchmarks/batch_orders.png.
+Writes its part of docs/benchmarks/accounting.md, and docs/benchmarks/batch_orders.png.
 """
 
 import pathlib
 import sys
-import time
 
 import attrs
 from dp_accounting import pld
+from sections import fill
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
@@ -40,28 +40,26 @@ BASELINE = "Poisson, every iterate released (PLD)"
 
 
 def measure():
-    """Per row and number of epochs: (epsilon, seconds)."""
+    """Per row its epsilons, one for each number of epochs."""
     table = {name: [] for name in [*ROWS, BASELINE]}
     for epochs in EPOCHS:
         for name, order in ROWS.items():
             event = attrs.evolve(RUN, batch_order=order, num_steps=100 * epochs)
-            start = time.perf_counter()
             epsilon = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
-            table[name].append((epsilon, time.perf_counter() - start))
+            table[name].append(epsilon)
             print(f"{epochs} epochs, {name}: {fixed_up(epsilon, 4)}", file=sys.stderr)
         event = attrs.evolve(RUN, batch_order="poisson", num_steps=100 * epochs)
-        start = time.perf_counter()
         epsilon = pld.PLDAccountant().compose(event.as_composition()).get_epsilon(DELTA)
-        table[BASELINE].append((epsilon, time.perf_counter() - start))
+        table[BASELINE].append(epsilon)
     return table
 
 
-def rows(table, text):
+def rows(table):
     """A markdown table with one column per number of epochs."""
     yield "| batches | " + " | ".join(map(str, EPOCHS)) + " |"
     yield "|---" * (len(EPOCHS) + 1) + "|"
     for name, cells in table.items():
-        yield f"| {name} | " + " | ".join(text(cell) for cell in cells) + " |"
+        yield f"| {name} | " + " | ".join(fixed_up(epsilon, 3) for epsilon in cells) + " |"
 
 
 def plot(table):
@@ -76,8 +74,8 @@ def plot(table):
         style = {"marker": "o", "linewidth": 6 - rank, "markersize": 9 - rank}
         if name == BASELINE:
             style = {"linestyle": "--", "color": "black"}
-        label = f"{name}: {fixed_up(cells[-1][0], 3)}"
-        axes.plot(EPOCHS, [epsilon for epsilon, _ in cells], label=label, **style)
+        label = f"{name}: {fixed_up(cells[-1], 3)}"
+        axes.plot(EPOCHS, cells, label=label, **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("epochs")
@@ -96,8 +94,6 @@ def main():
     table = measure()
     FOLDER.mkdir(parents=True, exist_ok=True)
     lines = [
-        "# One run under every batch order",
-        "",
         "Written by `benchmarks/batch_orders.py`. A softmax probe on features of norm 1 "
         "(n = 50,000, b = 500, learning rate 0.5, clip norm 1.4143, weight decay 0.1, noise "
         f"multiplier 2), REPLACE_SPECIAL, delta = {DELTA:g}. All rows but the last: "
@@ -108,18 +104,14 @@ def main():
         "",
         "Epsilon, by the number of epochs:",
         "",
-        *rows(table, lambda cell: fixed_up(cell[0], 3)),
-        "",
-        "Seconds for compose and get_epsilon (one core; compare within the table only):",
-        "",
-        *rows(table, lambda cell: f"{cell[1]:.2f}"),
+        *rows(table),
         "",
         "A public order pays for the record being in the last batch, a secret one for the average "
         "position, fresh batches for the sampling probability. A secret order is "
         "secret only if neither it nor its seed is ever published "
         "([which order for which run](../theory/data_order.md)).",
     ]
-    (FOLDER / "batch_orders.md").write_text("\n".join(lines) + "\n")
+    fill(FOLDER / "accounting.md", "benchmarks/batch_orders.py", "\n".join(lines))
     plot(table)
 
 

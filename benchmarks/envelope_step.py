@@ -109,8 +109,6 @@ def row(shape, way, plain, envelope):
 
 def page(found, steps):
     lines = [
-        "# Time of a step with an envelope loss",
-        "",
         f"Written by `benchmarks/envelope_step.py`: `EnvelopeCrossEntropyLoss({CLIP_NORM:g}, "
         f"{SMOOTHING:g})` beside `nn.CrossEntropyLoss()`, a head without a bias on records of norm "
         f"1, b = {BATCH_SIZE}, {steps} steps, one thread, the same work in turn in one process. A "
@@ -146,14 +144,15 @@ def page(found, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
-    default = ROOT / "docs" / "benchmarks" / "envelope_step.md"
-    parser.add_argument("--page", type=pathlib.Path, default=default)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
     warnings.simplefilter("ignore")
     found = {shape: measure(*shape, options.steps) for shape in SHAPES}
-    options.page.write_text(page(found, options.steps), encoding="utf-8")
+    from sections import fill
+
+    path = ROOT / "docs" / "benchmarks" / "steps.md"
+    fill(path, "benchmarks/envelope_step.py", page(found, options.steps))
 
 
 if __name__ == "__main__":

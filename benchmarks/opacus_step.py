@@ -2,14 +2,13 @@
 
     python benchmarks/opacus_step.py [--device cpu|cuda] [--seconds 1.2] [--only TEXT]
 
-One process trains the same model on the same batches with each optimizer in turn. Writes all of
-docs/benchmarks/opacus_step.md (with --device cuda: opacus_step_cuda.md). What was measured is kept
+One process trains the same model on the same batches with each optimizer in turn. Writes its part
+of docs/benchmarks/steps.md (with --device cuda: steps_cuda.md). What was measured is kept
 in build/ until then, so that a second start goes on; of another code it is measured again. --only
 prints some rows and writes nothing. "make gpu" measures a GPU, after the tests that need one.
 """
 
 import argparse
-import collections
 import datetime
 import functools
 import gc
@@ -18,7 +17,6 @@ import json
 import logging
 import pathlib
 import platform
-import statistics
 import sys
 import time
 import warnings
@@ -26,20 +24,18 @@ import warnings
 import opacus
 import torch
 from opacus import PrivacyEngine
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from sections import fill
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
     DiceAdamOptimizer,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BATCHES = 8  # per epoch
-RECORDS = 10**6  # of the samplers
 SLICE = {"cpu": 0.005, "cuda": 0.02}  # seconds that one optimizer trains before the next one does
 
 # What is compared with what, each group in turn in one process: Adam does more than SGD, random
@@ -51,19 +47,7 @@ GROUPS = (
     ("Opacus Adam", "DiceAdam"),
 )
 BASES = {kind: base for base, *kinds in GROUPS for kind in kinds}
-GOALS = {
-    "our default": 1.02,
-    "our hooks": 1.02,
-    "stock + ours": 1.02,
-    "DiceSGD": 1.10,
-    "our ghost": 1.00,
-    "our Poisson": 1.02,
-    "DiceAdam": 1.10,
-}
-
-
 LOOPS = ("plain SGD", "Opacus Poisson", "our Poisson", "our reshuffled")  # loading included
-GOAL_OF_PROBES = 1.6  # of plain SGD
 
 
 def probe(features, classes):
@@ -272,73 +256,6 @@ def loop_rows(found):
         yield "| " + " | ".join([name, str(batch_size), *cells]) + " |"
 
 
-def loop_verdict(found):
-    for kind in ("our Poisson", "our reshuffled"):
-        ratios = {key: min(t[kind]) / min(t["plain SGD"]) for key, t in found.items()}
-        met = sum(ratio <= GOAL_OF_PROBES + 0.005 for ratio in ratios.values())
-        texts = [f"{ratio:.2f} ({name} at b = {b})" for (name, b), ratio in ratios.items()]
-        yield (
-            f"- {kind} against plain SGD, loading included, goal {GOAL_OF_PROBES:.2f}: met "
-            f"in {met} of {len(ratios)} rows: {', '.join(texts)}."
-        )
-
-
-def profile_of(trainer, steps=400):
-    """The least CPU time of each part of a step, in seconds, by name."""
-    found = collections.defaultdict(list)
-
-    def timed(name, call, *args):
-        start = time.thread_time()
-        value = call(*args)
-        found[name].append(time.thread_time() - start)
-        return value
-
-    optimizer = trainer.optimizer
-    if isinstance(optimizer, PrivateOptimizer):
-        parts = {
-            "checks and norms": [(optimizer.guards, "before"), (optimizer.guards, "check_values")],
-            "clipped sum": [(optimizer, "clip_and_accumulate")],
-            "noise": [(optimizer, "add_noise"), (optimizer, "scale_grad")],
-            "record": [(optimizer.mechanism, "step"), (optimizer.run, "add")],
-            "update": [(optimizer.original_optimizer, "step")],
-            "copy of the parameters": [(optimizer.guards, "moved")],
-        }
-        for name, calls in parts.items():
-            for index, (owner, method) in enumerate(calls):
-                own = functools.partial(timed, f"{name}#{index}", getattr(owner, method))
-                setattr(owner, method, own)
-    batches = trainer.batches()
-    for _ in range(steps):
-        features, labels = next(batches)
-        timed("zero_grad", optimizer.zero_grad)
-        output = timed("forward", trainer.module, features)
-        value = timed("criterion", trainer.criterion, output, labels)
-        timed("backward", value.backward)
-        timed("step", optimizer.step)
-    totals = collections.defaultdict(float)
-    for name, times in found.items():
-        totals[name.partition("#")[0]] += min(times[steps // 10 :])
-    return totals
-
-
-PARTS = (
-    "zero_grad", "forward", "criterion", "backward", "step", "checks and norms", "clipped sum",
-    "noise", "record", "update", "copy of the parameters",
-)  # fmt: skip
-
-
-def profile_rows():
-    yield "| microseconds | " + " | ".join(PARTS) + " |"
-    yield "|---" * (1 + len(PARTS)) + "|"
-    for batch_size in (64, 256):
-        dataset = make_data((512,), 10, batch_size, "cpu")
-        for kind in ("plain SGD", "Opacus", "stock + ours", "our default"):
-            trainer = Trainer(kind, lambda: probe(512, 10), dataset, "cpu")
-            times = profile_of(trainer)
-            cells = [f"{1e6 * times[part]:.0f}" if part in times else "" for part in PARTS]
-            yield f"| {kind}, b = {batch_size} | " + " | ".join(cells) + " |"
-
-
 def peak_bytes(kind, make_model, dataset, device):
     """Most bytes of tensors alive at a time while it is made and takes three steps.
 
@@ -403,54 +320,9 @@ def cases(device):
     return CUDA_CASES if device == "cuda" else CASES
 
 
-def sampler_times():
-    """Seconds for the batches of one epoch, of a million records, by name."""
-    dataset = TensorDataset(torch.zeros(RECORDS, 1))
-    loader = DataLoader(dataset, batch_size=RECORDS // 1000)
-    shuffled = BatchSampler(RandomSampler(dataset), loader.batch_size, drop_last=False)
-    poisson = UniformWithReplacementSampler(num_samples=RECORDS, sample_rate=1e-3)
-    passes = {
-        "torch, shuffle=True": lambda: list(shuffled),
-        "Opacus, Poisson": lambda: list(poisson),
-    }
-    for order in ("cyclic", "reshuffled", "without_replacement", "poisson"):
-        model = nn.Linear(1, 2)
-        _, optimizer, _ = HiddenStatePrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            batch_order=order,
-        )
-        passes[f"ours, {order}"] = lambda plan=optimizer.context.plan: _one_pass(plan)
-    return {name: _seconds(one) for name, one in passes.items()}
-
-
-def _one_pass(plan):
-    plan.start_pass(0)
-    return [list(plan.batch(step)) for step in range(1000)]
-
-
-def _seconds(call):
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
-def sampler_rows(times):
-    yield "| | seconds for an epoch | against its base |"
-    yield "|---|---|---|"
-    for name, seconds in times.items():
-        base = times["Opacus, Poisson" if "oisson" in name else "torch, shuffle=True"]
-        yield f"| {name} | {seconds:.2f} | {seconds / base:.2f} |"
-
-
 def ratio_cell(times, base):
-    """Ratio of the minima, then median and quartiles of the ratios by round."""
-    ratios = [ours / theirs for ours, theirs in zip(times, base, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{min(times) / min(base):.2f} / {middle:.2f} ({low:.2f} to {high:.2f})"
+    """Ratio of the minima."""
+    return f"{min(times) / min(base):.2f}"
 
 
 KINDS = tuple(BASES)
@@ -480,15 +352,13 @@ def memory_rows(results):
     kinds = KINDS[2:]
     yield "| model | b | Opacus' peak | " + " | ".join(kinds) + " |"
     yield "|---" * (3 + len(kinds)) + "|"
-    for (name, batch_size), (table, parameter_bytes) in results.items():
+    for (name, batch_size), (table, _) in results.items():
         base = f"{table['Opacus'][1] / 2**20:.1f} MiB" if "Opacus" in table else NOT_MEASURED
         cells = [name, str(batch_size), base]
         for kind in kinds:
-            if kind not in table:
-                cells.append(NOT_MEASURED)
-                continue
-            peak, base = table[kind][1], table[BASES[kind]][1]
-            cells.append(f"{peak / base:.3f} ({(peak - base) / parameter_bytes:+.2f})")
+            is_there = kind in table
+            ratio = table[kind][1] / table[BASES[kind]][1] if is_there else 0
+            cells.append(f"{ratio:.3f}" if is_there else NOT_MEASURED)
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -502,29 +372,6 @@ def overlap_lines(results):
     ]
 
 
-def verdicts(results):
-    """How often each goal is met, by the ratio of the minima."""
-    for kind, goal in GOALS.items():
-        met, missed = [], []
-        for (name, batch_size), (table, _) in results.items():
-            if kind not in table:
-                continue
-            ratio = min(table[kind][0]) / min(table[BASES[kind]][0])
-            text = f"{name} at b = {batch_size} ({ratio:.2f})"
-            (met if ratio <= goal + 0.005 else missed).append(text)
-        count = f"{len(met)} of {len(met) + len(missed)}"
-        yield f"- {kind}, goal {goal:.2f} (minima): met in {count} rows" + (
-            f", missed by {', '.join(missed)}." if missed else "."
-        )
-    ratios = [
-        f"{min(table['our default'][0]) / min(table['plain SGD'][0]):.2f} ({name} at b = {size})"
-        for (name, size), (table, _) in results.items()
-        if "probe" in name
-    ]
-    goal = f"{GOAL_OF_PROBES:.2f}"
-    yield f"- our default against plain SGD on the probes, goal {goal}: {', '.join(ratios)}."
-
-
 def device_name(device):
     if device == "cuda":
         return torch.cuda.get_device_name()
@@ -534,112 +381,71 @@ def device_name(device):
     return f"{names[0] if names else platform.processor()}, one thread"
 
 
-def page(results, loops, parts, samplers, options):
+def page(results, loops, options):
     is_cuda = options.device == "cuda"
     clock = "CUDA events" if is_cuda else "CPU time of the one thread"
     return [
-        "# Step time and memory beside Opacus",
-        "",
         f"Written by `benchmarks/opacus_step.py` on {device_name(options.device)} "
         f"({options.device}); torch {torch.__version__}, opacus {opacus.__version__}, Python "
         f"{platform.python_version()}, {datetime.date.today().isoformat()}; float32.",
         "",
         INTRODUCTION,
-        "## Time of a step",
+        "### Time of a step",
         "",
-        f"{clock}, ratio of the minima / median of the ratio by round (quartiles).",
+        f"{clock}, ratio of the minima.",
         "",
         *time_rows(results),
         "",
-        "The goals, for the ratio of the minima:",
-        "",
-        *verdicts(results),
-        "",
         *(overlap_lines(results) if is_cuda else []),
         WHAT_A_STEP_COSTS,
-        "Where the time of a step of the probe 512 x 10 goes (the least CPU time of each part, on "
-        'the host; the columns after "step" are parts of it, of our engine only):',
-        "",
-        *parts,
-        "",
-        "## Time of a whole loop",
+        "### Time of a whole loop",
         "",
         ABOUT_LOOPS,
         *loop_rows(loops),
         "",
-        *loop_verdict(loops),
-        "",
-        "## Memory",
+        "### Memory",
         "",
         ABOUT_MEMORY,
         *memory_rows(results),
-        "",
-        "## Drawing the batches",
-        "",
-        f"An epoch of {RECORDS:,} records in batches of {RECORDS // 1000:,}:",
-        "",
-        *sampler_rows(samplers),
     ]
 
 
 INTRODUCTION = """\
-A step is `zero_grad`, forward pass, loss, backward pass and `optimizer.step()`; loading is left
-out. Everything is measured in turn in one process on the same model and batches, and only the
-ratios count. "Opacus" and "Opacus again" are the same stock optimizer twice: the distance of their
-ratio from 1 is noise.
+A step is `zero_grad`, forward pass, loss, backward pass and `optimizer.step()`, without loading.
+All optimizers take turns in one process on the same model and batches; only the ratios count.
+"Opacus" and "Opacus again" are the same stock optimizer: the distance of their ratio from 1 is
+noise.
 
 - "our default": `HiddenStatePrivacyEngine` in a fixed order, which clips a linear head without its
   per-example gradients; "our hooks": with `grad_sample_mode="hooks"`;
 - "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`;
-- DiceSGD, DiceAdam: of the engine, every record clipped, DiceAdam against Opacus' Adam;
-- "our ghost" against Opacus' own ghost clipping, "our Poisson" against Opacus' Poisson batches with
-  hooks.
+- DiceSGD, DiceAdam: every record clipped, DiceAdam against Opacus' Adam;
+- "our ghost" against Opacus' ghost clipping, "our Poisson" against Opacus' Poisson batches.
 
-The linear probes are runs with everything declared (`loss_geometry="auto"`, feature norm), so that
-norms, features, loss and parameters are checked in every step; the other models declare nothing, as
-no theorem contracts them.
+The linear probes declare loss and feature norm, so that every step is checked.
 """
 
 WHAT_A_STEP_COSTS = """\
-What makes a step shorter:
+A step is shorter because a linear head is clipped without its per-example gradients, because
+gradients stay where the rule of the layer puts them (Opacus copies them into zeros), because norms
+are computed once, and because ghost clipping makes one backward pass in place of two.
 
-- A linear head is clipped without its per-example gradients: their norms follow from what went into
-  the layer and from the gradient that came back, and the clipped sum is one product.
-- Elsewhere, and behind a stock engine, per-example gradients stay where the rule of the layer puts
-  them. Opacus copies them into zeros, which takes a third of a step in linear layers.
-- Norms are computed once, for the checks and for the clip. Ghost clipping makes one backward pass
-  where Opacus makes two.
-
-What makes it longer:
-
-- Every check costs a few small operations and some Python, whatever the size of the batch: what
-  went into the head and came out, the criterion, the parameters (compared in the training pass and
-  at the step, copied after it), the batch, the settings, the record. It shows in steps of less than
-  a millisecond, and is why a step of a small probe is several steps of plain SGD, which is two
-  products of matrices there. All checks of a step are one transfer from the device.
-- In large heads with small batches it is the noise, which takes as long as a step of plain SGD for
-  every 200,000 weights or so.
-- Hundreds of frozen modules: whether they are the same objects is looked at in every training pass.
-- DiceSGD: what the clip cuts off is summed in one more pass over the per-example gradients. It
-  costs most where the backward pass is cheap, in linear layers.
+It is longer because every check costs a few small operations, whatever the size of the batch. That
+shows in steps of less than a millisecond. In large heads with small batches the noise takes as long
+as a step of plain SGD for every 200,000 weights. DiceSGD sums what the clip cuts off in one more
+pass.
 """
 
 ABOUT_LOOPS = """\
-The probes as people train them, per batch and with loading: plain SGD on
-`DataLoader(TensorDataset(...), shuffle=True)`, Opacus' engine and ours with the same loader and
-Poisson batches, and ours in an order that is drawn anew for every epoch. torch collates record by
-record; our loader reads a batch of a `TensorDataset` at once. (Who indexes the tensors instead of
-using a loader has the times of the step.)
+The probes with loading, per batch: plain SGD on `DataLoader(TensorDataset(...), shuffle=True)`,
+Opacus' engine and ours with Poisson batches, and ours reshuffled. torch collates record by record;
+our loader reads a batch of a `TensorDataset` at once.
 """
 
 ABOUT_MEMORY = """\
 Peak of the tensors' memory, with model, batch, activations and per-example gradients, against the
-same bases; in brackets the difference in sizes of the parameters. The first step, which looks at
-whether records act on each other, is among them: it makes one version of the batch at a time, so
-that a peak above 1 beside ghost clipping is that of one step, and above 2 where the batch takes
-more memory than the model. (Versions of a part of the batch would take less, but a model that mixes
-records is given away by those that it sees together.) A fixed order keeps a copy of the parameters,
-and with a known criterion the model's output and its gradient until the step. DiceSGD keeps the
+same bases. The first step is among them, which looks at whether records act on each other: where
+the batch takes more memory than the model, the peak beside ghost clipping is its. DiceSGD keeps the
 error, and from the clip to the noise the rest of the batch.
 """
 
@@ -690,11 +496,13 @@ def write_page(options):
         if "probe" in name:
             measured = functools.partial(loop_times, name, size, options)
             loops[name, size] = kept.get(f"loops of {name}, b = {size}", measured)
-    parts = kept.get("parts of a step", lambda: list(profile_rows()))
-    samplers = kept.get("samplers", sampler_times)
-    suffix = "" if options.device == "cpu" else f"_{options.device}"
-    path = ROOT / "docs" / "benchmarks" / f"opacus_step{suffix}.md"
-    path.write_text("\n".join(page(results, loops, parts, samplers, options)) + "\n")
+    text = "\n".join(page(results, loops, options))
+    if options.device == "cpu":
+        fill(ROOT / "docs" / "benchmarks" / "steps.md", "benchmarks/opacus_step.py", text)
+    else:
+        title = "# Time of a step on a GPU\n\n"
+        path = ROOT / "docs" / "benchmarks" / f"steps_{options.device}.md"
+        path.write_text(f"{title}{text}\n", "utf-8")
     kept.forget()
 
 

@@ -141,7 +141,7 @@ def figure_2a(steps: np.ndarray, constants: dict[float, float]) -> dict[str, lis
 
 
 def main(folder: pathlib.Path, *, small: bool = False) -> None:
-    """Writes chien_li_2024.md and chien_li_2024.png."""
+    """Writes the part of the page, and its pictures."""
     steps = np.array([1, 20, 200] if small else [1, 2, 3, 5, *range(10, 201, 5)])
     few = np.array([1, 20, 200] if small else [1, 5, *range(10, 201, 10)])
     first, second = figure_1a(steps), figure_1b(steps)
@@ -162,17 +162,12 @@ def main(folder: pathlib.Path, *, small: bool = False) -> None:
     points = [20, 200]
     header = ["$D_\\alpha/\\alpha$ after", *map(str, points)]
     pages.write(folder, "chien_li_2024", f"""
-# Chien & Li 2024
-
-*Convergent Privacy Loss of Noisy-SGD without Convexity and Smoothness*, arXiv 2410.01068. [What
-is proved, and what is false](../theory/chien_li.md).
-
 K = 2, sigma = 1 (on the iterate), D = 1, n = 5, eta = 0.1, L = m = 1, full batches, one record
 replaced (appendix A.13).
 
 ![Figures 1(a), 1(b) and 2(a)](chien_li_2024.png)
 
-## Figure 1(a): smooth losses on a bounded domain
+### Figure 1(a): smooth losses on a bounded domain
 
 {pages.table(header, pages.at(steps, first, points))}
 
@@ -180,16 +175,15 @@ For smooth and for convex losses the optimal shifts of the paper are those of Th
 strongly convex ones they are not: the paper undoes every participation in its own step, and
 Theorem A is 9 percent smaller.
 
-## Figure 1(b): the baselines
+### Figure 1(b): the baselines
 
 {pages.table(header, pages.at(steps, second, points))}
 
-The order of the curves is that of the paper. (Those of the two baselines are in [forms that are
-proved here](../theory/baselines.md).) Without the domain the value of Theorem A is attained by a
-quadratic; it needs no domain here. All of them are above it, Ye & Shokri by a factor of two in
-the limit.
+The order of the curves is that of the paper; the [baselines](../theory/baselines.md) are in forms
+that are proved. Without the domain the value of Theorem A is attained by a quadratic. All others
+are above it, Ye & Shokri by a factor of two in the limit.
 
-## Figure 2(a): Hölder gradients
+### Figure 2(a): Hölder gradients
 
 A network of one hidden layer on Iris; the largest ratio
 $|\\nabla f(x) - \\nabla f(y)|/|x - y|^\\lambda$ over 100 points around the weights of {runs}.
@@ -204,14 +198,9 @@ analysis](../theory/hoelder.md) of exponent 0.9, which counts that only n - 1 of
 stretch, gives {best["ours"]:.5g} after 200 steps; Theorem A, at exponent 1 and without that, gives
 {best["smooth"]:.5g}.
 
-## Also in the paper
-
-* Theorem 3.12 (batches without replacement) is [false](../theory/counterexamples.md): one
-  direction only.
-* Example A.14 has a gradient of exponent 1/3 and constant `2 ** (2 / 3)`, as a run would declare
-  it: `LossGeometry.hoelder(2 ** (2 / 3), 1 / 3)`. The function is `3/4 |x| ** (4/3)`. (The paper's
-  carries a sign(x) too many: with it `f' = |x| ** (1/3)`, whose increments stay below
-  `|x - y| ** (1/3)`, and its third case does not occur.)
+**Example A.14** has a gradient of exponent 1/3 and constant `2 ** (2 / 3)`, as a run would declare
+it: `LossGeometry.hoelder(2 ** (2 / 3), 1 / 3)`. The function is `3/4 |x| ** (4/3)`; the paper's
+carries a sign(x) too many.
 """)  # fmt: skip
 
 

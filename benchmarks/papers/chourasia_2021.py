@@ -164,7 +164,7 @@ def utility() -> tuple[str, tuple]:
 
 
 def main(folder: pathlib.Path, *, small: bool = False) -> None:
-    """Writes chourasia_2021.md and chourasia_2021.png."""
+    """Writes the part of the page, and its pictures."""
     steps = np.array([1, 81, 100, 400] if small else [1, *range(3, 400), 400])
     found = curves(steps)
     panel = ("Figure 2, with the exact value", "steps K", "Renyi divergence / alpha", steps, found)
@@ -173,12 +173,7 @@ def main(folder: pathlib.Path, *, small: bool = False) -> None:
     pages.draw(folder / "chourasia_2021_risk.png", [of_lemma_6], log_x=True, log_y=True)
     shown = [1, 81, 100, 400]
     pages.write(folder, "chourasia_2021", f"""
-# Chourasia, Ye, Shokri 2021
-
-*Differential Privacy Dynamics of Langevin Diffusion and Noisy Gradient Descent*, arXiv
-2102.05855. [What is proved](../theory/langevin.md).
-
-## Figure 2: how tight the guarantee is
+### Figure 2: how tight the guarantee is
 
 Noisy gradient descent on $|\\theta - x|^2/2$: $\\sigma = \\eta$ = {SIGMA}, n = {SIZE}, $S_g$ =
 {SENSITIVITY:g}. Divergences over alpha (all are linear in it).
@@ -187,20 +182,15 @@ Noisy gradient descent on $|\\theta - x|^2/2$: $\\sigma = \\eta$ = {SIGMA}, n = 
 
 {pages.table([HEADER, *map(str, shown)], pages.at(steps, found, shown))}
 
-* The paper's three curves are met: `4e-4 (1 - exp(-0.02 K))`, `8.08e-4 (1 - exp(-0.0198 K))` and
-  `8e-6 K` per unit of alpha.
+* The paper's three curves are met.
 * The gap of two between its bounds is real on both sides: the exact value is the lower bound at K
-  = 1, where the upper one is twice too large, and within two percent of the upper bound in the
-  limit, where the lower one is half of it. With the diffusion's inequality balanced anew at every
-  instant the recursion *is* the exact value of the quadratic, and Theorem A gives it for every
-  loss of the class.
-* Composition is beaten from K = 81 on by Corollary 2, at every K > 1 by Theorem A. The text says
-  that larger alpha need fewer steps; both curves are linear in alpha, so that the crossing does
-  not depend on it.
-* The lower bound holds from the fixed start 0. From the paper's random start it is false
-  ([why](../theory/langevin.md)).
+  = 1, and within two percent of the upper bound in the limit. Balanced best, the recursion *is* the
+  exact value of the quadratic, and Theorem A gives it for every loss of the class.
+* Composition is beaten from K = 81 on by Corollary 2, at every K > 1 by Theorem A, whatever alpha
+  is: all curves are linear in it.
+* The lower bound holds from the fixed start 0, and is false from the paper's random start.
 
-## Lemma 6 and Theorem 4: what the privacy costs
+### Lemma 6 and Theorem 4: what the privacy costs
 
 Theorem 4's prescription for a divergence of {TARGET:g} at alpha = {ORDER:g}: L = lambda = 1, n =
 {RECORDS}, d = {DIMENSION}. *Exact* is the largest excess risk of a quadratic with curvature between
@@ -210,9 +200,7 @@ lambda and beta, from the largest distance that the theorem admits.
 
 {risks}
 
-* Lemma 6 is true, and loose by $4\\beta/\\lambda$ in the noise: it counts
-  $\\beta d\\sigma^2/\\lambda$ twice, where a quadratic of any curvature keeps $d\\sigma^2/2$, up to
-  the step size.
+* Lemma 6 is true, and loose by 4 beta/lambda in the noise.
 * Theorem 4's noise is larger than its privacy needs: Theorem A proves half of the divergence or
   less. With the noise that it asks for, the same run has half of the risk, or less.
 * Against the Gaussian mechanism on the exact minimiser (sensitivity 2L/(lambda n)), which risks

@@ -83,7 +83,7 @@ def convex(steps: np.ndarray) -> dict[str, list[float]]:
 
 
 def main(folder: pathlib.Path, *, small: bool = False) -> None:
-    """Writes kong_ribero_2025.md and kong_ribero_2025.png."""
+    """Writes the part of the page, and its pictures."""
     last = 2 * EPOCH if small else 100 * EPOCH
     steps = np.unique(np.geomspace(10, last, 4 if small else 25).astype(int))
     left, right = weakly_convex(steps), convex(steps)
@@ -100,36 +100,26 @@ def main(folder: pathlib.Path, *, small: bool = False) -> None:
     points = [int(steps[len(steps) // 2]), last]
     header = ["$D_\\alpha/\\alpha$ after", *map(str, points)]
     pages.write(folder, "kong_ribero_2025", f"""
-# Kong & Ribero 2025
-
-*Privacy of the last iterate in cyclically-traversed DP-SGD on nonconvex composite losses*, arXiv
-2407.05237. [What is proved, and what is not](../theory/kong_ribero.md).
-
-## Figure 1: bounds against the number of steps
+### Figure 1: bounds against the number of steps
 
 lambda = sigma = 1e-5, C = 10, b = 10, 10,000 records, so that an epoch has 1,000 steps and
 s/sigma = 2. The smoothness M is not stated; here M = {SMOOTHNESS:g}.
 
 ![Figure 1](kong_ribero_2025.png)
 
-### No clipping (left)
+#### No clipping (left)
 
 {pages.table(header, pages.at(steps, left, points))}
 
-### Convex, clipped (right)
+#### Convex, clipped (right)
 
 {pages.table(header, pages.at(steps, right, points))}
 
-* (19) is true, and twice too large: its proof gives 2 alpha where the statement has 4 alpha.
-  Theorem A at m = 0 is amplification by iteration: for c = 1 the two coincide, and (19) is twice
-  either of them.
-* (17), the statement for clipped gradients, is never below composition
-  ([why](../theory/kong_ribero.md)): the curve lies on it. With the exact modulus of a clipped
-  convex update, 2/sqrt(4 - eta M), instead of sqrt(2) nearly all of the amplification comes back.
-* The paper's point on the right is true: without a clip the sensitivity is that of the longest
-  gradient, Q, and the bound grows with its square.
-* (16), for a bounded domain, is [false under clipping](../theory/counterexamples.md), and not a
-  part of this figure.
+* (19) is true, and twice too large. Theorem A at m = 0 is amplification by iteration.
+* (17) is never below composition: the curve lies on it. With the exact modulus of a clipped convex
+  update instead of sqrt(2) nearly all of the amplification comes back.
+* The paper's point on the right is true: without a clip the bound grows with the square of the
+  longest gradient, Q.
 """)  # fmt: skip
 
 

@@ -19,20 +19,6 @@ TUNED = (
 PEERS = TUNED[1:]
 ORDERS = ("poisson", "shuffled_once", "cyclic", "full")
 _CLOSE = 1.0  # points: the goal of an untuned method
-REASONS = {  # why a quarter of the gradients is too few: measured apart, and by hand
-    "mnist5k": (
-        "With 40 other runs of each: 84.1 ± 0.2 and 84.5 ± 0.2 (-0.4 ± 0.2); centred by exact "
-        "means 84.6 ± 0.2 and 85.3 ± 0.2 (-0.7 ± 0.2). It is not the number of gradients: 64 "
-        "epochs of Poisson batches have 84.2 ± 0.2, no more than 16. Nor is it much of the "
-        "noise, of which 16 epochs of Poisson batches get 4.5 % more than full ones: with as much "
-        "noise full batches have 84.4 ± 0.2. Noise costs six points here (without it each of these "
-        "runs has about 90), so that small differences show. Half of the total learning rate, "
-        "which leaves half of the noise in the weights, is better for both: Poisson 84.8, "
-        "85.1 and 85.1 with 16, 32 and 64 epochs, full batches 85.2 with 32 (± 0.1); at epsilon "
-        "0.1 it is 4.6 ± 1.8 points worse, so that the recipe was not changed. A quarter of the "
-        "gradients, then, is enough for half a point less than full batches."
-    )
-}
 README = {  # rows of its tables
     "`PrivateClassifier`, nothing tuned": "recommend",
     "the same, not centred": "recommend, not centred",
@@ -135,7 +121,7 @@ def write_page(path, size_name, size, cells, ours):
     for name in sets:
         lines += _table(results, name, size, ours, complete)
     if size.cost:
-        lines += _gradients(results, sets, size)
+        lines += _gradients()
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -175,15 +161,11 @@ def _introduction(size_name, size, sets, complete, results):
         "others are tuned on a validation split **at no cost in "
         "privacy**, which flatters them: up to 24 settings per number of epochs, learning rates "
         "around ours. *Fixed order* is DP-SGD with batches in a public order and composition, "
-        "*banded factorisation* the same with correlated noise: what an ordinary loader allows. "
-        "diffprivlib has delta = 0, and comes with scikit-learn 1.3: with 1.4 and newer its noise "
-        "is n times too large (0.6.5). The constants of the recipe were fitted on digits, cancer "
-        "and mnist5k among others ([where they come from](../recommend.md)): these are in sample. "
-        f"{', '.join(OUT_OF_SAMPLE)} are out of sample. On diamonds earlier "
-        "recipes were 4 to 16 points worse and were changed, for reasons that are not about "
-        "diamonds and with a rule that was tried on other tables: look "
-        "at these figures as in sample, too. Others, too, would gain by centring; it is theirs to "
-        "do.",
+        "*banded factorisation* the same with correlated noise. diffprivlib has delta = 0, and "
+        "comes with scikit-learn 1.3: with 1.4 and newer its noise is n times too large (0.6.5). "
+        "[The recipe](../recommend.md#the-recipe) was fitted on digits, cancer and mnist5k among "
+        "others, and changed after diamonds was seen: these are in sample. "
+        f"{', '.join(OUT_OF_SAMPLE)} are out of sample. The others would gain by centring, too.",
         "",
     ]
 
@@ -306,7 +288,7 @@ def _why_not_a_quarter(results, name, longest):
             f": {longest // 4} epochs have {_cell(best)}, {longest} of full batches {_cell(full)} "
             f"({points:+.1f} ± {error:.1f})"
         )
-    return f"{text}. {REASONS[name]}" if name in REASONS else f"{text}."
+    return f"{text}."
 
 
 def _table(results, name, size, ours, complete):
@@ -317,14 +299,13 @@ def _table(results, name, size, ours, complete):
         found = [results.get(name, method, epsilon, 0) for epsilon in size.epsilons]
         if any(found):
             lines.append(_row([method, *map(_cell, found)]))
-    for own in ours:
-        verdicts = []
-        for epsilon in size.epsilons:
-            verdicts.append("-")
-            if (name, epsilon) in complete:
-                _, best = results.best_peer(name, epsilon)
-                verdicts[-1] = _verdict(*difference(results.get(name, own, epsilon, 0), best))[1]
-        lines.append(_row([f"*{own} against the best peer*", *verdicts]))
+    verdicts = []
+    for epsilon in size.epsilons:
+        verdicts.append("-")
+        if (name, epsilon) in complete:
+            _, best = results.best_peer(name, epsilon)
+            verdicts[-1] = _verdict(*difference(results.get(name, ours[0], epsilon, 0), best))[1]
+    lines.append(_row([f"*{ours[0]} against the best peer*", *verdicts]))
     without = _cell(results.get(name, "no privacy", 0.0, 0)).split(" ")[0]
     absent = [
         peer for peer in PEERS if not any(results.get(name, peer, e, 0) for e in size.epsilons)
@@ -338,20 +319,12 @@ def has_costs(results, name):
     return any(key.startswith(f"{name}|cost, ") for key in results.cells)
 
 
-def _gradients(results, sets, size):
-    lines = [
+def _gradients():
+    return [
         "## Accuracy against gradient evaluations",
         "",
         "At epsilon 1, without tuning and not centred, by epochs (gradients per record):",
         "",
         "![Accuracy against gradient evaluations](utility_gradients.png)",
         "",
-        _row(["data, order", *size.cost]),
-        _row(["---"] * (len(size.cost) + 1)),
     ]
-    for name in sets:
-        for order in ORDERS:
-            found = [results.get(name, f"cost, {order}", 1.0, epochs) for epochs in size.cost]
-            if any(found):
-                lines.append(_row([f"{name}, {order}", *map(_cell, found)]))
-    return [*lines, ""]

@@ -1,4 +1,4 @@
-"""Accuracy and log loss of `PrivateClassifier` as it comes; writes the page.
+"""Accuracy and log loss of `PrivateClassifier` as it comes; writes its part of the page.
 
 python benchmarks/utility/utility_probabilities.py --sets digits cancer diamonds
 """
@@ -6,6 +6,7 @@ python benchmarks/utility/utility_probabilities.py --sets digits cancer diamonds
 import argparse
 import math
 import pathlib
+import sys
 import warnings
 
 import numpy as np
@@ -13,10 +14,9 @@ import utility_data
 
 from hidden_state_adapters.sklearn import PrivateClassifier
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/benchmarks/probabilities.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/benchmarks/estimators.md"
 EPSILONS = (0.1, 0.3, 1.0, 3.0)
-HEAD = """# Accuracy and log loss of the default
-
+HEAD = """\
 Written by `benchmarks/utility/utility_probabilities.py`: `PrivateClassifier` of this version (full
 batches with momentum, centred where that pays, [one temperature](../sklearn.md#probabilities)
 where that pays) on the splits of [the benchmark of accuracy](utility.md), delta = 1e-5,
@@ -56,7 +56,7 @@ def table(name, seeds):
         print(name, epsilon, *(values[-1] for values in rows.values()), flush=True)
     frequencies = np.bincount(data.train[1]) / len(data.train[1])
     sample = "" if name in utility_data.OUT_OF_SAMPLE else " (in sample)"
-    lines = [f"\n## {name}{sample}\n\n| | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |\n"]
+    lines = [f"\n### {name}{sample}\n\n| | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |\n"]
     lines += ["| --- |" + " --- |" * len(EPSILONS) + "\n"]
     lines += [f"| {title} | {' | '.join(cells)} |\n" for title, cells in rows.items()]
     base = -np.mean(np.log(frequencies[data.test[1]]))
@@ -72,7 +72,11 @@ def main():
     seeds = arguments.seeds * (len(arguments.sets) if len(arguments.seeds) == 1 else 1)
     runs = ", ".join(f"{k} runs on {name}" for name, k in zip(arguments.sets, seeds, strict=True))
     tables = [table(name, k) for name, k in zip(arguments.sets, seeds, strict=True)]
-    PAGE.write_text(HEAD.format(runs=runs) + "".join(tables), encoding="utf-8")
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
+    from sections import fill
+
+    text = HEAD.format(runs=runs) + "".join(tables)
+    fill(PAGE, "benchmarks/utility/utility_probabilities.py", text)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import argparse
 import json
 import math
 import pathlib
+import sys
 
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = ROOT / "docs/benchmarks/regression.md"
+PAGE = ROOT / "docs/benchmarks/estimators.md"
 EPSILONS, DELTA = (0.1, 0.3, 1.0, 3.0), 1e-5
 CLIPS, RATES, LENGTHS = (0.1, 0.3), (0.125, 0.25, 0.5, 1.0, 2.0), (16, 64)
 OURS = ("PrivateRegressor", "PrivateRegressor, not centred")
@@ -168,8 +169,7 @@ def measure(name, method, epsilon, seeds):
     return [r2(descent(parts[0], *chosen), parts[2]) for parts in splits]
 
 
-HEAD = """# Regression at equal epsilon
-
+HEAD = """\
 Written by `benchmarks/utility/utility_regression.py`: test R2 in hundredths (a constant has 0),
 mean and standard error of {seeds} splits of their own; delta = 1e-5, REPLACE_SPECIAL. Columns are
 scaled by their ranges, taken as public, rows cut at norm 1, targets at public bounds.
@@ -192,14 +192,17 @@ def write(results, seeds):
         base = 100 * np.mean(results[f"{name}|no privacy|0"])
         sample = " (in sample)" if name == "diabetes" else ""
         lines += [
-            f"\n## {name}{sample}\n\n| method | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |"
+            f"\n### {name}{sample}\n\n| method | {' | '.join(f'eps {e:g}' for e in EPSILONS)} |"
         ]
         lines += ["\n| --- |" + " --- |" * len(EPSILONS)]
         for method in METHODS:
             cells = [_cell(results.get(f"{name}|{method}|{e:g}")) for e in EPSILONS]
             lines += [f"\n| {method} | {' | '.join(cells)} |"]
         lines += [f"\n\nWithout privacy: {base:.0f}.\n"]
-    PAGE.write_text("".join(lines), encoding="utf-8")
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
+    from sections import fill
+
+    fill(PAGE, "benchmarks/utility/utility_regression.py", "".join(lines))
 
 
 def _cell(scores):

@@ -39,9 +39,14 @@ def test_tuned_runs_meet_the_target_at_every_rate(script):
 
 def test_the_page_has_a_row_for_every_method(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
+    name = "benchmarks/utility/utility_regression.py"
+    script.PAGE.write_text(f"# By hand\n\n<!-- {name} -->\nold\n<!-- end of {name} -->\nmore\n")
     scores = {f"boston|{m}|{e:g}": [0.2, 0.4] for m in script.METHODS[:-1] for e in (0.3, 1)}
     script.write({**scores, "boston|no privacy|0": [0.7]}, 2)
     text = script.PAGE.read_text()
     assert "| AdaSSP | - | 30 ± 10 | 30 ± 10 | - |" in text
     assert "| diffprivlib | - | - | - | - |" in text
     assert "Without privacy: 70." in text
+    assert text.startswith("# By hand\n\n<!-- ")
+    assert text.endswith(" -->\nmore\n")
+    assert "old" not in text

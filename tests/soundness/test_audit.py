@@ -1,10 +1,8 @@
 """`hsa.audit`: false claims are caught, true ones are not, and the report says so."""
 
-import doctest
 import json
 import logging
 import math
-import pathlib
 
 import attrs
 import dp_accounting
@@ -310,10 +308,3 @@ def test_progress_goes_to_the_caller_or_the_log(caplog):
     with caplog.at_level(logging.INFO, logger="hidden_state_accountants"):
         hsa.audit(gaussian(1.0), cyclic_run(), attacks=QUICK)
     assert [record.message for record in caplog.records] == lines
-
-
-def test_the_examples_of_the_documentation():
-    guide = pathlib.Path(__file__).parents[2] / "docs" / "auditing.md"
-    result = doctest.testfile(str(guide), module_relative=False)
-    assert result.attempted >= 7
-    assert result.failed == 0
