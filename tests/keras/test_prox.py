@@ -42,9 +42,8 @@ def fitted(kind, prox, epochs=2, rate=0.5, **options):
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     optimizer = CyclicDPKerasSGDOptimizer(2.0, 2.0, learning_rate=rate, prox=prox, **options)
     model.compile(optimizer, loss)
-    record = HiddenStateCallback(
-        dataset_size=RECORDS, batch_size=BATCH, loss_geometry="auto", feature_norm=1.0
-    )
+    geometry = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
+    record = HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, loss_geometry=geometry)
     model.fit(cyclic_dataset(x, y, batch_size=BATCH), epochs=epochs, verbose=0, callbacks=[record])
     return model, record
 

@@ -103,15 +103,14 @@ def check_together(blocks: Blocks, trained: Any) -> None:
 
 
 class BlockRule(PlainSGD):
-    """SGD with a proximal map, and one learning rate."""
+    """SGD with a proximal map, and one learning rate: that of the beginning."""
 
-    _first: float | None = None
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._first = float(self.rate())
 
     def problem(self, steps: tf.Tensor) -> tf.Tensor:
-        """Whether the rate is that of the beginning."""
-        if self._first is None:
-            with tf.init_scope():
-                self._first = float(self.rate())
+        """Whether the rate is still that."""
         now, first = tf.cast(self.rate(), tf.float64), tf.constant(self._first, tf.float64)
         return as_bits({Problem.SETTINGS: tf.equal(now, first)})
 

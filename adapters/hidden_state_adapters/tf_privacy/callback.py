@@ -19,6 +19,7 @@ from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.figures import Figures
 from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
 from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled, check_layers
+from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
 from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun, checked_relation
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -127,6 +128,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         """Checks the data, the model and the other callbacks; starts the record or goes on."""
         if self._is_within_fit:
             self._end_interrupted()
+        refuse_surroundings()
         fit = _arguments_of_fit()
         used = self._check_data(fit)
         others = fit["callbacks"].callbacks

@@ -166,6 +166,7 @@ class PrivateOptimizer(legacy.Optimizer):
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _steps_of(self, variables: Sequence[Any]) -> Any:
         """The mechanism; of a loop that nobody records it begins here."""
+        settings.refuse_surroundings()
         if self._steps is None:
             check_variables(variables)
             with tf.init_scope():  # the step may be traced
@@ -212,7 +213,6 @@ class PrivateOptimizer(legacy.Optimizer):
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
         """The noisy mean of clipped gradients, of a loss with one entry per example."""
-        settings.refuse_surroundings()
         if grad_loss is not None:
             raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
         self._prepared, self._was_dp_gradients_called = None, True
