@@ -26,7 +26,7 @@ def test_every_page_is_in_the_menu_once():
 @pytest.mark.parametrize(
     ("package", "pages"),
     [
-        ("hidden_state_accountants", ["core", "extending"]),
+        ("hidden_state_accountants", ["core"]),
         ("hidden_state_adapters.opacus", ["opacus"]),
         ("hidden_state_adapters.sklearn", ["sklearn"]),
         ("hidden_state_adapters.tf_privacy", ["tf_privacy"]),
