@@ -24,7 +24,6 @@ from hidden_state_accountants.curves.renyi import (
     epsilon_from_rdp,
 )
 
-_HOPELESS = 3.0  # times as large by Chernoff's bound
 _RELIABLE = 100.0  # times the mass of infinite losses: Renyi divergences are not below such deltas
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
@@ -61,6 +60,10 @@ class Curve(abc.ABC):
         """An upper bound on epsilon that costs little; 0 if all of it costs little."""
         return 0.0
 
+    def least_epsilon(self, delta: float) -> float:
+        """A lower bound on `epsilon` that costs little."""
+        return 0.0
+
 
 class ComposableCurve(Curve):
     """One curve that always holds: what is composed. `alternatives` finds those of any curve."""
@@ -89,6 +92,11 @@ class LossCurve(ComposableCurve):
     def rough_epsilon(self, delta: float) -> float:
         return 0.0 if self._composed is None else self._composed.rough_epsilon(delta)
 
+    def least_epsilon(self, delta: float) -> float:
+        if self._composed is None or not delta > _RELIABLE * self._composed.infinite:
+            return 0.0  # Renyi divergences may be smaller
+        return self._composed.least_epsilon(delta)
+
     def epsilon(self, delta: float) -> float:
         by_loss = math.inf if self._composed is None else self._composed.epsilon(delta)
         if self._composed and by_loss < math.inf and delta > _RELIABLE * self._composed.infinite:
@@ -104,7 +112,7 @@ class LossCurve(ComposableCurve):
 
 def is_hopeless(curve: Curve, delta: float, best: float) -> bool:
     """Whether there is no point in working out an epsilon that is to be smaller than `best`."""
-    return curve.rough_epsilon(delta) > _HOPELESS * best
+    return curve.rough_epsilon(delta) > best < curve.least_epsilon(delta)
 
 
 @attrs.frozen
@@ -280,6 +288,9 @@ class CurveWithDelta(Curve):
     def rough_epsilon(self, delta: float) -> float:
         return self.curve.rough_epsilon(delta - self.extra) if delta > self.extra else math.inf
 
+    def least_epsilon(self, delta: float) -> float:
+        return self.curve.least_epsilon(delta - self.extra) if delta > self.extra else math.inf
+
     def delta(self, epsilon: float) -> float:
         return min(1.0, self.curve.delta(epsilon) + self.extra)
 
@@ -345,6 +356,9 @@ class BestOfCurves(Curve):
 
     def rough_epsilon(self, delta: float) -> float:
         return min(curve.rough_epsilon(delta) for curve in self.curves)
+
+    def least_epsilon(self, delta: float) -> float:
+        return min(curve.least_epsilon(delta) for curve in self.curves)
 
     def smallest(self, delta: float) -> tuple[float, int]:
         """The smallest epsilon, and the place of its curve."""

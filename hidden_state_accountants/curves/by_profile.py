@@ -55,6 +55,16 @@ class ProfileCurve(ComposableCurve):
     def profile(self) -> Profile:
         """Of the pair; where its directions differ, the data set with the record comes first."""
 
+    @property
+    def infinite(self) -> float:
+        """The mass of infinite losses; none, of Gaussians."""
+        return 0.0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether finite losses end; those of Gaussians do not, but their deltas underflow."""
+        return False
+
     def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
         found = self.profile.forward(epsilon)
         if not self.profile.is_symmetric:
@@ -62,13 +72,15 @@ class ProfileCurve(ComposableCurve):
         return np.minimum(found, 1.0)
 
     def delta(self, epsilon: float) -> float:
+        if epsilon == math.inf:
+            return self.infinite
         return float(self._deltas(np.array([min(epsilon, self.profile.largest)]))[0])
 
     def epsilon(self, delta: float) -> float:
         low, high = 0.0, self.profile.largest
         if self.delta(0.0) <= delta:
             return 0.0
-        if self.delta(high) > delta:
+        if self.delta(high) > delta or (delta == 0 and not self.is_bounded):
             return math.inf
         while high - low > 1e-12 * high:  # high is always enough
             points = low + (high - low) * _POINTS
@@ -93,6 +105,10 @@ class PolygonCurve(ProfileCurve):
 
     epsilons: np.ndarray
     deltas: np.ndarray
+
+    @property
+    def infinite(self) -> float:
+        return float(self.deltas[-1])
 
     @functools.cached_property
     def profile(self) -> Profile:
@@ -198,6 +214,14 @@ class CohortCurve(ProfileCurve):
     @functools.cached_property
     def profile(self) -> Profile:
         return profiles.poisson(profile_above(self.curve), self.rate)
+
+    @property
+    def infinite(self) -> float:
+        return min(1.0, self.rate * self.curve.delta(math.inf))
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.curve.epsilon(0.0) < math.inf
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
         event = self.curve.to_dpevent()

@@ -28,6 +28,8 @@ _LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, 
 _VANISHED = 1e-40  # of a characteristic function: what is smaller is left out
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
 _LARGEST_TILT = 1e6
+_HALVINGS = 12  # of an interval of tilts
+_HARDLY = 1e-6  # more than all rounding of a mean
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
 _CELLS, _DEVIATIONS = 2**22, 20.0  # what the first window should have, and its length
@@ -57,6 +59,10 @@ class ComposedLoss:
     def rough_epsilon(self, delta: float) -> float:
         """At least the epsilon: Chernoff's bound, by coarse laws."""
         return max(direction.rough_epsilon(delta) for direction in self._directions)
+
+    def least_epsilon(self, delta: float) -> float:
+        """At most the epsilon, for a delta above that of infinite losses: Cantelli's bound."""
+        return max(direction.least_epsilon(delta) for direction in self._directions)
 
     def delta(self, epsilon: float) -> float:
         """Delta in [0, 1] at an epsilon in [0, inf]."""
@@ -98,6 +104,36 @@ class _Direction:
             while (moved := bound(factor * theta)) < found and theta < _LARGEST_TILT:
                 theta, found = factor * theta, moved
         return max(found, 0.0)
+
+    def least_epsilon(self, delta: float) -> float:
+        r"""By the mean m and the deviation s of the total loss L under a tilt.
+
+        L is above a = m - s with a tilted probability of 1/2 at least, and then m + s at most in
+        the mean, so that (Jensen) L > a has a probability of M exp(-theta (m + s)) / 2 at least.
+        """
+        if delta >= 1 / 4:
+            return 0.0
+
+        def is_likely(theta: float) -> bool:
+            tilt = self._parts.rough_tilt(theta)
+            above = tilt.mean + math.sqrt(max(tilt.variance, 0.0))
+            return tilt.log_mass - theta * above > math.log(4 * delta)
+
+        high = 1.0
+        while is_likely(high) and high < _LARGEST_TILT:
+            high *= 2
+        low = 0.0 if high == 1 else high / 2
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_likely(middle) else (low, middle)
+        tilt = self._parts.tilt(low)
+        mean, variance = self._parts.moments(tilt)
+        deviation = math.sqrt(variance)
+        log_likely = tilt.log_mass - tilt.rounding - low * (mean + deviation) - math.log(2)
+        missed = math.exp(min(math.log(delta) - log_likely, 0.0))
+        if missed > 1 - _HARDLY:
+            return 0.0
+        return max(0.0, (mean - deviation + math.log1p(-missed)) * (1 - _HARDLY))
 
     def delta(self, epsilon: float) -> float:
         highest = self._parts.highest

@@ -186,6 +186,16 @@ class Parts:
         log_mass, mean, variance = (np.array([part.count for part in self.all]) @ found).tolist()
         return RoughTilt(theta, log_mass, mean, variance)
 
+    def moments(self, tilt: Tilt) -> tuple[float, float]:
+        """Mean and variance of the total loss under a tilt."""
+        means, variances = [], []
+        for part, count in tilt.parts:
+            losses = (part.lowest + np.arange(len(part.masses))) * self.grid
+            mean = float(part.masses @ losses)
+            means.append(count * mean)
+            variances.append(count * float(part.masses @ (losses - mean) ** 2))
+        return math.fsum(means), math.fsum(variances)
+
     def next_tilt(self, tilt: RoughTilt) -> RoughTilt:
         """A larger tilt whose law is a few nats away; the same if nothing is left to tilt.
 

@@ -223,4 +223,4 @@ def test_what_does_not_know_the_map_refuses_it():
     )
     report = str(hsa.audit(hsa.LastIterateAccountant(), event))
     assert "no attack applies" in report
-    assert report.count("needs prox_strong_convexity = 0, got 0.5") >= 3
+    assert report.count("needs prox_strong_convexity = 0, got 0.5") == 2

@@ -25,12 +25,13 @@ _SPLITS = (12, 4)  # of beta
 _SPLITS_PER_DOUBLING = 4  # of beta / (1 - beta): few values, so that steps repeat their losses
 _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
-_MOVES = (1.4, 1.2, 1.1, 1.05, 1.02)  # factors of one coordinate
-_SPLIT_MOVES = (2, 1, 1, 1, 1)  # of the split, at the same time
+# Factors of a coordinate, and moves of the split at the same time.
+_MOVES = ((1.4, 2), (1.2, 1), (1.1, 1), (1.05, 1), (1.02, 1))
+_SMALL_MOVES = _MOVES[2:]
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
-_ROUGH, _FEW_LEVELS = 20, 32  # of a rough one
+_ROUGH, _FEW_LEVELS = 40, 32  # of a rough one
 _SHARE_UP = 0.25  # of a cell, by which levels of a rough one are too large on average
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _LATE = 2**11  # coins that are looked at first
@@ -123,15 +124,14 @@ def best_of(
     profile_of: Callable[[float], Profile],
     delta: float,
 ) -> Plan:
-    """The plan with about the smallest epsilon; arguments as for `best_plan`."""
-    if len(plans) == 1:
-        return plans[0]
+    """What small moves make of the best of a few plans; arguments as for `best_plan`."""
     windows = Windows(steps)
     scale = _scale_of(windows.rough(plans[0]), profile_of, delta)
     if not scale:
         return plans[0]
     search = _Search(windows, QuickLosses(profile_of, delta, scale))
-    return min(plans, key=search.epsilon)
+    plan = min(plans, key=search.epsilon)
+    return search.moved(search.epsilon(plan), plan, _SMALL_MOVES)[1]
 
 
 def between(first: Plan, second: Plan, share: float) -> Plan:
@@ -210,8 +210,18 @@ class _Search:
         return epsilon, plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
-        """Ever smaller moves of one coordinate, or of the steps with shifts and their split."""
-        for factor, splits in zip(_MOVES, _SPLIT_MOVES, strict=True):
+        """Ever smaller moves, from a plan and from the best known one of another length."""
+        starts = [(epsilon, plan)]
+        others = [(e, p) for p, e in self._known.items() if p.length != plan.length]
+        if others:
+            starts.append(min(others, key=lambda known: known[0]))
+        return min((self.moved(*start, _MOVES) for start in starts), key=lambda found: found[0])
+
+    def moved(
+        self, epsilon: float, plan: Plan, moves: tuple[tuple[float, int], ...]
+    ) -> tuple[float, Plan]:
+        """What moves of these sizes, one after the other, make of a plan."""
+        for factor, splits in moves:
             while better := self._first_better(epsilon, self._moves(plan, factor, splits)):
                 epsilon, plan = better
         return epsilon, plan
@@ -224,14 +234,24 @@ class _Search:
         return None
 
     def _moves(self, plan: Plan, factor: float, splits: int) -> list[Plan]:
+        """One coordinate, or several that may make up for each other, up or down."""
         number, moves = _number_of(plan.beta), []
         for f, n in ((factor, splits), (1 / factor, -splits)):
-            shifted, length = _times(plan.shifted, f), _times(plan.length, f)
-            beta = split(number + n)
-            moves.append(attrs.evolve(plan, beta=beta))
-            moves.append(attrs.evolve(plan, shifted=shifted))
-            moves.append(attrs.evolve(plan, shifted=shifted, beta=beta))
-            moves.append(attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)))
+            length, shifted, fewer = (
+                _times(plan.length, f),
+                _times(plan.shifted, f),
+                _times(plan.shifted, 1 / f),
+            )
+            beta, opposite = split(number + n), split(number - n)
+            moves += [
+                attrs.evolve(plan, beta=beta),
+                attrs.evolve(plan, shifted=shifted),
+                attrs.evolve(plan, shifted=shifted, beta=beta),
+                attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)),
+                attrs.evolve(plan, length=length, shifted=min(fewer, length)),
+                attrs.evolve(plan, length=length, beta=opposite),
+                Plan(length, min(fewer, length), opposite),
+            ]
         return [
             move
             for move in moves
