@@ -1,4 +1,4 @@
-"""A training loop of one's own that asks a private run for its steps.
+"""Your own training loop asks a private run for its steps.
 
 python examples/keras_custom_loop.py [--epochs 60] [--noise-multiplier 6.0] ...
 """
