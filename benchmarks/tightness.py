@@ -46,7 +46,7 @@ class Class:
         event: The declared run.
         family: The members; of `GaussianOracle` if `gaussian`, else of `GridOracle`.
         gaussian: The measure: mu, exactly, or epsilon at `DELTA` on a grid.
-        comment: Where the bound is loose, and why.
+        comment: Why the bound is loose; empty where it is met.
         relation: The neighbouring relation.
         met: Whether the bound is known to be met: the ratio is 1.
     """
@@ -55,7 +55,7 @@ class Class:
     event: hsa.LastIterateDpEvent
     family: Callable[[hsa.LastIterateDpEvent], Iterable[Member]]
     gaussian: bool
-    comment: str
+    comment: str = ""
     relation: NeighboringRelation = REPLACE_ONE
     met: bool = False
 
@@ -271,15 +271,30 @@ _RANDOM: dict[str, Any] = {
     "num_steps": 12,
     "noise_multiplier": 2.0,
 }
+_CYCLIC = (
+    "Theorem A knows how far an update may stretch distances, not how little it must shrink them. "
+    "Where eta M < 1, noise from before the record's batch cannot be erased, which the bound does "
+    "not use."
+)
+_FALLING = (
+    "A falling learning rate splits the steps into several blocks of the isotonic regression; a "
+    "quadratic pays for one block."
+)
+_PLANE = (
+    "The modulus of clipped losses is attained in two dimensions, the grid sees one: how much of "
+    "the ratio is looseness is not known."
+)
+_DOMAIN = (
+    "Theorem D takes what the laws of two runs have not in common for opposite ends of the domain, "
+    "and in one dimension the projection of the last iterate hides the tails of the last noise."
+)
 _SECRET = (
-    "The bound averages over the orders (joint convexity); it does not use that the last iterate "
-    "tells little about which one was drawn."
+    "The bound averages over the orders; it does not use that the last iterate tells little about "
+    "which one was drawn."
 )
 _SAMPLED = (
-    "The bound is composition, and met by the run found if all of its iterates are released. Its "
-    "12 steps are too few for the bound of hidden iterates to be smaller (from 19 on it is). How "
-    "much is lost is not known: no run was found whose last iterate tells more, among 400 with "
-    "Huber losses of all sorts and other starts."
+    "The bound adds up what every step of its window tells, the last iterate has but the sum. No "
+    "run was found whose last iterate tells more, among 400 others: how much is lost is not known."
 )
 
 CLASSES = (
@@ -288,7 +303,6 @@ CLASSES = (
         run(loss=hsa.LossGeometry.strongly_convex(1.0, 0.5, lipschitz=1.0)),
         quadratics,
         True,
-        "Met: the least convex quadratic is the worst loss.",
         met=True,
     ),
     Class(
@@ -296,7 +310,6 @@ CLASSES = (
         run(weight_decay=0.2),
         quadratics,
         True,
-        "Met by linear losses: the decay is the only contraction.",
         met=True,
     ),
     Class(
@@ -304,7 +317,6 @@ CLASSES = (
         run(loss=hsa.LossGeometry.linear(1.0)),
         linear,
         True,
-        "Met, and equal to composition: hiding the iterates of linear losses gains nothing.",
         met=True,
     ),
     Class(
@@ -312,7 +324,6 @@ CLASSES = (
         run(clip_norm=1.0, loss=_HUBER, weight_decay=0.2),
         linear,
         True,
-        "Met by linear losses whose gradients are as long as the clip norm.",
         met=True,
     ),
     Class(
@@ -320,7 +331,6 @@ CLASSES = (
         run(clip_norm=1.0, loss=hsa.LossGeometry.convex(1.0)),
         linear,
         True,
-        "Met, and equal to composition: the modulus 2/sqrt(4 - eta M) is above 1.",
         met=True,
     ),
     Class(
@@ -328,8 +338,6 @@ CLASSES = (
         run(loss=hsa.LossGeometry.weakly_convex(1.0, 0.1, lipschitz=1.0), num_steps=12),
         quadratics,
         True,
-        "Met, and equal to composition: by linear losses, not by expanding ones, whose first steps "
-        "weigh more than their last ones.",
         met=True,
     ),
     Class(
@@ -337,7 +345,6 @@ CLASSES = (
         run(loss=hsa.LossGeometry.weakly_convex(1.0, 0.1, lipschitz=1.0), weight_decay=0.3),
         quadratics,
         True,
-        "Met by the most concave quadratic, which the decay still makes contract.",
         met=True,
     ),
     Class(
@@ -345,14 +352,13 @@ CLASSES = (
         cyclic(loss=hsa.LossGeometry.weakly_convex(1.0, 0.05, lipschitz=1.0), num_steps=12),
         quadratics,
         True,
-        "As for convex losses in cyclic batches, see below.",
+        _CYCLIC,
     ),
     Class(
         "convex, weight decay, full batches, three releases",
         run(weight_decay=0.2, release_steps=(5, 6, 15)),
         quadratics,
         True,
-        "Met: the released iterates are a Markov chain of Gaussians.",
         met=True,
     ),
     Class(
@@ -360,7 +366,6 @@ CLASSES = (
         cyclic(learning_rate=1.0, num_steps=3),
         quadratics,
         True,
-        "Met: curvature 1/eta in the last batch erases the noise of the steps before.",
         met=True,
     ),
     Class(
@@ -368,24 +373,21 @@ CLASSES = (
         cyclic(num_steps=3),
         quadratics,
         True,
-        "Theorem A knows how far an update may stretch distances, not how little it must shrink "
-        "them. Where eta M < 1, noise from before the record's batch cannot be erased, which the "
-        "bound does not use.",
+        _CYCLIC,
     ),
     Class(
         "strongly convex quadratics, 8 cyclic epochs",
         cyclic(loss=hsa.LossGeometry.strongly_convex(1.0, 0.1, lipschitz=1.0)),
         quadratics,
         True,
-        "As for one epoch. The worst loss of the bound would erase the noise of the steps after a "
-        "participation without moving the two runs closer together; a quadratic does both.",
+        _CYCLIC,
     ),
     Class(
         "convex, weight decay, 8 cyclic epochs",
         cyclic(weight_decay=0.2),
         quadratics,
         True,
-        "As above.",
+        _CYCLIC,
     ),
     Class(
         "linear losses, 8 cyclic epochs",
@@ -400,39 +402,35 @@ CLASSES = (
         run(weight_decay=0.2, learning_rate=_RATES),
         quadratics,
         True,
-        "A falling learning rate splits the steps into several blocks of the isotonic regression; "
-        "a quadratic pays for one block.",
+        _FALLING,
     ),
     Class(
         "convex, weight decay, 8 cyclic epochs, falling learning rate",
         cyclic(weight_decay=0.2, learning_rate=_RATES),
         quadratics,
         True,
-        "Both effects together.",
+        _FALLING,
     ),
     Class(
         "convex, weight decay, 8 cyclic epochs, three releases",
         cyclic(weight_decay=0.2, release_steps=(5, 6, 15)),
         quadratics,
         True,
-        "As without releases.",
+        _CYCLIC,
     ),
     Class(
         "clipped generalized linear model, weight decay, 4 cyclic epochs",
         cyclic(clip_norm=1.0, loss=_HUBER, weight_decay=0.2, num_steps=12),
         cyclic_huber,
         False,
-        "As for quadratics in cyclic batches.",
+        _CYCLIC,
     ),
     Class(
         "clipped convex, weight decay, full batches",
         run(clip_norm=1.0, loss=hsa.LossGeometry.convex(1.0), weight_decay=0.2, num_steps=12),
         full_huber,
         False,
-        "The modulus of clipped convex losses is attained in two dimensions, by a curvature "
-        "across the direction of the clipped gradient. The grid sees one dimension, where clipped "
-        "convex losses contract like generalized linear ones: how much of the ratio is looseness "
-        "is not known.",
+        _PLANE,
     ),
     Class(
         "clipped weakly convex, weight decay, full batches",
@@ -444,27 +442,21 @@ CLASSES = (
         ),
         concave,
         False,
-        "A gradient that is bounded by the clip norm can fall only in a bounded region, and one "
-        "dimension lacks the worst curvature, as above.",
+        _PLANE,
     ),
     Class(
         "clipped generalized linear model, bounded domain, full batches",
         run(clip_norm=1.0, loss=_HUBER, domain_diameter=1.0),
         projected,
         False,
-        "Theorem A lets the two runs enter its window at opposite ends of the domain, where no "
-        "loss brings them: 12.8. Theorem D uses what their laws have in common before every "
-        "window. It still takes what they have not in common for opposite ends, and in one "
-        "dimension the projection of the last iterate hides the tails of the last noise, which "
-        "decide at a small delta.",
+        _DOMAIN,
     ),
     Class(
         "clipped generalized linear model, weight decay, bounded domain, 4 cyclic epochs",
         cyclic(clip_norm=1.0, loss=_HUBER, domain_diameter=1.0, weight_decay=0.2, num_steps=12),
         projected,
         False,
-        "The last step alone moves the record by 2/3 of a standard deviation, which is an epsilon "
-        "of 2.75 where nothing hides its tails. In one dimension the projection does, as above.",
+        _DOMAIN,
     ),
     *(
         Class(
@@ -477,18 +469,8 @@ CLASSES = (
         )
         for order, comment in (
             ("shuffled_once", _SECRET),
-            (
-                "reshuffled",
-                _SECRET,
-            ),
-            (
-                "without_replacement",
-                "The run found has 4.212 if all of its iterates are released, composition 4.303: "
-                "the two directions of a step's pair are attained by different runs. The window, "
-                "11 of the 12 steps, adds up what every one of them tells, as if it was seen by "
-                "itself; the last iterate has but the sum. No run was found whose last iterate "
-                "tells more, among 400 with Huber losses of all sorts and other starts.",
-            ),
+            ("reshuffled", _SECRET),
+            ("without_replacement", _SAMPLED),
             ("poisson", _SAMPLED),
         )
     ),
@@ -545,14 +527,11 @@ found among the members of a small family of the class, and *worst run found* sa
 loose, **or** that the family lacks the worst member of the class. The ratio is an upper estimate of
 the looseness, never a lower one.
 
-- Rows in mu: Gaussian runs. What was found is exact up to floating-point rounding.
-- Rows in epsilon (delta = {DELTA:g}): one-dimensional runs on a grid. The ratio uses the estimate
-  of the grid; the certified ratio uses its certified lower bound: the looseness on the class is
-  proved to be at most this.
-- Quadratics have the curvature and the sensitivity of their class but no bounded gradient. They
-  are used where the bound uses nothing else.
-- Cyclic rows are for the worst position of the record, in the bound and in what was found. Rows
-  with random batches are for REPLACE_SPECIAL, all others for REPLACE_ONE.
+- Rows in mu: Gaussian runs, exact up to floating-point rounding.
+- Rows in epsilon (delta = {DELTA:g}): one-dimensional runs on a grid. The looseness on the class is
+  proved to be at most the certified ratio.
+- Cyclic rows are for the worst position of the record. Rows with random batches are for
+  REPLACE_SPECIAL, all others for REPLACE_ONE.
 
 """
 _COLUMNS = (
@@ -576,7 +555,10 @@ def line(cells: Iterable[str]) -> str:
 def page(rows: Iterable[Row]) -> str:
     """docs/tightness.md."""
     lines = [line(_COLUMNS), line("---" for _ in _COLUMNS), *(line(row.cells()) for row in rows)]
-    comments = [f"- **{item.name}**: {item.comment}" for item in CLASSES]
+    reasons: dict[str, list[str]] = {}
+    for item in CLASSES:
+        reasons.setdefault(item.comment, []).append(item.name)
+    comments = [f"- **{'; '.join(names)}**: {text}" for text, names in reasons.items() if text]
     return _HEADER + "\n".join([*lines, "", "## Where it is loose, and why", "", *comments, ""])
 
 
