@@ -65,6 +65,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """A proof that Markdown has eaten from, or a formula that stands bare, is an error."""
+    if re.search(r"<mi>(?:&amp;|&|\\\w+)</mi>", html):
+        LOG.warning("%s: a formula is not converted: it shows a & or a command", page.file.src_uri)
     if page.file.src_uri.startswith(("theory/", "papers/", "notes/")):
         words = re.sub(r"<(math|pre|code|table)\b.*?</\1>", "", html, flags=re.DOTALL)
         text = re.sub(r"<[^>]+>", "", re.sub(r"</?(?:em|strong)>", "\0", words))

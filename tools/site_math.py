@@ -28,7 +28,9 @@ IN_LINE = re.compile(
 class _Formulas(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
         def stored(formula: str, display: str) -> str:
-            html = convert(" ".join(formula.split()), display=display)
+            # latex2mathml sets the lines of split, not those of aligned (GitHub's), and no arg.
+            text = " ".join(formula.split()).replace("{aligned}", "{split}")
+            html = convert(re.sub(r"\\arg\b", r"\\operatorname{arg}", text), display=display)
             if display == "block":
                 html = f'<div class="formula">{html}</div>'
             return self.md.htmlStash.store(html)
