@@ -25,14 +25,13 @@ STEPS = (200, 20_000, 1_000_000, 100_000_000)
 LIMIT = 30
 MEMORY = 4
 DELTA = 1e-5
-EPOCH = 100
 RUN = hsa.LastIterateDpEvent(
     noise_multiplier=2.0,
     learning_rate=0.5,
     clip_norm=1.0,
     batch_size=500,
     dataset_size=50_000,
-    num_steps=EPOCH,
+    num_steps=100,
     batch_order="cyclic",
     loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
     weight_decay=0.1,
@@ -53,7 +52,7 @@ STOCK = {
 }
 
 
-def make_run(order, kind, steps, longest):
+def make_run(order, kind, steps):
     size = RUN.dataset_size if order == "full" else RUN.batch_size
     run = attrs.evolve(RUN, num_steps=steps, batch_order=order, batch_size=size)
     if kind == LARGE:
@@ -62,7 +61,7 @@ def make_run(order, kind, steps, longest):
     if kind == DOMAIN:
         run = attrs.evolve(run, domain_diameter=1.0)
     if kind == SCHEDULE:
-        rates = 0.25 * (1 + np.cos(np.pi * np.arange(steps) / longest)) + 0.005
+        rates = 0.25 * (1 + np.cos(np.pi * np.arange(steps) / steps)) + 0.005
         run = attrs.evolve(run, learning_rate=rates)
     return run
 
@@ -88,7 +87,7 @@ def stock_epsilon(name, run):
 
 
 def measure_here(name, kind, steps, sender):
-    """Sends seconds, seconds after one more epoch, and megabytes beside those of the imports."""
+    """Sends seconds, and megabytes beside those of the imports."""
     order = STOCK.get(name, name)
     if name == "Opacus PRV":
         import opacus.accountants  # noqa: F401  not counted
@@ -102,15 +101,13 @@ def measure_here(name, kind, steps, sender):
 
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT + 5, LIMIT + 5))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 2**30, MEMORY * 2**30))
-    lengths = steps, steps + EPOCH
-    runs = [make_run(order, kind, length, lengths[-1]) for length in lengths]
-    before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
-    for run in runs:
-        start = time.process_time()  # other work on the machine does not count
-        epsilon(run)
-        seconds.append(time.process_time() - start)
+    run = make_run(order, kind, steps)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()  # other work on the machine does not count
+    epsilon(run)
+    seconds = time.process_time() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    sender.send(f"{seconds[0]:.2f} / {seconds[1]:.2f} s, {max(0.0, peak):.0f} MB")
+    sender.send(f"{seconds:.2f} s, {max(0.0, peak):.0f} MB")
 
 
 def measure(*case):
@@ -138,13 +135,11 @@ def lines():
     yield (
         "Written by `benchmarks/accounting_speed.py` on one core; compare within the table only. A "
         "softmax probe (n = 50,000, b = 500, learning rate 0.5, clip norm 1, weight decay 0.1, "
-        f"noise multiplier 2), delta = {DELTA:g}: seconds for compose and get_epsilon, the same "
-        "for a run that is one epoch longer, asked next in the same process, and the memory that "
-        "both needed; the runs before these have another noise. The cosine schedule has another "
-        "learning rate in every step and ends with the longer run; the projected "
-        "run stays in a ball of diameter 1; `calibrate_noise` finds the noise multiplier for an "
-        "epsilon of 1. The last rows account for the same steps with every iterate released: "
-        "first ours, then the stock accountants. A dash: not measured."
+        f"noise multiplier 2), delta = {DELTA:g}: seconds for compose and get_epsilon, and the "
+        "memory that they need. The cosine schedule has another learning rate in every step; the "
+        "projected run stays in a ball of diameter 1; `calibrate_noise` finds the noise multiplier "
+        "for an epsilon of 1. The last rows account for the same steps with every iterate "
+        "released: first ours, then the stock accountants. A dash: not measured."
     )
     yield ""
     yield "| batches | run | " + " | ".join(f"{steps:,} steps" for steps in STEPS) + " |"
@@ -162,7 +157,7 @@ def lines():
 
 def main():
     for order in ORDERS:  # loads what is loaded late
-        run = attrs.evolve(make_run(order, CONSTANT, 2, 2), noise_multiplier=3.3)
+        run = attrs.evolve(make_run(order, CONSTANT, 2), noise_multiplier=3.3)
         hsa.calibrate_noise(1.0, DELTA, run)
     for name in STOCK:
         if name != "Opacus PRV":
