@@ -197,7 +197,9 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 return _Details(leaf, outcome)
             state = outcome
         try:
-            curve = of_groups(state.curve(), self.group_size)
+            curve = state.curve()
+            if self.group_size > 1:
+                curve = of_groups(curve, self.group_size)
         except ValueError as error:
             return _Details(event, f"{error}, together with what is composed already")
         if count:
@@ -238,8 +240,9 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         return attrs.evolve(state, standard=(*state.standard, part))
 
     def _of_run(self, event: dp_accounting.DpEvent) -> Guarantee:
-        relation = self.neighboring_relation
-        return self._run_guarantee(run_of_groups(event, relation, self.group_size))
+        if self.group_size > 1:
+            event = run_of_groups(event, self.neighboring_relation, self.group_size)
+        return self._run_guarantee(event)
 
     def _on_cohort(self, leaf: dp_accounting.PoissonSampledDpEvent) -> Guarantee:
         """Of everything inside, on one cohort (docs/theory/cohorts.md)."""

@@ -203,7 +203,6 @@ class Comparison:
         path: str | os.PathLike[str],
         *,
         delta: float | None = None,
-        jobs: int = 1,
         progress: Progress | None = None,
     ) -> None:
         """Draws epsilon against epochs for every row, one panel for each run.
@@ -211,31 +210,27 @@ class Comparison:
         Args:
             path: Where to write the picture; the ending chooses the format. Needs matplotlib.
             delta: The delta of the epsilons; the first by default.
-            jobs: Worker processes, with joblib.
             progress: Receives a line of text at each stage.
 
         Raises:
-            ImportError: matplotlib, or joblib for several jobs, is missing.
+            ImportError: matplotlib is missing.
             ValueError: The path is not that of a picture.
         """
         check_path(path)
         delta = self.deltas[0] if delta is None else validate.target_delta(delta)
         points = [(run, epochs) for run in self.runs for epochs in plotted_epochs(run[1])]
-        work = [
-            (label, first_epochs(event, n), (delta,), self.neighboring_relation, self.group_size)
-            for (label, event), n in points
-        ]
         lines: dict[str, dict[str, list[tuple[float, float]]]] = {
             label: {} for label, _ in self.runs
         }
         status: dict[str, str] = {}
-        for (_, epochs), rows in zip(
-            points, _evaluate(work, jobs, progress, "plot: point"), strict=True
-        ):
-            for row in rows:
+        how = (delta,), self.neighboring_relation, self.group_size
+        for index, ((label, event), epochs) in enumerate(points, start=1):
+            for row in rows_of(label, first_epochs(event, epochs), *how):
                 if row.epsilon is not None and row.accountant != _COMBINED:
                     lines[row.run].setdefault(row.accountant, []).append((epochs, row.epsilon))
                     status[row.accountant] = row.status
+            if progress is not None:
+                progress(f"plot: point {index} of {len(points)}")
         panels = [
             Panel(
                 _title(label, event, len(self.runs) > 1),
@@ -272,7 +267,6 @@ def compare(
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     *,
     group_size: int = 1,
-    jobs: int = 1,
     progress: Progress | None = None,
 ) -> Comparison:
     """Accounts for runs in every way there is: each bound of this package, and stock accountants.
@@ -290,9 +284,7 @@ def compare(
         neighboring_relation: Of every row.
         group_size: How many records one person has at most (docs/theory/groups.md). Stock
             accountants are then left out: they are about one record.
-        jobs: Worker processes for several runs, with joblib.
-        progress: Receives a line of text for every run, and for every accountant unless other
-            processes do the work.
+        progress: Receives a line of text for every run and every accountant.
 
     Returns:
         A `Comparison`: `.rows`, `.best()`, `.to_markdown()`, `.to_dict()`, `.plot(path)`.
@@ -311,10 +303,11 @@ def compare(
         raise ValueError("Expected at least one delta, got none.")
     relation = validate.neighboring_relation(neighboring_relation)
     size = validate.integer("group_size", group_size, minimum=1)
-    work: list[tuple[Any, ...]] = [(label, run, deltas, relation, size) for label, run in runs]
-    if progress is not None and (jobs == 1 or len(work) == 1):
-        work = [(*item, progress) for item in work]  # other processes cannot tell
-    rows = [row for part in _evaluate(work, jobs, progress, "compare: run") for row in part]
+    tell = progress or (lambda line: None)
+    rows: list[Row] = []
+    for index, (label, run) in enumerate(runs, start=1):
+        rows += rows_of(label, run, deltas, relation, size, tell)
+        tell(f"compare: run {index} of {len(runs)}")
     return Comparison(runs, deltas, relation, tuple(rows), size)
 
 
@@ -334,31 +327,6 @@ def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
             known = ", ".join(kind.__name__ for kind in RUN_EVENTS)
             raise TypeError(f"Expected event to be one of {known}, got {run!r}.")
     return tuple(runs)
-
-
-def _evaluate(
-    work: Sequence[tuple[Any, ...]],
-    jobs: int,
-    progress: Progress | None,
-    what: str,
-) -> list[list[Row]]:
-    """`rows_of` for the arguments of each piece of work, in order."""
-    jobs = validate.integer("jobs", jobs, minimum=1)
-    results: Any
-    if jobs == 1 or len(work) == 1:
-        results = (rows_of(*item) for item in work)
-    else:
-        try:
-            from joblib import Parallel, delayed
-        except ImportError:
-            raise ImportError(f"jobs={jobs} needs joblib: pip install joblib") from None
-        results = Parallel(n_jobs=jobs, return_as="generator")(delayed(rows_of)(*w) for w in work)
-    found = []
-    for index, rows in enumerate(results, start=1):
-        found.append(rows)
-        if progress is not None:
-            progress(f"{what} {index} of {len(work)}")
-    return found
 
 
 def _epsilon(row: Row) -> float:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import plotting, validate
+from hidden_state_accountants import validate
 from hidden_state_accountants.auditing.evidence import Attack, Evidence, Progress
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
@@ -162,42 +161,6 @@ class AuditReport:
             cells = (row.attack, epsilon, row.strength, verdict, row.detail)
             lines.append("| " + " | ".join(map(_cell, cells)) + " |")
         return "\n".join(lines) + "\n"
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the claimed delta and the lower bounds over epsilon, as the suffix of `path` says.
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
-        claimed = (("claimed", self.claimed_deltas),)
-        found = (
-            (f"at least, by {row.attack} ({row.strength})", row.deltas)
-            for row in self.rows
-            if row.applies
-        )
-        # 1 claims nothing; only the points were computed.
-        series = [
-            plotting.Series(
-                name,
-                tuple((x, y) for x, y in zip(self.epsilons, deltas, strict=True) if y < 1),
-                name,
-                ":",
-            )
-            for name, deltas in (*claimed, *found)
-        ]
-        what = f"violated by {self.violated_by}" if self.violated else "not violated"
-        verdict = (
-            f"{what}: epsilon claimed {text_up(self.claimed, 4)}, at least "
-            f"{text_down(self.lower_bound, 4)} "
-            f"(delta = {self.target_delta:g}, {self.neighboring_relation})"
-        )
-        plotting.draw(
-            [plotting.Panel(verdict, tuple(series))],
-            path,
-            title="A claim is false where a lower bound is above it",
-            x_label="epsilon",
-            y_label="delta",
-        )
 
 
 def _cell(text: str) -> str:

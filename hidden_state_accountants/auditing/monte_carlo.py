@@ -20,7 +20,7 @@ import numpy.typing as npt
 from scipy import stats
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.auditing.evidence import Progress
 from hidden_state_accountants.figures import text_down
 
 Trainer = Callable[[np.random.Generator], npt.ArrayLike]
@@ -92,15 +92,6 @@ class MonteCarloAudit:
         """The lower bound on delta at an epsilon >= 0."""
         epsilon = validate.real("epsilon", epsilon, minimum=0)
         return max(self.forward.delta(epsilon), self.backward.delta(epsilon))
-
-    def to_evidence(self, witness: str = "runs of the trainer") -> Evidence:
-        """Evidence that a claim can be compared with; it holds with probability `confidence`."""
-        return Evidence(
-            attack="monte_carlo",
-            strength=f"confidence {self.confidence:g}",
-            witness=f"{witness}; {self.forward.trials} tested on each side",
-            delta=self.delta,
-        )
 
 
 def monte_carlo_audit(

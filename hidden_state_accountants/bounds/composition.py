@@ -1,19 +1,36 @@
-"""Ordinary composition: the guarantee with every iterate released, whatever the curvature is."""
+"""Ordinary composition: the guarantee with every iterate released, whatever the curvature is.
+
+What one record does to a step whose batch is drawn at random is a sampled mechanism per step.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import attrs
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import Bound, Citation, Proof
-from hidden_state_accountants.bounds.sampled_steps import composed_steps
+from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, with_delta
+from hidden_state_accountants.curves.by_profile import (
+    ReplacedInPoissonBatchCurve,
+    SampledWithoutReplacementCurve,
+    ZeroedWithoutReplacementCurve,
+    replaced_in_poisson_batch,
+    zeroed_without_replacement,
+)
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.profiles import Profile
+from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.schedule import same_in_all_steps, values_and_counts
 from hidden_state_accountants.guarantee import Assumption
 from hidden_state_accountants.process.conditions import (
     Unmet,
@@ -21,6 +38,8 @@ from hidden_state_accountants.process.conditions import (
     relation_of_run,
     released_curvature,
 )
+
+_REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 
 
 @attrs.frozen
@@ -87,3 +106,68 @@ def _curve(event: dp_accounting.DpEvent) -> Curve:
         inner, count = event.event, event.count
     noise = inner.noise_multiplier
     return GaussianCurve(math.sqrt(count) / noise if noise > 0 else math.inf)
+
+
+@same_in_all_steps
+def record_mus(event: LastIterateDpEvent) -> np.ndarray:
+    """Per step, the gradient bound over the noise on the sum; 0 if nothing moves, shape (T,)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = event.gradient_bound() / event.noise_std_on_sum()
+    moves = (event.per_step("learning_rate") > 0) & (event.gradient_bound() > 0)
+    return np.where(moves, ratio, 0.0)
+
+
+@functools.lru_cache(maxsize=16)  # composition and its amplification evaluate the same curve
+def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
+    """All steps of a POISSON or WITHOUT_REPLACEMENT run, with every iterate released."""
+    mus, counts = values_and_counts(record_mus(event))
+    if not np.isfinite(mus).all():
+        return GaussianCurve(math.inf)
+    return compose_curves(
+        [
+            (step_curve(event, relation, mu), count)
+            for mu, count in zip(mus.tolist(), counts.tolist(), strict=True)
+            if mu
+        ]
+    )
+
+
+def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: float) -> Curve:
+    """The curve of one step.
+
+    The pair is ordered where its directions differ: the data set with the record comes first, in
+    every step, so that steps compose in each of the two orders.
+
+    Args:
+        event: A POISSON or WITHOUT_REPLACEMENT run.
+        relation: One that makes sense for it.
+        mu: The gradient bound over the noise of the step, in (0, inf).
+    """
+    rate = event.sampling_probability
+    if rate == 1:  # nothing is drawn
+        return GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)
+    if event.batch_order is BatchOrder.POISSON:
+        if relation is _REPLACE_ONE:
+            return ReplacedInPoissonBatchCurve(mu, rate)
+        sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
+        # Zeroing a record of a Poisson sample is removing it.
+        part = StockEvent(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
+        return StandardCurve((part,))
+    if relation is _REPLACE_ONE:
+        # The record replaces a stand-in, and so does the other record: all are 2 mu apart.
+        return SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, 2 * mu)
+    return ZeroedWithoutReplacementCurve(mu, rate)
+
+
+def step_profile(
+    event: LastIterateDpEvent, relation: NeighboringRelation
+) -> Callable[[float], Profile]:
+    """The privacy profile of a step by its mu; arguments as for `step_curve`."""
+    rate = event.sampling_probability
+    if event.batch_order is BatchOrder.POISSON:
+        if relation is _REPLACE_ONE:
+            return functools.partial(replaced_in_poisson_batch, rate=rate)
+        return lambda mu: profiles.poisson(profiles.gaussian(mu), rate)
+    if relation is _REPLACE_ONE:
+        return lambda mu: profiles.without_replacement(profiles.gaussian(2 * mu), rate)
+    return functools.partial(zeroed_without_replacement, rate=rate)

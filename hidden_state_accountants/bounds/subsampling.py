@@ -26,7 +26,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
-from hidden_state_accountants.bounds.sampled_steps import (
+from hidden_state_accountants.bounds.composition import (
     composed_steps,
     record_mus,
     step_curve,
@@ -42,9 +42,8 @@ from hidden_state_accountants.bounds.solvers.sampled_windows import (
     Plan,
     SampledSteps,
     Windows,
-    best_of,
     best_plan,
-    between,
+    moved,
     window_of,
 )
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
@@ -75,10 +74,10 @@ _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal one
 _FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
 _NEARLY_FORGOTTEN = 1e-2
 _MANY = 2**12  # equal steps for which shorter runs are planned
-_FEW = 32  # equal steps that are searched whatever their number is
 _MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
+_SMALL_DELTA = 1e-10  # and those of the plan that hardly fails, if there is one that may rather
 
 
 @attrs.frozen
@@ -247,6 +246,11 @@ class _SampledRun:
         """Whether products of moduli depend on the sizes of batches."""
         return len(self.stretching.offsets) > 1
 
+    @property
+    def _compared_at(self) -> float:
+        is_for_small_deltas = self.depends_on_sizes and self.allowed < _LARGER_FAILURE
+        return _SMALL_DELTA if is_for_small_deltas else _DELTA
+
     def released_curve(self, event: LastIterateDpEvent) -> Curve:
         """All segments between the releases of a run that is as planned, composed."""
         if not np.isfinite(record_mus(event)).all():
@@ -282,14 +286,14 @@ class _SampledRun:
         """About the best window of a segment; None if the whole segment is better."""
         steps = self.segment(start, stop)
         if self.process.is_constant:
-            plans = self._for_plans().plans_of_equal(stop - start)
+            plan = self._for_plans().plan_of_equal(stop - start)
         else:
-            plans = [self.plan(start, stop, steps)]
-        most = len(steps.step_mu)  # fewer than were planned with, if the past is forgotten sooner
-        found = [plan for plan in dict.fromkeys(plans) if plan and plan.length < most]
-        if not found:
+            plan = self.plan(start, stop, steps)
+        if plan is None or len(steps.step_mu) == 1:
             return None
-        plan = best_of(found, steps, step_profile(self.event, self.relation), _DELTA)
+        length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
+        plan = Plan(length, min(plan.shifted, length), plan.beta)
+        plan = moved(plan, steps, step_profile(self.event, self.relation), self._compared_at)
         return self.curve_of(window_of(steps, plan))
 
     def _for_plans(self) -> _SampledRun:
@@ -298,24 +302,16 @@ class _SampledRun:
             return self
         return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation, self.allowed)
 
-    def plans_of_equal(self, num_steps: int) -> list[Plan | None]:
-        """Few plans are searched for, so that a run that goes on is not searched after each epoch.
+    def plan_of_equal(self, num_steps: int) -> Plan | None:
+        """That of the next power of two, or of a run that has just forgotten its start.
 
-        Those of powers of two: the next shorter one, the next longer one and what lies between
-        them, and that of a run that has just forgotten its start. (What holds with a plan for a
-        longer run holds for a shorter one, whose distance is no larger.)
+        Few plans are searched for, so that a run that goes on is not searched after each epoch.
+        What holds with a plan for a longer run holds for a shorter one, whose distance is no
+        larger.
         """
         memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
-        plans = [self.plan(0, memory)]
-        if num_steps < memory:
-            longer = min(2 ** math.ceil(math.log2(num_steps)), self.process.num_steps)
-            shorter = num_steps if num_steps <= _FEW else 2 ** math.floor(math.log2(num_steps))
-            first, last = self.plan(0, shorter), self.plan(0, longer)
-            plans += [first, last]
-            if first and last and shorter < num_steps < longer:
-                share = math.log(num_steps / shorter) / math.log(longer / shorter)
-                plans.append(between(first, last, share))
-        return plans
+        longer = 2 ** math.ceil(math.log2(max(2, num_steps)))
+        return self.plan(0, min(longer, memory))
 
     def plan(self, start: int, stop: int, known: SampledSteps | None = None) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better.
@@ -332,7 +328,7 @@ class _SampledRun:
             steps = self.segment(start, stop) if known is None else known
             noise_std, step_mu = steps.noise_std * factor, steps.step_mu / factor
             scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
-            return best_plan(scaled, step_profile(event, self.relation), _DELTA)
+            return best_plan(scaled, step_profile(event, self.relation), self._compared_at)
 
         return _PLANS.of((hash(event), self.relation, self.allowed, start, stop), search)
 

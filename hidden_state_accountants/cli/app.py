@@ -271,14 +271,13 @@ def compare(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     plot: Plot = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes; needs joblib.")] = 1,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Which accountant is the best for my run, and why do the others not apply?
 
     Flags change every run. Examples: `hsa compare run.toml --plot run.png`,
-    `hsa compare a.toml b.toml -d 1e-5 -d 1e-6 --jobs 2`,
+    `hsa compare a.toml b.toml -d 1e-5 -d 1e-6`,
     `hsa compare run.toml --noise-multiplier 4`
     """
     runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
@@ -296,11 +295,9 @@ def compare(
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
-        table = hsa.compare(
-            events, deltas, relations.pop(), group_size=sizes.pop(), jobs=jobs, progress=tell
-        )
+        table = hsa.compare(events, deltas, relations.pop(), group_size=sizes.pop(), progress=tell)
         if plot is not None:
-            table.plot(plot, jobs=jobs, progress=tell)
+            table.plot(plot, progress=tell)
     if json:
         output.json(table.to_dict())
     elif markdown:
@@ -320,7 +317,6 @@ def audit(
         ),
     ] = None,
     accountant: Accountant = _LAST_ITERATE,
-    plot: Plot = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -328,7 +324,6 @@ def audit(
 
     Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
     """
-    _check_plot(plot)
     found = run()
     _check_single(found, "hsa audit")
     claim: Any = (claim_epsilon, found.delta)
@@ -342,8 +337,6 @@ def audit(
             target_delta=found.delta,
             progress=tell,
         )
-        if plot is not None:
-            report.plot(plot)
     if json:
         output.json(report.to_dict())
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -194,14 +193,6 @@ def statement_of(
         notes=notes,
         beside=beside,
     )
-
-
-def composition_epsilon(
-    events: Sequence[DpEvent], relation: NeighboringRelation, delta: float
-) -> float:
-    """The epsilon with every iterate of every run released; inf if no such bound is known."""
-    epsilon = _composed_epsilon(events, relation, delta)
-    return math.inf if epsilon is None else epsilon
 
 
 def _composed_epsilon(

@@ -3,7 +3,8 @@
 What is quicker may not be smaller: that would need a proof, not a cache. A sharper bound changes
 the table, and so do other windows: all are proven. The search looks for the best one at a delta of
 1e-5, by rough laws: it finds others that are smaller by up to .2 %, and at other deltas one of
-those that are about as good may be larger.
+those that are about as good may be larger. Where products of moduli depend on the sizes of batches
+a second plan, for small deltas, is compared at 1e-10.
 """
 
 import numpy as np
@@ -80,6 +81,7 @@ def test_figures_are_what_they_were(order, schedule, steps, changes, relation, e
     run = hsa.LastIterateDpEvent(**(arguments | changes))
     accountant = hsa.LastIterateAccountant(NeighboringRelation[relation]).compose(run)
     found = np.array([accountant.get_epsilon(delta) for delta in DELTAS])
-    smallest = 1 - 5e-3 if order in ("poisson", "without_replacement") else 1 - 1e-6
+    is_searched = order in ("poisson", "without_replacement")
+    smallest = np.array([0.99, 0.995, 0.95]) if is_searched else 1 - 1e-6
     assert (found >= smallest * np.array(epsilons)).all()
     assert (found <= np.array([1.01, 1.001, 1.02]) * epsilons).all()

@@ -13,7 +13,7 @@ from scipy import special, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Composition
-from hidden_state_accountants.bounds.sampled_steps import step_curve, step_profile
+from hidden_state_accountants.bounds.composition import step_curve, step_profile
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.curves.by_profile import (

@@ -14,7 +14,7 @@ from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Composition, Subsampling
-from hidden_state_accountants.bounds.sampled_steps import record_mus
+from hidden_state_accountants.bounds.composition import record_mus
 from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
@@ -223,7 +223,7 @@ class TestBatchSizes:
         assert curve.epsilon(extra) == math.inf
         for single, failure in alternatives(curve):
             assert failure >= extra
-            assert curve.delta(1.0) <= single.delta(1.0) + failure
+            assert curve.delta(1.0) <= (single.delta(1.0) + failure) * (1 + 1e-12)
         assert curve.delta(1.0) >= extra
 
     def test_a_cap_that_never_acts_changes_nothing(self):

@@ -223,13 +223,6 @@ def test_tables_are_well_formed(cyclic):
     assert len(run["rows"]) == len(cyclic.rows)
 
 
-def test_in_parallel_the_figures_are_the_same():
-    pytest.importorskip("joblib")
-    runs = [full_run(num_steps=n, noise_multiplier=20.0) for n in (1, 2)]
-    one, two = hsa.compare(runs), hsa.compare(runs, jobs=2)
-    assert [row.epsilon for row in one.rows] == [row.epsilon for row in two.rows]
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -18,10 +18,9 @@ from hidden_state_accountants.curves import (
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.curves.by_profile import ZeroedWithoutReplacementCurve
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.composed_loss import ComposedLoss
+from hidden_state_accountants.curves.composed_loss import ComposedLoss, Parts
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import GRID, UNIT, PrivacyLoss
-from hidden_state_accountants.curves.tilts import Parts
 
 CHOSEN, MU, TIMES = 0.01, 0.5, 2000
 """A Gaussian mechanism that runs with probability CHOSEN, and says whether it did."""

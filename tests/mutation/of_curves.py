@@ -216,14 +216,14 @@ MUTATIONS = (
     ),
     Mutation(
         "more_of_a_tilted_law_is_left_out",
-        "curves/tilts.py",
+        "curves/composed_loss.py",
         "np.searchsorted(np.cumsum(rough), negligible)) - 1",
         "np.searchsorted(np.cumsum(rough), negligible)) + 1",
         _LOSS_TESTS,
     ),
     Mutation(
         "mass_at_infinity_counts_once",
-        "curves/tilts.py",
+        "curves/composed_loss.py",
         "part.count * math.log1p(-part.infinite) if",
         "math.log1p(-part.infinite) if",
         _LOSS_TESTS,

@@ -6,7 +6,7 @@ from mutation import Mutation
 
 PROCESS = "process/noisy_process.py"
 SIZES = "process/batch_sizes.py"
-STEPS = "bounds/sampled_steps.py"
+STEPS = "bounds/composition.py"
 SUBSAMPLING = "bounds/subsampling.py"
 WINDOWS = "bounds/solvers/sampled_windows.py"
 LAW = "bounds/solvers/distance_law.py"

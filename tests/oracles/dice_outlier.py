@@ -21,7 +21,7 @@ from scipy import stats
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.auditing.linear_losses import Atoms, HalfLines
-from hidden_state_accountants.bounds.solvers.inclusion_counts import first_inclusion, inclusions
+from hidden_state_accountants.bounds.solvers.inclusion_counts import inclusions
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -130,9 +130,7 @@ def _statistics(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Iterato
     yield _Statistic(step * count, mass, steps, mirrored, "its clipped gradients")
     if steps == 1:
         return
-    first = first_inclusion(
-        event.batch_order, steps, event.batches_per_epoch, event.sampling_probability
-    )
+    first = _first_inclusion(event)
     after = np.arange(steps - 1, -1, -1)
     if not event.automatic and deposit > 0:
         count, mass = _count_law(event, steps - 1)
@@ -178,3 +176,16 @@ def _count_law(event: DiceSgdDpEvent, steps: int) -> tuple[np.ndarray, np.ndarra
     if order is BatchOrder.CYCLIC:
         return law.count[:1], np.ones(1)
     return law.count, law.weights
+
+
+def _first_inclusion(event):
+    """The probabilities that the record takes part in step t + 1 and in none before."""
+    steps, period, rate = event.num_steps, event.batches_per_epoch, event.sampling_probability
+    law = np.zeros(steps)
+    if event.batch_order in (BatchOrder.FULL, BatchOrder.CYCLIC):
+        law[0] = 1.0
+    elif event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        law[:] = rate * (1 - rate) ** np.arange(steps)
+    else:
+        law[:period] = 1 / period
+    return law

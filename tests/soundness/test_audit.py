@@ -293,14 +293,6 @@ def test_no_attack_is_not_a_clean_bill():
     assert "not tested: no attack applies" in str(report)
 
 
-def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    for claim in (gaussian(0.5), (1.0, 1e-5)):
-        report = hsa.audit(claim, cyclic_run(), neighboring_relation=SPECIAL, attacks=QUICK)
-        report.plot(tmp_path / "audit.png")
-        assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_progress_goes_to_the_caller_or_the_log(caplog):
     lines = []
     hsa.audit(gaussian(1.0), cyclic_run(), attacks=QUICK, progress=lines.append)

@@ -19,7 +19,7 @@ from scipy import stats
 from strategies import SAMPLED, quick_search
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.sampled_steps import step_profile
+from hidden_state_accountants.bounds.composition import step_profile
 from hidden_state_accountants.bounds.solvers.distance_law import DistanceLaw
 from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
 from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows

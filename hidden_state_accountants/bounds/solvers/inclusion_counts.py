@@ -51,21 +51,6 @@ def inclusions(order: BatchOrder, num_steps: int, period: int, rate: float) -> I
     return _step_by_step(num_steps, rate)
 
 
-def first_inclusion(order: BatchOrder, num_steps: int, period: int, rate: float) -> np.ndarray:
-    """The exact probabilities, shape (num_steps,), that the first participation is in step t + 1.
-
-    CYCLIC: the record is in the first batch.
-    """
-    law = np.zeros(num_steps)
-    if order in (BatchOrder.FULL, BatchOrder.CYCLIC):
-        law[0] = 1.0
-    elif order in EPOCH_ORDERS:
-        law[:period] = 1 / period
-    else:
-        law[:] = _geometric(rate, num_steps)
-    return law
-
-
 def _geometric(rate: float, num_steps: int) -> np.ndarray:
     """P(the first inclusion is in step t), t = 0..num_steps-1."""
     if rate == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -27,7 +27,6 @@ _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
 # Factors of a coordinate, and moves of the split at the same time.
 _MOVES = ((1.4, 2), (1.2, 1), (1.1, 1), (1.05, 1), (1.02, 1))
-_SMALL_MOVES = _MOVES[2:]
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
@@ -118,38 +117,16 @@ def best_plan(
     return plan if epsilon < whole else None
 
 
-def best_of(
-    plans: Sequence[Plan],
-    steps: SampledSteps,
-    profile_of: Callable[[float], Profile],
-    delta: float,
+def moved(
+    plan: Plan, steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
 ) -> Plan:
-    """What small moves make of the best of a few plans; arguments as for `best_plan`."""
+    """What moves make of a plan for other steps; arguments as for `best_plan`."""
     windows = Windows(steps)
-    scale = _scale_of(windows.rough(plans[0]), profile_of, delta)
+    scale = _scale_of(windows.rough(plan), profile_of, delta)
     if not scale:
-        return plans[0]
+        return plan
     search = _Search(windows, QuickLosses(profile_of, delta, scale))
-    plan = min(plans, key=search.epsilon)
-    return search.moved(search.epsilon(plan), plan, _SMALL_MOVES)[1]
-
-
-def between(first: Plan, second: Plan, share: float) -> Plan:
-    """Parameters that lie between those of two plans, on a logarithmic scale.
-
-    Args:
-        first: Whose parameters count if `share` is 0.
-        second: Whose parameters count if it is 1.
-        share: In [0, 1].
-    """
-
-    def mean(a: float, b: float) -> float:
-        return a ** (1 - share) * b**share
-
-    length = round(mean(first.length, second.length))
-    shifted = min(length, round(mean(first.shifted, second.shifted)))
-    number = (1 - share) * _number_of(first.beta) + share * _number_of(second.beta)
-    return Plan(length, shifted, split(round(number)))
+    return search.moved(search.epsilon(plan), plan)[1]
 
 
 def window_of(steps: SampledSteps, plan: Plan) -> Window:
@@ -215,13 +192,11 @@ class _Search:
         others = [(e, p) for p, e in self._known.items() if p.length != plan.length]
         if others:
             starts.append(min(others, key=lambda known: known[0]))
-        return min((self.moved(*start, _MOVES) for start in starts), key=lambda found: found[0])
+        return min((self.moved(*start) for start in starts), key=lambda found: found[0])
 
-    def moved(
-        self, epsilon: float, plan: Plan, moves: tuple[tuple[float, int], ...]
-    ) -> tuple[float, Plan]:
-        """What moves of these sizes, one after the other, make of a plan."""
-        for factor, splits in moves:
+    def moved(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
+        """What ever smaller moves make of a plan."""
+        for factor, splits in _MOVES:
             while better := self._first_better(epsilon, self._moves(plan, factor, splits)):
                 epsilon, plan = better
         return epsilon, plan
