@@ -159,7 +159,8 @@ class Guarantee:
 
         Where another bound is joined, epsilon may be smaller than that of mu-GDP.
         """
-        known = (single.mu for single, failure in alternatives(self.curve) if not failure)
+        singles = alternatives(self.curve, for_small_deltas=False)
+        known = (single.mu for single, failure in singles if not failure)
         return min((mu for mu in known if mu is not None), default=None)
 
     def epsilon(self, delta: float) -> float:

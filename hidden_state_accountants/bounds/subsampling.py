@@ -49,6 +49,8 @@ from hidden_state_accountants.bounds.solvers.sampled_windows import (
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.base import (
     Curve,
+    CurveForSmallDeltas,
+    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     best_curve,
@@ -66,8 +68,8 @@ from hidden_state_accountants.process.noisy_process import (
     sampled_process,
 )
 
-_FAILURE = 1e-18  # of what is planned about the sizes of batches: added to delta
-_LARGER_FAILURE = 1e-12  # of a second plan where products of moduli depend on the sizes
+_FAILURE = 1e-12  # of what is planned about the sizes of batches: added to delta
+_SMALLER_FAILURE = 1e-18  # of a second plan, for deltas at which the first one says little
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
@@ -77,7 +79,7 @@ _MANY = 2**12  # equal steps for which shorter runs are planned
 _MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
-_SMALL_DELTA = 1e-10  # and those of the plan that hardly fails, if there is one that may rather
+_SMALL_DELTA = 1e-10  # and those of the second plan
 
 
 @attrs.frozen
@@ -117,13 +119,16 @@ class Subsampling(HiddenStateBound):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The best window found, segment by segment, of every plan."""
-        runs = [_planned(event, relation, _FAILURE)]
-        if runs[0].depends_on_sizes:  # a plan that may rather fail has smaller moduli
-            runs.append(_planned(event, relation, _LARGER_FAILURE))
-        curves = [with_delta(run.released_curve(event), run.failure) for run in runs]
-        return Proof(
-            curve=best_curve(curves), theorem=f"{self.citation.of('Theorem C')}, sampled batches"
-        )
+        curve = _curve(event, relation, _FAILURE)
+        if isinstance(curve, CurveWithDelta) and curve.extra <= _FAILURE:  # as planned
+            smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)
+            curve = best_curve([curve, CurveForSmallDeltas(curve, smaller)])
+        return Proof(curve=curve, theorem=f"{self.citation.of('Theorem C')}, sampled batches")
+
+
+def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, failure: float) -> Curve:
+    run = _planned(event, relation, failure)
+    return with_delta(run.released_curve(event), run.failure)
 
 
 def _planned(
@@ -242,14 +247,8 @@ class _SampledRun:
         return cls(event, relation, process, stretching, failure, allowed)
 
     @property
-    def depends_on_sizes(self) -> bool:
-        """Whether products of moduli depend on the sizes of batches."""
-        return len(self.stretching.offsets) > 1
-
-    @property
     def _compared_at(self) -> float:
-        is_for_small_deltas = self.depends_on_sizes and self.allowed < _LARGER_FAILURE
-        return _SMALL_DELTA if is_for_small_deltas else _DELTA
+        return _DELTA if self.allowed >= _FAILURE else _SMALL_DELTA
 
     def released_curve(self, event: LastIterateDpEvent) -> Curve:
         """All segments between the releases of a run that is as planned, composed."""
@@ -293,7 +292,8 @@ class _SampledRun:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
         plan = Plan(length, min(plan.shifted, length), plan.beta)
-        plan = moved(plan, steps, step_profile(self.event, self.relation), self._compared_at)
+        if self.process.is_constant:
+            plan = moved(plan, steps, step_profile(self.event, self.relation), self._compared_at)
         return self.curve_of(window_of(steps, plan))
 
     def _for_plans(self) -> _SampledRun:

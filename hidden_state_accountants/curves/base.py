@@ -25,6 +25,7 @@ from hidden_state_accountants.curves.renyi import (
 )
 
 _RELIABLE = 100.0  # times the mass of infinite losses: Renyi divergences are not below such deltas
+_LITTLE = 100.0  # times the failure of a curve: a smaller delta is used up by it
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
@@ -295,15 +296,60 @@ class CurveWithDelta(Curve):
         return min(1.0, self.curve.delta(epsilon) + self.extra)
 
 
+@attrs.frozen(eq=False, slots=False)
+class CurveForSmallDeltas(Curve):
+    """A curve that is worked out only at deltas so small that another one says little or nothing.
+
+    Attributes:
+        other: The one that may fail.
+        make: Makes this one.
+    """
+
+    other: CurveWithDelta
+    make: Callable[[], Curve]
+
+    @functools.cached_property
+    def made(self) -> Curve:
+        """This curve, at all deltas."""
+        return self.make()
+
+    @property
+    def _largest_delta(self) -> float:
+        return _LITTLE * self.other.extra
+
+    def epsilon(self, delta: float) -> float:
+        if delta > self._largest_delta:
+            return math.inf
+        # No smaller one at a smaller delta, whichever of the two curves is read off.
+        return max(self.made.epsilon(delta), self.other.epsilon(self._largest_delta))
+
+    def rough_epsilon(self, delta: float) -> float:
+        return math.inf if delta > self._largest_delta else self.made.rough_epsilon(delta)
+
+    def least_epsilon(self, delta: float) -> float:
+        return math.inf if delta > self._largest_delta else self.made.least_epsilon(delta)
+
+    def delta(self, epsilon: float) -> float:
+        if self.other.delta(epsilon) > self._largest_delta:
+            return 1.0
+        return self.made.delta(epsilon)
+
+
 def with_delta(curve: Curve, extra: float) -> Curve:
     """The curve with a probability of failure, beside the one that it may have already."""
     return CurveWithDelta(curve, extra) if extra else curve
 
 
-def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
+def alternatives(
+    curve: Curve, *, for_small_deltas: bool = True
+) -> tuple[tuple[ComposableCurve, float], ...]:
     """All that is known of one mechanism, however the best of several and failures are nested.
 
     Whatever reads the inside of a curve (composition, groups, cohorts, selection) asks here.
+
+    Args:
+        curve: Any.
+        for_small_deltas: Whether to work out what is for small deltas alone.
 
     Returns:
         At least one (curve, failure) pair: a curve that is neither the best of several nor has a
@@ -311,19 +357,22 @@ def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
         smallest failure.
     """
     found: dict[int, tuple[ComposableCurve, float]] = {}
-    for single, failure in _unfolded(curve):
+    for single, failure in _unfolded(curve, for_small_deltas):
         if id(single) not in found or failure < found[id(single)][1]:
             found[id(single)] = single, failure
     return tuple(found.values())
 
 
-def _unfolded(curve: Curve) -> Iterator[tuple[ComposableCurve, float]]:
+def _unfolded(curve: Curve, for_small_deltas: bool) -> Iterator[tuple[ComposableCurve, float]]:
     if isinstance(curve, BestOfCurves):
         for part in curve.curves:
-            yield from _unfolded(part)
+            yield from _unfolded(part, for_small_deltas)
     elif isinstance(curve, CurveWithDelta):
-        for single, failure in _unfolded(curve.curve):
+        for single, failure in _unfolded(curve.curve, for_small_deltas):
             yield single, failure + curve.extra
+    elif isinstance(curve, CurveForSmallDeltas):
+        if for_small_deltas:
+            yield from _unfolded(curve.made, for_small_deltas)
     else:
         yield cast(ComposableCurve, curve), 0.0
 
@@ -338,7 +387,8 @@ def delta_to_compare(*curves: Curve) -> float:
 
     What may fail says nothing at a delta below its failure, and may still be smaller above.
     """
-    return min(1.0, _DELTA + max(min(p for _, p in alternatives(curve)) for curve in curves))
+    known = (alternatives(curve, for_small_deltas=False) for curve in curves)
+    return min(1.0, _DELTA + max(min((p for _, p in single), default=0.0) for single in known))
 
 
 @attrs.frozen(eq=False)

@@ -52,7 +52,7 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
         ValueError: The standard events have no stock accountant in common.
     """
     curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
-    if len(curves) == 1 and curves[0][1] == 1 and len(alternatives(curves[0][0])) > 1:
+    if len(curves) == 1 and curves[0][1] == 1:
         return curves[0][0]
     known = [alternatives(curve) for curve, _ in curves]
     counts = [count for _, count in curves]

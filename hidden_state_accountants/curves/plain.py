@@ -15,6 +15,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from hidden_state_accountants.curves.base import (
     BestOfCurves,
     Curve,
+    CurveForSmallDeltas,
     CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
@@ -51,6 +52,7 @@ _TYPES: dict[str, Any] = {
         ZeroedWithoutReplacementCurve,
     )
 }
+_SMALL = CurveForSmallDeltas.__name__
 _RENYI, _EVENT, _RELATION, _ARRAY = "RdpCurve", "event", "relation", "array"
 _INFINITE = "inf"
 
@@ -92,6 +94,8 @@ def to_plain(value: Any) -> Any:
         orders = value.orders if known is None else known.orders
         divergences = value.rdp(orders) if known is None else known.divergences
         return {"type": _RENYI, "orders": to_plain(orders), "divergences": to_plain(divergences)}
+    if isinstance(value, CurveForSmallDeltas):
+        return {"type": _SMALL, "other": to_plain(value.other), "made": to_plain(value.made)}
     if type(value) in _TYPES.values():
         return {"type": type(value).__name__, **_fields(value)}
     if isinstance(value, dp_accounting.DpEvent) and _event_type(type(value).__name__):
@@ -160,6 +164,8 @@ def _from_plain(plain: Any) -> Any:
         fields = {name: _from_plain(part) for name, part in parts["fields"].items()}
         return event(**{n: list(f) if isinstance(f, tuple) else f for n, f in fields.items()})
     fields = {name: _from_plain(part) for name, part in parts.items()}
+    if kind == _SMALL:
+        return CurveForSmallDeltas(fields["other"], lambda: fields["made"])
     if kind == GaussianMixtureCurve.__name__:  # its constructor would round the weights again
         curve = object.__new__(GaussianMixtureCurve)
         for name in ("weights", "mus", "smallest_delta"):

@@ -266,10 +266,10 @@ class TestModulusLines:
         assert clipped().num_steps <= run.event.num_steps < 2 * clipped().num_steps
         assert run.failure == sizes.failure + 5e-13 <= 1e-12
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
-        second, first = curve.curves
+        first, second = curve.curves
         assert first.extra == run.failure
         assert first.epsilon(run.failure) == math.inf
-        assert second.extra == _planned(clipped(), SPECIAL, 1e-18).failure <= 1e-18
+        assert second.make().extra == _planned(clipped(), SPECIAL, 1e-18).failure <= 1e-18
 
     def test_sizes_that_concentrate_gain(self):
         """The effective modulus of 1, 10, 100 and 1000 steps, between those of b and of k_max."""
@@ -461,19 +461,24 @@ class TestSmallDeltas:
 
     def test_no_jump_where_the_first_plan_may_fail(self):
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
-        second, first = curve.curves
+        first, second = curve.curves
         deltas = np.geomspace(1e-8, 1e-15, 43)
         epsilons = np.array([curve.epsilon(d) for d in deltas])
         assert (np.diff(epsilons) >= 0).all()
         assert (epsilons[1:] < 1.06 * epsilons[:-1]).all()  # 7 values for a factor of ten
         for delta, epsilon in zip(deltas.tolist(), epsilons.tolist(), strict=True):
             assert curve.delta(epsilon) <= delta
-        assert first.epsilon(1e-9) < second.epsilon(1e-9)
+        assert second.epsilon(1e-9) == second.rough_epsilon(1e-9) == math.inf
+        assert second.delta(epsilons[0]) == 1.0
         assert first.epsilon(5e-13) == math.inf > second.epsilon(5e-13)
-        assert second.epsilon(second.extra) == math.inf
+        assert second.epsilon(second.make().extra) == math.inf
 
-    def test_one_plan_where_no_product_depends_on_sizes(self):
-        event = clipped(loss=hsa.LossGeometry.generalized_linear(0.5))
-        curve = Subsampling().guarantee(event, SPECIAL).curve
-        assert isinstance(curve, CurveWithDelta)
-        assert curve.extra <= 1e-18
+    def test_a_usual_delta_does_not_work_it_out(self):
+        curve = Subsampling().guarantee(clipped(learning_rate=0.45), SPECIAL).curve
+        assert curve.epsilon(1e-5) < curve.epsilon(1e-9) < math.inf
+        assert curve.delta(0.1) > 0
+        assert "made" not in vars(curve.curves[1])
+
+    def test_a_cap_that_acts_has_one_plan(self):
+        event = clipped(max_batch_size=clipped().batch_size + 5)
+        assert isinstance(Subsampling().guarantee(event, SPECIAL).curve, CurveWithDelta)

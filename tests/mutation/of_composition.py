@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         "best_of_curves_is_unfolded_once",
         "curves/base.py",
-        "            yield from _unfolded(part)",
+        "            yield from _unfolded(part, for_small_deltas)",
         "            yield cast(ComposableCurve, part), 0.0",
         "laws/test_composition.py",
     ),

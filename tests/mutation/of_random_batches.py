@@ -35,15 +35,15 @@ MUTATIONS = (
     Mutation(
         "what_was_planned_never_fails",
         SUBSAMPLING,
-        "curves = [with_delta(run.released_curve(event), run.failure) for run in runs]",
-        "curves = [run.released_curve(event) for run in runs]",
+        "return with_delta(run.released_curve(event), run.failure)",
+        "return CurveWithDelta(run.released_curve(event), 0.0)",
         _DISTANCE_TESTS,
     ),
     Mutation(
         "second_plan_is_the_first_one",
         SUBSAMPLING,
-        "runs.append(_planned(event, relation, _LARGER_FAILURE))",
-        "runs.append(_planned(event, relation, _FAILURE))",
+        "smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)",
+        "smaller = functools.partial(_curve, event, relation, _FAILURE)",
         _DISTANCE_TESTS,
     ),
     Mutation(

@@ -27,6 +27,7 @@ _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
 # Factors of a coordinate, and moves of the split at the same time.
 _MOVES = ((1.4, 2), (1.2, 1), (1.1, 1), (1.05, 1), (1.02, 1))
+_ENOUGH = 1e-4  # relative: what a move has to gain
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
@@ -204,7 +205,7 @@ class _Search:
     def _first_better(self, epsilon: float, plans: list[Plan]) -> tuple[float, Plan] | None:
         for plan in plans:
             found = self.epsilon(plan)
-            if found < epsilon * (1 - 1e-6):
+            if found < epsilon * (1 - _ENOUGH):
                 return found, plan
         return None
 
