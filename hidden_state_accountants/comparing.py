@@ -245,7 +245,6 @@ class Comparison:
             f"(delta = {delta:g}, neighboring relation {self.relation}; lower is better)",
             x_label="epochs (the run is cut off there and its iterate released)",
             y_label=f"epsilon at delta = {delta:g}",
-            log_x=True,
         )
 
 

@@ -77,9 +77,8 @@ def draw(
     title: str,
     x_label: str,
     y_label: str,
-    log_x: bool = False,
 ) -> None:
-    """Lines over a logarithmic y axis, one panel beside or below the other."""
+    """Lines between logarithmic axes, one panel beside or below the other."""
     columns = min(2, len(panels))
     figure = new_figure(10.5 * columns, 5.0 * -(-len(panels) // columns))
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
@@ -89,10 +88,8 @@ def draw(
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw_panel(axis, panel, names)
         axis.set_yscale("log")
-        sides = [(axis.yaxis, axis.get_ylim())]
-        if log_x:
-            axis.set_xscale("log")
-            sides.append((axis.xaxis, axis.get_xlim()))
+        axis.set_xscale("log")
+        sides = (axis.yaxis, axis.get_ylim()), (axis.xaxis, axis.get_xlim())
         for side, (low, high) in sides:
             side.set_major_formatter(lambda value, _: f"{value:g}")
             digits = "23456789" if high < 4 * low else "235" if high < 20 * low else ""

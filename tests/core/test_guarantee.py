@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.advice import single_changes
+from hidden_state_accountants.best_bound import single_changes
 from hidden_state_accountants.figures import text_up
 
 DELTA = 1e-5
