@@ -245,19 +245,14 @@ def test_damaged_private_state(make_dice, tmp_path):
 
 @pytest.mark.parametrize("make", ["make_dice", "make_run"])
 def test_a_run_goes_on_once(make, tmp_path, request):
-    """No bound covers what two continuations show together."""
+    """That there is one continuation is declared; one that gives up steps is seen."""
     make_dice = request.getfixturevalue(make)
     run, path = make_dice(), tmp_path / "c.pt"
     run.epoch()
     run.engine.save_checkpoint(path=path, **PRIVATE)
-    second, third = make_dice(), make_dice()
-    second.engine.load_checkpoint(path=path)
-    with pytest.raises(hsa.UnsupportedRunError, match="loaded by another engine"):
-        run.epoch()
-    assert run.engine.get_epsilon(DELTA) == second.engine.get_epsilon(DELTA)
-    third.engine.load_checkpoint(path=path)  # `second` showed nothing yet
-    with pytest.raises(hsa.UnsupportedRunError, match="loaded by another engine"):
-        second.epoch()
+    third = make_dice()
+    third.engine.load_checkpoint(path=path)
+    assert run.engine.get_epsilon(DELTA) == third.engine.get_epsilon(DELTA)
     assert any("in one place only" in a.text for a in third.engine.assumptions)
     third.epoch()
     fourth = make_dice()

@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from opacus import GradSampleModule, PrivacyEngine
-from opacus.grad_sample import grad_sample_module
+from opacus import GradSampleModule
 from opacus.layers import DPLSTM
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
 
@@ -89,27 +87,6 @@ def test_the_gradients_are_those_of_opacus(name, reduction):
         assert len(theirs) == len(ours) == 2
         for one, other in zip(theirs, ours, strict=True):
             assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("accountant", ["rdp", "hidden_state"])
-def test_a_stock_engine_copies_nothing_once_it_is_accounted_here(accountant, monkeypatch):
-    model, copied = nn.Linear(5, 3), []
-    private, *_ = PrivacyEngine(accountant=accountant).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.ones(8, 5)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    own = grad_sample_module.create_or_accumulate_grad_sample
-    monkeypatch.setattr(
-        grad_sample_module,
-        own.__name__,
-        lambda **arguments: (copied.append(arguments["param"]), own(**arguments)),
-    )
-    private(torch.ones(4, 5)).sum().backward()
-    assert [p.grad_sample.shape for p in model.parameters()] == [(4, 3, 5), (4, 3)]
-    assert bool(copied) == (accountant == "rdp")
 
 
 def test_an_empty_batch():

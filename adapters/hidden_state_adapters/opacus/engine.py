@@ -810,8 +810,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Goes on with the run of a checkpoint, at the batch where it was saved.
 
         Call `make_private` with the same arguments first, on a fresh engine. Everything is compared
-        before anything is loaded. The noise is drawn anew: its generator is never stored. An engine
-        of this process that had the run takes no more steps. Of several processes all have to load
+        before anything is loaded. The noise is drawn anew: its generator is never stored. That the
+        run goes on in one place only is a listed assumption. Of several processes all have to load
         the same checkpoint.
 
         Args:
