@@ -74,14 +74,14 @@ MUTATIONS = (
     ),
     Mutation(
         "batches_of_pieces_are_looked_at_one_piece_at_a_time",
-        "../adapters/hidden_state_adapters/opacus/guards/curvature.py",
-        "self._batch.extend(self._features())",
-        "self._batch = list(self._features())",
+        "../adapters/hidden_state_adapters/opacus/head/curvature.py",
+        "self._batch.extend(features)",
+        "self._batch = list(features)",
         "opacus_engine/test_curvature_guard.py",
     ),
     Mutation(
         "the_constant_of_a_bias_has_no_curvature",
-        "../adapters/hidden_state_adapters/opacus/guards/curvature.py",
+        "../adapters/hidden_state_adapters/opacus/head/curvature.py",
         "        if self._bias:\n",
         "        if False:\n",
         "opacus_engine/test_curvature_guard.py",

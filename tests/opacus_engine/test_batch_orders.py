@@ -257,7 +257,7 @@ def test_a_seed_that_is_declared_secret(make_run, order):
         (
             {"batch_order": "without_replacement", "order_seed": 1},
             hsa.UnsupportedRunError,
-            "order_is_secret=True",
+            "seed_is_secret=True",
         ),
         ({"batch_order": "cyclic", "order_seed": 1}, ValueError, "draws nothing"),
         ({"batch_order": "full", "order_seed": 1}, ValueError, "draws nothing"),

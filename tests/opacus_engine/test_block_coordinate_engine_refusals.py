@@ -169,7 +169,6 @@ MISUSE = {
     "rows": (lambda r: r.step([p[:3] for p in next(iter(r.loader))]), "used 3 rows, expected"),
     "rate": (rate, "uses lr = 0.1, expected 0.2"),
     "clip": (setting("max_grad_norm", 0.1), "uses max_grad_norm = 0.1, expected 0.7"),
-    "l1": (setting("l1", 1.0), "uses l1 = 1.0, expected 0.0"),
     "not finite": (lambda r: r.step([math.nan * p for p in next(iter(r.loader))]), "not finite"),
 }
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
@@ -59,21 +58,6 @@ def one_cycle(make_run):
     run.epoch()
 
 
-class Checkpointed(nn.Module):
-    """Its layer is called once more in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, features):
-        return checkpoint(self.layer, features, use_reentrant=False)
-
-
-def activation_checkpointing(make_run):
-    make_run(model=Checkpointed(), loss_geometry=None).epoch()
-
-
 CAUSES = [
     (shuffled_loader, "got shuffle=True.*\"reshuffled\".*\"poisson\".*shuffle=False"),
     (batch_size_of_the_tutorials, "divides the 60 records, got 16.*drop_last=True.*\"poisson\" .*"
@@ -82,7 +66,6 @@ CAUSES = [
     (accumulation, "gradient accumulation.*raise the batch_size.*BatchMemoryManager"),
     (empty_batches_left_out, "an empty batch is a step, too"),
     (weights_loaded_late, "step 1: .*Load weights before make_private"),
-    (activation_checkpointing, "again by activation checkpointing.*BatchMemoryManager instead"),
     (one_cycle, "Expected momentum = 0, got 0.95: .*OneCycleLR .*cycle_momentum=False"),
 ]  # fmt: skip
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import EnvelopeCrossEntropyLoss, HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.guards.base import Piece
-from hidden_state_adapters.opacus.guards.curvature import CurvatureGuard
+from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.head.curvature import BatchCurvature
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
@@ -140,19 +140,16 @@ def test_the_bound_is_the_largest_eigenvalue_of_a_batch_in_pieces(rows, columns,
     square = 4.0
     share = largest / (rows * square)
     for factor, holds in ((1.0001, True), (0.9999, False)):
-        seen = []
         loss = hsa.LossGeometry.convex(square, 1.0)
         loss = loss.with_curvature(min(share * factor, 0.999) * square)
-        guard = CurvatureGuard(loss, square, bias, rows, lambda seen=seen: seen)
+        curvature = BatchCurvature(loss, square, bias, rows)
         piece = Piece(step=1, params=[])
         for part in (x[:2], x[2:]):
-            seen[:] = [part]
-            guard.before(piece)
+            curvature.take([part])
         if holds:
-            guard.before_noise(piece)
+            curvature.check(piece)
         else:
             with pytest.raises(hsa.UnsupportedRunError, match="smooth"):
-                guard.before_noise(piece)
-        seen[:] = []
-        guard.before(piece)
-        guard.before_noise(piece)  # the next batch is another one, and empty here
+                curvature.check(piece)
+        curvature.take([])
+        curvature.check(piece)  # the next batch is another one, and empty here

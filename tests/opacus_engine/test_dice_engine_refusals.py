@@ -1,6 +1,5 @@
 """DiceSGD through the engine: what is refused, and that no epsilon is left after it."""
 
-import copy
 import itertools
 
 import pytest
@@ -29,7 +28,6 @@ BOUND = 2.0001
         ({"optimizer_class": None}, hsa.UnsupportedRunError, "belongs to another mechanism"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
-        ({"loss_geometry": "auto", "feature_norm": 1.0}, hsa.UnsupportedRunError, "loss_geometry"),
         ({"projection_radius": 5.0}, hsa.UnsupportedRunError, "not in the algorithm"),
         ({"batch_order": "poisson", "max_batch_size": 30}, hsa.UnsupportedRunError, "capped batch"),
         ({"learning_rate_schedule": 0.1}, hsa.UnsupportedRunError, "learning rate costs nothing"),
@@ -111,18 +109,6 @@ def moments_from_elsewhere(run):
     run.optimizer.load_state_dict(other.state_dict())
 
 
-def moments_without_noise(run):
-    """The inner optimizer steps on the gradient of the records, and the model is put back."""
-    batch = next(iter(run.loader))
-    old = copy.deepcopy(run.plain_model.state_dict())
-    run.backward(batch)
-    base = run.optimizer.original_optimizer
-    base.param_groups[0]["momentum"] = 0.9
-    base.step()
-    run.plain_model.load_state_dict(old)
-    run.optimizer.step()
-
-
 def steps_twice_on_it(run):
     run.backward(next(iter(run.loader)))
     run.optimizer.step()
@@ -141,15 +127,14 @@ MISUSE = [
     (fewer_rows, "used 9 rows, expected batch_size = 10"),
     (two_forwards, "follows 2 training passes|no per-example gradients"),
     (moments_from_elsewhere, "moments from elsewhere|with momentum or moments"),
-    (moments_without_noise, "momentum or moments that the last step did not leave"),
     (another_bound, "gradient_bound >= .*, the largest gradient of step"),
     (long_gradient, "gradient_bound >= .*, the largest gradient of step"),
     (steps_twice_on_it, "used no new batch"),
-    (moves_by_itself, "parameters were changed outside|used no new batch"),
+    (moves_by_itself, "got a call of pre_step"),
 ]
 
 # Refused before a step looked at the records; the model is still that of the last step.
-NOTHING_HAPPENED = ["moments_from_elsewhere"]
+NOTHING_HAPPENED = ["moments_from_elsewhere", "moves_by_itself"]
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -256,26 +241,12 @@ class Counting(nn.Module):
 
 def test_buffers_that_collect_data(make_dice):
     run = make_dice(model=Counting())
+    run.epoch()
     with pytest.raises(hsa.UnsupportedRunError, match="buffer of the module was changed"):
-        run.epoch()
+        run.engine.get_epsilon(DELTA)
 
 
 def test_the_slot_for_hooks_is_taken(make_dice):
     run = make_dice()
     with pytest.raises(hsa.UnsupportedRunError, match="single slot"):
         run.optimizer.attach_step_hook(print)
-
-
-def test_the_account_by_hand_has_to_agree(make_dice):
-    run = make_dice()
-    run.epoch()
-    event = run.engine.privacy_event
-    by_hand = run.optimizer.privacy_event(dataset_size=60, batch_order="cyclic")
-    assert by_hand == event
-    for wrong in (
-        {"dataset_size": 600, "batch_order": "cyclic"},
-        {"dataset_size": 60, "batch_order": "poisson"},
-        {"dataset_size": 60, "batch_order": "cyclic", "gradient_bound": BOUND},
-    ):
-        with pytest.raises(hsa.UnsupportedRunError, match="which was recorded"):
-            run.optimizer.privacy_event(**wrong)

@@ -416,15 +416,6 @@ def test_checkpoints_hold_nothing_about_the_noise_generator(make_run, tmp_path):
     assert checkpoint["optimizer_state_dict"]["state"] == {}
 
 
-def test_noise_may_not_repeat_in_the_next_run(make_run):
-    first = make_run(noise_generator=torch.Generator().manual_seed(7))
-    first.epoch()
-    generator = torch.Generator().manual_seed(7)
-    second = make_run(engine=first.engine, model=first.model, noise_generator=generator)
-    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the noise generator"):
-        second.epoch()
-
-
 @pytest.mark.parametrize("steps", [0, 6])
 def test_the_next_run_starts_at_the_last_iterate(make_run, steps):
     run = make_run()

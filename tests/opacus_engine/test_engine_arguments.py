@@ -257,16 +257,6 @@ def test_calls_that_opacus_takes():
     assert 0 < optimizer.noise_multiplier < math.inf
 
 
-def test_a_look_at_gradients_that_there_are_not(make_run):
-    run = make_run(loss_geometry=hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True))
-    features, labels = next(iter(run.loader))
-    nn.functional.cross_entropy(run.model(features), labels).backward()
-    weight = next(run.model.parameters())
-    assert not hasattr(weight.grad_sample, "flatten")
-    with pytest.raises(AttributeError, match="no norm: with ghost clipping"):
-        weight.grad_sample.norm()
-
-
 def test_options_that_belong_to_another_optimizer(make_run):
     for name, value in (("l1", 0.1), ("l2", 0.1), ("nonnegative", True), ("automatic", True)):
         with pytest.raises(hsa.UnsupportedRunError, match=f"{name} = .* with mechanism = None"):

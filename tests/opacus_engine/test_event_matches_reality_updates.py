@@ -117,12 +117,6 @@ def hook_on_all_optimizers(run):
         handle.remove()
 
 
-def seeded_every_epoch(run):
-    for _ in range(2):
-        run.optimizer.generator.manual_seed(0)
-        run.epoch()
-
-
 def grad_scaler(run):
     scaler = torch.amp.GradScaler("cpu")
     for batch in run.loader:
@@ -157,7 +151,7 @@ def no_noise_for_a_piece(run):
 
 def clip_norm_into_the_margin(run):
     run.epoch()
-    run.optimizer.max_grad_norm = run.optimizer.context.lipschitz
+    run.optimizer.max_grad_norm = run.optimizer.context.declared.lipschitz
     run.epoch()
 
 
@@ -209,23 +203,21 @@ RAISES = [
     (3, other_base_optimizer, "another original_optimizer", 0),
     (11, write_through_data, "step 7: the parameters were changed outside the private", 6),
     (11, averaged_weights_kept, "step 13: the parameters were changed outside the private", 12),
-    (11, pre_step_and_base_step, "step 1 used batch 1, expected batch 0", 0),
+    (11, pre_step_and_base_step, "got a call of pre_step", 0),
     (14, second_step_hook, "single slot", 0),
     (14, hook_on_all_optimizers, "Expected no step hooks for all optimizers", 0),
-    (14, seeded_every_epoch, "step 7: the noise generator is in a state", 6),
     (14, grad_scaler, "GradScaler", 0),
     (14, pickle_of_the_optimizer, "cannot be copied", 0),
     (14, step_recorded_twice, "took 6 steps, but 7 are recorded", 7),
     (14, no_noise_for_a_piece, "step 1 clips to 2.1 and then uses 3.1", 0),
     (14, clip_norm_into_the_margin, r"max_grad_norm >= 2.00000", 6),
-    (14, two_engines_in_turn, "step 1 got the gradients of 7 batches", 0),
+    (14, two_engines_in_turn, "step 1 used 0 rows", 0),
     (14, piece_of_another_batch, "step 1: a piece of a batch was delivered", 0),
 ]
 
 ARGUMENTS = {
     plateau: {"learning_rate_schedule": 0.5},
     more_steps_than_declared: {"num_steps": 6},
-    seeded_every_epoch: {"noise_generator": torch.Generator()},
 }
 
 
@@ -290,13 +282,15 @@ def test_a_parameter_outside_the_forward_pass_is_noticed(make_run):
         run.engine.get_epsilon(DELTA)
 
 
-def test_a_frozen_parameter_with_an_old_gradient_is_noticed(make_run):
+@pytest.mark.parametrize("mode", [{}, {"grad_sample_mode": "hooks"}])
+def test_a_frozen_parameter_with_an_old_gradient_stays(make_run, mode):
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
     model(torch.ones(1, 5)).sum().backward()
     model[0].requires_grad_(False)
-    loss = hsa.LossGeometry.softmax_cross_entropy(10.0, bias=True)
-    run = make_run(model=model, loss_geometry=loss, feature_norm=10.0)
+    before = model[0].weight.clone()
+    run = make_run(model=model, loss_geometry=None, **mode)
     features, labels = next(iter(run.loader))
     run.criterion(run.model(features), labels).backward()  # zero_grad would clear the old gradient
-    with pytest.raises(hsa.UnsupportedRunError, match="step 1 would move a frozen parameter"):
-        run.optimizer.step()
+    run.optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    run.engine.get_epsilon(DELTA)

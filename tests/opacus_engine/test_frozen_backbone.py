@@ -256,7 +256,7 @@ def test_a_layer_that_is_partly_unfrozen(make_run):
     run = make_run(model=model, loss_geometry=None)
     run.epoch()
     model.head.bias.requires_grad_(True)
-    with pytest.raises(hsa.UnsupportedRunError, match=r"Linear trains \['weight', 'bias'\]"):
+    with pytest.raises(hsa.UnsupportedRunError, match="step 7 trains"):
         run.epoch()
     assert run.steps == 6
 

@@ -117,6 +117,7 @@ class OpacusTrial(Trial):
     has_bound: bool = True
     takes_closure: bool = False
     is_computed: bool = False
+    is_composed: bool = False
     seed: int | None = None
 
     def __attrs_post_init__(self):
@@ -291,8 +292,9 @@ class OpacusTrial(Trial):
 
     @contextlib.contextmanager
     def interrupted_update(self):
-        if self.takes_closure:
-            raise NotImplementedError("the step of a block calls no inner optimizer")
+        is_plain = self.is_computed and "optimizer_class" not in self.arguments
+        if self.takes_closure or is_plain:
+            raise NotImplementedError("the step calls no inner optimizer")
 
         def interrupt(*args, **kwargs):
             raise KeyboardInterrupt
@@ -339,22 +341,32 @@ def a_group_for_each(head, rate):
     return torch.optim.SGD([{"params": [p]} for p in head.parameters()], lr=rate)
 
 
-def dice(kind, base):
+def dice(kind, base, **arguments):
     return functools.partial(
         OpacusTrial,
         base=one_group(base),
         start={"learning_rate": 0.3, "noise_multiplier": 20.0, "clip_norm": 0.1},
-        arguments={"optimizer_class": kind, "error_max_grad_norm": 0.02, "gradient_bound": BOUND},
+        arguments={
+            "optimizer_class": kind,
+            "error_max_grad_norm": 0.02,
+            "gradient_bound": BOUND,
+            **arguments,
+        },
+        is_computed="feature_norm" in arguments,
         records={"learning_rate", "momentum", "maximize", "weight_decay"},
     )
 
 
-def composed(base, **options):
+HOOKS = {"grad_sample_mode": "hooks"}
+
+
+def composed(base, arguments, **options):
     return functools.partial(
         OpacusTrial,
         base=one_group(base, **options),
         start={"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 0.7, **options},
-        arguments={},
+        arguments=arguments,
+        is_composed=True,
         records=frozenset(IN_GROUPS) | {"noise_multiplier", "clip_norm"},
         has_bound=False,
     )
@@ -374,15 +386,16 @@ OPTIMIZERS = {
         records={"learning_rate", "noise_multiplier", "clip_norm", "weight_decay"},
         is_computed=True,
     ),
-    "composed": composed(torch.optim.SGD, weight_decay=0.1),
-    "composed_adam": composed(torch.optim.Adam),
+    "composed": composed(torch.optim.SGD, {}, weight_decay=0.1),
+    "composed_adam": composed(torch.optim.Adam, HOOKS),
     "dice_sgd": dice(DiceSGDOptimizer, torch.optim.SGD),
-    "dice_adam": dice(DiceAdamOptimizer, torch.optim.Adam),
+    "dice_of_a_known_loss": dice(DiceSGDOptimizer, torch.optim.SGD, feature_norm=1.0),
+    "dice_adam": dice(DiceAdamOptimizer, torch.optim.Adam, **HOOKS),
     "block_coordinate": functools.partial(
         OpacusTrial,
         base=a_group_for_each,
         start={"learning_rate": 0.2, "noise_multiplier": 2.0, "clip_norm": 0.7},
-        arguments={"optimizer_class": BlockCoordinateOptimizer},
+        arguments={"optimizer_class": BlockCoordinateOptimizer, **HOOKS},
         records={"noise_multiplier"},
         has_bound=False,
         takes_closure=True,

@@ -270,7 +270,7 @@ def test_accumulated_batches_are_refused():
     with pytest.raises(ValueError, match="not compatible with grad accumulation"):
         train(PrivacyEngine(), "sgd", {}, 10, loop=accumulated)
     for arguments in (fixed, {}):
-        with pytest.raises(UnsupportedRunError, match=r"accumulation .*BatchMemoryManager"):
+        with pytest.raises(UnsupportedRunError, match=r"accumulation.*BatchMemoryManager"):
             train(HiddenStatePrivacyEngine(), "sgd", arguments, 10, loop=accumulated)
 
 

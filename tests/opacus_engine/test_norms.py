@@ -1,13 +1,21 @@
 """Norms of rows in float32 that no long sum makes shorter than they are."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from opacus import GradSampleModule
 from torch import nn
 
-from hidden_state_adapters.opacus.gradients.norms import row_norms, to_precision
-from hidden_state_adapters.opacus.gradients.sums import gradient_norms
+from hidden_state_adapters.opacus.gradients.norms import (
+    clip_factors,
+    joint_norms,
+    row_norms,
+    smallest_norm,
+    to_precision,
+)
+from hidden_state_adapters.opacus.gradients.samples import SampleGradients
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000, 256 * 256 + 3])
@@ -40,7 +48,7 @@ def test_the_clip_uses_them():
     layer = nn.Linear(2_000_000, 1, bias=False)
     model = GradSampleModule(layer, loss_reduction="sum")
     model(torch.full((1, 2_000_000), 0.1)).sum().backward()
-    norm = float(gradient_norms(list(layer.parameters())))
+    norm = float(SampleGradients().norms(list(layer.parameters())))
     assert norm == pytest.approx(0.1 * 2_000_000**0.5, rel=1e-6)
 
 
@@ -50,3 +58,32 @@ def test_factors_without_digits_are_zero():
     assert single.dtype == torch.float32
     assert single.tolist() == [1.0, pytest.approx(1e-37), 0.0, 0.0, 0.0]
     assert to_precision(factors, torch.float64).tolist() == factors.tolist()
+
+
+def test_the_clip_is_exact():
+    norms = torch.tensor([0.0, 0.3, 0.5, 2.0], dtype=torch.float64)
+    factors = clip_factors(norms, 0.5, automatic=False, smallest=1e-100)
+    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
+    factors = clip_factors(norms, 0.5, automatic=True, smallest=1e-100)
+    np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(dtype):
+    """Coordinates of ever smaller size: a factor from a norm that underflowed would be huge."""
+    smallest = smallest_norm([nn.Parameter(torch.zeros(1, dtype=dtype))])
+    exponents = (
+        torch.linspace(-45, 5, 400) if dtype is torch.float32 else torch.linspace(-320, 5, 400)
+    )
+    vectors = (torch.ones(400, 1000, dtype=torch.float64) * 10.0 ** exponents[:, None].double()).to(
+        dtype
+    )
+    for automatic in (False, True):
+        factors = clip_factors(
+            joint_norms([vectors]), smallest, automatic=automatic, smallest=smallest
+        )
+        clipped = vectors.double() * factors.double()[:, None]
+        # scaled before it is squared here, too
+        lengths = clipped.abs().amax(dim=1) * math.sqrt(1000)
+        assert torch.isfinite(lengths).all()
+        assert lengths.max() <= smallest * (1 + 1e-5)

@@ -175,7 +175,10 @@ def test_a_process_with_another_program_is_refused(two, options, others, name):
         ({"wrapper": None}, "Expected a model in Opacus' DPDDP"),
         ({"distributed": False}, "Expected a model in Opacus' DPDDP"),
         ({"distributed": "yes"}, "Expected distributed to be True, False or None"),
-        ({"ghost": True}, 'Expected grad_sample_mode = "hooks" with DistributedDataParallel'),
+        (
+            {"ghost": True, "deep": True, "loss_geometry": None, "max_grad_norm": 0.3},
+            'Expected grad_sample_mode = "hooks" with DistributedDataParallel',
+        ),
         ({"sampler": True}, "DistributedSampler: it repeats records"),
         ({"loader": {"batch_size": 1}}, "Expected a batch_size >= 2"),
     ],
@@ -188,11 +191,6 @@ def test_what_no_group_can_train(two, options, text):
 def test_sharded_parameters_are_refused_by_name(two):
     for outcome in two.call("shards_the_model"):
         assert "Expected whole parameters in every process, got FSDP" in outcome
-
-
-def test_optimizers_that_are_made_by_hand_are_refused(two):
-    for text in two.call("by_hand"):
-        assert "Expected one process for a DiceSGDOptimizer" in text
 
 
 def test_distributed_without_a_group(make_run):

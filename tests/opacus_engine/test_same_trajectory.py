@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import shared_runs as shared
 import torch
-from opacus import GradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,7 +61,7 @@ def test_cyclic():
 
 @pytest.mark.parametrize("variant", shared.DICE)
 def test_dice(variant):
-    model = GradSampleModule(layer())
+    model = layer()
     if variant == "adam":
         base = torch.optim.Adam(
             model.parameters(), lr=shared.RATE, betas=shared.BETAS, eps=shared.ADAM_EPSILON
@@ -71,12 +70,13 @@ def test_dice(variant):
     else:
         base = torch.optim.SGD(model.parameters(), lr=shared.RATE)
         cls = DiceSGDOptimizer
-    optimizer = cls(
-        base, noise_multiplier=0.0, max_grad_norm=shared.CLIP, expected_batch_size=shared.BATCH,
+    model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
+        module=model, optimizer=base, data_loader=data(), noise_multiplier=0.0,
+        max_grad_norm=shared.CLIP, batch_order="cyclic", optimizer_class=cls,
         error_max_grad_norm=shared.CLIP if variant == "automatic" else shared.ERROR_CLIP,
         automatic=variant == "automatic",
     )  # fmt: skip
-    found = iterates(model, optimizer, data())
+    found = iterates(model, optimizer, loader)
     np.testing.assert_allclose(found, shared.dice_iterates(variant), rtol=0, atol=1e-12)
 
 

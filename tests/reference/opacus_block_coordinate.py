@@ -1,8 +1,7 @@
-"""DP-MBCD in PyTorch on a tiny model, by hand and through the engine."""
+"""DP-MBCD in PyTorch on a tiny model, through the engine."""
 
 import torch
 from dp_accounting import NeighboringRelation
-from opacus import GradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,25 +11,10 @@ ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPEC
 RATE, SIZE, CLIP = 0.2, 4, 0.7
 
 
-def factors(dtype=torch.float64, reduction="mean", **kwargs):
+def factors(dtype=torch.float64):
     """x -> W2 W1 x: bilinear in the two blocks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)).to(dtype)
-    return GradSampleModule(model, loss_reduction=reduction, **kwargs)
-
-
-def make(model=None, *, num_blocks=2, sgd=None, cls=BlockCoordinateOptimizer, **options):
-    model = factors() if model is None else model
-    params = list(model.parameters())
-    groups = [{"params": [p]} for p in params] if num_blocks == 2 else params
-    inner = torch.optim.SGD(groups, **{"lr": RATE, **(sgd or {})})
-    arguments = {
-        "module": model,
-        "noise_multiplier": 0.0,
-        "max_grad_norm": CLIP,
-        "expected_batch_size": SIZE,
-    }
-    return model, cls(inner, **(arguments | options))
+    return nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)).to(dtype)
 
 
 def batches(count, dtype=torch.float64, rows=SIZE):
@@ -39,33 +23,9 @@ def batches(count, dtype=torch.float64, rows=SIZE):
     return [(x, y) for x, y in draw]
 
 
-def closure_of(model, optimizer, batch, reduction="mean"):
-    x, y = batch
-
-    def closure():
-        optimizer.zero_grad()
-        loss = ((model(x) - y) ** 2).sum(dim=1) / 2
-        getattr(loss, reduction)().backward()
-
-    return closure
-
-
-def train(model, optimizer, data, **kwargs):
-    for batch in data:
-        optimizer.step(closure_of(model, optimizer, batch, **kwargs))
-
-
 def values(model):
     return [p.detach().cpu().numpy().copy() for p in model.parameters()]
 
-
-def trained(steps=6, **options):
-    model, optimizer = make(noise_multiplier=2.0, **options)
-    train(model, optimizer, batches(steps))
-    return model, optimizer
-
-
-# --- through the engine ---------------------------------------------------------------------------
 
 DELTA, NOISE = 1e-5, 2.0
 BATCHES = batches(3)  # an epoch
@@ -91,7 +51,7 @@ class Session:
         data=(X, Y), loader=None, sgd=None, **options,
     ):  # fmt: skip
         self.engine = engine or HiddenStatePrivacyEngine(neighboring_relation=relation)
-        self.inner = factors().to_standard_module() if model is None else model
+        self.inner = factors() if model is None else model
         self.criterion = options.setdefault("criterion", SquaredError())
         params = list(self.inner.parameters())
         groups = params if num_blocks == 1 else [{"params": [p]} for p in params]

@@ -16,5 +16,4 @@ def weights(run):
 
 
 def error_of(run):
-    private = run.optimizer.run_state_dict(include_private_state=True)["private"]
-    return flat(private["error"])
+    return flat(run.optimizer.mechanism.private_state()["dice"]["private"]["error"])

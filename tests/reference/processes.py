@@ -142,6 +142,8 @@ class Training:
         loader = DataLoader(data, **{"batch_size": BATCH, **(loader or {})})
         made = self.engine.make_private(module=model, optimizer=base, data_loader=loader, **given)
         self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
+        if len(made) == 4:  # with ghost clipping
+            self.criterion = made[2]
         self.used = []
 
     def backward(self, batch):
@@ -479,22 +481,6 @@ def resumes(folder, order, other=False):
         return files, str(error)
     again.epochs(1)
     return files, again.weights
-
-
-def by_hand():
-    from opacus.grad_sample import GradSampleModule
-
-    model = GradSampleModule(nn.Linear(FEATURES, CLASSES))
-    try:
-        DiceSGDOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            expected_batch_size=10,
-        )
-    except Exception as error:
-        return str(error)
-    return "nothing"
 
 
 def shards_the_model():

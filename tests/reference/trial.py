@@ -16,12 +16,14 @@ class Trial:
         records: The settings that may change during the run, and are recorded as they were used.
         has_bound: Whether a bound on the gradients is declared, which scaled losses exceed.
         is_computed: Whether the trainer computes its steps from what it holds itself.
+        is_composed: Whether every step counts, at the trust of the upstream.
     """
 
     start: dict
     records: frozenset[str] = frozenset()
     has_bound = True
     is_computed = False
+    is_composed = False
 
     # The loop
 

@@ -24,7 +24,6 @@ from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccoun
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.fit_head import fit_head
-from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
 from hidden_state_adapters.opacus.losses import (
     EnvelopeBCEWithLogitsLoss,
     EnvelopeCrossEntropyLoss,
@@ -60,7 +59,6 @@ __all__ = [
     "EnvelopeCrossEntropyLoss",
     "EnvelopeHingeLoss",
     "EnvelopeSquaredErrorLoss",
-    "GhostGradSampleModule",
     "HiddenStateAccountant",
     "HiddenStatePrivacyEngine",
     "ParameterBallsProjection",

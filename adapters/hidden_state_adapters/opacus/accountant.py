@@ -34,9 +34,9 @@ from hidden_state_adapters.opacus.accounted import (
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.gradients.figures import read
-from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.guards.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewhere, note_trained
+from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise
 from hidden_state_adapters.opacus.stock.run import OWN_COINS, StockDeclaration, StockRun
 

@@ -18,7 +18,7 @@ from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_adapters.opacus.data.reading import drawn_rate
-from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.stock.run import StockRun, on_trust
 
 Row = tuple[float, float, int]

@@ -70,10 +70,8 @@ def run_state(
     """The section of a checkpoint, in plain types.
 
     It never holds the state of the noise generator: with it the noise of the next steps would be
-    known. The order of the records, other hidden state (the error of DiceSGD), and what tells noise
-    that is used again, are in it only on request.
+    known. The order of the records, and the error of DiceSGD, are in it only on request.
     """
-    assert optimizer.context is not None
     steps = optimizer.num_steps
     missing = optimizer.why_not_resumable(steps)
     state: dict[str, Any] = {
@@ -86,7 +84,6 @@ def run_state(
     }
     if include_private:
         state["private"] = optimizer.private_state()
-        state["private_noise"] = optimizer.context.noise.private_state()
     elif missing:
         only_order = missing == optimizer.context.plan.why_not_resumable(steps)
         _logger.warning(
@@ -107,10 +104,7 @@ def load_private_state(optimizer: PrivateOptimizer, state: Mapping[str, Any]) ->
     """
     if "private" not in state:
         return
-    assert optimizer.context is not None
     optimizer.load_private_state(state["private"], state["num_steps"])
-    if "private_noise" in state:
-        optimizer.context.noise.load_private_state(state["private_noise"])
 
 
 def check_state(

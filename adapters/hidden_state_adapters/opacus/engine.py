@@ -14,9 +14,7 @@ import dp_accounting
 import torch
 from dp_accounting import NeighboringRelation
 from opacus import PrivacyEngine
-from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack  # a dependency of torch
@@ -41,14 +39,9 @@ from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loader import private_loader
-from hidden_state_adapters.opacus.geometry import find_linear_head
-from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
-from hidden_state_adapters.opacus.gradients.in_place import keep_in_place
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
-from hidden_state_adapters.opacus.guards.noise import NoiseMemory
-from hidden_state_adapters.opacus.guards.parameters import check_parameters
-from hidden_state_adapters.opacus.head.guard import HeadRun
 from hidden_state_adapters.opacus.head.module import HeadModule
+from hidden_state_adapters.opacus.head.run import KnownHeadRun
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
@@ -73,12 +66,19 @@ from hidden_state_adapters.opacus.run.registry import (
     note_branch,
     note_trained,
 )
+from hidden_state_adapters.opacus.sources.ghost import RowLosses
+from hidden_state_adapters.opacus.sources.iterate import check_parameters
+from hidden_state_adapters.opacus.sources.samples import SampledRun
 
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
 _NOT_SEEN = "every per-example gradient is that of the loss at one record of the delivered batch"
 _INITIAL = "the initial model and the order of the records do not depend on the records"
+_ONLY_PUBLIC_CALLS = (
+    "only the public calls touch the run: nothing writes model, records, generators or private "
+    "attributes behind it"
+)
 _PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
 
@@ -125,7 +125,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             )
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
         self._accountant = HiddenStateAccountant(neighboring_relation)
-        self._noise = NoiseMemory()
         self._token = object()  # stands for this engine where it must not be kept alive
         self._optimizer: PrivateOptimizer | None = None
         self._modules: tuple[Any, ...] = ()
@@ -399,7 +398,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
         note_trained(
             declared.inner,
-            context.params,
+            context.source.iterate.params,
             self._token,
             run,
             hides_iterates=mechanism.hides_iterates,
@@ -421,9 +420,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         arguments, relation = declared.arguments, self.accountant.neighboring_relation
         check_not_trained_elsewhere(declared.inner.parameters(), self._token)
         was_refused = self._check_ended()
-        run = _optimizer_class(arguments).mechanism_type.new_run(declared, noise_multiplier)
+        mechanism = _optimizer_class(arguments).mechanism_type
+        run, is_composed = mechanism.new_run(declared, noise_multiplier), mechanism.is_composed
         self._declared = declared
-        self._context = RunContext.start(run, declared, self._noise, relation)
+        self._context = RunContext.start(run, declared, relation, is_composed=is_composed)
         return was_refused, super().make_private(
             module=arguments.module,
             optimizer=declared.optimizer,
@@ -471,45 +471,23 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         **kwargs: Any,
     ) -> Any:
         options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        is_ghost = grad_sample_mode == "ghost" or self._clips_by_ghost(module)
-        is_plain = not isinstance(module, AbstractGradSampleModule)
         assert self._context is not None
+        source = self._context.source
         if isinstance(module, HeadModule):
-            module, is_plain = module._module, True
-        if isinstance(self._context.watch, HeadRun):
+            module = module._module
+        if not isinstance(source, SampledRun):
             self.validate(module=module, optimizer=None, data_loader=None)
             return HeadModule.of(module, **options)
-        if not is_ghost:
-            mode = {"grad_sample_mode": grad_sample_mode}
-            made = super()._prepare_model(module, **mode, **options, **kwargs)
-            keep_in_place(made)
-            return made
-        if is_plain:
-            self.validate(module=module, optimizer=None, data_loader=None)
-            return GhostGradSampleModule(module, **options)
-        given = {name: getattr(module, name) for name in options}
-        if type(module) is not GhostGradSampleModule or given != options:
-            raise ValueError(
-                f"Expected a plain module or a GhostGradSampleModule with {options}, got "
-                f"{type(module).__name__} with {given}. Pass the plain module."
-            )
-        return module
+        made = super()._prepare_model(
+            module, grad_sample_mode=grad_sample_mode, **options, **kwargs
+        )
+        source.ghost = made if grad_sample_mode == "ghost" else None
+        return made
 
-    def _clips_by_ghost(self, module: nn.Module) -> bool:
-        """Whether nobody asked how to clip, and the model is a linear head, which ghosts suit."""
-        assert self._context is not None
-        arguments = self._context.declared.arguments
-        given = arguments.opacus
-        is_asked = "grad_sample_mode" in given or arguments.clips_per_layer
-        is_open = not is_asked and given.get("wrap_model", True)
-        if isinstance(module, AbstractGradSampleModule):
-            return bool(is_open and type(module) is GhostGradSampleModule)
-        if isinstance(module, DistributedDataParallel):  # waits for .grad, which ghosts leave out
-            return False
-        return bool(is_open and find_linear_head(module) is not None)
-
-    def _prepare_criterion(self, *, criterion: Any, **kwargs: Any) -> Any:
-        return criterion  # one backward pass, from which everything follows
+    def _prepare_criterion(self, *, module: Any, criterion: Any, **kwargs: Any) -> Any:
+        if isinstance(module, HeadModule):
+            return criterion  # one backward pass, from which everything follows
+        return RowLosses(module, criterion=criterion, **kwargs)
 
     def _prepare_optimizer(  # type: ignore[override]
         self,
@@ -575,17 +553,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked at every step, declared or public."""
         proven, optimizer = self.accountant.guarantee.assumptions, self._optimizer
-        context = None if optimizer is None else optimizer.context
-        is_computed = context is not None and isinstance(context.watch, HeadRun)
+        source = None if optimizer is None else optimizer.context.source
         own = [
-            *([] if is_computed else [Assumption.declared(_NOT_SEEN)]),
+            *([] if isinstance(source, KnownHeadRun) else [Assumption.declared(_NOT_SEEN)]),
             Assumption.declared(_INITIAL),
+            Assumption.declared(_ONLY_PUBLIC_CALLS),
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
         ]
-        if optimizer is not None:
-            own += [Assumption.checked(optimizer.mechanism.checked), *optimizer.guards.assumptions]
-            own += [] if context is None else context.declared.assumptions
-            own += [] if optimizer.group is None else optimizer.group.assumptions
+        own += [] if optimizer is None else optimizer.assumptions
         return merge_assumptions([replace_assumptions(proven, *own)])
 
     @property
@@ -743,9 +718,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             stays_private: False counts the checkpoint as a release of the current iterate. True
                 says that nobody else ever sees the file, which becomes a listed assumption.
             include_private_state: Also stores the secret order of the records, without which
-                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; the
-                error of a DiceSGD run, which cannot go on without it; and hashes by which noise
-                that is used again is noticed where the run goes on. Needs stays_private=True:
+                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; and
+                the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True:
                 whoever reads the file knows which steps used a record, and the error is data of
                 the records without noise.
             lr_scheduler: A learning-rate scheduler to store.

@@ -143,3 +143,16 @@ def check_reduction(criterion: Any, loss_reduction: str) -> None:
             f"make_private), got {reduction!r}: per-example gradients would be off by the batch "
             "size. Make the two agree."
         )
+
+
+def refuse_weights_of_the_batch(criterion: Any) -> None:
+    """Raises UnsupportedRunError for a mean over records that their weights divide."""
+    module = as_module(criterion)
+    is_softmax = isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss)
+    if is_softmax and module.weight is not None and module.reduction == "mean":
+        raise UnsupportedRunError(
+            f"Expected no class weights in a mean, got {type(module).__name__}(weight=...): it is "
+            "divided by the weights of all records of the batch, so that the gradient of one "
+            'record depends on the others. Use reduction="sum", here and in make_private '
+            '(loss_reduction="sum").'
+        )

@@ -13,11 +13,11 @@ from dp_accounting import NeighboringRelation
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.checkpoints import fields_of
 from hidden_state_adapters.opacus.data.loader import tensors_of
-from hidden_state_adapters.opacus.guards.parameters import fingerprint
-from hidden_state_adapters.opacus.guards.random_numbers import random_numbers_as_before
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.random_numbers import random_numbers_as_before
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.group import Digest
+from hidden_state_adapters.opacus.sources.iterate import fingerprint
 
 _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
 _SHOWN = 16  # records that are compared
@@ -54,7 +54,6 @@ def fields_in_common(
 
 def fields_after_loading(optimizer: PrivateOptimizer, run_id: str) -> dict[str, Any]:
     """What one checkpoint leaves, of the process that loaded it; values by name."""
-    assert optimizer.context is not None
     inner, steps = optimizer.context.declared.inner, optimizer.num_steps
     private = optimizer.private_state() if optimizer.why_not_resumable(steps) else {}
     return {

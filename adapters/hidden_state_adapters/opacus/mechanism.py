@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -11,9 +11,10 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from hidden_state_accountants import Assumption
 from hidden_state_accountants.runs.base import Run, Step
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.batch import RowsGuard
+from hidden_state_adapters.opacus.gradients.figures import Figure
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
@@ -32,6 +33,7 @@ class Mechanism:
         checked: What is verified at every step, in words.
         takes_per_layer: Whether every parameter may have a clip norm of its own.
         hides_iterates: Whether its bound may count on iterates that nobody sees.
+        is_composed: Whether it is Opacus' algorithm, accounted step by step at Opacus' trust.
         takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
         secret: What a copy of the optimizer would give away, beside missing steps; or "".
 
@@ -46,6 +48,7 @@ class Mechanism:
     checked: ClassVar[str]
     takes_per_layer: ClassVar[bool] = False
     hides_iterates: ClassVar[bool] = True
+    is_composed: ClassVar[bool] = False
     takes_pieces: ClassVar[bool] = True
     secret: ClassVar[str] = ""
 
@@ -106,7 +109,12 @@ class Mechanism:
         """Why no bound on hidden iterates is about the update, or ""."""
         return ""
 
-    # Its part of the guards
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step, and what is taken on trust."""
+        yield Assumption.checked(self.checked)
+
+    # What stays the same
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,24 +126,19 @@ class Mechanism:
         """Raises UnsupportedRunError unless the wrapped optimizer moves as the bound says."""
         raise NotImplementedError
 
-    def guards(self) -> Sequence[Guard]:
-        """Those that only this mechanism needs."""
-        return ()
-
-    def guards_by_hand(self) -> Sequence[Guard]:
-        """Those that stand in for what an engine sees."""
-        return ()
-
-    def rows_guard(self) -> RowsGuard:
-        """What counts the rows of an optimizer that was made by hand."""
-        return RowsGuard()
-
     # Its part of a step
 
     @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
         """The parameters that are moved together; the gradients of each are taken anew."""
         return [self.params]
+
+    def figures(self) -> Mapping[str, Figure]:
+        """Figures to be read from the device together with those of the gradients."""
+        return {}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the values of the figures are wrong."""
 
     def accumulate(self, piece: Piece) -> None:
         """Adds the clipped gradients of a piece to `summed_grad`."""
@@ -152,8 +155,8 @@ class Mechanism:
         """The sums are complete; noise is added to them next, or is in them already."""
 
     def move(self, piece: Piece) -> None:
-        """Moves the parameters along their noisy gradients."""
-        self.base.step()
+        """Moves the parameters along their noisy gradients, and no others."""
+        raise NotImplementedError
 
     def after_move(self, piece: Piece) -> None:
         """The wrapped optimizer has moved the parameters of the piece."""
@@ -173,13 +176,6 @@ class Mechanism:
             **values,
         )
 
-    def run_by_hand(self) -> Run:
-        """What records the steps of an optimizer that was made by hand."""
-        raise TypeError(
-            f"{type(self.optimizer).__name__} is made by HiddenStatePrivacyEngine.make_private, "
-            "which deals its batches."
-        )
-
     # Where the run goes on
 
     def why_not_resumable(self) -> str:
@@ -197,6 +193,9 @@ class Mechanism:
             ValueError: The state is of another run, or damaged.
         """
 
+    def forget_pieces(self) -> None:
+        """Pieces from before a checkpoint was loaded belong to no batch of the run."""
+
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """The wrapped optimizer is about to load `state_dict`.
 
@@ -204,9 +203,6 @@ class Mechanism:
             state_dict: What is loaded.
             is_checkpoint: Whether the engine loads it, with everything else of a run.
         """
-
-    def after_loading(self) -> None:
-        """The wrapped optimizer has loaded a state."""
 
 
 @torch.no_grad()

@@ -12,57 +12,51 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import UnsupportedRunError
-from hidden_state_accountants.runs.base import Run
-from hidden_state_adapters.opacus.gradients.figures import is_on_host
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.figures import is_on_host, read
 from hidden_state_adapters.opacus.gradients.noise import (
     OwnNoise,
     add_noise,
     add_noise_to_sums,
     check_noise_source,
     take_noisy_sums,
+    whose_noise,
 )
-from hidden_state_adapters.opacus.gradients.sums import is_ghost
-from hidden_state_adapters.opacus.guards.base import Guards, Piece
-from hidden_state_adapters.opacus.guards.batch import RowsGuard
-from hidden_state_adapters.opacus.guards.gradients import GradientGuard
-from hidden_state_adapters.opacus.guards.noise import NoiseGuard, NoiseMemory
-from hidden_state_adapters.opacus.guards.settings import SettingsGuard
-from hidden_state_adapters.opacus.head.guard import HeadRun
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.context import RunContext
-from hidden_state_adapters.opacus.run.group import AgreedError, Totals, refuse_group
+from hidden_state_adapters.opacus.run.group import AgreedError, Totals
+from hidden_state_adapters.opacus.run.settings import Settings
 
 _UNFINISHED = "a step was not finished"
-_FIXED = {"run", "mechanism", "guards", "context", "group"}
 
 
 class PrivateOptimizer(DPOptimizer):
-    """Opacus' DPOptimizer with guards, a mechanism and the record of its run.
+    """Opacus' DPOptimizer with a mechanism and the record of its run.
 
-    `step` asks every guard, clips and adds up by the mechanism, adds Opacus' noise, records what is
-    about to happen and lets the wrapped optimizer move the parameters. What is raised in between
-    ends the run: whether it is raised may depend on the records, as much as a stop that looks at
-    them. The optimizer cannot be copied or pickled: the copy's steps would be missing from epsilon.
+    `step` looks at what the loop did, clips and adds up by the mechanism, adds noise, records what
+    is about to happen and moves the parameters from where the last step left them. What is raised
+    in between ends the run: whether it is raised may depend on the records, as much as a stop that
+    looks at them. The optimizer cannot be copied or pickled: the copy's steps would be missing from
+    epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
 
     Attributes:
         mechanism_type: The mechanism; a subclass that names one is an `optimizer_class` of
             `make_private`.
         run: The record of the steps.
         mechanism: What it does in a step.
-        guards: What stops it.
-        context: What the engine knows about the run; None for an optimizer made by hand.
+        context: What is known about the run.
         group: The processes that train the run together; None for one.
 
     Args:
         optimizer: The optimizer that moves the parameters.
+        context: See above.
         noise_multiplier: As for DPOptimizer, as all arguments up to `secure_mode`.
         max_grad_norm: Clip norm.
         expected_batch_size: The divisor.
         loss_reduction: "mean" or "sum".
         generator: Source of the noise; None is one of our own, which no seed reaches.
         secure_mode: Needs torchcsprng.
-        context: See above; for the engine.
         **options: Of the mechanism.
     """
 
@@ -72,25 +66,27 @@ class PrivateOptimizer(DPOptimizer):
     # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
     _step_supports_amp_scaling = True
     _piece: Piece | None = None
+    _is_last_step_skipped: bool = False
 
     def __init__(
         self,
         optimizer: Optimizer,
         *,
+        context: RunContext | None = None,
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: int,
         loss_reduction: str = "mean",
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
-        context: RunContext | None = None,
         **options: Any,
     ):
-        check_noise_source(
-            (p for group in optimizer.param_groups for p in group["params"]),
-            generator,
-            is_secure=secure_mode,
-        )
+        if context is None:
+            raise TypeError(
+                f"{type(self).__name__} is made by HiddenStatePrivacyEngine.make_private, which "
+                "deals its batches. Pass mechanism= there."
+            )
+        check_noise_source(context.source.iterate.params, generator, is_secure=secure_mode)
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -100,54 +96,22 @@ class PrivateOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
-        if context is None:
-            refuse_group(type(self).__name__)
         self._noise = OwnNoise()
-        self.context = context
-        self.group = None if context is None else context.declared.group
+        self.context, self.run = context, context.run
+        self.group = context.declared.group
+        self._batch, self._source = context.batch, context.source
         self._totals = Totals(0, 0.0)  # of the current step
         self.mechanism = self.mechanism_type(self, **options)
-        self._settings = SettingsGuard(
+        self._settings = Settings(
             self,
             lambda: self.mechanism.settings,
             self.mechanism.check_update_rule,
             self.mechanism.constant,
         )
-        self._batch: RowsGuard
-        self.run: Run
-        if context is None:
-            self.run, self._batch = self.mechanism.run_by_hand(), self.mechanism.rows_guard()
-            self.guards = self._guards_by_hand()
-        else:
-            self.run, self._batch = context.run, context.batch
-            self.guards = context.guards(self, self._settings, self.mechanism.guards())
-        watch = None if context is None else context.watch
-        self._iterate = watch.iterate if isinstance(watch, HeadRun) else None
         self._steps_taken = self.run.num_steps
         self._largest_norm = 0.0  # of the current step
-        self._failure = self._closed = self._loose_noise = ""
+        self._failure = self._closed = ""
         self._is_moving = self._has_moved = self._has_engine_hook = self._is_loading = False
-
-    def _guards_by_hand(self) -> Guards:
-        mechanism = self.mechanism
-        return Guards(
-            (
-                self._settings,
-                *mechanism.guards_by_hand(),
-                self._batch,
-                *mechanism.guards(),
-                GradientGuard(),
-                NoiseGuard(self, NoiseMemory()),
-            )
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and name in vars(self):
-            raise UnsupportedRunError(  # the steps would be recorded or checked elsewhere
-                f"Expected {name} to stay what it is, got another {type(value).__name__}: it "
-                "belongs to this run. Make another optimizer for another run."
-            )
-        super().__setattr__(name, value)
 
     # The step
 
@@ -185,26 +149,8 @@ class PrivateOptimizer(DPOptimizer):
         super().zero_grad(set_to_none=True)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Checks the run, then clips and adds noise; true if the parameters may move.
-
-        Raises:
-            UnsupportedRunError: The run is not the declared one, or there are several blocks.
-        """
-        why_not = ""
-        if len(self.mechanism.blocks) > 1:
-            why_not = (
-                "Expected optimizer.step(closure), got a call of pre_step, which knows one block."
-            )
-        self._admit(why_not)
-        with self._ending_the_run_on_error():
-            proceeds = self._use_gradients(0)
-        if proceeds:  # the noisy gradient may go anywhere now, and no step of it is recorded
-            self._loose_noise = (
-                f"pre_step() was called by hand and made the noisy gradient of step "
-                f"{self._steps_taken + 1}, which was not recorded. Call step()."
-            )
-            self._note_move()
-        return proceeds
+        """Raises UnsupportedRunError: its noisy gradient could go anywhere without a record."""
+        raise UnsupportedRunError("Expected optimizer.step(), got a call of pre_step.")
 
     def _admit(self, why_not: str) -> None:
         self._check_alive()
@@ -213,7 +159,7 @@ class PrivateOptimizer(DPOptimizer):
                 f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
             )
         try:
-            self.guards.admit(self._steps_taken + 1)
+            self.context.declared.schedule.admit(self._steps_taken + 1)
             if why_not:
                 raise UnsupportedRunError(why_not)
         except UnsupportedRunError as error:
@@ -263,33 +209,57 @@ class PrivateOptimizer(DPOptimizer):
     def _use_gradients(self, block: int) -> bool:
         params = self.mechanism.blocks[block]
         piece = Piece(step=self._steps_taken + 1, params=params, block=block)
-        self.guards.before(piece)
-        largest = self.guards.check_values(piece)["gradient"]
-        self._largest_norm = max(self._largest_norm, largest)
+        self._check(piece)
         self._piece = piece
-        # What DPOptimizer.pre_step does; the guard of the settings refuses a step hook.
+        if block or not self._is_last_step_skipped:  # the first piece of a batch
+            for param in params:
+                param.summed_grad = None  # type: ignore[attr-defined]
+        # What DPOptimizer.pre_step does; a step hook is refused.
         self.clip_and_accumulate()
         self._is_last_step_skipped = self._check_skip_next_step()
         if not self._is_last_step_skipped:
             self.add_noise()
             self.scale_grad()
-        self.guards.used(piece)
+        self._source.used(piece)
         return not self._is_last_step_skipped
 
+    def _check(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError unless the gradients at hand are those of the run."""
+        context, source = self.context, self._source
+        self._settings.check(piece.step)
+        context.declared.schedule.check_rate(piece.step, self.original_optimizer)
+        piece.rows = source.begin(piece)
+        self._check_groups(piece.step)
+        self._batch.take(piece)
+        figures = {**self._batch.figures(piece), **source.figures(piece)}
+        values = read({**figures, **self.mechanism.figures()})
+        self._batch.judge(piece, values)
+        source.judge(piece, values)
+        self.mechanism.judge(piece, values)
+        if context.curvature is not None:
+            context.curvature.take(source.features)
+        self._largest_norm = max(self._largest_norm, values["gradient"])
+
+    def _check_groups(self, step: int) -> None:
+        managed, own = super().params, self.mechanism.params
+        if len(managed) != len(own) or {*map(id, managed)} != {*map(id, own)}:
+            raise UnsupportedRunError(
+                f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of the "
+                "start: parameter groups are fixed for a run."
+            )
+
     def _move(self, *, is_last: bool) -> None:
-        piece = self._piece
+        piece, iterate = self._piece, self._source.iterate
         assert piece is not None
         if is_last:
             totals = self._totals
             self.run.add(self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm))
         self._note_move()
-        if self._iterate is not None:
-            self._iterate.put_back()
+        iterate.put_back()
         self.mechanism.move(piece)
         self.mechanism.after_move(piece)
-        if self._iterate is not None:
-            self._iterate.keep()
-        self.guards.moved(piece)
+        iterate.keep()
+        self._source.moved(piece)
         self._piece = None
 
     def _note_move(self) -> None:
@@ -298,7 +268,8 @@ class PrivateOptimizer(DPOptimizer):
     def _complete(self) -> None:
         self._steps_taken += 1
         self._largest_norm = 0.0
-        self.guards.after(self._steps_taken)
+        self._batch.after(self._steps_taken)
+        self._source.after(self._steps_taken)
 
     # Opacus' seams
 
@@ -306,17 +277,6 @@ class PrivateOptimizer(DPOptimizer):
     def params(self) -> list[nn.Parameter]:
         """The trainable parameters; within a step those of its block."""
         return list(super().params if self._piece is None else self._piece.params)
-
-    @property
-    def grad_samples(self) -> list[Any]:
-        """As in DPOptimizer; with ghost clipping what the parameters hold in `grad_sample`."""
-        params: list[Any] = self.params
-        return [p.grad_sample for p in params] if is_ghost(params) else list(super().grad_samples)
-
-    @property
-    def accumulated_iterations(self) -> int:
-        """As in DPOptimizer; 1 with ghost clipping. A step on several batches is refused."""
-        return 1 if is_ghost(self.params) else int(super().accumulated_iterations)
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped gradients of the piece to summed_grad."""
@@ -327,7 +287,8 @@ class PrivateOptimizer(DPOptimizer):
         """Adds noise as Opacus does, to sums that are complete."""
         assert self._piece is not None
         piece, group = self._piece, self.group
-        self.guards.before_noise(piece)
+        if self.context.curvature is not None:
+            self.context.curvature.check(piece)
         self.mechanism.check_pieces(piece)
         self._totals = Totals(self._batch.rows, self._largest_norm)
         if group is None:
@@ -365,12 +326,6 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             UnsupportedRunError: It is another one.
         """
-        if self.context is None:
-            raise UnsupportedRunError(
-                f"Expected no step hook on {type(self).__name__}, got {fn!r}: an accountant behind "
-                "it takes the run for DP-SGD and sees too little. Use optimizer.privacy_event(...) "
-                "or optimizer.report(...); do your own work after step()."
-            )
         if self._has_engine_hook:
             raise UnsupportedRunError(
                 "Expected one step hook, got a second: attach_step_hook has a single slot, and the "
@@ -405,7 +360,8 @@ class PrivateOptimizer(DPOptimizer):
         """Raises UnsupportedRunError unless the parameters are those the last step left."""
         self._check_alive()
         self.check_not_refused()
-        self.guards.check_iterate(self._steps_taken)
+        self._batch.check_finished()
+        self._source.iterate.check(self._steps_taken)
 
     @property
     def has_moved(self) -> bool:
@@ -415,16 +371,15 @@ class PrivateOptimizer(DPOptimizer):
     @property
     def was_refused(self) -> bool:
         """Whether a step was refused or interrupted."""
-        return bool(self._failure or self._loose_noise)
+        return bool(self._failure)
 
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
-        failure = self._failure or self._loose_noise
-        if failure:
+        if self._failure:
             raise UnsupportedRunError(
                 "A step of this run was refused or interrupted. What ended the run may depend on "
                 "the records, and every bound is about a number of steps that does not: no epsilon "
-                f"covers the model. Start again with another optimizer. It was: {failure}"
+                f"covers the model. Start again with another optimizer. It was: {self._failure}"
             )
 
     def _check_alive(self) -> None:
@@ -440,13 +395,18 @@ class PrivateOptimizer(DPOptimizer):
     def close(self, reason: str) -> None:
         """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
         self._closed = reason
-        self.guards.close()
+        self.context.close()
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What is verified at every step, and what is taken on trust."""
+        own = () if self.group is None else self.group.assumptions
+        return (*self.mechanism.assumptions, *self.context.assumptions, whose_noise(self), *own)
 
     # Where the run goes on
 
     def why_not_resumable(self, num_steps: int) -> str:
         """What the run needs of the private state to go on after `num_steps` steps, or ""."""
-        assert self.context is not None
         missing = [self.context.plan.why_not_resumable(num_steps)]
         if num_steps:
             missing.insert(0, self.mechanism.why_not_resumable())
@@ -454,7 +414,6 @@ class PrivateOptimizer(DPOptimizer):
 
     def private_state(self) -> dict[str, Any]:
         """Plain types and tensors that restore hidden state and secret order. Secret."""
-        assert self.context is not None
         state = self.context.plan.private_state(self._steps_taken)
         return {**state, **(self.mechanism.private_state() if self._steps_taken else {})}
 
@@ -468,7 +427,6 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             ValueError: The state is of another run, or damaged.
         """
-        assert self.context is not None
         if num_steps:
             self.mechanism.load_private_state(state, num_steps)
         self.context.plan.load_private_state(state)
@@ -481,14 +439,16 @@ class PrivateOptimizer(DPOptimizer):
         """
         self.mechanism.before_loading(state_dict, is_checkpoint=self._is_loading)
         super().load_state_dict(state_dict)
-        self.mechanism.after_loading()
 
     def resume(self) -> None:
         """Goes on from what record, hidden state and module hold, after a checkpoint was loaded."""
         self._steps_taken = self.run.num_steps
-        self._failure = self._loose_noise = ""
-        self._is_loading, self._largest_norm = False, 0.0
-        self.guards.resume(self._steps_taken)
+        self._failure = ""
+        self._is_loading = self._is_last_step_skipped = False
+        self._largest_norm = 0.0
+        self.mechanism.forget_pieces()
+        self._batch.resume(self._steps_taken)
+        self._source.resume(self._steps_taken)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedRunError(

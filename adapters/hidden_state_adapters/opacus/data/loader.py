@@ -341,12 +341,12 @@ def private_loader(
         persistent_workers=data_loader.persistent_workers,
         pin_memory_device=data_loader.pin_memory_device,
     )
-    if not made.num_workers and _plain_collate(data_loader) is default_collate:
+    if not made.num_workers and plain_collate(data_loader) is default_collate:
         made.rows = _Rows.of(data_loader.dataset)
     return made
 
 
-def _plain_collate(data_loader: DataLoader) -> Any:
+def plain_collate(data_loader: DataLoader) -> Any:
     """The user's collate_fn, without Opacus' wrapper for empty batches."""
     collate = data_loader.collate_fn
     return collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate

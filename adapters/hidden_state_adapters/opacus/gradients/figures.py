@@ -63,3 +63,11 @@ def read(figures: Mapping[str, Figure]) -> dict[str, float]:
         together = torch.stack([tensors[k].to(torch.float64) for k in names])
         values.update(zip(names, together.tolist(), strict=True))
     return values
+
+
+def counted_writes(tensor: torch.Tensor) -> int:
+    """How often torch counted a write to a tensor.
+
+    What was computed under inference_mode() has no count, and cannot be written outside of it.
+    """
+    return 0 if tensor.is_inference() else tensor._version

@@ -49,7 +49,7 @@ class HeadGradients:
     def add_sums(
         self, params: Sequence[nn.Parameter], weights: torch.Tensor, *others: torch.Tensor
     ) -> list[list[torch.Tensor]]:
-        """See `guards.base.Piece.add_sums`."""
+        """See `piece.Gradients.add_sums`."""
         with exact_products(self.features.device.type):
             return self._add_sums(params, weights, *others)
 

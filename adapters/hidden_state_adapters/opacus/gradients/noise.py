@@ -122,6 +122,13 @@ def _noise(optimizer: DPOptimizer, own: OwnNoise, total: torch.Tensor) -> torch.
     )
 
 
+def whose_noise(optimizer: DPOptimizer) -> Assumption:
+    """Whose generator the noise comes from; None stands for one of our own."""
+    if optimizer.generator is None:
+        return OWN_NOISE
+    return SECURE_NOISE if optimizer.secure_mode else GIVEN_NOISE
+
+
 def check_noise_source(
     params: Iterable[torch.Tensor], generator: Any, *, is_secure: bool = False
 ) -> None:

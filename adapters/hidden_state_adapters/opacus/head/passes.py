@@ -7,17 +7,15 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.exact import exact_products, is_exact
-from hidden_state_adapters.opacus.gradients.figures import Figure
-from hidden_state_adapters.opacus.guards.frozen import FrozenPart
-from hidden_state_adapters.opacus.guards.records import counted_writes
-from hidden_state_adapters.opacus.head.iterate import Iterate
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call."""
+from hidden_state_adapters.opacus.gradients.figures import Figure, counted_writes
+from hidden_state_adapters.opacus.sources.base import Call
+from hidden_state_adapters.opacus.sources.frozen import FrozenPart
+from hidden_state_adapters.opacus.sources.iterate import Iterate
 
 _uncompiled = torch.compiler.disable  # a compiled model would write what hooks keep into its graph
 
@@ -57,10 +55,20 @@ class HeadPasses:
         head: Its linear layer.
         iterate: The weights that the last step left.
         frozen: What is kept in eval() mode.
+        is_flat: Whether a record has to be one row.
     """
 
-    def __init__(self, module: nn.Module, head: nn.Linear, iterate: Iterate, frozen: FrozenPart):
-        self._iterate, self._frozen = iterate, frozen
+    def __init__(
+        self,
+        module: nn.Module,
+        head: nn.Linear,
+        iterate: Iterate,
+        frozen: FrozenPart,
+        *,
+        is_flat: bool,
+    ):
+        self._iterate, self._frozen, self._is_flat = iterate, frozen, is_flat
+        self._modules = tuple(module.named_modules())
         self._passes: list[HeadPass] = []
         self._call: Call | None = None
         self._is_idle = False  # as a copy is
@@ -74,6 +82,7 @@ class HeadPasses:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not self._is_idle:
             self._frozen.hold()
+            self._frozen.check_batch_norm(self._modules)
             self._call = args, kwargs
 
     @_uncompiled
@@ -87,7 +96,7 @@ class HeadPasses:
         if self._is_idle or not output.requires_grad:
             return None
         features = (args[0] if args else kwargs["input"]).detach()
-        if features.dim() != 2:
+        if self._is_flat and features.dim() != 2:
             raise UnsupportedRunError(
                 f"Expected features of shape (records, {head.in_features}) at the linear layer, "
                 f"got {tuple(features.shape)}: several rows per record are not one linear "
@@ -97,10 +106,16 @@ class HeadPasses:
             outputs, moved = output.detach(), self._iterate.moved()
         else:
             with exact_products(output.device.type), torch.no_grad():
-                outputs, moved = self._iterate.outputs(features), False
+                outputs, moved = self._outputs(head, features), False
         leaf = outputs.requires_grad_()
         self._passes.append(HeadPass(features, leaf, moved, self._call))
         return leaf
+
+    def _outputs(self, head: nn.Linear, features: torch.Tensor) -> torch.Tensor:
+        """What the head computes with the weights of the last step."""
+        weight = self._iterate.value(head.weight)
+        bias = None if head.bias is None else self._iterate.value(head.bias).to(features.device)
+        return F.linear(features.to(weight.dtype), weight.to(features.device), bias)
 
     def used(self) -> list[HeadPass]:
         """The passes whose outputs a backward pass reached; a look at others has no effect."""
@@ -122,8 +137,7 @@ class HeadPasses:
 
 def _idle() -> HeadPasses:
     head = nn.Linear(1, 1)
-    iterate = Iterate(head, dict(head.named_parameters()))
-    passes = HeadPasses(head, head, iterate, FrozenPart(head))
+    passes = HeadPasses(head, head, Iterate(head), FrozenPart(head), is_flat=True)
     passes.close()
     passes._is_idle = True  # Opacus and users copy models with their hooks
     return passes

@@ -12,23 +12,20 @@ from torch.optim import SGD, Optimizer
 from hidden_state_accountants import Assumption, LastIterateDpEvent, RunRecorder
 from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
-from hidden_state_adapters.opacus.gradients.sums import add_weighted_sums, gradient_norms
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.moments import (
-    MomentsGuard,
-    refuse_loaded_moments,
-    refuse_moments,
-)
-from hidden_state_adapters.opacus.guards.settings import (
-    NEUTRAL,
-    UnsupportedUpdateError,
-    refuse_step_hooks,
-    sgd_options,
-)
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.settings import (
+    NEUTRAL,
+    UnsupportedUpdateError,
+    refuse_loaded_moments,
+    refuse_moments,
+    refuse_step_hooks,
+    sgd_options,
+)
+from hidden_state_adapters.opacus.sources.samples import SampledRun
 
 _NOT_NEEDED = "every step counts, whatever the update does"
 
@@ -58,11 +55,13 @@ class AnyUpdateRule(ClippedSum):
     checked = "clip norm, noise and divisor as recorded; any update along the noisy gradients"
     takes_per_layer = True
     hides_iterates = False
+    is_composed = True
 
     def __init__(self, optimizer: DPOptimizer, clip_norms: Sequence[float] | None = None):
         super().__init__(optimizer)
         self._clip_norms = clip_norms
-        self._moments = MomentsGuard(self.base)
+        source = optimizer.context.source
+        self._is_ghost = isinstance(source, SampledRun) and source.ghost is not None
         self._other_rule = ""  # of the last step that was not one of plain SGD
 
     @classmethod
@@ -116,17 +115,26 @@ class AnyUpdateRule(ClippedSum):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """With clip norms per layer, the one that the noise is made from, too."""
+        """Where the clip does not follow it, the clip norm that the noise is made from, too."""
         total = {"max_grad_norm": self.optimizer.max_grad_norm}
-        return {**super().settings, **({} if self._clip_norms is None else total)}
+        is_fixed = self._clip_norms is not None or self._is_ghost
+        return {**super().settings, **(total if is_fixed else {})}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
         refuse_step_hooks(optimizer)
 
-    def guards(self) -> Sequence[Guard]:
-        """The sums of pieces, the moments, and what is known of the rule."""
-        return (*super().guards(), self._moments, _RuleOfOthers(self.base))
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """That an update rule that is not one of torch's looks at the noisy gradients only."""
+        yield from super().assumptions
+        rule = type(self.base)
+        if rule.__module__.startswith("torch.optim"):
+            yield Assumption.checked("momentum and moments made from noisy gradients only")
+        else:
+            yield Assumption.declared(
+                f"of the records {rule.__name__} sees only the noisy gradients in .grad"
+            )
 
     def clip(self, piece: Piece, clip_norm: float) -> None:
         r"""Adds the clipped gradients of a piece to the sums.
@@ -138,8 +146,19 @@ class AnyUpdateRule(ClippedSum):
         if self._clip_norms is None:
             super().clip(piece, clip_norm)
             return
+        gradients = piece.gradients
+        assert gradients is not None
         for param, bound in zip(piece.params, self._clip_norms, strict=True):
-            add_weighted_sums([param], opacus_clip_factors(gradient_norms([param]), float(bound)))
+            factors = opacus_clip_factors(gradients.norms([param]), float(bound))
+            gradients.add_sums([param], factors)
+
+    def move(self, piece: Piece) -> None:
+        """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
+        for group in self.base.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad:
+                    param.grad = None
+        self.base.step()
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded: of plain SGD what it does, of others that they move."""
@@ -161,31 +180,6 @@ class AnyUpdateRule(ClippedSum):
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
         if not is_checkpoint:
             refuse_loaded_moments(state_dict)
-
-    def after_loading(self) -> None:
-        """The loaded moments are those of the run."""
-        self._moments.remember()
-
-
-class _RuleOfOthers(Guard):
-    """Lists an update rule that is not one of torch's as the user's word.
-
-    Args:
-        optimizer: The wrapped optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer):
-        self._type = type(optimizer)
-
-    @property
-    def assumptions(self) -> Iterable[Assumption]:
-        """That it looks at the noisy gradients only."""
-        if self._type.__module__.startswith("torch.optim"):
-            yield Assumption.checked("momentum and moments are those that the last step left")
-        else:
-            yield Assumption.declared(
-                f"of the records {self._type.__name__} sees only the noisy gradients in .grad"
-            )
 
 
 def _constants(declared: DeclaredRun) -> dict[str, Any]:
@@ -212,10 +206,10 @@ class ComposedOptimizer(PrivateOptimizer):
     Formal guarantees:
       - Relation: that of the recorded `LastIterateDpEvent`, which has no loss geometry.
       - Released: every iterate, and momentum and moments; not what they were computed from.
-      - Checked at every step: as for `HiddenStateOptimizer`, but for what is about the update:
-        learning rates, decay and parameter groups may be any. Momentum and moments are those that
-        the last step left.
-      - Not checked: that the gradients belong to the records that the loader delivered.
+      - As Opacus computes it: the gradient of every record, and with clipping in two passes its
+        clip. Of a linear head alone both follow from the slopes at its outputs.
+      - Checked at every step: batch and number of records, noise, clip and divisor as recorded,
+        gradients that are finite, the model as the last step left it.
 
     Args:
         optimizer: Any optimizer that sees nothing of the records but the noisy gradients.

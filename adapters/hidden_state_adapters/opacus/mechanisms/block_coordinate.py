@@ -7,42 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
-from opacus.grad_sample import AbstractGradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer
-from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import (
-    Assumption,
     BatchOrder,
     BlockCoordinateDpEvent,
-    LossGeometry,
     Regulariser,
     UnsupportedRunError,
     validate,
 )
 from hidden_state_accountants.runs.base import Step
-from hidden_state_accountants.runs.block_coordinate import (
-    BlockCoordinateAccount,
-    BlockCoordinateRun,
-)
+from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.batch import EqualRowsGuard, RowsGuard
-from hidden_state_adapters.opacus.guards.forward import ForwardGuard, SameInputsGuard
-from hidden_state_adapters.opacus.guards.independence import IndependenceGuard
-from hidden_state_adapters.opacus.guards.parameters import ParameterGuard, check_parameters
-from hidden_state_adapters.opacus.guards.precision import check_convolutions
-from hidden_state_adapters.opacus.guards.settings import check_options, sgd_options
-from hidden_state_adapters.opacus.head.guard import HeadRun
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.proximal import RegulariserProx
 from hidden_state_adapters.opacus.run.arguments import RunArguments
-from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.settings import check_options, sgd_options
 
 _ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
 
@@ -51,10 +36,12 @@ class BlockCoordinate(Mechanism):
     """The steps of `BlockCoordinateOptimizer`; see there.
 
     Args:
-        optimizer: The private optimizer, with its module, `l1`, `l2` and `nonnegative`.
+        optimizer: The private optimizer.
+        l1: Weight of the lasso.
+        l2: Weight of the squared norm.
+        nonnegative: Whether the parameters are kept >= 0.
     """
 
-    optimizer: BlockCoordinateOptimizer
     base_types = (SGD,)
     options = frozenset({"l1", "l2", "nonnegative"})
     refused = {  # noqa: RUF012
@@ -67,37 +54,18 @@ class BlockCoordinate(Mechanism):
     constant = "the bound on DP-MBCD is about constant values. (noise_multiplier may change.)"
     checked = (
         "plain SGD with constant step size, clip norm and prox; the clip exactly min(1, C/|v|) v "
-        "of each block; finite gradients, the same number of rows each time, of one training pass "
-        "at the current parameters, on the same inputs for all blocks of a step; nothing else is "
-        "trained or changed; noise that was not used before"
+        "of each block; finite gradients of b records, at the current parameters, on the same "
+        "inputs for all blocks of a step; nothing else is trained or changed"
     )
     takes_pieces = False
 
-    def __init__(self, optimizer: BlockCoordinateOptimizer):
+    def __init__(
+        self, optimizer: DPOptimizer, *, l1: float = 0.0, l2: float = 0.0, nonnegative: bool = False
+    ):
         super().__init__(optimizer)
         self._blocks = _blocks_of(self.base)
-        self._check_values()
-        self._forward: ForwardGuard
-        self._inputs: SameInputsGuard
-        self._is_linear = all(
-            isinstance(part, nn.Linear) for _, part in trainable_modules(optimizer.module)
-        )
-        self.why_coarse = ""  # why gradients are not those of a declared loss
+        self._regulariser = Regulariser(l1=l1, l2=l2, low=0.0 if nonnegative else -math.inf)
         self._noise_multiplier = 0.0  # of the current step
-
-    def _check_values(self) -> None:
-        optimizer = self.optimizer
-        rate = _learning_rate(self.base)
-        validate.magnitude("learning_rate", rate)
-        validate.magnitude("noise_multiplier", optimizer.noise_multiplier)
-        clip_norm = validate.magnitude("max_grad_norm", optimizer.max_grad_norm, positive=True)
-        validate.magnitude("l1", optimizer.l1)
-        validate.magnitude("l2", optimizer.l2)
-        if not isinstance(optimizer.nonnegative, bool):
-            raise TypeError(
-                f"Expected nonnegative to be True or False, got {optimizer.nonnegative!r}."
-            )
-        check_clip_norms(self.params, max_grad_norm=clip_norm)
 
     # Before there is an optimizer
 
@@ -147,43 +115,21 @@ class BlockCoordinate(Mechanism):
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The regulariser and the module."""
+        """The regulariser."""
         names = ("l1", "l2", "nonnegative")
-        regulariser = {name: getattr(declared.arguments, name) for name in names}
-        return {"module": declared.inner, **regulariser}
+        return {name: getattr(declared.arguments, name) for name in names}
 
-    # Its part of the guards
+    # What stays the same
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything but the noise."""
-        names = ("max_grad_norm", "l1", "l2", "nonnegative")
-        own = {name: getattr(self.optimizer, name) for name in names}
-        return {**own, **super().settings, "lr": _learning_rate(self.base)}
+        own = {"max_grad_norm": self.optimizer.max_grad_norm, "lr": _learning_rate(self.base)}
+        return {**own, **super().settings}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD without decay."""
         _learning_rate(optimizer)
-
-    def rows_guard(self) -> RowsGuard:
-        """All batches are equal."""
-        return EqualRowsGuard(int(self.optimizer.expected_batch_size))  # type: ignore[arg-type]
-
-    def guards(self) -> Sequence[Guard]:
-        """The same inputs for all blocks."""
-        context = self.optimizer.context
-        if context is None:
-            return (SameInputsGuard(self.optimizer.module, self._forward),)
-        if isinstance(context.watch, HeadRun):
-            return ()  # which compares them itself
-        return (SameInputsGuard(self.optimizer.module, context.watch.forward),)
-
-    def guards_by_hand(self) -> Sequence[Guard]:
-        """The parameters and the training passes of the module."""
-        module = self.optimizer.module
-        parameters = ParameterGuard(module, self.base)
-        self._forward = ForwardGuard(module, parameters=parameters)
-        return (parameters, self._forward, IndependenceGuard(module, self._forward))
 
     # Its part of a step
 
@@ -194,8 +140,6 @@ class BlockCoordinate(Mechanism):
 
     def accumulate(self, piece: Piece) -> None:
         """Takes the sum of the block's clipped gradients; all other gradients are forgotten."""
-        if not self._is_linear and not self.why_coarse:
-            self.why_coarse = _why_coarse(self.params)
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
         factors = clip_factors(piece.norms, float(self.optimizer.max_grad_norm))
@@ -225,10 +169,7 @@ class BlockCoordinate(Mechanism):
 
     def after_move(self, piece: Piece) -> None:
         """Applies the prox; the next block needs gradients at the new values."""
-        optimizer = self.optimizer
-        low = 0.0 if optimizer.nonnegative else -math.inf
-        prox = RegulariserProx(Regulariser(l1=optimizer.l1, l2=optimizer.l2, low=low))
-        prox.apply(piece.params, self.step_size)
+        RegulariserProx(self._regulariser).apply(piece.params, self.step_size)
         for p in self.params:
             p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]
 
@@ -238,17 +179,6 @@ class BlockCoordinate(Mechanism):
         is_mean = self.optimizer.loss_reduction == "mean"
         scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
         return _learning_rate(self.base) * scale
-
-    def run_by_hand(self) -> BlockCoordinateRun:
-        """A run whose data set is declared when its event is asked for."""
-        optimizer = self.optimizer
-        return BlockCoordinateRun(
-            step_size=self.step_size,
-            clip_norm=float(optimizer.max_grad_norm),
-            batch_size=int(optimizer.expected_batch_size),  # type: ignore[arg-type]
-            num_blocks=len(self._blocks),
-            prox_strong_convexity=float(optimizer.l2),
-        )
 
 
 def _settings(declared: DeclaredRun) -> dict[str, Any]:
@@ -309,34 +239,7 @@ def _learning_rate(optimizer: Optimizer) -> float:
     return float(options["lr"])
 
 
-def _why_coarse(params: Sequence[nn.Parameter]) -> str:
-    try:
-        check_convolutions(params)
-    except UnsupportedRunError as error:
-        return str(error)
-    return ""
-
-
-def _plain_module(module: Any) -> nn.Module:
-    """The module that Opacus wrapped.
-
-    Raises:
-        UnsupportedRunError: It is not wrapped, or clips by a second backward pass.
-    """
-    if not isinstance(module, AbstractGradSampleModule):
-        raise UnsupportedRunError(
-            f"Expected module = GradSampleModule(model), got {type(module).__name__}: the gradient "
-            "of every record is needed."
-        )
-    if isinstance(module, GradSampleModuleFastGradientClipping):
-        raise UnsupportedRunError(
-            "Expected GradSampleModule or GhostGradSampleModule, got Opacus' ghost clipping: it "
-            "clips all parameters as one vector, and every block needs a clip of its own."
-        )
-    return module._module
-
-
-class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
+class BlockCoordinateOptimizer(PrivateOptimizer):
     r"""DP-MBCD: the parameter groups are blocks, updated in turn on the same batch.
 
     Every step makes for each block, with the gradients taken anew at the current parameters,
@@ -364,38 +267,25 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
             optimizer.step(closure)
         print(engine.report(1e-5))
 
-    One block needs no closure: backward() and step() as always.
-
-    By hand, over a loader with shuffle=False and drop_last=True::
-
-        model = GradSampleModule(model)
-        optimizer = BlockCoordinateOptimizer(
-            torch.optim.SGD(groups, lr=0.1), module=model, noise_multiplier=2.0,
-            max_grad_norm=1.0, expected_batch_size=100, l1=0.001)
-        ...
-        print(optimizer.report(1e-5, dataset_size=5000))
+    One block needs no closure: backward() and step() as always. The gradients are those of Opacus;
+    of a linear head with a known loss they are computed from its formula.
 
     Formal guarantees:
-      - Those of the `BlockCoordinateDpEvent` of the run (`engine.privacy_event`, by hand
-        `privacy_event(...)`) under `hidden_state_accountants.BlockCoordinateAccountant`: the
-        blocks after the last step are released, nothing else (the engine takes a release before
-        that into account). One block with a known loss or a contracting prox may profit from
-        hidden states; several blocks cost the composition of all their updates
-        (docs/papers/block_coordinate.md).
-      - Checked at every update: constant step size, clip norm and regulariser; a public wrapped
-        module whose trainable parameters are exactly the blocks, in float32 or float64, that
-        nobody else changes; frozen parameters and buffers that stay as they are; finite
-        gradients of b rows, from one training pass, on the same inputs for all blocks of a step;
-        noise that was not used before. A step that is refused ends the run without an epsilon.
-      - Your word: one row is one record, targets and closure belong to the batch, and the numbers
-        of steps and the noise do not depend on the records; by hand also that the batches are the
-        same ones in every epoch. Not covered: rounding of floating-point numbers.
+      - Those of the `BlockCoordinateDpEvent` of the run (`engine.privacy_event`) under
+        `hidden_state_accountants.BlockCoordinateAccountant`: the blocks after the last step are
+        released, nothing else (the engine takes a release before that into account). One block with
+        a known loss or a contracting prox may profit from hidden states; several blocks cost the
+        composition of all their updates (docs/papers/block_coordinate.md).
+      - Checked at every update: constant step size, clip norm and regulariser; the blocks are all
+        that is trained, in float32 or float64; frozen parameters and buffers stay as they are;
+        finite gradients of b records, at the current parameters, on the same inputs for all blocks
+        of a step. A step that is refused ends the run without an epsilon.
+      - Declared: targets and closure belong to the batch, and the numbers of steps and the noise do
+        not depend on the records. Not covered: rounding of floating-point numbers.
 
     Args:
         optimizer: A plain torch.optim.SGD with equal options in all groups: no momentum, no decay.
             Its learning rate is eta, constant (with loss_reduction="sum" eta = lr * b).
-        module: Opacus' GradSampleModule around the model; of the engine the model. All its
-            trainable parameters have to be in the groups.
         noise_multiplier: Standard deviation of the noise on the sum of a block's clipped gradients
             over max_grad_norm. It may be set to another value between steps.
         max_grad_norm: C > 0, for each block.
@@ -404,8 +294,6 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
         l2: Weight of the squared norm, >= 0: r is l2-strongly convex.
         nonnegative: Whether the parameters are kept >= 0.
         loss_reduction: "mean" or "sum", that of the loss.
-        generator: Source of the noise; None is one of our own, which no seed reaches.
-        secure_mode: As in Opacus.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -417,51 +305,8 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
     """
 
     mechanism_type = BlockCoordinate
-    _checked = BlockCoordinate.checked
     mechanism: BlockCoordinate
     run: BlockCoordinateRun
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        module: nn.Module,
-        expected_batch_size: int,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        nonnegative: bool = False,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
-        context: RunContext | None = None,
-        **kwargs: Any,
-    ):
-        if isinstance(optimizer, DPOptimizer):
-            raise UnsupportedRunError(
-                f"Expected torch.optim.SGD, got {type(optimizer).__name__}. Pass its "
-                "original_optimizer."
-            )
-        check_options(loss_reduction, secure_mode, expected_batch_size)
-        self.module = module
-        if context is None:
-            self.module = _plain_module(module)
-            sgd_options(optimizer)
-            check_parameters(self.module, optimizer)
-            if module.loss_reduction != loss_reduction:
-                raise UnsupportedRunError(
-                    f"Expected loss_reduction = {module.loss_reduction!r} as in the module, got "
-                    f"{loss_reduction!r}: gradients of records would be off by the batch size."
-                )
-        self.l1, self.l2, self.nonnegative = l1, l2, nonnegative
-        super().__init__(
-            optimizer,
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            generator=generator,
-            secure_mode=secure_mode,
-            context=context,
-            **kwargs,
-        )
 
     @property
     def num_blocks(self) -> int:
@@ -472,19 +317,3 @@ class BlockCoordinateOptimizer(BlockCoordinateAccount, PrivateOptimizer):
     def step_size(self) -> float:
         """The step size eta of the mean gradient."""
         return self.mechanism.step_size
-
-    def _assumptions(self) -> tuple[Assumption, ...]:
-        return (*super()._assumptions(), *self.guards.assumptions)
-
-    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
-        self.check_not_refused()
-        if self.run.num_steps:
-            self.check_iterate()
-        if block_loss is not None and self.mechanism.why_coarse:
-            raise UnsupportedRunError(self.mechanism.why_coarse)
-        if self.context is not None and block_loss not in (None, self.context.declared.loss):
-            raise UnsupportedRunError(
-                f"Expected block_loss = {self.context.declared.loss}, which was recorded, got "
-                f"{block_loss}."
-            )
-        return self.run

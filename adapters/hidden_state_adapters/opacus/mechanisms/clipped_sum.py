@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from opacus.optimizers import DPOptimizer
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.gradients import SumsGuard
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism
 
 
@@ -26,10 +23,6 @@ class ClippedSum(Mechanism):
         super().__init__(optimizer)
         self._clip_norm: float | None = None  # of the pieces of the current batch
 
-    def guards(self) -> Sequence[Guard]:
-        """The sums of pieces."""
-        return (SumsGuard(self.params),)
-
     def accumulate(self, piece: Piece) -> None:
         r"""Adds what Opacus would.
 
@@ -43,6 +36,10 @@ class ClippedSum(Mechanism):
     def clip(self, piece: Piece, clip_norm: float) -> None:
         """Adds the clipped gradients of a piece to the sums."""
         piece.add_sums(opacus_clip_factors(piece.norms, clip_norm))
+
+    def forget_pieces(self) -> None:
+        """See `Mechanism.forget_pieces`."""
+        self._clip_norm = None
 
     def check_pieces(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if the noise is for another clip norm."""

@@ -10,9 +10,8 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, RunRecorder, UnsupportedRunError
 from hidden_state_accountants.runs.base import Step
-from hidden_state_adapters.opacus.guards.base import Piece
-from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
-from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import move_by_sgd
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
@@ -20,6 +19,7 @@ from hidden_state_adapters.opacus.projections import Projection
 from hidden_state_adapters.opacus.proximal import Prox
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
 
 
 class NoisySgd(ClippedSum):
@@ -161,14 +161,11 @@ class HiddenStateOptimizer(PrivateOptimizer):
 
     Formal guarantees:
       - Relation and released iterates: those of the recorded `LastIterateDpEvent`.
-      - Checked at every step: the loader delivered the expected batch and the gradients have its
-        number of rows, from one forward pass; plain SGD with equal groups; unchanged set of
-        trainable parameters in float32 or float64; no value was changed from outside since the
-        last step, neither at the step nor in the training pass; no buffer changed; gradient and
-        feature norms within their declared bounds; projection; with loss_geometry="auto" one call
-        of the criterion, on the model's output, with one target for each row, and no other loss.
-      - Not checked: that the gradients belong to the records that the loader delivered, and the
-        smoothness of the loss.
+      - By construction of a known loss: the step is computed from the batch that was dealt, the
+        formula of the loss and the last iterate. Of a declared one the gradients are those that
+        Opacus, or the loop's backward pass at a linear head, left.
+      - Checked at every step: batch and number of records; plain SGD with equal groups; the model
+        is the last iterate; gradient and feature norms within their declared bounds.
 
     Args:
         optimizer: A plain torch.optim.SGD.

@@ -22,13 +22,13 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.opacus.data.order import default_order
-from hidden_state_adapters.opacus.guards.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
 from hidden_state_adapters.opacus.projections import (
     BallProjection,
     BoxProjection,
     DeclaredProjection,
     ParameterBallsProjection,
 )
+from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
 
 _OPACUS_ARGUMENTS = {
     "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
@@ -257,6 +257,12 @@ class RunArguments:
     def clips_per_layer(self) -> bool:
         """Whether every parameter has a clip norm of its own."""
         return self.opacus.get("clipping") == "per_layer"
+
+    @property
+    def asks_for_samples(self) -> bool:
+        """Whether the gradients have to be where Opacus keeps them."""
+        mode, is_wrapped = self.opacus.get("grad_sample_mode"), self.opacus.get("wrap_model", True)
+        return mode not in (None, "ghost") or self.clips_per_layer or not is_wrapped
 
     @property
     def clip_norm(self) -> float:

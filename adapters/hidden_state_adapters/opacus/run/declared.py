@@ -18,14 +18,13 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
-from hidden_state_adapters.opacus.gradients.ghost_module import GhostGradSampleModule
-from hidden_state_adapters.opacus.guards.curvature import uses_curvature
-from hidden_state_adapters.opacus.guards.frozen import FrozenPart
-from hidden_state_adapters.opacus.guards.schedule import DeclaredSchedule, declared_schedule
+from hidden_state_adapters.opacus.head.curvature import uses_curvature
 from hidden_state_adapters.opacus.projections import Projection
 from hidden_state_adapters.opacus.proximal import Prox, prox_of
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
+from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule, declared_schedule
+from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,7 +37,7 @@ class DeclaredRun:
         optimizer: The optimizer without Opacus' wrapper.
         plan: The batches.
         loss: The geometry of the loss, or None.
-        head: The linear layer whose inputs are measured, or None.
+        head: The linear layer whose gradients follow from what goes in and comes out, or None.
         frozen: What is kept in eval() mode.
         prox: The proximal map that follows every step, or None.
         projection: What follows it, or None.
@@ -174,15 +173,14 @@ def is_shared(arguments: RunArguments) -> bool:
         TypeError, UnsupportedRunError: As `group.trains_together`.
     """
     module = _without_gradients(arguments.module)
-    if isinstance(module, DistributedDataParallel) and (
-        arguments.opacus.get("grad_sample_mode") == "ghost"
-        or type(arguments.module) is GhostGradSampleModule
-    ):
-        raise UnsupportedRunError(
-            'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got ghost clipping: '
-            "it leaves .grad of linear layers out, and DistributedDataParallel waits for it. Use "
-            "Opacus' DPDDP."
-        )
+    if isinstance(module, DistributedDataParallel):
+        is_ghost = arguments.opacus.get("grad_sample_mode") == "ghost"
+        if is_ghost and geometry.find_linear_head(module.module) is None:
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": '
+                "DistributedDataParallel would add up the gradients of both backward passes. Use "
+                "Opacus' DPDDP."
+            )
     return trains_together(module, arguments.distributed)
 
 
@@ -214,17 +212,18 @@ def resolve_loss(
     if loss_geometry == "auto":
         loss = geometry.auto_loss_geometry(module, criterion, feature_norm, reduction)
         return loss, geometry.find_linear_head(module)
+    head = geometry.find_linear_head(module)
     if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
         raise TypeError(
             f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
         )
     geometry.check_reduction(criterion, reduction)
+    geometry.refuse_weights_of_the_batch(criterion)
     if feature_norm is None:
         if loss_geometry is not None and loss_geometry.curvature is not None:
             _refuse_unmeasured_curvature(module, loss_geometry)
-        return loss_geometry, None
+        return loss_geometry, None if arguments.asks_for_samples else head
     _check_positive("feature_norm", feature_norm)
-    head = geometry.find_linear_head(module)
     if loss_geometry is None or head is None:
         raise UnsupportedRunError(
             f"Expected feature_norm = None here, got {feature_norm!r}: it is checked at the one "

@@ -324,15 +324,6 @@ def trains_together(module: nn.Module, distributed: bool | None) -> bool:
     return True
 
 
-def refuse_group(what: str) -> None:
-    """Raises UnsupportedRunError if there are several processes, for an optimizer made by hand."""
-    if num_processes() > 1:
-        raise UnsupportedRunError(
-            f"Expected one process for a {what} that is made by hand, got {num_processes()}: "
-            "nobody deals their parts of a batch. Use HiddenStatePrivacyEngine.make_private."
-        )
-
-
 def _refuse_shards(module: nn.Module) -> None:
     kind = type(module).__name__
     if "FSDP" in kind:

@@ -30,8 +30,8 @@ from hidden_state_adapters.opacus.gradients.noise import (
     OwnGenerator,
     check_noise_source,
 )
-from hidden_state_adapters.opacus.guards.packed import refuse_packed_sequences_for_good
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences_for_good
 from hidden_state_adapters.opacus.stock.run import StockRun, has_own_coins
 
 _KINDS = (

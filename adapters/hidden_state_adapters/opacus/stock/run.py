@@ -24,12 +24,12 @@ from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batc
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import as_module
 from hidden_state_adapters.opacus.data.reading import LoaderReading, read_loader
+from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
-from hidden_state_adapters.opacus.guards.gradients import check_clip_margin
-from hidden_state_adapters.opacus.guards.precision import check_precision
-from hidden_state_adapters.opacus.guards.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.gradients.precision import check_precision
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
 
 _logger = logging.getLogger("hidden_state_accountants")
 

@@ -12,16 +12,16 @@ from torch import nn
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import joint_norms
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.gradients.piece import Piece
 
 
-class HiddenError(Guard):
+class HiddenError:
     """The error e and the rest that the current batch adds to it.
 
     Everything in it depends on the records without noise. It cannot be copied, pickled or printed.
 
     Attributes:
-        norm: Of the error, when the guards looked at it last (0-dim).
+        norm: Of the error, when a step looked at it last (0-dim).
 
     Args:
         params: The trainable parameters; two tensors of the shape of each are kept at most.
@@ -39,7 +39,8 @@ class HiddenError(Guard):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedRunError(
             "The error of DiceSGD cannot be copied or pickled: it holds data of the records "
-            "without noise. Use optimizer.run_state_dict(include_private_state=True)."
+            "without noise. Use engine.save_checkpoint(include_private_state=True, "
+            "stays_private=True)."
         )
 
     def error(self, index: int) -> torch.Tensor:
@@ -49,7 +50,7 @@ class HiddenError(Guard):
         self._errors[index] = error
         return error
 
-    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+    def figures(self) -> Mapping[str, Figure]:
         """The norm of the whole error."""
         if all(error is None for error in self._errors):
             self.norm = torch.zeros_like(self._params[0].detach().flatten()[0])
@@ -88,7 +89,7 @@ class HiddenError(Guard):
                 error.add_(rest, alpha=1 / divisor)
             self._rests[index] = None
 
-    def resume(self, steps: int) -> None:
+    def forget_pieces(self) -> None:
         """Pieces from before the checkpoint was loaded belong to no batch of the run."""
         self._rests = [None] * len(self._params)
 

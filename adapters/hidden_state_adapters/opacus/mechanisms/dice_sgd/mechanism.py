@@ -11,32 +11,26 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, validate
-from hidden_state_accountants.runs.base import run_of
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import (
     check_clip_norms,
     clip_factors,
     smallest_norm,
 )
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
-from hidden_state_adapters.opacus.guards.gradients import SumsGuard, refuse_second_pass
-from hidden_state_adapters.opacus.guards.moments import (
-    MomentsGuard,
-    refuse_loaded_moments,
-    refuse_moments,
-)
-from hidden_state_adapters.opacus.guards.parameters import ParameterSetGuard
-from hidden_state_adapters.opacus.guards.precision import check_precision
-from hidden_state_adapters.opacus.guards.settings import (
-    check_options,
-    check_type,
-    refuse_per_layer,
-    refuse_step_hooks,
-)
+from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.settings import (
+    check_options,
+    check_type,
+    refuse_loaded_moments,
+    refuse_moments,
+    refuse_per_layer,
+    refuse_step_hooks,
+)
 
 _SCHEMA = 1
 
@@ -45,14 +39,14 @@ class DiceSgd(Mechanism):
     """The steps of `DiceSGDOptimizer` and `DiceAdamOptimizer`; see the former.
 
     Args:
-        optimizer: The private optimizer, with its `error_max_grad_norm` (C_2) and `automatic`.
+        optimizer: The private optimizer.
+        error_max_grad_norm: C_2.
+        automatic: Whether both clips normalise.
     """
 
     base_types: ClassVar[tuple[type[Optimizer], ...]] = (SGD,)
     options = frozenset({"error_max_grad_norm", "automatic", "gradient_bound"})
     refused = {  # noqa: RUF012
-        "loss_geometry": "the bound on DiceSGD knows nothing of the loss but gradient_bound",
-        "feature_norm": "the bound on DiceSGD knows no features; pass gradient_bound",
         "prox": "a proximal map is not in the algorithm",
         "projection": "a projection is not in the algorithm, and would not lower epsilon",
         "projection_radius": "the projection is not in the algorithm, and would not lower epsilon",
@@ -64,35 +58,16 @@ class DiceSgd(Mechanism):
     constant = "the bound on DiceSGD is about constant values. (The learning rate may change.)"
     checked = (
         "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
-        "finite gradients, one row each, in float32 or float64, in at most one backward pass per "
-        "piece of a batch; the same parameters; noise that was not used before"
+        "finite gradients, one of every record; the same parameters"
     )
     secret = ", and it holds data of the records without noise"
 
-    def __init__(self, optimizer: DPOptimizer):
+    def __init__(
+        self, optimizer: DPOptimizer, error_max_grad_norm: float, *, automatic: bool = False
+    ):
         super().__init__(optimizer)
-        self._check_values()
+        self.error_max_grad_norm, self.automatic = error_max_grad_norm, automatic
         self.hidden = HiddenError(self.params)
-        self._moments = MomentsGuard(self.base)
-        self._sums = SumsGuard(self.params)
-
-    def _check_values(self) -> None:
-        optimizer = self.optimizer
-        clip_norms = {
-            name: getattr(optimizer, name) for name in ("max_grad_norm", "error_max_grad_norm")
-        }
-        validate.magnitude("noise_multiplier", optimizer.noise_multiplier)
-        for name, value in clip_norms.items():
-            validate.magnitude(name, value, positive=True)
-        if not isinstance(optimizer.automatic, bool):
-            raise TypeError(f"Expected automatic to be True or False, got {optimizer.automatic!r}.")
-        if not self.params:
-            raise UnsupportedRunError("Expected trainable parameters, got none.")
-        for param in self.params:
-            check_precision("parameters", param)
-            refuse_second_pass(param)
-        check_clip_norms(self.params, **{name: float(v) for name, v in clip_norms.items()})
-        self.run_by_hand()  # checks the noise on the mean, and the values with each other
 
     # Before there is an optimizer
 
@@ -106,6 +81,14 @@ class DiceSgd(Mechanism):
         refuse_step_hooks(optimizer)
         refuse_per_layer(error_max_grad_norm=arguments.error_max_grad_norm)
         check_options(arguments.loss_reduction, False)
+        if arguments.loss_geometry not in (None, "auto"):
+            raise UnsupportedRunError(
+                f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
+                f"{arguments.loss_geometry}: the bound on DiceSGD knows nothing of the loss but "
+                "gradient_bound. Leave it out; or pass criterion= and feature_norm=."
+            )
+        if not isinstance(arguments.automatic, bool):
+            raise TypeError(f"Expected automatic to be True or False, got {arguments.automatic!r}.")
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         params = [p for p in module.parameters() if p.requires_grad]
         error_clip = _error_clip(arguments, clip_norm)
@@ -135,35 +118,37 @@ class DiceSgd(Mechanism):
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
         """The second clip, and whether both normalise."""
-        names = ("error_max_grad_norm", "automatic")
-        return {name: getattr(declared.arguments, name) for name in names}
+        arguments = declared.arguments
+        error_clip = _error_clip(arguments, arguments.clip_norm)
+        return {"error_max_grad_norm": error_clip, "automatic": arguments.automatic}
 
-    # Its part of the guards
+    # What stays the same
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything but the wrapped optimizer's."""
-        names = ("noise_multiplier", "max_grad_norm", "error_max_grad_norm", "automatic")
-        return {**{n: getattr(self.optimizer, n) for n in names}, **super().settings}
+        own = {n: getattr(self.optimizer, n) for n in ("noise_multiplier", "max_grad_norm")}
+        fixed = {"error_max_grad_norm": self.error_max_grad_norm, "automatic": self.automatic}
+        return {**own, **fixed, **super().settings}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
         refuse_step_hooks(optimizer)
 
-    def guards(self) -> Sequence[Guard]:
-        """The sums, the moments and the error."""
-        return (self._sums, self._moments, self.hidden)
-
-    def guards_by_hand(self) -> Sequence[Guard]:
-        """The set of parameters, because the module was not seen."""
-        return (ParameterSetGuard(self.base),)
-
     # Its part of a step
 
     def _clip(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        if not self.optimizer.automatic:
+        if not self.automatic:
             return clip_factors(norms, bound)
         return clip_factors(norms, bound, automatic=True, smallest=smallest_norm(self.params))
+
+    def figures(self) -> Mapping[str, Figure]:
+        """The norm of the error."""
+        return self.hidden.figures()
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the error is not finite."""
+        self.hidden.judge(piece, values)
 
     def accumulate(self, piece: Piece) -> None:
         """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
@@ -188,23 +173,20 @@ class DiceSgd(Mechanism):
         The noise follows, and the division by B.
         """
         divisor = int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
-        factor = self._clip(self.hidden.norm, float(self.optimizer.error_max_grad_norm))
+        factor = self._clip(self.hidden.norm, float(self.error_max_grad_norm))
         fed = factor * divisor
         for index, p in enumerate(self.params):
             # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
             p.summed_grad = torch.addcmul(p.summed_grad, self.hidden.error(index), fed.to(p))  # type: ignore[attr-defined]
         self.hidden.advance(factor, divisor)
 
-    def run_by_hand(self) -> DiceSgdRun:
-        """A run whose data set and order are declared when its event is asked for."""
-        optimizer = self.optimizer
-        return DiceSgdRun(
-            noise_multiplier=float(optimizer.noise_multiplier),
-            clip_norm=float(optimizer.max_grad_norm),
-            error_clip_norm=float(optimizer.error_max_grad_norm),
-            batch_size=int(optimizer.expected_batch_size),  # type: ignore[arg-type]
-            automatic=optimizer.automatic,
-        )
+    def move(self, piece: Piece) -> None:
+        """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
+        for group in self.base.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad:
+                    param.grad = None
+        self.base.step()
 
     # Where the run goes on
 
@@ -213,81 +195,46 @@ class DiceSgd(Mechanism):
         return "the error of the feedback, which is data of the records"
 
     def private_state(self) -> dict[str, Any]:
-        """The error, with what it belongs to."""
-        return {"dice": self.optimizer.run_state_dict(include_private_state=True)}
+        """The error, with what it belongs to.
+
+        Raises:
+            ValueError: A batch is not finished.
+        """
+        if self.hidden.rests:
+            raise ValueError("Expected the end of a step, got a piece of one.")
+        state = {"num_steps": self.optimizer.num_steps, "settings": self.settings}
+        return {"dice": {"schema": _SCHEMA, **state, "private": self.hidden.private_state()}}
 
     def load_private_state(self, state: Mapping[str, Any], num_steps: int) -> None:
         """Restores the error."""
-        found = state.get("dice", {}).get("num_steps")
-        if found != num_steps:
+        own = state.get("dice", {})
+        missing = {"schema", "num_steps", "settings", "private"} - set(own)
+        if missing or own["schema"] != _SCHEMA:
+            raise ValueError(
+                f"Expected a private state with schema {_SCHEMA}, got schema "
+                f"{own.get('schema')!r}, missing keys {sorted(missing)}."
+            )
+        if own["num_steps"] != num_steps:
             raise ValueError(
                 f"The checkpoint is damaged: {num_steps} steps are recorded, but the error is that "
-                f"of step {found}."
-            )
-        self.load_run_state(state["dice"])
-
-    def run_state(self) -> dict[str, Any]:
-        """See `DiceOptimizer.run_state_dict`."""
-        steps = self.optimizer.num_steps
-        if not steps or not self._sums.is_between_batches:
-            raise ValueError("Expected the end of a step, got no step yet, or a piece of one.")
-        return {
-            "schema": _SCHEMA,
-            "num_steps": steps,
-            "settings": self.settings,
-            "private": self.hidden.private_state(),
-            "run": {**self.optimizer.run.state_dict(), **self.optimizer.run.private_state()},
-        }
-
-    def load_run_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Restores the error of a state that fits, but not the record of the steps.
-
-        Returns:
-            The state of the record.
-
-        Raises:
-            ValueError: The state is damaged or of another run (the text names the field). Nothing
-                is changed then.
-        """
-        missing = {"schema", "num_steps", "settings", "private"} - set(state)
-        if missing or state["schema"] != _SCHEMA:
-            raise ValueError(
-                f"Expected a state of run_state_dict with schema {_SCHEMA}, got schema "
-                f"{state.get('schema')!r}, missing keys {sorted(missing)}."
+                f"of step {own['num_steps']}."
             )
         for name, expected in self.settings.items():
-            if state["settings"].get(name) != expected:
+            if own["settings"].get(name) != expected:
                 raise ValueError(
                     f"The state is of another run: expected {name} = {expected!r}, got "
-                    f"{state['settings'].get(name)!r}."
+                    f"{own['settings'].get(name)!r}."
                 )
-        steps = validate.integer("num_steps", state["num_steps"], minimum=1)
-        run = state["run"] if "run" in state else self._run_of_totals(state)
-        recorded = run_of(run).num_steps
-        if recorded != steps:
-            raise ValueError(
-                f"The state is damaged: num_steps = {steps}, but {recorded} steps are recorded."
-            )
-        self.hidden.load_private_state(state["private"])
-        return run
+        self.hidden.load_private_state(own["private"])
 
-    def _run_of_totals(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The record of a state of version 0.1, which held only its totals, beside the error."""
-        private = state["private"]
-        totals = {name: private.get(name) for name in ("fewest_rows", "most_rows")}
-        totals["largest_norm"] = private.get("largest_gradient_norm")
-        run = self.run_by_hand().state_dict()
-        return {**run, "num_steps": state["num_steps"], "totals": totals}
+    def forget_pieces(self) -> None:
+        """See `Mechanism.forget_pieces`."""
+        self.hidden.forget_pieces()
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
-        by_engine = self.optimizer.context is not None
-        if by_engine and not is_checkpoint:
+        if not is_checkpoint:
             refuse_loaded_moments(state_dict)
-
-    def after_loading(self) -> None:
-        """The loaded moments are those of the run."""
-        self._moments.remember()
 
 
 class DiceAdam(DiceSgd):
@@ -300,13 +247,16 @@ def _settings(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
     """The arguments of `DiceSgdRun`."""
     arguments = declared.arguments
     clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
+    bound = arguments.gradient_bound
+    if declared.lipschitz is not None and not arguments.automatic:
+        bound = min(bound, declared.lipschitz)  # of a known loss, for all records that there are
     return {
         "noise_multiplier": validate.magnitude("noise_multiplier", noise_multiplier),
         "clip_norm": clip_norm,
         "error_clip_norm": _error_clip(arguments, clip_norm),
         "automatic": arguments.automatic,
         **declared.batches,
-        "gradient_bound": arguments.gradient_bound,
+        "gradient_bound": bound,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from hidden_state_adapters.curved_batches import (
     curvature_matters,
     remedy,
 )
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
+from hidden_state_adapters.opacus.gradients.piece import Piece
 
 
 def uses_curvature(loss: LossGeometry | None, order: BatchOrder) -> bool:
@@ -21,8 +21,8 @@ def uses_curvature(loss: LossGeometry | None, order: BatchOrder) -> bool:
     return curvature_matters(loss) and order is not BatchOrder.POISSON
 
 
-class CurvatureGuard(Guard):
-    """Notices batches of a linear head whose mean loss is more curved than declared.
+class BatchCurvature:
+    """Refuses batches of a linear head whose mean loss is more curved than declared.
 
     For M-smooth losses of records of norm at most B the mean loss of a batch is K-smooth with
     K = M lambda_max(X^T X)/(b B^2), X the features of the batch (docs/theory/curvature.md). The
@@ -33,34 +33,26 @@ class CurvatureGuard(Guard):
         square: B^2, with 1 added for a bias.
         bias: Whether a bias is trained.
         batch_size: b, the divisor.
-        features: What went into the head since the last piece.
     """
 
-    def __init__(
-        self,
-        loss: LossGeometry,
-        square: float,
-        bias: bool,
-        batch_size: int,
-        features: Callable[[], Sequence[torch.Tensor]],
-    ):
+    def __init__(self, loss: LossGeometry, square: float, bias: bool, batch_size: int):
         assert loss.curvature is not None
         self._loss = loss
         self._largest = loss.curvature / loss.smoothness * square * batch_size
         self._unit = loss.smoothness / (square * batch_size)
-        self._bias, self._features = bias, features
+        self._bias = bias
         self._batch: list[torch.Tensor] = []
 
     @property
-    def assumptions(self) -> Iterable[Assumption]:
+    def assumption(self) -> Assumption:
         """What is verified at every step."""
-        yield checked_curvature(self._loss)
+        return checked_curvature(self._loss)
 
-    def before(self, piece: Piece) -> None:
-        """Keeps the features of the piece until the batch is complete."""
-        self._batch.extend(self._features())
+    def take(self, features: Sequence[torch.Tensor]) -> None:
+        """Keeps what went into the head for a piece until the batch is complete."""
+        self._batch.extend(features)
 
-    def before_noise(self, piece: Piece) -> None:
+    def check(self, piece: Piece) -> None:
         """Raises UnsupportedRunError if the batch is more curved than declared."""
         batch, self._batch = self._batch, []
         rows = torch.cat([part.double() for part in batch]) if batch else torch.zeros(0, 1)

@@ -16,7 +16,6 @@ from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 # Schedulers multiply step by step, some in float32.
 _ROUNDING = 1e-6
@@ -75,6 +74,30 @@ class DeclaredSchedule:
                 "[r * f(k) for k in range(num_steps)]), or one number if it stays what it is."
             )
 
+    def admit(self, step: int) -> None:
+        """Raises UnsupportedRunError if all declared steps were taken; the model stays covered."""
+        total = self.num_steps
+        if total is not None and step > total:
+            raise UnsupportedRunError(
+                f"Expected num_steps = {total} steps, as declared to make_private, got step "
+                f"{step}. The model is that of step {total}, which is accounted. Stop here; for "
+                "more steps call make_private again (the runs compose)."
+            )
+
+    def check_rate(self, step: int, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError if a step uses another rate than the declared one."""
+        rates = self.learning_rates
+        if rates is None:
+            return
+        rate = float(optimizer.param_groups[0]["lr"])
+        declared = float(rates[0 if len(rates) == 1 else step - 1])
+        if not math.isclose(rate, declared, rel_tol=_ROUNDING):
+            raise UnsupportedRunError(
+                f"step {step} uses learning rate {rate:.8g}, expected {declared:.8g} as "
+                "declared by learning_rate_schedule. The step was not taken. Give make_private the "
+                "schedule that the loop follows; step the scheduler once per logical step."
+            )
+
     def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:
         """The assumptions of a bound, with what was compared marked as checked.
 
@@ -108,42 +131,6 @@ class DeclaredSchedule:
             },
             "num_steps": self.num_steps,
         }
-
-
-class ScheduleGuard(Guard):
-    """Notices learning rates and steps that are not the declared ones.
-
-    Args:
-        schedule: What was declared.
-        optimizer: The wrapped optimizer; its groups have one learning rate if one was declared.
-    """
-
-    def __init__(self, schedule: DeclaredSchedule, optimizer: Optimizer):
-        self._schedule, self._optimizer = schedule, optimizer
-
-    def admit(self, step: int) -> None:
-        """Raises UnsupportedRunError if all declared steps were taken; the model stays covered."""
-        total = self._schedule.num_steps
-        if total is not None and step > total:
-            raise UnsupportedRunError(
-                f"Expected num_steps = {total} steps, as declared to make_private, got step "
-                f"{step}. The model is that of step {total}, which is accounted. Stop here; for "
-                "more steps call make_private again (the runs compose)."
-            )
-
-    def before(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if the step uses another rate than the declared one."""
-        rates = self._schedule.learning_rates
-        if rates is None:
-            return
-        rate = float(self._optimizer.param_groups[0]["lr"])
-        declared = float(rates[0 if len(rates) == 1 else piece.step - 1])
-        if not math.isclose(rate, declared, rel_tol=_ROUNDING):
-            raise UnsupportedRunError(
-                f"step {piece.step} uses learning rate {rate:.8g}, expected {declared:.8g} as "
-                "declared by learning_rate_schedule. The step was not taken. Give make_private the "
-                "schedule that the loop follows; step the scheduler once per logical step."
-            )
 
 
 def declared_schedule(learning_rate_schedule: Any, num_steps: int | None) -> DeclaredSchedule:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from opacus.optimizers import DPOptimizer
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hidden_state_accountants import UnsupportedRunError, validate
-from hidden_state_adapters.opacus.guards.base import Guard, Piece
 
 NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
 """The options of SGD that make it another rule, with the values at which they do not."""
@@ -33,8 +33,8 @@ class UnsupportedUpdateError(UnsupportedRunError):
         self.what = what
 
 
-class SettingsGuard(Guard):
-    """Notices another inner optimizer, a step hook, or settings that changed.
+class Settings:
+    """Refuses another inner optimizer, a step hook, or settings that changed.
 
     Args:
         optimizer: The private optimizer, as it is at the start of the run.
@@ -57,9 +57,8 @@ class SettingsGuard(Guard):
         self._fixed, self._generator = dict(settings()), optimizer.generator
         self._valid_noise: Any = None  # that was looked at last
 
-    def before(self, piece: Piece) -> None:
+    def check(self, step: int) -> None:
         """Raises UnsupportedRunError if something is not as it was."""
-        step = piece.step
         if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
             raise UnsupportedRunError(
                 "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
@@ -194,6 +193,38 @@ def check_options(loss_reduction: Any, secure_mode: Any, expected_batch_size: An
         raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
     if not isinstance(secure_mode, bool):
         raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
+
+
+def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    """Whether the state of an optimizer, by parameter, holds momentum or moments."""
+    return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())
+
+
+def _is_fresh(part: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter is that before the first step: Adagrad makes one at once."""
+    if "step" in part:
+        return float(part["step"]) == 0
+    return not holds_tensors({None: part})
+
+
+def refuse_moments(optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError if an optimizer took steps that nobody accounts."""
+    if not all(_is_fresh(part) for part in optimizer.state.values()):
+        raise UnsupportedRunError(
+            f"Expected a {type(optimizer).__name__} that took no step, got one with a state "
+            "(momentum, moments): it may hold gradients without noise, which the first steps "
+            "would show. Construct a new one; engine.load_checkpoint restores the state of a "
+            "run."
+        )
+
+
+def refuse_loaded_moments(state_dict: Mapping[str, Any]) -> None:
+    """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
+    if holds_tensors(state_dict["state"]):
+        raise UnsupportedRunError(
+            "Expected engine.load_checkpoint, got load_state_dict with momentum or moments: "
+            "from elsewhere they may hold gradients without noise, which the steps would show."
+        )
 
 
 WHY_NOT_ADAPTIVE = (

@@ -3,90 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from dp_accounting import NeighboringRelation
+from torch.utils.data import default_collate
 
 from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.loader import BatchCursor
 from hidden_state_adapters.opacus.gradients.figures import Figure, all_of, any_of, differ
-from hidden_state_adapters.opacus.guards.base import Guard, Piece, at_step
-from hidden_state_adapters.opacus.guards.gradients import gradient_rows
+from hidden_state_adapters.opacus.gradients.piece import Piece
 
 
-class RowsGuard(Guard):
-    """Counts the rows of a batch, for an optimizer that does not see the loader.
-
-    Attributes:
-        index: Of the batch within the epoch; None where nobody knows it.
-        rows: Records of the pieces of the current batch so far.
-        skips_step: Whether more pieces follow the last one.
-        next_is_skipped: Whether more pieces follow the next one.
-    """
-
-    index: int | None = None
-    rows = 0
-    skips_step = False
-
-    def __init__(self) -> None:
-        self._pieces: list[bool] = []
-
-    def signal(self, do_skip: bool) -> None:
-        """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
-        self._pieces.append(do_skip)
-
-    @property
-    def next_is_skipped(self) -> bool:
-        """Whether more pieces follow the next one."""
-        return bool(self._pieces) and self._pieces[0]
-
-    def before(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError unless there are per-example gradients of one batch."""
-        piece.rows = self._count(piece)
-        if piece.block == 0:
-            self._take(piece)
-            self.rows += piece.rows
-        self._check_rows(piece)
-
-    def _count(self, piece: Piece) -> int:
-        return at_step(piece.step, lambda: gradient_rows(piece.params))
-
-    def _take(self, piece: Piece) -> None:
-        self.skips_step = self._pieces.pop(0) if self._pieces else False
-
-    def _check_rows(self, piece: Piece) -> None:
-        """The rows of the piece are known now."""
-
-    def after(self, step: int) -> None:
-        """The next piece is the first of a batch."""
-        self.index, self.rows, self.skips_step = None, 0, False
-
-    def resume(self, steps: int) -> None:
-        """The next piece is the first of a batch."""
-        self.after(steps)
-
-
-class EqualRowsGuard(RowsGuard):
-    """As `RowsGuard`, of batches that all have the same number of rows.
-
-    Args:
-        batch_size: Their number.
-    """
-
-    def __init__(self, batch_size: int):
-        super().__init__()
-        self._batch_size = batch_size
-
-    def _check_rows(self, piece: Piece) -> None:
-        if piece.rows != self._batch_size:
-            raise UnsupportedRunError(
-                f"step {piece.step} has {piece.rows} rows, expected expected_batch_size = "
-                f"{self._batch_size}: all batches are equal. Leave the rest of the data set out "
-                "(drop_last=True)."
-            )
-
-
-class BatchGuard(RowsGuard):
+class Taken:
     """Checks, piece by piece, that a logical step uses the batch that the plan has for it.
 
     A loop that fetches one batch ahead holds two when it steps. Every tensor that goes into the
@@ -94,30 +24,33 @@ class BatchGuard(RowsGuard):
     moved to and in whatever shape and type. In a loop that fetches and steps in turn there is
     nothing to tell apart, and the loop may transform what the loader delivered.
 
+    Attributes:
+        index: Of the batch within the epoch.
+        rows: Records of the pieces of the current batch so far.
+        skips_step: Whether more pieces follow the last one.
+
     Args:
         plan: The batches.
         cursor: Says which batch the loop is working on.
         inputs: The tensors that went into the model in the latest training pass.
-        count: The number of rows of a piece; None to count per-example gradients.
-        divisor_is_public: Whether the sampling probability has to be declared a public constant.
     """
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        cursor: BatchCursor,
-        inputs: Callable[[], Sequence[torch.Tensor]],
-        *,
-        count: Callable[[Piece], int] | None = None,
-        divisor_is_public: bool = False,
-    ):
-        super().__init__()
-        self._plan, self._cursor, self._inputs = plan, cursor, inputs
-        self._counts, self._divisor_is_public = count, divisor_is_public
+    index: int | None = None
+    rows = 0
+    skips_step = False
 
-    @property
-    def assumptions(self) -> Iterable[Assumption]:
-        """What is verified and what is taken on trust about the batches."""
+    def __init__(
+        self, plan: BatchPlan, cursor: BatchCursor, inputs: Callable[[], Sequence[torch.Tensor]]
+    ):
+        self._plan, self._cursor, self._inputs = plan, cursor, inputs
+
+    def assumptions(self, collate: Any, relation: NeighboringRelation) -> Iterable[Assumption]:
+        """What is verified and what is taken on trust about the batches.
+
+        Args:
+            collate: The loader's collate_fn.
+            relation: Of the guarantee.
+        """
         plan = self._plan
         yield Assumption.checked(plan.description)
         if plan.is_shared:
@@ -131,11 +64,17 @@ class BatchGuard(RowsGuard):
             yield Assumption.declared("order_seed is random, and nobody else ever knows it")
         if plan.order is BatchOrder.POISSON:
             yield Assumption.declared("the sizes of the batches are shown to nobody")
-            if self._divisor_is_public:
+            if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
                 yield Assumption.declared("the sampling probability b/n is a public constant")
+        if collate is not default_collate:
+            yield Assumption.declared("collate_fn takes every record of a batch by itself")
 
-    def _count(self, piece: Piece) -> int:
-        return super()._count(piece) if self._counts is None else self._counts(piece)
+    def take(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError unless the piece is of the batch whose turn it is."""
+        if piece.block == 0:
+            self._take(piece)
+            self.rows += piece.rows
+        self._check_rows(piece)
 
     def signal(self, do_skip: bool) -> None:
         """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
@@ -148,7 +87,10 @@ class BatchGuard(RowsGuard):
 
     def _take(self, piece: Piece) -> None:
         expected = self._cursor.expected_index
-        index, self.skips_step = at_step(piece.step, self._cursor.take)
+        try:
+            index, self.skips_step = self._cursor.take()
+        except UnsupportedRunError as error:
+            raise UnsupportedRunError(f"step {piece.step}: {error}") from None
         if self._cursor.was_fetched_ahead and index != expected:
             index = self._batch_of_the_pass()
         if index != expected:
@@ -212,16 +154,16 @@ class BatchGuard(RowsGuard):
 
     def after(self, step: int) -> None:
         """The next batch is the one after step `step`."""
-        super().after(step)
+        self.index, self.rows, self.skips_step = None, 0, False
         self._cursor.steps_taken = step
         self._cursor.forget()
 
     def resume(self, steps: int) -> None:
         """The loader goes on after `steps` steps."""
-        super().resume(steps)
+        self.index, self.rows, self.skips_step = None, 0, False
         self._cursor.resume_at(steps)
 
-    def judge_iterate(self, steps: int, values: object) -> None:
+    def check_finished(self) -> None:
         """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
         self._cursor.check_finished()
 

@@ -1,0 +1,118 @@
+"""The per-example gradients that Opacus leaves with the parameters after backward()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch import nn
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.exact import exact_products
+from hidden_state_adapters.opacus.gradients.norms import joint_norms, to_precision
+
+
+class SampleGradients:
+    """Of `GradSampleModule`: one gradient for every record, in the precision of its parameter."""
+
+    def norms(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+        """See `piece.Gradients.norms`."""
+        return joint_norms([_stored(param) for param in params])
+
+    def add_sums(
+        self, params: Sequence[nn.Parameter], weights: torch.Tensor, *others: torch.Tensor
+    ) -> list[list[torch.Tensor]]:
+        """See `piece.Gradients.add_sums`; uses up the batch."""
+        rests = []
+        for param in params:
+            holder: Any = param
+            _check_processed_flag(holder.grad_sample)
+            sample = _stored(param)
+            with exact_products(sample.device.type):
+                total, *rest = (
+                    _weighted_sum(to_precision(w, sample.dtype).to(sample.device), sample)
+                    for w in (weights, *others)
+                )
+            holder.summed_grad = total if holder.summed_grad is None else holder.summed_grad + total
+            rests.append(rest)
+            _mark_as_processed(holder.grad_sample)
+        return rests
+
+
+class GhostGradients:
+    """Of Opacus' ghost clipping, whose second backward pass left the clipped sum in `.grad`.
+
+    Args:
+        norms: Those that Opacus clipped with, shape (rows,).
+    """
+
+    def __init__(self, norms: torch.Tensor):
+        self._norms = norms
+
+    def norms(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+        """See `piece.Gradients.norms`."""
+        return self._norms
+
+    def add_sums(
+        self, params: Sequence[nn.Parameter], weights: torch.Tensor, *others: torch.Tensor
+    ) -> list[list[torch.Tensor]]:
+        """See `piece.Gradients.add_sums`; the weights are those that Opacus used."""
+        for param in params:
+            holder: Any = param
+            total = torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+            holder.summed_grad = total if holder.summed_grad is None else holder.summed_grad + total
+        return [[] for _ in params]
+
+
+def rows_of(params: Sequence[nn.Parameter]) -> int:
+    """The number of per-example gradients of the one batch that `params` hold.
+
+    Raises:
+        UnsupportedRunError: There are none, several batches were accumulated, or the parameters
+            disagree.
+    """
+    rows = set()
+    for param in params:
+        sample = getattr(param, "grad_sample", None)
+        if isinstance(sample, list):
+            if len(sample) != 1:
+                raise UnsupportedRunError(
+                    f"got the gradients of {len(sample)} batches, expected 1: gradient "
+                    "accumulation (several backward() before one step()) is not accounted: a "
+                    "record may be in several of the batches, and counts once for each. Call "
+                    "optimizer.zero_grad() after every step and backward() once per batch. For "
+                    "batches that do not fit into memory raise the batch_size of the DataLoader "
+                    "and let opacus.utils.batch_memory_manager.BatchMemoryManager split them."
+                )
+            sample = sample[0]
+        if sample is None:
+            raise UnsupportedRunError(
+                "got no per-example gradients for a trainable parameter. Call the private model in "
+                "train() mode and backward() before step(), and let every parameter take part. (If "
+                "that is so: a second pass without backward(), for an accuracy or a log, makes "
+                "Opacus wait for its gradients: look at outputs under torch.no_grad(). Layers that "
+                "are run again by activation checkpointing have none: save memory with "
+                "BatchMemoryManager instead.)"
+            )
+        rows.add(len(sample))
+    if len(rows) != 1:
+        raise UnsupportedRunError(
+            f"got {sorted(rows)} rows of per-example gradients in different parameters, expected "
+            "the same number in all."
+        )
+    return rows.pop()
+
+
+def _stored(param: Any) -> torch.Tensor:
+    """The per-example gradients of the one batch that a parameter holds."""
+    sample = param.grad_sample
+    own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
+    return own.to(param.dtype)
+
+
+def _weighted_sum(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    # einsum("i,i...") does the same by way of a batched product, slower for short rows.
+    shape = sample.shape[1:]
+    return (weights @ sample.reshape(len(sample), shape.numel())).reshape(shape)

@@ -1,0 +1,382 @@
+"""The gradients of a linear head, from what went into it and the slopes at what came out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.criteria import KnownCriterion
+from hidden_state_adapters.opacus.data.batch import holds_others
+from hidden_state_adapters.opacus.data.loader import BatchCursor
+from hidden_state_adapters.opacus.gradients.bounds import check_features
+from hidden_state_adapters.opacus.gradients.exact import exact_products
+from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
+from hidden_state_adapters.opacus.gradients.head import HeadGradients
+from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.gradients.samples import SampleGradients
+from hidden_state_adapters.opacus.head.diagnosis import diagnosis
+from hidden_state_adapters.opacus.head.passes import HeadPass, HeadPasses
+from hidden_state_adapters.opacus.head.targets import Targets
+from hidden_state_adapters.opacus.sources.apart import records_are_apart
+from hidden_state_adapters.opacus.sources.base import Call, Source
+from hidden_state_adapters.opacus.sources.frozen import FrozenPart
+
+TOLERANCE = 1e-2  # of the length of all slopes of a piece: bfloat16 in a loop passes
+_ROUNDING_UNITS = 100.0
+_FIRST_STEPS = 3  # in which the model's input is compared with the batch
+
+
+class HeadRun(Source):
+    """Takes the gradients of a linear head that is all there is to train.
+
+    The loop gets the head's outputs as a leaf. What its backward pass leaves there are the slopes.
+    Of a known loss (`KnownHeadRun`) they are computed here, and only compared with them.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: The linear layer that is trained.
+        frozen: What is kept in eval() mode.
+        feature_norm: The declared bound on every record at the head, or None.
+        divides: Whether the loss of a batch is divided by its number of records.
+        dim: The dimension that counts the records of a batch of sequences.
+        **options: See `Source`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        head: nn.Linear,
+        frozen: FrozenPart,
+        *,
+        feature_norm: float | None,
+        divides: bool,
+        dim: int = 0,
+        **options: Any,
+    ):
+        super().__init__(module, frozen, **options)
+        self._head, self._feature_norm, self._divides = head, feature_norm, divides
+        self._dim = dim
+        is_flat = feature_norm is not None
+        self._passes = HeadPasses(module, head, self.iterate, frozen, is_flat=is_flat)
+        self._is_open = self._is_open and module is not head
+        self._used: list[HeadPass] = []
+        self._first: torch.Tensor | None = None  # features of the first block of a step
+        self._forget_gradients()
+
+    # What the loop left
+
+    def begin(self, piece: Piece) -> int:
+        """See `Source.begin`."""
+        self._check_trained(piece.step)
+        if self._looks:
+            self._check_penalty(piece)
+        used = self._passes.used()
+        is_once = len(used) < 2 or (self._feature_norm is None and used[0].call is not None)
+        if not is_once or any(one.call is not used[0].call for one in used):
+            raise UnsupportedRunError(
+                f"step {piece.step} got the gradients of {len(used)} batches, expected 1: "
+                "gradient accumulation, two losses with a pass each, or several views of a record "
+                "are not accounted, a record counts once for each. Call optimizer.step() after "
+                "every backward(). For batches that do not fit into memory raise the batch_size "
+                "of the DataLoader and let opacus.utils.batch_memory_manager.BatchMemoryManager "
+                "split them."
+            )
+        self._used = used
+        return len(self._records_first(used[0].features)) if used else 0
+
+    def _records_first(self, values: torch.Tensor) -> torch.Tensor:
+        return values.movedim(self._dim, 0) if values.dim() > 2 else values
+
+    def _check_penalty(self, piece: Piece) -> None:
+        for param, (noisy, writes) in zip(self.iterate.params, self._gradients, strict=True):
+            grad = param.grad
+            if grad is not None and (grad is not noisy or grad._version != writes):
+                raise UnsupportedRunError(
+                    f"step {piece.step}: something beside the outputs of the linear head reaches "
+                    "its parameters: a penalty in the loss, or another use of the weights. It is "
+                    "inside no clip and in no bound. Use the optimizer's weight_decay, or prox=."
+                )
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """Computes the gradients; what the loop did differently."""
+        found: dict[str, Figure] = {"moved": self.iterate.moved()}
+        if not piece.rows:
+            empty = [torch.zeros(0, n).to(self._head.weight) for n in self._head.weight.shape[::-1]]
+            piece.gradients = HeadGradients(self._head, *empty)
+            return {**found, "feature": 0.0, "gradient": 0.0}
+        if any(one.was_written for one in self._used):
+            raise UnsupportedRunError(
+                f"step {piece.step}: what went into the linear head, or came out, was changed in "
+                "place after the pass. Compute out of place."
+            )
+        found["moved"] = any_of([found["moved"], *(one.moved for one in self._used)])
+        with torch.no_grad(), exact_products(self._head.weight.device.type):
+            found.update(self._compute(piece))
+        return found
+
+    def _compute(self, piece: Piece) -> dict[str, Figure]:
+        parts = [
+            (self._records_first(one.features), self._records_first(self._got(one, piece.rows)))
+            for one in self._used
+        ]
+        features, slopes = parts[0]
+        features = features.to(slopes.dtype)
+        if len(parts) > 1 or features.dim() != 2:
+            self._keep_samples(parts)
+            piece.gradients = SampleGradients()
+            return {"gradient": piece.largest_norm, **self._looks_once(piece)}
+        slopes = self._slopes_of(piece, slopes)
+        gradients = piece.gradients = HeadGradients(self._head, features, slopes)
+        found: dict[str, Figure] = {
+            "feature": gradients.feature_norms.max(),
+            "gradient": piece.largest_norm,
+            **self._compared(piece, gradients),
+        }
+        if piece.block == 0:
+            self._first = features
+        elif self._first is not None:
+            same = self._first.shape == features.shape
+            found["other_inputs"] = differ(features, self._first) if same else True
+        return {**found, **self._looks_once(piece)}
+
+    def _got(self, own: HeadPass, rows: int) -> torch.Tensor:
+        """What the backward pass left at the outputs, of the loss of a record."""
+        gradient = own.outputs.grad
+        assert gradient is not None
+        return gradient * rows if self._divides else gradient
+
+    def _slopes_of(self, piece: Piece, got: torch.Tensor) -> torch.Tensor:
+        return got
+
+    def _compared(self, piece: Piece, gradients: HeadGradients) -> dict[str, Figure]:
+        return {}
+
+    def _keep_samples(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Keeps the gradient of every record, of a head that is used at several positions."""
+        weight: Any = self._head.weight
+        bias: Any = self._head.bias
+        of_weight = [torch.einsum("n...k,n...d->nkd", s, x.to(s.dtype)) for x, s in parts]
+        weight.grad_sample = torch.stack(of_weight).sum(0)
+        if bias is not None:
+            of_bias = [torch.einsum("n...k->nk", s) for _, s in parts]
+            bias.grad_sample = torch.stack(of_bias).sum(0)
+
+    def _looks_once(self, piece: Piece) -> dict[str, Figure]:
+        call = self.call
+        if not self._is_open or piece.rows < 2 or call is None:
+            return {}
+        self._is_open = False
+        self._is_apart = records_are_apart(
+            self._module, self._features, call, piece.rows, self._dim
+        )
+        return {"mixed": self._is_apart is False}
+
+    def _features(self, call: Call) -> list[torch.Tensor]:
+        """What reaches the head in a pass."""
+        kept: list[torch.Tensor] = []
+
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept.append((args[0] if args else kwargs["input"]).detach())
+
+        handle = self._head.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self._module(*call[0], **call[1])
+        finally:
+            handle.remove()
+        return kept
+
+    def _judge_records(self, piece: Piece, values: Mapping[str, float]) -> None:
+        if self._feature_norm is not None:
+            check_features(piece.step, values["feature"], self._feature_norm)
+        super()._judge_records(piece, values)
+
+    def used(self, piece: Piece) -> None:
+        """Starts the next piece."""
+        self._used = []
+        self._passes.forget()
+
+    def moved(self, piece: Piece) -> None:
+        """The next gradients are none of this step's."""
+        self._forget_gradients()
+
+    def after(self, step: int) -> None:
+        """The next piece is the first of a batch."""
+        self._first = None
+
+    def _forget_gradients(self) -> None:
+        """Gradients that the parameters have now, as they are, are not of the loop's next loss."""
+        grads = [p.grad for p in self.iterate.params]
+        self._gradients = [(g, 0 if g is None else g._version) for g in grads]
+
+    @property
+    def features(self) -> Sequence[torch.Tensor]:
+        """What went into the head since the last piece."""
+        return [one.features for one in self._used]
+
+    @property
+    def call(self) -> Call | None:
+        """See `Source.call`."""
+        return self._used[0].call if self._used else None
+
+    # Between the steps
+
+    def resume(self, steps: int) -> None:
+        """Goes on from the loaded weights."""
+        super().resume(steps)
+        self._passes.forget()
+        self._forget_gradients()
+
+    def close(self) -> None:
+        """Leaves the module as it was."""
+        self._passes.close()
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What holds by construction, what is looked at, and what is taken on trust."""
+        if self._feature_norm is not None:
+            yield Assumption.checked(f"feature norms at most {self._feature_norm:g}")
+        alone = "the model takes every record of a batch by itself"
+        for one in super().assumptions:
+            if self._module is not self._head or one.text != alone:  # a head alone mixes nothing
+                yield one
+
+
+class KnownHeadRun(HeadRun):
+    """Computes the slopes of a known loss from the batch that was dealt.
+
+    The loop is compared with them, and the weights with the last iterate; both are a courtesy:
+    neither goes into the step.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        head: The linear layer that is trained.
+        frozen: What is kept in eval() mode.
+        known: The loss.
+        targets: Finds those of a piece.
+        cursor: Says which batch the loop is working on.
+        maps_records: Whether the loop maps records before the model, which was declared.
+        **options: See `HeadRun`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        head: nn.Linear,
+        frozen: FrozenPart,
+        *,
+        known: KnownCriterion,
+        targets: Targets,
+        cursor: BatchCursor,
+        maps_records: bool,
+        **options: Any,
+    ):
+        super().__init__(module, head, frozen, **options)
+        self._known = copy.deepcopy(known)  # what a loop sets later changes nothing
+        self._targets, self._cursor, self._maps_records = targets, cursor, maps_records
+        self._looked = 0  # steps whose inputs were compared
+        self._rows_before = 0
+        self._target: torch.Tensor | None = None
+
+    def _slopes_of(self, piece: Piece, got: torch.Tensor) -> torch.Tensor:
+        output = self._used[0].outputs.detach()
+        start = self._rows_before if piece.block == 0 else 0
+        rows = slice(start, start + piece.rows)
+        self._target = self._targets.of(
+            piece.step, rows, output, lambda target: self._misfit(output, target, got)
+        )
+        try:
+            return self._known.slopes(output, self._target)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedRunError(f"The targets of the batch: {error}") from None
+
+    def _misfit(self, output: torch.Tensor, target: torch.Tensor, got: torch.Tensor) -> float:
+        """How far the slopes at `target` are from `got`; inf where the loss has none there."""
+        try:
+            off = float(torch.linalg.vector_norm(self._known.slopes(output, target) - got))
+        except (TypeError, ValueError):
+            return math.inf
+        return math.inf if math.isnan(off) else off
+
+    def _compared(self, piece: Piece, gradients: HeadGradients) -> dict[str, Figure]:
+        """How much further the loop's slopes are away than may be, and what was looked at."""
+        own, target = self._used[0], self._target
+        assert target is not None
+        output = own.outputs.detach()
+        slack = _ROUNDING_UNITS * torch.finfo(output.dtype).eps * math.sqrt(piece.rows)
+        allowed = TOLERANCE * torch.linalg.vector_norm(gradients.slope_norms)
+        shape = output.shape if target.numel() == output.numel() else target.shape
+        size = self._known.size(output, target.to(output).reshape(shape)).max()
+        off = torch.linalg.vector_norm(gradients.slopes - self._got(own, piece.rows))
+        found: dict[str, Figure] = {"excess": off - (allowed + slack * size)}
+        taken = self._cursor.taken
+        if self._looked < _FIRST_STEPS and taken is not None and not self._maps_records:
+            self._looked += 1
+            found["other_records"] = any_of(
+                [holds_others(self.inputs, taken.tensors), not taken.is_as_delivered]
+            )
+        return found
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the loop does something else than the step."""
+        if math.isnan(values["gradient"]) and not values["moved"]:
+            check_features(piece.step, values["feature"], self._feature_norm or math.inf)
+            raise self._other_loss(piece)  # targets, or a loss, that have no gradient there
+        super().judge(piece, values)
+        if not values.get("excess", 0.0) <= 0:
+            raise self._other_loss(piece)
+
+    def _judge_records(self, piece: Piece, values: Mapping[str, float]) -> None:
+        super()._judge_records(piece, values)
+        if values.get("other_records"):
+            raise UnsupportedRunError(
+                f"step {piece.step}: what went into the model is not what the loader dealt, moved, "
+                "cast or reshaped. Whether the loop mixes records (mixup, statistics of the batch) "
+                "nobody can see: map the records in the data set, the collate_fn or the model "
+                "(call the private model, with its backbone inside). Or declare with "
+                "loop_maps_records=True that the loop maps every record by itself."
+            )
+
+    def _other_loss(self, piece: Piece) -> UnsupportedRunError:
+        own, target, gradients = self._used[0], self._target, piece.gradients
+        assert target is not None
+        assert isinstance(gradients, HeadGradients)
+        with torch.no_grad():
+            output, got = own.outputs.detach(), self._got(own, piece.rows)
+            why = diagnosis(output, target, gradients.slopes, got)
+        return UnsupportedRunError(
+            f"step {piece.step}: the loop has gradients of another loss than "
+            f"{self._known.criterion}: {why}. The step was not taken. Pass the loss that the loop "
+            "computes as criterion=, and compute no other one with the outputs."
+        )
+
+    def used(self, piece: Piece) -> None:
+        """Starts the next piece."""
+        super().used(piece)
+        self._target = None
+        if piece.block == 0:
+            self._rows_before += piece.rows
+
+    def after(self, step: int) -> None:
+        """The next piece is the first of a batch."""
+        super().after(step)
+        self._rows_before = 0
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What holds by construction, what is looked at, and what is taken on trust."""
+        yield Assumption.checked(
+            "every step computed from features and targets of the batch that was dealt, the "
+            "formula of the loss and the last private iterate; the loop's gradient at the outputs "
+            "compared with it"
+        )
+        yield from super().assumptions
+        if self._maps_records:
+            yield Assumption.declared(
+                "what the loop does to records before the model it does to every record by itself"
+            )

@@ -1,0 +1,169 @@
+"""What all sources of gradients have in common: the model between the steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.data.loader import tensors_of
+from hidden_state_adapters.opacus.gradients.bounds import check_gradients
+from hidden_state_adapters.opacus.gradients.figures import Figure
+from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.gradients.precision import check_precision
+from hidden_state_adapters.opacus.sources.frozen import FrozenPart
+from hidden_state_adapters.opacus.sources.iterate import Iterate
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
+
+_IS_TRAINED = operator.attrgetter("requires_grad")
+
+
+class Source:
+    """Where the gradients of a run come from, and what is looked at of its model.
+
+    A step asks `begin`, `figures` and `judge`, and tells `used`, `moved` and `after`. What one of
+    them raises ends the run.
+
+    Attributes:
+        iterate: The weights that the last step left.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        frozen: What is kept in eval() mode.
+        lipschitz: Of the loss of one record in the parameters, or None.
+        is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        frozen: FrozenPart,
+        *,
+        lipschitz: float | None,
+        is_composed: bool,
+    ):
+        self._module, self._frozen, self._lipschitz = module, frozen, lipschitz
+        self._looks = not is_composed
+        self.iterate = Iterate(module)
+        self._held = list(module.parameters())
+        self._flags = list(map(_IS_TRAINED, self._held))
+        self._is_apart: bool | None = None
+        self._is_open = self._looks  # whether records were not looked at yet
+
+    # In a step
+
+    def begin(self, piece: Piece) -> int:
+        """The number of records whose gradients there are.
+
+        Raises:
+            UnsupportedRunError: There are none, or of several batches, or something else is
+                trained.
+        """
+        raise NotImplementedError
+
+    def _check_trained(self, step: int) -> None:
+        for param in self.iterate.params:
+            check_precision("parameters", param)
+        if list(map(_IS_TRAINED, self._held)) != self._flags:
+            trained = [n for n, p in self._module.named_parameters() if p.requires_grad]
+            raise UnsupportedRunError(
+                f"step {step} trains {trained}, expected the parameters of the start: the set of "
+                "trainable parameters is fixed for a run. Start another run for another set."
+            )
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """Figures to be read from the device in one transfer; `piece.gradients` is there then."""
+        raise NotImplementedError
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the values of the figures are wrong."""
+        if values["moved"]:
+            raise UnsupportedRunError(
+                f"step {piece.step}: the parameters were changed outside the private optimizer, so "
+                "that the loop trains another model than the step (load_state_dict, an average of "
+                "weights, another optimizer, sharpness-aware training?). Load weights before "
+                "make_private, or a run with engine.load_checkpoint, and leave them alone then."
+            )
+        self._judge_records(piece, values)
+        check_gradients(piece.step, values["gradient"], self._lipschitz)
+
+    def _judge_records(self, piece: Piece, values: Mapping[str, float]) -> None:
+        if values.get("mixed"):
+            raise UnsupportedRunError(
+                f"step {piece.step}: the model mixes the records of a batch. What it computes for "
+                "half of them is something else alone, or beside other records: every gradient "
+                "then depends on all records, and no clip bounds what one of them does. Compute "
+                "the output of every record from that record alone (nn.GroupNorm or nn.LayerNorm "
+                "in place of statistics of the batch, constants in place of its mean or its "
+                "largest norm)."
+            )
+        if values.get("other_inputs"):
+            raise UnsupportedRunError(
+                f"step {piece.step} follows training passes on different inputs, expected the same "
+                "batch for every block. Draw batch and augmentation outside of the closure."
+            )
+
+    def used(self, piece: Piece) -> None:
+        """The gradients at hand were added up."""
+
+    def moved(self, piece: Piece) -> None:
+        """The parameters of the piece were moved."""
+
+    def after(self, step: int) -> None:
+        """The logical step is complete."""
+
+    @property
+    def call(self) -> Call | None:
+        """What the model was called with for the loop's loss."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """The tensors among that."""
+        return tuple(tensors_of(self.call))
+
+    @property
+    def features(self) -> Sequence[torch.Tensor]:
+        """What went into a linear head since the last piece."""
+        return ()
+
+    # Between the steps
+
+    def resume(self, steps: int) -> None:
+        """Goes on from what the model holds, after a checkpoint was loaded."""
+        self.iterate.take()
+        self.after(steps)
+
+    def close(self) -> None:
+        """Leaves the module as it was."""
+        raise NotImplementedError
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is looked at, and what is taken on trust."""
+        if self._lipschitz is not None:
+            yield Assumption.checked(f"per-example gradient norms at most {self._lipschitz:g}")
+        yield Assumption.checked(
+            "parameters in float32 or float64, changed by the private optimizer only; buffers and "
+            "what is frozen as at the start"
+        )
+        if not all(self._flags):
+            yield Assumption.declared(
+                "the frozen part of the model is public: it was not fitted to the private records, "
+                "and it maps every record by itself"
+            )
+        if self._frozen:
+            yield Assumption.checked("the frozen part of the model in eval() mode")
+        if self._is_apart:
+            yield Assumption.checked(
+                "the model took every record by itself: what it computed for both halves of the "
+                "first batch was the same alone, and beside other records"
+            )
+        else:
+            yield Assumption.declared("the model takes every record of a batch by itself")

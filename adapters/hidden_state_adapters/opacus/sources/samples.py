@@ -1,0 +1,177 @@
+"""Per-example gradients of any model, from Opacus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from opacus.utils.module_utils import trainable_modules
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, counted_writes, differ
+from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.gradients.precision import check_arithmetic, check_convolutions
+from hidden_state_adapters.opacus.gradients.samples import GhostGradients, SampleGradients, rows_of
+from hidden_state_adapters.opacus.sources.apart import records_are_apart
+from hidden_state_adapters.opacus.sources.base import Call, Source
+from hidden_state_adapters.opacus.sources.frozen import FrozenPart
+from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
+
+
+class SampledRun(Source):
+    """Takes the gradients that Opacus computed for every record, at Opacus' trust.
+
+    The training passes use the weights that the last step left. Of a run that is not composition
+    they are also seen to take every record by itself.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        frozen: What is kept in eval() mode.
+        dim: The dimension that counts the records.
+        has_loss: Whether the gradients have to be those of a declared loss.
+        **options: See `Source`.
+
+    Attributes:
+        ghost: Opacus' wrapper of the model if it clips in a second backward pass, or None.
+    """
+
+    ghost: Any = None
+
+    def __init__(
+        self, module: nn.Module, frozen: FrozenPart, *, dim: int, has_loss: bool, **options: Any
+    ):
+        super().__init__(module, frozen, **options)
+        self._dim, self._has_loss = dim, has_loss
+        self._modules = tuple(module.named_modules())
+        self._trained = [part for _, part in trainable_modules(module)]
+        self._call: Call | None = None
+        self._passes = 0  # since the last piece
+        self._strayed: Figure = False  # whether a pass used other weights
+        self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
+        self._is_idle = False  # as a copy is, and the model in a look at it
+        self._handles = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            *refuse_packed_sequences(module),
+        ]
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
+            return
+        self._frozen.hold()
+        self._frozen.check_batch_norm(self._modules)
+        self._call = args, kwargs
+        self._passes += 1
+        self._strayed = any_of([self._strayed, self.iterate.moved()])
+        if self._has_loss:
+            check_arithmetic(self.iterate.params)
+            check_convolutions(self.iterate.params)
+
+    def _is_training(self) -> bool:
+        return any(part.training for part in self._trained)
+
+    def begin(self, piece: Piece) -> int:
+        """See `Source.begin`."""
+        self._check_trained(piece.step)
+        if self._passes > 1:
+            raise UnsupportedRunError(
+                f"step {piece.step} follows {self._passes} training passes through the model, "
+                "expected 1: every record passes once, in its own row. (A look at the outputs "
+                "without torch.no_grad(), gradient accumulation, two losses with a pass each?) "
+                "Evaluate in eval() mode or under torch.no_grad(), step once per pass, and save "
+                "memory with BatchMemoryManager instead of checkpointing. Twins, real and made-up "
+                "records: make one module private whose forward() calls the network for each, and "
+                "call it once."
+            )
+        if self.ghost is not None:
+            return self._begin_ghost(piece)
+        piece.gradients = SampleGradients()
+        try:
+            return rows_of(piece.params)
+        except UnsupportedRunError as error:
+            raise UnsupportedRunError(f"step {piece.step}: {error}") from None
+
+    def _begin_ghost(self, piece: Piece) -> int:
+        norms = self.ghost._per_sample_gradient_norms  # that Opacus clipped with
+        if norms is None:
+            raise UnsupportedRunError(
+                f"step {piece.step}: got no gradients that Opacus clipped, expected the backward "
+                'pass of the criterion that make_private returned: with grad_sample_mode="ghost" '
+                "it makes the second pass, in which the gradients are clipped."
+            )
+        piece.gradients = GhostGradients(norms.detach())
+        return len(norms)
+
+    def figures(self, piece: Piece) -> Mapping[str, Figure]:
+        """See `Source.figures`."""
+        found: dict[str, Figure] = {
+            "moved": any_of([self.iterate.moved(), self._strayed]),
+            "gradient": piece.largest_norm,
+        }
+        if piece.block == 0:
+            self._first = [(x, counted_writes(x)) for x in self.inputs]
+        else:
+            found["other_inputs"] = self._has_other_inputs()
+        if self._is_open and piece.rows > 1 and self._call is not None:
+            self._is_open = False
+            self._is_apart = records_are_apart(
+                self._module, self._outputs, self._call, piece.rows, self._dim
+            )
+            found["mixed"] = self._is_apart is False
+        return found
+
+    def _has_other_inputs(self) -> Figure:
+        """Whether a block is updated on something else than the first one."""
+        inputs = self.inputs
+        if len(inputs) != len(self._first):
+            return True
+        pairs = zip(inputs, self._first, strict=True)
+        return any_of(_is_other(x, old, writes) for x, (old, writes) in pairs)
+
+    def _outputs(self, call: Call) -> list[torch.Tensor]:
+        args, kwargs = call
+        found = tree_leaves(self._module(*args, **kwargs))
+        return [x for x in found if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+    def used(self, piece: Piece) -> None:
+        """The next pass is of another piece."""
+        self._call, self._strayed, self._passes = None, False, 0
+        if self.ghost is not None:
+            self.ghost._per_sample_gradient_norms = None
+
+    def after(self, step: int) -> None:
+        """The next step has another batch."""
+        self._first, self._passes = [], 0
+
+    @property
+    def call(self) -> Call | None:
+        """See `Source.call`."""
+        return self._call
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        return _idle, ()  # a copy of the module trains nothing here
+
+
+def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:
+    if counted_writes(old) != writes:
+        return True
+    if tensor is old:
+        return False
+    kinds = [(x.dtype, x.shape, x.device) for x in (tensor, old)]
+    return kinds[0] != kinds[1] or differ(tensor.detach(), old.detach())
+
+
+def _idle() -> SampledRun:
+    module = nn.Identity()
+    options: dict[str, Any] = {"lipschitz": None, "is_composed": True}
+    made = SampledRun(module, FrozenPart(module), dim=0, has_loss=False, **options)
+    made.close()
+    made._is_idle = True  # Opacus and users copy models with their hooks
+    return made
