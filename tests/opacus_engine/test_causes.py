@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
@@ -58,6 +59,17 @@ def one_cycle(make_run):
     run.epoch()
 
 
+class Checkpointed(nn.Module):
+    """Its layer is called once more in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, features):
+        return checkpoint(self.layer, features, use_reentrant=False)
+
+
 CAUSES = [
     (shuffled_loader, "got shuffle=True.*\"reshuffled\".*\"poisson\".*shuffle=False"),
     (batch_size_of_the_tutorials, "divides the 60 records, got 16.*drop_last=True.*\"poisson\" .*"
@@ -76,6 +88,17 @@ def test_a_second_pass_that_is_only_looked_at_changes_nothing(make_run):
     runs[1].epoch()
     assert torch.equal(runs[0].plain_model.weight, runs[1].plain_model.weight)
     assert runs[0].engine.get_epsilon(1e-5) == runs[1].engine.get_epsilon(1e-5)
+
+
+def test_activation_checkpointing_of_a_head_changes_nothing(make_run):
+    weights = []
+    for model in (Checkpointed(), nn.Linear(5, 3)):
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        generator = torch.Generator().manual_seed(1)
+        make_run(model=model, loss_geometry=None, noise_generator=generator).epoch()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights)
 
 
 @pytest.mark.parametrize(("loop", "text"), CAUSES, ids=lambda value: getattr(value, "__name__", ""))

@@ -50,7 +50,7 @@ class Totals:
 class ProcessGroup:
     """The processes of `torch.distributed` that train one run, seen from one of them.
 
-    Every logical step has one vote, on the host: each process says whether its guards let the step
+    Every logical step has one vote, on the host: each process says whether its checks let the step
     pass, and with which settings. One that refuses ends the step, and the run, in all of them, with
     the same text. Then sums are added up. Both have process groups of their own, so that nothing
     that the training loop sends can get between; a process that ended, or does not answer within

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, counted_writes, differ
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.gradients.precision import check_arithmetic, check_convolutions
@@ -149,6 +149,16 @@ class SampledRun(Source):
     def call(self) -> Call | None:
         """See `Source.call`."""
         return self._call
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is looked at, and what is taken on trust."""
+        yield from super().assumptions
+        if self._looks:
+            yield Assumption.declared(
+                "the loss of every record is computed from that record alone (a mean over tokens "
+                "that leaves out padding is not)"
+            )
 
     def close(self) -> None:
         """Removes the hooks."""
