@@ -70,9 +70,11 @@ def test_a_head_run_computes_in_float32_whatever_the_loop_sets(make_run, coarse,
 
 
 @EVERYWHERE
-def test_a_training_pass_of_a_declared_loss(make_run, coarse, text):
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_training_pass_of_a_declared_loss(make_run, coarse, text, is_head):
     """Its gradients would be off by more than any contraction forgives."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    deep = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = nn.Linear(5, 3) if is_head else deep
     run = make_run(model=model, loss_geometry=LossGeometry.convex(1.0), feature_norm=None)
     features, _ = next(iter(run.loader))
     with coarse():

@@ -13,6 +13,7 @@ from torch import nn
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.exact import exact_products, is_exact
 from hidden_state_adapters.opacus.gradients.figures import Figure, counted_writes
+from hidden_state_adapters.opacus.gradients.precision import check_arithmetic
 from hidden_state_adapters.opacus.sources.base import Call
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
@@ -56,6 +57,7 @@ class HeadPasses:
         iterate: The weights that the last step left.
         frozen: What is kept in eval() mode.
         is_flat: Whether a record has to be one row.
+        has_loss: Whether the loop's gradients have to be those of a declared loss.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class HeadPasses:
         frozen: FrozenPart,
         *,
         is_flat: bool,
+        has_loss: bool = False,
     ):
         self._iterate, self._frozen, self._is_flat = iterate, frozen, is_flat
+        self._has_loss = has_loss
         self._modules = tuple(module.named_modules())
         self._passes: list[HeadPass] = []
         self._call: Call | None = None
@@ -83,6 +87,8 @@ class HeadPasses:
         if torch.is_grad_enabled() and not self._is_idle:
             self._frozen.hold()
             self._frozen.check_batch_norm(self._modules)
+            if self._has_loss:
+                check_arithmetic(self._iterate.params)
             self._call = args, kwargs
 
     @_uncompiled

@@ -45,6 +45,7 @@ class HeadRun(Source):
         feature_norm: The declared bound on every record at the head, or None.
         divides: Whether the loss of a batch is divided by its number of records.
         dim: The dimension that counts the records of a batch of sequences.
+        has_loss: Whether the loop's gradients have to be those of a declared loss.
         **options: See `Source`.
     """
 
@@ -57,13 +58,16 @@ class HeadRun(Source):
         feature_norm: float | None,
         divides: bool,
         dim: int = 0,
+        has_loss: bool = False,
         **options: Any,
     ):
         super().__init__(module, frozen, **options)
         self._head, self._feature_norm, self._divides = head, feature_norm, divides
         self._dim = dim
         is_flat = feature_norm is not None
-        self._passes = HeadPasses(module, head, self.iterate, frozen, is_flat=is_flat)
+        self._passes = HeadPasses(
+            module, head, self.iterate, frozen, is_flat=is_flat, has_loss=has_loss
+        )
         self._is_open = self._is_open and module is not head
         self._used: list[HeadPass] = []
         self._first: torch.Tensor | None = None  # features of the first block of a step

@@ -107,7 +107,8 @@ def _source(declared: DeclaredRun, cursor: BatchCursor, is_composed: bool) -> So
         "dim": dim,
     }
     if known is None:
-        return HeadRun(module, declared.head, declared.frozen, **options)
+        has_loss = declared.loss is not None
+        return HeadRun(module, declared.head, declared.frozen, has_loss=has_loss, **options)
     return KnownHeadRun(
         module,
         declared.head,
