@@ -105,7 +105,7 @@ class Assumption:
 
 _VOUCHED = {
     Status.CHECKED: "Checked by the software",
-    Status.DECLARED: "On the word of those who trained",
+    Status.DECLARED: "Declared by those who trained",
     Status.PUBLIC: "Public",
 }
 

@@ -75,7 +75,7 @@ def order_of_hidden_iterates(event: LastIterateDpEvent) -> Assumption:
 
 
 def of_hidden_iterates(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
-    """What a bound for hidden iterates takes on the word of whoever wrote the event."""
+    """What a bound for hidden iterates takes as declared by whoever wrote the event."""
     assumptions = [
         Assumption.declared(f"per-example loss: {event.loss!r}", Topic.LOSS),
         Assumption.declared(

@@ -27,12 +27,12 @@ _MEANING = {
 }
 _LABELS = {
     Status.CHECKED: "checked at every step",
-    Status.DECLARED: "declared (your word)",
+    Status.DECLARED: "declared by you",
     Status.PUBLIC: "public",
 }
 _HEADINGS = {
     Status.CHECKED: "Checked",
-    Status.DECLARED: "Declared (your word)",
+    Status.DECLARED: "Declared by you",
     Status.PUBLIC: "Public",
 }
 _ABOUT_SEVERAL = (

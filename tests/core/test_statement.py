@@ -74,7 +74,7 @@ def test_the_lines_of_every_kind(event, relation):
     assert text["neighboring relation"] == relation.name
     assert text["theorem"].startswith(guarantee.theorem)
     declared = [a.text for a in guarantee.assumptions if a.status.value == "declared"]
-    assert text["declared (your word)"] == declared
+    assert text["declared by you"] == declared
     assert "runs" not in text
     assert len(text) <= 14
 
@@ -86,7 +86,7 @@ def test_the_paragraphs_of_every_kind(event):
     assert max(map(len, text.splitlines())) <= 80
     for heading in (
         "Example-level DP with REPLACE_SPECIAL",
-        "Declared (your word):",
+        "Declared by you:",
         "No user-lev",
     ):
         assert heading in text
@@ -161,9 +161,9 @@ def test_assumptions_stand_with_who_vouches_for_them():
     said = statement(BLOCKS, assumptions=(A.checked("one"), A.declared("two"), A.checked("three")))
     text = fields(said.lines())
     assert text["checked at every step"] == ["one", "three"]
-    assert text["declared (your word)"] == ["two"]
+    assert text["declared by you"] == ["two"]
     assert "public" not in text
-    assert "Checked:\n  - one\n  - three\n\nDeclared (your word):\n  - two\n\n" in said.paragraphs()
+    assert "Checked:\n  - one\n  - three\n\nDeclared by you:\n  - two\n\n" in said.paragraphs()
     assert "Public" not in said.paragraphs()
 
 

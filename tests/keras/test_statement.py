@@ -57,7 +57,7 @@ def test_what_is_protected_and_assumed():
     flat = " ".join(text.split())
     assert "protects the release of the final model. It does not protect" in flat
     assert "LossGeometry.convex(smoothness=0.5)" in flat
-    assert "Declared (your word):" in text
+    assert "Declared by you:" in text
     assert max(map(len, text.splitlines())) <= 80
     released = attrs.evolve(EVENT, release_steps=(100, 200))
     text = " ".join(compute_last_iterate_privacy_statement(released, DELTA).split())

@@ -236,7 +236,7 @@ def test_the_report_says_relation_theorem_and_whose_word_things_are():
         "64 steps along the sum of all records' gradients, each cut to length 0.313",
         "momentum 0.",
         "Gaussian releases, whose squared mu add up",
-        "declared (your word)",
+        "declared by you",
         "one record per person",
         "no search over them",
         "the number of records, 900",

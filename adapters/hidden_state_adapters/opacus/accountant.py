@@ -122,7 +122,7 @@ class HiddenStateAccountant(IAccountant):
 
         Args:
             criterion: The loss of the training loop, of the whole output of a linear head.
-            feature_norm: Bound on the norm of every record at the linear layer, which is your word.
+            feature_norm: Bound on the norm of every record at the linear layer, declared by you.
             loss_geometry: A LossGeometry, instead of a criterion. Neither gives composition.
             projection_radius: Of the ball around 0 on which you project ALL parameters together
                 after every step.

@@ -215,11 +215,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 schedule: The learning rates that the loop is going to use: a number, one number per
                 logical step (not per epoch) or a hidden_state_accountants.Schedule. A step with
                 another learning rate is refused. None: that a schedule does not depend on the
-                records is your word.
+                records is declared by you.
 
                 num_steps: The logical steps that the loop is going to take; more are refused. (Of
                 DP-MBCD: whole epochs.) None: that their number does not depend on the records is
-                your word.
+                declared by you.
 
                 after: What follows every step; a list of a prox and a projection in this order, or
                 one of them. A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box,

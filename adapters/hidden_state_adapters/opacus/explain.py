@@ -109,7 +109,7 @@ def explain_engine(
 
     Formal guarantees:
       - `proven` holds for the steps that the engine recorded if their batches were those of
-        `data_loader`, and its passes were iterated to their ends; that they were is your word.
+        `data_loader`, and its passes were iterated to their ends, which you declare.
       - Poisson batches: composition under ADD_OR_REMOVE_ONE. Batches that hold a record at most
         once in a pass: one Gaussian mechanism in a pass, with the smallest noise of its steps,
         under REPLACE_SPECIAL. Every iterate may be released.

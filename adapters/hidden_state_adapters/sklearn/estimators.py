@@ -338,7 +338,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         epsilon: Of the target.
         delta: Of the target.
         classes: All labels that there can be, at least two; a label outside of them is an error
-            before training. "from_labels" takes those that occur, and lists as your word that it
+            before training. "from_labels" takes those that occur, and lists as declared that it
             is public which ones do.
         feature_norm: What every record is scaled to. Any value gives the same model, up to
             rounding, with normalization="scale".

@@ -184,5 +184,5 @@ def _of_another_engine(num_steps: int) -> UnsupportedRunError:
         "know. Call make_private on that engine (its runs compose), or start from weights that no "
         "private run left. To go on with a run, call make_private on a model as it was at the "
         "beginning, then load_checkpoint. If the records are others, start from the weights in "
-        "another process: that they do not depend on the records of this engine is then your word."
+        "another process: you then declare that they do not depend on the records of this engine."
     )
