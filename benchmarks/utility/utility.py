@@ -3,6 +3,8 @@
     python benchmarks/utility/utility.py --size full        # hours; goes on where it stopped
     python benchmarks/utility/utility.py --size reduced     # about a quarter of an hour
     python benchmarks/utility/utility.py --size full --page-only    # of what is there already
+    python benchmarks/utility/utility.py --size out_of_sample \
+        --page docs/benchmarks/utility_out_of_sample.md
 
 The rows of diffprivlib are added by utility_diffprivlib.py, in an environment of their own.
 
@@ -56,6 +58,7 @@ class Size:
 
 SIZES = {
     "full": Size(tuple(utility_data.SETS), seeds=10, tries=2, lengths=(16, 64)),
+    "out_of_sample": Size(utility_data.OUT_OF_SAMPLE, cost=()),
     "reduced": Size(("digits", "cancer")),
     "smoke": Size(
         ("cancer",),
