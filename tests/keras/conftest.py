@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
+from hidden_state_adapters.tf_privacy import batches as owned_batches
 from hidden_state_adapters.tf_privacy import run as private_run
-from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
 
@@ -96,14 +96,14 @@ def without_graphs():
 @pytest.fixture
 def dealt(monkeypatch):
     """The records of every step of a model that owns its run, by step."""
-    batches, deal = {}, owned_data.Dealer.deal
+    batches, deal = {}, owned_batches.Dealer.deal
 
     def noted(dealer, step):
         found = deal(dealer, step)
         batches[step] = found[2][: found[1]]
         return found
 
-    monkeypatch.setattr(owned_data.Dealer, "deal", noted)
+    monkeypatch.setattr(owned_batches.Dealer, "deal", noted)
     return batches
 
 

@@ -15,7 +15,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import DiceKerasSGDOptimizer
 from hidden_state_adapters.tf_privacy.dice import clip_factor
-from hidden_state_adapters.tf_privacy.projection import joint_norm
+from hidden_state_adapters.tf_privacy.rules import joint_norm
 
 pytestmark = pytest.mark.usefixtures("restored_precision")
 

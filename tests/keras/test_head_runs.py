@@ -149,21 +149,6 @@ def test_what_is_refused(act, at):
         trained(act, at=at)
 
 
-def test_a_layer_that_mixes_examples_later():
-    """Elsewhere than in head runs gradients of Dense layers are compared, and compared again."""
-    mixes = tf.Variable(0.0, trainable=False)
-    stack = [
-        layers.Lambda(lambda x: x - mixes * tf.reduce_mean(x, 0)), layers.Dense(CLASSES)
-    ]  # fmt: skip
-    model = HiddenStateSequential(stack, l2_norm_clip=0.5, noise_multiplier=2.0)
-    model.compile(tf.keras.optimizers.SGD(0.5), loss())
-    model.fit(X, Y, batch_size=BATCH, epochs=1, verbose=0)
-    assert model.get_epsilon(1e-5) > 0
-    mixes.assign(1.0)
-    with pytest.raises(hsa.UnsupportedRunError, match="of every example alone any more"):
-        model.fit(X, Y, batch_size=BATCH, epochs=1, verbose=0)
-
-
 def test_targets_are_never_broadcast():
     """Of an unknown number of rows a column of labels would be."""
     head = [layers.Dense(1, kernel_initializer="ones")]

@@ -12,11 +12,11 @@ import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
     HiddenStateModel,
     HiddenStateSequential,
+    gradients,
     keras_api,
     make_private,
 )
 from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers
-from hidden_state_adapters.tf_privacy.guards import broken_products
 
 pytestmark = pytest.mark.skipif(not keras_api.IS_KERAS_3, reason="Keras 2 runs")
 layers, losses, optimizers = tf.keras.layers, tf.keras.losses, tf.keras.optimizers
@@ -132,7 +132,7 @@ def test_products_that_tensorflow_computes_of_foreign_memory(monkeypatch):
         layers.EinsumDense("abc,cde->abde", (FEATURES, 2, 2)),
     )
     stack = [rows, parts, layers.Flatten(), layers.Dense(2)]
-    monkeypatch.setattr(broken_products._pywrap_util_port, "IsMklEnabled", lambda: True)
+    monkeypatch.setattr(gradients._pywrap_util_port, "IsMklEnabled", lambda: True)
     if is_broken:
         with refused("TF_ENABLE_ONEDNN_OPTS=0"):
             fit(make(stack))

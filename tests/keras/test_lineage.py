@@ -13,7 +13,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy import (
     DiceKerasSGDOptimizer,
-    lineage,
+    origins,
 )
 
 DELTA = 1e-5
@@ -21,8 +21,8 @@ DELTA = 1e-5
 
 def new_process():
     """Forgets what the process knows, as a new one would."""
-    lineage._live.clear()
-    lineage._origins.clear()
+    origins._live.clear()
+    origins._origins.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +111,10 @@ def test_row82_files_that_hold_the_optimizer_tell_another_process(make_run, tmp_
     run = trained(make_run)
     first = run.callback.privacy_event
     model = through(run.model, str(tmp_path / "model"))
-    digests = dict(lineage._origins)
+    digests = dict(origins._origins)
     new_process()
-    lineage.read_plain(model.optimizer.get_config()["runs_behind_the_weights"])  # as load_model
-    assert set(lineage._origins) == set(digests)
+    origins.read_plain(model.optimizer.get_config()["runs_behind_the_weights"])  # as load_model
+    assert set(origins._origins) == set(digests)
     check_composed(second_run(make_run, model), first)
 
 
@@ -189,7 +189,7 @@ def test_zeros_belong_to_nobody(make_run):
     first = make_run()
     first.fit()
     first.model.layers[0].bias.assign([0.0])
-    assert not lineage.is_telling(first.model.layers[0].bias)
+    assert not origins._is_telling(first.model.layers[0].bias)
     again = make_run()
     again.model.layers[0].bias.assign([0.0])
     again.fit()
@@ -367,8 +367,8 @@ def test_the_note_is_plain_and_public(make_run):
     run = trained(make_run)
     note = json.loads(json.dumps(run.optimizer.get_config()["runs_behind_the_weights"]))
     assert sorted(note) == ["run_id", "runs", "schema", "step", "weights", "why"]
-    assert note["weights"] == [lineage.digest(v) for v in run.variables]
-    past = lineage.PastRun.of_plain(note["runs"][0])
+    assert note["weights"] == [origins.digest(v) for v in run.variables]
+    past = origins.PastRun.of_plain(note["runs"][0])
     assert past.run().event() == run.callback.privacy_event
     for damage in ({"schema": 2}, {"runs": [{}]}, {"runs": [{"run_id": "a", "state": {}}]}):
         with pytest.raises(ValueError, match=r"schema|damaged"):

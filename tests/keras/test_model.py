@@ -16,10 +16,13 @@ from hidden_state_adapters.tf_privacy import (
     keras_api,
     make_private,
 )
-from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths
-from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers
+from hidden_state_adapters.tf_privacy import batches as owned_batches
+from hidden_state_adapters.tf_privacy.gradients import (
+    RowByRow,
+    ThroughLinearLayers,
+    squared_lengths,
+)
 from hidden_state_adapters.tf_privacy.head_losses import RowLosses
-from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 layers, losses = tf.keras.layers, tf.keras.losses
 RECORDS, FEATURES, CLASSES, BATCH = 24, 4, 3, 6
@@ -103,7 +106,7 @@ def test_what_fills_a_batch_up_has_no_influence(dealt, monkeypatch):
     x[0] = np.nan
     fixed = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
     monkeypatch.setattr(
-        owned_data.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
+        owned_batches.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
     )
     model = make(noise_multiplier=0.0, compile={"jit_compile": True})
     model.build((None, FEATURES))
@@ -241,15 +244,15 @@ def test_squared_lengths_are_those_of_double_precision(shape):
 
 @pytest.mark.parametrize(("rows", "full"), [(0, 8), (1, 8), (8, 8), (9, 16)])
 def test_sizes_are_filled_up_to_a_few(rows, full):
-    multiple = owned_data.multiple_of_sizes(is_compiled=True, expected=64)
-    assert owned_data.filled(rows, multiple) == full
-    assert int(owned_data.filled(tf.constant(rows, tf.int64), multiple)) == full
+    multiple = owned_batches.multiple_of_sizes(is_compiled=True, expected=64)
+    assert owned_batches.filled(rows, multiple) == full
+    assert int(owned_batches.filled(tf.constant(rows, tf.int64), multiple)) == full
 
 
 @pytest.mark.parametrize(("rows", "full"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_no_batch_has_a_single_row_on_the_device(rows, full):
-    assert owned_data.filled(rows, 1) == full
-    assert int(owned_data.filled(tf.constant(rows, tf.int64), 1)) == full
+    assert owned_batches.filled(rows, 1) == full
+    assert int(owned_batches.filled(tf.constant(rows, tf.int64), 1)) == full
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, keras_api
+from hidden_state_adapters.tf_privacy import batches as owned_batches
 from hidden_state_adapters.tf_privacy.gradients import RowByRow
-from hidden_state_adapters.tf_privacy.owned import data as owned_data
 
 optimizers = tf.keras.optimizers
 ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
@@ -115,7 +115,7 @@ def test_compiled_and_eager_steps(compile, automatic, dealt, monkeypatch):
     """Poisson batches, one of them empty, and filled up under XLA."""
     fixed = [[1, 2, 3], [], [4], [5, 6, 7, 8], [0, 9], [11]]
     monkeypatch.setattr(
-        owned_data.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
+        owned_batches.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
     )
     rule = RULES["automatic" if automatic else "sgd"](sgd())
     model = make(rule, compile=compile, batch_order="poisson")

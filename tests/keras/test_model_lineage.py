@@ -7,7 +7,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential, lineage
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, origins
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
 callbacks, layers = tf.keras.callbacks, tf.keras.layers
@@ -23,8 +23,8 @@ def _in_a_new_process():
 
 def new_process():
     """Nothing is known but what a file tells."""
-    lineage._live.clear()
-    lineage._origins.clear()
+    origins._live.clear()
+    origins._origins.clear()
 
 
 def compiled(model):

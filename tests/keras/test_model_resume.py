@@ -14,9 +14,9 @@ from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     DiceUpdate,
     HiddenStateSequential,
-    lineage,
+    origins,
 )
-from hidden_state_adapters.tf_privacy.owned import data as owned_data
+from hidden_state_adapters.tf_privacy import batches as owned_batches
 
 layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
 RECORDS, FEATURES, BATCH, DELTA = 12, 3, 4, 1e-5
@@ -31,8 +31,8 @@ def new_process(without_graphs):
     """Forgets what the process knows, as a new one would."""
 
     def forget():
-        lineage._live.clear()
-        lineage._origins.clear()
+        origins._live.clear()
+        origins._origins.clear()
 
     forget()
     return forget
@@ -118,7 +118,7 @@ def test_it_takes_the_same_steps(order, new_process):
 
 
 def test_noise_and_random_batches_are_new(monkeypatch, new_process):
-    dealt, deal = [], owned_data.Dealer.deal
+    dealt, deal = [], owned_batches.Dealer.deal
 
     def noted(dealer, step):
         step, rows, indices = deal(dealer, step)
@@ -127,7 +127,7 @@ def test_noise_and_random_batches_are_new(monkeypatch, new_process):
 
     x, y = np.linspace(-1, 1, 96 * FEATURES).reshape(96, FEATURES), np.tile(Y, 8)
     left = saved(fit(make(batch_order="poisson"), x=x, y=y, batch_size=48))
-    monkeypatch.setattr(owned_data.Dealer, "deal", noted)
+    monkeypatch.setattr(owned_batches.Dealer, "deal", noted)
     ends = []
     for _ in range(2):
         new_process()

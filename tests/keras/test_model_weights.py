@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential
-from hidden_state_adapters.tf_privacy.declared import Declared
+from hidden_state_adapters.tf_privacy.settings import Declared
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
 RECORDS, FEATURES, CLASSES, BATCH = 12, 3, 3, 4

@@ -7,7 +7,7 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
+from hidden_state_adapters.tf_privacy.record import check_layers
 
 layers = tf.keras.layers
 NUMBERS = np.arange(24, dtype="float32").reshape(12, 2)
@@ -31,6 +31,7 @@ class Holder(tf.keras.Model):
     def __init__(self, layer):
         super().__init__()
         self.parts = [layer, layers.Dense(1)]
+        self.parts[1].build((None, 2))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_adapted_layers_are_refused(layer, data):
     layer.adapt(data)
     name = type(layer).__name__
     with pytest.raises(hsa.UnsupportedRunError, match=rf"{name}\(.*\) with constants, got"):
-        check_preprocessing(Holder(layer))
+        check_layers(Holder(layer))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,8 @@ def test_adapted_layers_are_refused(layer, data):
     ids=lambda layer: type(layer).__name__,
 )
 def test_constants_are_fine(layer):
-    check_preprocessing(Holder(layer))
-    check_preprocessing(Holder(type(layer).from_config(layer.get_config())))
+    check_layers(Holder(layer))
+    check_layers(Holder(type(layer).from_config(layer.get_config())))
 
 
 def test_an_adapted_layer_from_a_file_is_refused(tmp_path):
@@ -77,4 +78,4 @@ def test_an_adapted_layer_from_a_file_is_refused(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = tf.keras.models.load_model(tmp_path / "model.keras")
     with pytest.raises(hsa.UnsupportedRunError, match="as adapt left it"):
-        check_preprocessing(loaded)
+        check_layers(loaded)

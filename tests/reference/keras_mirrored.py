@@ -15,7 +15,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateSequential,
     keras_api,
 )
-from hidden_state_adapters.tf_privacy.owned import data as owned_data
+from hidden_state_adapters.tf_privacy import batches as owned_batches
 
 RECORDS, FEATURES, BATCH = 12, 3, 5
 layers, optimizers = tf.keras.layers, tf.keras.optimizers
@@ -88,7 +88,7 @@ def difference(strategy, stack=head, **kwargs):
 
 
 def poisson(strategy):
-    owned_data.SampledPlan._draw = lambda plan, step: np.array(FIXED[step % 6], int)
+    owned_batches.SampledPlan._draw = lambda plan, step: np.array(FIXED[step % 6], int)
     return difference(strategy, batch_order="poisson")
 
 

@@ -66,16 +66,7 @@ _MODULES = {
     "cyclic_dataset": "data",
     "make_private": "model",
 }
-_WITHOUT_PRIVACY = (
-    "BlockCoordinateUpdate",
-    "DiceUpdate",
-    "HiddenStateModel",
-    "HiddenStateSequential",
-    "PrivateRun",
-    "make_private",
-)
-_WITHOUT_TENSORFLOW = ("compute_last_iterate_privacy_statement",)
-
+_OF_KERAS_2 = ("HiddenStateCallback",)  # and the optimizers that it records
 __all__ = [
     "BlockCoordinateKerasOptimizer",
     "BlockCoordinateUpdate",
@@ -101,8 +92,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in _WITHOUT_TENSORFLOW:
-        requirements.check(name, needs_privacy=name not in _WITHOUT_PRIVACY)
+    if _MODULES[name] != "statement":  # which needs no TensorFlow
+        needs_keras_2 = name in _OF_KERAS_2 or name.endswith("Optimizer")
+        requirements.check(name, needs_keras_2=needs_keras_2)
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -19,11 +19,9 @@ from hidden_state_adapters.tf_privacy.blocks import (
     BlockSteps,
     blocks_of,
 )
-from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.guards import settings
-from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer, legacy
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer, legacy, refuse_options
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings, check_scale
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -99,7 +97,7 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
         **kwargs: Any,
     ):
         neutral = {**self._neutral_options, "gradient_accumulation_steps": 1}
-        settings.refuse_options(type(self).__name__, kwargs, neutral)
+        refuse_options(type(self).__name__, kwargs, neutral)
         if isinstance(learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
             raise refusal(
                 f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
@@ -108,7 +106,7 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
         rate = validate.magnitude("learning_rate", learning_rate)
         weights = {"l1": validate.magnitude("l1", l1), "l2": validate.magnitude("l2", l2)}
         for weight, value in weights.items():
-            settings.check_scale(weight, value)
+            check_scale(weight, value)
         if not isinstance(nonnegative, bool):
             raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
         low = 0.0 if nonnegative else -math.inf

@@ -13,15 +13,13 @@ from hidden_state_accountants import BatchOrder, LossGeometry
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy import keras_api, proximal
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.guards.step import check_variables
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_step
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.rates import as_meant
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_meant, as_step
+from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings
+from hidden_state_adapters.tf_privacy.step import check_variables
 from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
 from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
 
@@ -316,7 +314,7 @@ class BlockSteps(Mechanism):
             "step_size": self._rate,
             "clip_norm": self.l2_norm_clip,
             "num_blocks": len(self.blocks),
-            "prox_strong_convexity": proximal.strong_convexity(self._settings.prox),
+            "prox_strong_convexity": self._settings.prox_strong_convexity,
         }
 
     def _constants(self) -> dict[str, Any]:

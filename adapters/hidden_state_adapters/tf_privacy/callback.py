@@ -1,11 +1,16 @@
-"""Records a run of Keras' own Model.fit: its data, its steps, and what it releases."""
+"""What Keras' loop tells of a fit: the callbacks that record one, and the other ones in it.
+
+A model that owns its run has a `Recording` in front of the user's callbacks. `HiddenStateCallback`
+records Keras' own fit with one of the private optimizers.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,20 +19,262 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import BatchOrder, LossGeometry, validate
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.data import cyclic_batches
-from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.figures import Figures
-from hidden_state_adapters.tf_privacy.guards.callbacks import check_callbacks, is_of_keras
-from hidden_state_adapters.tf_privacy.guards.model import build, check_compiled, check_layers
-from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
+from hidden_state_adapters.tf_privacy.data import CyclicBatches, cyclic_batches
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
-from hidden_state_adapters.tf_privacy.recorded_run import RecordedRun, checked_relation
+from hidden_state_adapters.tf_privacy.origins import digest
+from hidden_state_adapters.tf_privacy.record import (
+    INTERRUPTED,
+    Figures,
+    RecordedRun,
+    check_layers,
+    checked_relation,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
+from hidden_state_adapters.tf_privacy.run import PrivateRun, quicker
+from hidden_state_adapters.tf_privacy.settings import Declared
 
+_callbacks = tf.keras.callbacks
+_WRITE_METRICS = (_callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
+_CHOOSE_BY_METRICS = (_callbacks.EarlyStopping, _callbacks.ReduceLROnPlateau)
 _EPSILON = "epsilon_if_released_now"
 
 
-class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
+# The other callbacks
+
+
+def _releases_of(
+    callbacks: Sequence[Any],
+    own: Any,
+    *,
+    checkpoints_stay_private: bool,
+    metrics_stay_private: bool,
+    public_validation: bool = False,
+    rates_are_free: bool = False,
+) -> tuple[bool, bool]:
+    """Whether an iterate is released after every epoch, and after every step.
+
+    Args:
+        callbacks: All of a fit.
+        own: The one that records.
+        checkpoints_stay_private: As declared.
+        metrics_stay_private: Likewise.
+        public_validation: Whether metrics of validation data are those of public data, and every
+            iterate that they are computed from may count as released.
+        rates_are_free: Whether every step counts in full, whatever its learning rate is.
+
+    Raises:
+        UnsupportedRunError: A callback chooses the model, the steps or their size by a metric,
+            restores weights, or publishes metrics.
+    """
+    after_epochs = after_steps = False
+    for position, callback in enumerate(callbacks):
+        name = type(callback).__name__
+        chooses = _chooses_by_validation(callback) or (rates_are_free and _chooses_rates(callback))
+        if public_validation and chooses:
+            after_epochs = True
+        elif isinstance(callback, _CHOOSE_BY_METRICS):
+            raise refusal(
+                f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
+                "model, by a metric that depends on the data. Drop it. (A model that owns its run "
+                "takes EarlyStopping on a val_ metric with validation_data that are declared "
+                "public: validation_data_is_public=True. ReduceLROnPlateau, too, where epsilon is "
+                "that of composition: without loss_geometry.)"
+            )
+        if isinstance(callback, (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)):
+            raise refusal(
+                f"Expected no {name}: the files that it writes, or the weights that it puts in, "
+                "are not followed here. Drop it, or use ModelCheckpoint."
+            )
+        if isinstance(callback, _WRITE_METRICS) and not metrics_stay_private:
+            raise refusal(
+                f"Expected no {name}: it writes losses and metrics of the training data, which "
+                "have no privacy guarantee. Drop it, or declare metrics_stay_private=True."
+            )
+        if not isinstance(callback, _callbacks.ModelCheckpoint):
+            continue
+        if callback.save_best_only and not (public_validation and _chooses_by_validation(callback)):
+            raise refusal(
+                "Expected ModelCheckpoint(save_best_only=False), got True: it chooses the model by "
+                "a metric. Release the last model."
+            )
+        if checkpoints_stay_private:
+            continue
+        each_step, after_epochs = callback.save_freq != "epoch", True
+        after_steps |= each_step
+        is_before = position < list(callbacks).index(own)
+        if not callback.save_weights_only and (each_step or is_before):
+            raise refusal(
+                "Expected ModelCheckpoint after HiddenStateCallback in callbacks and with "
+                'save_freq="epoch": a saved model holds the metrics of the epoch, computed from '
+                "the training data, unless HiddenStateCallback has reset them. Reorder, use "
+                "save_weights_only=True, or declare checkpoints_stay_private=True."
+            )
+    return after_epochs, after_steps
+
+
+def _chooses_by_validation(callback: Any) -> bool:
+    """Whether it is one of Keras that stops, or keeps files, by metrics of validation data."""
+    kinds = (_callbacks.EarlyStopping, _callbacks.ModelCheckpoint)
+    if not isinstance(callback, kinds) or not _is_of_keras(callback):
+        return False
+    if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+        return False
+    return str(callback.monitor).startswith("val_")
+
+
+def _chooses_rates(callback: Any) -> bool:
+    """Whether it is the one of Keras that sets learning rates by metrics of validation data."""
+    is_known = isinstance(callback, _callbacks.ReduceLROnPlateau) and _is_of_keras(callback)
+    return is_known and str(callback.monitor).startswith("val_")
+
+
+def _is_of_keras(callback: Any) -> bool:
+    """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
+    is_lambda = isinstance(callback, _callbacks.LambdaCallback)
+    return not is_lambda and keras_api.is_of_keras(callback)
+
+
+def _foreign(callbacks: Iterable[Any]) -> set[str]:
+    return {type(callback).__name__ for callback in callbacks if not _is_of_keras(callback)}
+
+
+def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
+    """Raises UnsupportedRunError if a callback sets the rates of steps that are accounted ahead."""
+    if any(isinstance(callback, _callbacks.LearningRateScheduler) for callback in callbacks):
+        raise refusal(
+            "Expected no LearningRateScheduler with target_epsilon, EarlyStopping or "
+            "save_best_only, got one: steps are accounted before they are made, with the rate "
+            "of the moment. Give the optimizer a schedule, tf.keras.optimizers.schedules."
+        )
+
+
+# Those that record
+
+
+class _Recorder(tf.keras.callbacks.Callback):
+    """What both do at the end of an epoch and of the training."""
+
+    releases = (False, False)  # an iterate after every epoch, after every step
+    _record: Any
+    _target_delta: float | None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the epsilon to the logs, and notes a checkpoint as released."""
+        self.model.reset_metrics()  # Model.save would store them
+        self._record.note_weights()
+        if self.releases[0]:
+            self._record.release()
+        if self._target_delta is not None and logs is not None:
+            logs[_EPSILON] = self._record.guarantee().epsilon(self._target_delta)
+
+    def _refuse_stopped(self) -> None:
+        self._record.invalidate(
+            "training was stopped early (model.stop_training), so the number of steps may "
+            "depend on the data. Fix it in advance."
+        )
+
+
+class Recording(_Recorder):
+    """Records the steps of a fit; the first one of its callbacks.
+
+    Attributes:
+        releases: Whether an iterate is seen after every epoch, and after every step.
+        chooses: Whether validation data choose the number of epochs, or one of them.
+        chooses_rates: Whether they choose the learning rates.
+        foreign: Names of the callbacks that Keras did not write.
+
+    Args:
+        run: Of the model.
+        others: The user's callbacks.
+        pace: How many steps are made between two looks, for this callback to choose; or None.
+        has_validation: Whether fit has validation data.
+
+    Raises:
+        UnsupportedRunError: One of them chooses by the data, restores weights or shows metrics.
+    """
+
+    def __init__(
+        self,
+        run: PrivateRun,
+        others: Sequence[Any],
+        pace: tf.Variable | None = None,
+        *,
+        has_validation: bool,
+    ):
+        super().__init__()
+        self._run, self._steps, self._pace, self._began = run, run.steps, pace, 0.0
+        settings = run.settings
+        self._record, self._target_delta = run.record, settings.target_delta
+        self.releases = _releases_of(
+            [self, *others],
+            self,
+            checkpoints_stay_private=settings.checkpoints_stay_private,
+            metrics_stay_private=settings.metrics_stay_private,
+            public_validation=settings.validation_data_is_public and has_validation,
+            rates_are_free=run.steps.rates_are_free,
+        )
+        self.chooses_rates = any(map(_chooses_rates, others))
+        self._stopping = [c for c in others if isinstance(c, _callbacks.EarlyStopping)]
+        files = [c for c in others if isinstance(c, _callbacks.ModelCheckpoint)]
+        self.chooses = bool(self._stopping) or any(c.save_best_only for c in files)
+        self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back
+        self.foreign = _foreign(others)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Goes on at the pace that an earlier fit of the run has found."""
+        if self._pace is not None:
+            self._pace.assign(self._run.pace)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes the time."""
+        self._began = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Records the steps since the last look, and chooses how many follow until the next."""
+        for entry in self._steps.steps_since(self._record.num_batches):
+            self._record.add(self._record.next_batch, entry)
+        if self.releases[1]:
+            self._record.release()
+        if self._pace is not None:
+            found = quicker(int(self._pace.numpy()), time.monotonic() - self._began)
+            self._pace.assign(found)
+            self._run.pace = max(found, self._run.pace)  # the last steps of an epoch are few
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As of every recorder; notes weights that EarlyStopping may put back."""
+        super().on_epoch_end(epoch, logs)
+        if self._stopping:
+            self._released.add(self._digests())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Refuses a run that something stopped before the declared number of epochs."""
+        self.model.reset_metrics()
+        stopped = any(callback.stopped_epoch for callback in self._stopping)
+        if stopped and self._digests() in self._released:  # restore_best_weights
+            self._run.steps.goes_back()
+        if self.chooses:
+            self._record.has_stopped(early=stopped)
+        lacks_steps = self._record.num_batches < self._run.planned  # a StopIteration
+        if (self.model.stop_training or lacks_steps) and not stopped:
+            self._refuse_stopped()
+
+    def after_fit(self) -> None:
+        """Takes weights that EarlyStopping has put back for the newest, where it was late to.
+
+        In Keras 3 it does so in its own on_train_end, also if it has not stopped the run.
+        """
+        steps = self._run.steps
+        if self._stopping and not steps.is_iterate(keras_api.trained(self.model)):
+            if self._digests() in self._released:
+                steps.goes_back()
+                self._record.is_over()
+
+    def _digests(self) -> tuple[str, ...]:
+        return tuple(map(digest, keras_api.trained(self.model)))
+
+
+class HiddenStateCallback(Figures, _Recorder):
     """Gives the privacy of the model that Model.fit trained with an optimizer of this package.
 
     Every step is recorded with the values that it used. One callback follows one model with one
@@ -116,71 +363,43 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._declared = Declared(
             gradient_bound=gradient_bound, block_loss=block_loss, loss_geometry=loss_geometry
         )
-        self._releases_epochs = self._releases_steps = False
-        self._other_callbacks: set[str] = set()
+        self._others: set[str] = set()  # callbacks that Keras did not write
         self._calls = 0  # of fit
-        self._data = self._optimizer = None  # of the first fit
+        self._data: Any = None  # of the first fit
+        self._optimizer: Any = None
         self._is_within_fit = False
-
-    # Keras' hooks
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the data, the model and the other callbacks; starts the record or goes on."""
+        refuse_surroundings()
         if self._is_within_fit:
             self._end_interrupted()
-        refuse_surroundings()
-        fit = _arguments_of_fit()
-        used = self._check_data(fit)
-        others = fit["callbacks"].callbacks
-        self._releases_epochs, self._releases_steps = check_callbacks(
+        fit = next((call.f_locals for call in _calls_of_fit(sys._getframe())), None)
+        if fit is None:
+            raise refusal(
+                "Expected to be called by Model.fit, got another caller: the order of the data "
+                "cannot be checked. For a loop of your own make the model private: "
+                "make_private(model)."
+            )
+        batches, others = self._checked_data(fit), fit["callbacks"].callbacks
+        self.releases = _releases_of(
             others,
             self,
             checkpoints_stay_private=self._checkpoints_stay_private,
             metrics_stay_private=self._metrics_stay_private,
         )
-        self._other_callbacks |= {
-            type(c).__name__ for c in others if c is not self and not is_of_keras(c)
-        }
-        build(self.model, fit["x"])
-        check_compiled(self.model)
+        self._others |= _foreign(callback for callback in others if callback is not self)
+        keras_api.build(self.model, fit["x"])
+        _check_compiled(self.model)
         if self._record is None:
-            self._record = self._new_record(used)
+            self._record = self._new_record(batches)
         else:
-            self._go_on(self._record, fit["x"])
-        self._data = fit["x"]
+            self._go_on(fit["x"])
+        self._data, self._is_within_fit = fit["x"], True
         self._calls += 1
-        self._is_within_fit = True
 
-    def _new_record(self, used: int) -> RecordedRun:
-        self._optimizer = optimizer = self.model.optimizer
-        if not isinstance(optimizer, PrivateOptimizer):
-            raise refusal(
-                "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, "
-                "DiceKerasAdamOptimizer or BlockCoordinateKerasOptimizer in compile, got "
-                f"{type(optimizer).__name__}: its steps cannot be checked."
-            )
-        declared, each = (
-            optimizer.known(self._declared),
-            optimizer.examples_of_record(self._batch_size),
-        )
-        size, records = self._batch_size // each, range(used // each)
-        check_layers(self.model)
-        plan = FixedPlan(records, size, BatchOrder.CYCLIC)
-        return RecordedRun(
-            self.model,
-            optimizer.begin_run(keras_api.trained(self.model), plan, each),
-            batch_size=size,
-            examples=len(records),
-            relation=self._relation,
-            declared=declared,
-        )
-
-    def _check_data(self, fit: Mapping[str, Any]) -> int:
-        """The number of examples that fit uses, each exactly once per epoch in a fixed order.
-
-        Raises:
-            UnsupportedRunError: They are not those of cyclic_dataset, or weighted.
-        """
+    def _checked_data(self, fit: Mapping[str, Any]) -> CyclicBatches:
+        """What fit trains on: each example exactly once per epoch, in a fixed order."""
         batches = cyclic_batches(fit["x"])
         if batches is None:
             raise refusal(
@@ -202,14 +421,37 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "Expected class_weight = None, got weights: they change the loss that is "
                 "accounted. Drop them, or use make_private(model), which accounts them."
             )
-        return batches.used
+        return batches
 
-    def _go_on(self, record: RecordedRun, data: Any) -> None:
+    def _new_record(self, batches: CyclicBatches) -> RecordedRun:
+        self._optimizer = optimizer = self.model.optimizer
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise refusal(
+                "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, "
+                "DiceKerasAdamOptimizer or BlockCoordinateKerasOptimizer in compile, got "
+                f"{type(optimizer).__name__}: its steps cannot be checked."
+            )
+        declared = optimizer.known(self._declared)
+        each = optimizer.examples_of_record(self._batch_size)
+        records, size = range(batches.used // each), self._batch_size // each
+        check_layers(self.model)
+        plan = FixedPlan(records, size, BatchOrder.CYCLIC)
+        return RecordedRun(
+            self.model,
+            optimizer.begin_run(keras_api.trained(self.model), plan, each),
+            batch_size=size,
+            examples=len(records),
+            relation=self._relation,
+            declared=declared,
+        )
+
+    def _go_on(self, data: Any) -> None:
         if self.model.optimizer is not self._optimizer:
             raise refusal(
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
+        record: Any = self._record
         record.go_on(self.model, record.optimizer)
         if data is not self._data:
             raise refusal(
@@ -226,72 +468,51 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         """Records the step."""
         assert self._record is not None
         self._record.add(batch)
-        if self._releases_steps:
+        if self.releases[1]:
             self._record.release()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the epsilon to the logs, and notes a checkpoint as released."""
-        assert self._record is not None
-        self.model.reset_metrics()
-        self._record.after_epoch()
-        if self._releases_epochs:
-            self._record.release()
-        if self._target_delta is not None and logs is not None:
-            logs[_EPSILON] = self._record.guarantee().epsilon(self._target_delta)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Refuses a run that something stopped before the declared number of epochs."""
-        assert self._record is not None
         self._is_within_fit = False
         self.model.reset_metrics()
         if self.model.stop_training:
-            self._record.invalidate(
-                "training was stopped early (model.stop_training), so the number of steps may "
-                "depend on the data. Fix it in advance."
-            )
+            self._refuse_stopped()
 
     def _catch_up(self) -> None:
-        if self._is_within_fit and not _is_fitting(self.model):
+        newest = sys._current_frames().values()  # fit may run in any thread
+        calls = (call for frame in newest for call in _calls_of_fit(frame))
+        if self._is_within_fit and all(call.f_locals["self"] is not self.model for call in calls):
             self._end_interrupted()
 
     def _end_interrupted(self) -> None:
         """Ends the run of a fit that an error or the user has stopped, if it took a step."""
-        assert self._record is not None
         self._is_within_fit = False
+        assert self._record is not None
         if self._record.has_begun and not self._record.has_ended:
-            self._record.invalidate(
-                "fit was interrupted (by an error, or by hand when the model was good?), so the "
-                "number of steps may depend on the data. Fix it in advance, and start again."
-            )
+            self._record.invalidate(INTERRUPTED)
 
     def _declared_texts(self) -> Iterable[str]:
         if self._calls > 1:
             yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
         if self._checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
-        if self._other_callbacks:
-            names = ", ".join(sorted(self._other_callbacks))
+        if self._others:
+            names = ", ".join(sorted(self._others))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
 
 
-def _arguments_of_fit() -> Mapping[str, Any]:
-    """The variables of the call of Model.fit that is running, which Keras tells no callback.
-
-    Raises:
-        UnsupportedRunError: It is not Model.fit that runs.
-    """
-    for frame in _calls_of_fit(sys._getframe(1)):
-        return frame.f_locals
-    raise refusal(
-        "Expected to be called by Model.fit, got another caller: the order of the data cannot be "
-        "checked. For a loop of your own make the model private: make_private(model)."
-    )
-
-
-def _is_fitting(model: Any) -> bool:
-    """Whether a call of Model.fit of this model is running, in any thread."""
-    newest = sys._current_frames().values()
-    return any(call.f_locals["self"] is model for top in newest for call in _calls_of_fit(top))
+def _check_compiled(model: Any) -> None:
+    """Refuses what `Model.compile` was told, if it cannot be accounted."""
+    executions = getattr(model, "_steps_per_execution", None)
+    if executions is not None and int(executions) != 1:
+        raise refusal(
+            f"Expected steps_per_execution = 1, got {int(executions)}: every step is checked."
+        )
+    if getattr(model.compiled_loss, "_user_loss_weights", None) is not None:
+        raise refusal(
+            "Expected compile(loss_weights=None), got weights: they change the loss that is "
+            "accounted. Drop them."
+        )
 
 
 def _calls_of_fit(frame: Any) -> Iterator[Any]:

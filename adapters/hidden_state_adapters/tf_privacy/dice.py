@@ -25,14 +25,11 @@ from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
-from hidden_state_adapters.tf_privacy.guards.settings import check_scale
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_step
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.projection import joint_norm
+from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
+from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update, joint_norm
+from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings, check_scale
 from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
 from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
 

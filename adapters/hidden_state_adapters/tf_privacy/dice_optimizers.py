@@ -19,40 +19,54 @@ from hidden_state_accountants import (
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.dice import CHECKED, DiceUpdate
-from hidden_state_adapters.tf_privacy.guards import settings
-from hidden_state_adapters.tf_privacy.guards.step import check_loss
+from hidden_state_adapters.tf_privacy.gradients import check_loss
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer, legacy
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.optimizers import (
+    NEUTRAL_AFTER_RELEASE,
+    PrivateOptimizer,
+    check_learning_rate,
+    legacy,
+    refuse_options,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 
 
 class DiceOptimizer(PrivateOptimizer):
-    """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
+    """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former.
 
-    _neutral_options: ClassVar = settings.NEUTRAL_AFTER_RELEASE
+    Attributes:
+        expected_batch_size: B, if batches vary.
+
+    Args:
+        keras: What Keras' class is made with, by name.
+        **refusable: Other arguments of Keras, at their neutral values.
+    """
+
+    _neutral_options: ClassVar = NEUTRAL_AFTER_RELEASE
+    _keras: ClassVar[Any]  # Keras' class
+    _numbers: ClassVar[tuple[str, ...]]  # of its arguments, those that may be set
+    _others: ClassVar[tuple[str, ...]]  # and those that stay
 
     def __init__(
         self,
         l2_norm_clip: float,
         noise_multiplier: float,
         num_microbatches: int | None,
+        keras: dict[str, Any],
         *,
-        error_l2_norm_clip: float | None,
-        automatic: bool,
-        expected_batch_size: int | None,
-        learning_rate: Any,
-        refusable: dict[str, Any],
-        **kwargs: Any,
+        error_l2_norm_clip: float | None = None,
+        automatic: bool = False,
+        expected_batch_size: int | None = None,
+        **refusable: Any,
     ):
-        settings.refuse_options(type(self).__name__, refusable, self._neutral_options)
+        refuse_options(type(self).__name__, refusable, self._neutral_options)
         if expected_batch_size is not None:
             expected_batch_size = validate.integer(
                 "expected_batch_size", expected_batch_size, minimum=1
             )
-        settings.check_learning_rate(learning_rate)
+        check_learning_rate(keras["learning_rate"])
         told = Settings(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
@@ -67,7 +81,7 @@ class DiceOptimizer(PrivateOptimizer):
         )
         self.expected_batch_size = expected_batch_size
         self._has_equal_rows = expected_batch_size is None
-        super().__init__(told, learning_rate=learning_rate, **kwargs)
+        super().__init__(told, **keras)
 
     @property
     def error_l2_norm_clip(self) -> float:
@@ -101,33 +115,30 @@ class DiceOptimizer(PrivateOptimizer):
         declared.refuse_all_but("gradient_bound", type(self).__name__)
         return declared
 
-    def _update_of(self, optimizer: Any, *hypers: str, **options: Any) -> tuple[Any, Any]:
-        """What `for_model` returns.
+    def for_model(self) -> tuple[Any, dict[str, Any]]:
+        """A `DiceUpdate` of Keras' optimizer, and what a model is told for it.
 
-        Args:
-            optimizer: A class of Keras.
-            *hypers: Of its arguments, those that are numbers.
-            **options: Others, by value.
+        Raises:
+            UnsupportedRunError: It took steps, or is of a subclass.
         """
-        told = self._leave_to_model()
-        numbers = {name: self._serialize_hyperparameter(name) for name in ("decay", *hypers)}
-        rule = DiceUpdate.of_optimizer(
-            optimizer(self._given_rate, **numbers, **options),
-            error_l2_norm_clip=self.error_l2_norm_clip,
-            automatic=self.automatic,
-            expected_batch_size=self.expected_batch_size,
-        )
+        told, names = self._leave_to_model(), ("decay", *self._numbers)
+        options = {name: self._serialize_hyperparameter(name) for name in names}
+        options |= {name: getattr(self, name) for name in self._others}
+        rule = DiceUpdate.of_optimizer(self._keras(self._given_rate, **options), **self._dice)
         return rule, told
 
-    def _dice_config(self, kind: Any, *names: str) -> dict[str, Any]:
-        return self._config(
-            kind,
-            "decay",
-            *names,
-            error_l2_norm_clip=self.error_l2_norm_clip,
-            automatic=self.automatic,
-            expected_batch_size=self.expected_batch_size,
-        )
+    def get_config(self) -> dict[str, Any]:
+        """All arguments of the constructor as plain types; see Keras. It holds no error."""
+        names = ("decay", *self._numbers, *self._others)
+        return self._config(self._keras, *names, **self._dice)
+
+    @property
+    def _dice(self) -> dict[str, Any]:
+        return {
+            "error_l2_norm_clip": self.error_l2_norm_clip,
+            "automatic": self.automatic,
+            "expected_batch_size": self.expected_batch_size,
+        }
 
     # What is said about a run that nobody recorded
 
@@ -292,15 +303,14 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
 
+    _keras, _numbers, _others = legacy.SGD, ("momentum",), ("nesterov",)
+
     def __init__(
         self,
         l2_norm_clip: float,
         noise_multiplier: float,
         num_microbatches: int | None = None,
         *,
-        error_l2_norm_clip: float | None = None,
-        automatic: bool = False,
-        expected_batch_size: int | None = None,
         learning_rate: Any = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
@@ -308,32 +318,11 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
         name: str = "DiceKerasSGDOptimizer",
         **kwargs: Any,
     ):
-        super().__init__(
-            l2_norm_clip,
-            noise_multiplier,
-            num_microbatches,
-            error_l2_norm_clip=error_l2_norm_clip,
-            automatic=automatic,
-            expected_batch_size=expected_batch_size,
-            learning_rate=learning_rate,
-            refusable=kwargs,
-            momentum=momentum,
-            nesterov=nesterov,
-            decay=decay,
-            name=name,
-        )
-
-    def get_config(self) -> dict[str, Any]:
-        """All arguments of the constructor as plain types; see Keras. It holds no error."""
-        return self._dice_config(legacy.SGD, "momentum", "nesterov")
-
-    def for_model(self) -> tuple[Any, dict[str, Any]]:
-        """A `DiceUpdate` of Keras' SGD, and what a model is told for it.
-
-        Raises:
-            UnsupportedRunError: It took steps, or is of a subclass.
-        """
-        return self._update_of(legacy.SGD, "momentum", nesterov=self.nesterov)
+        keras = {
+            "learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov,
+            "decay": decay, "name": name,
+        }  # fmt: skip
+        super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, keras, **kwargs)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -374,6 +363,7 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
 
     is_private_sgd = False
     update_rule = "Adam"
+    _keras, _numbers, _others = legacy.Adam, ("beta_1", "beta_2"), ("epsilon", "amsgrad")
 
     def __init__(
         self,
@@ -381,9 +371,6 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
         noise_multiplier: float,
         num_microbatches: int | None = None,
         *,
-        error_l2_norm_clip: float | None = None,
-        automatic: bool = False,
-        expected_batch_size: int | None = None,
         learning_rate: Any = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
@@ -393,28 +380,8 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
         name: str = "DiceKerasAdamOptimizer",
         **kwargs: Any,
     ):
-        super().__init__(
-            l2_norm_clip,
-            noise_multiplier,
-            num_microbatches,
-            error_l2_norm_clip=error_l2_norm_clip,
-            automatic=automatic,
-            expected_batch_size=expected_batch_size,
-            learning_rate=learning_rate,
-            refusable=kwargs,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            epsilon=epsilon,
-            amsgrad=amsgrad,
-            decay=decay,
-            name=name,
-        )
-
-    def get_config(self) -> dict[str, Any]:
-        """All arguments of the constructor as plain types; see Keras. It holds no error."""
-        return self._dice_config(legacy.Adam, "beta_1", "beta_2", "epsilon", "amsgrad")
-
-    def for_model(self) -> tuple[Any, dict[str, Any]]:
-        """As `DiceKerasSGDOptimizer`, of Keras' Adam."""
-        options = {"epsilon": self.epsilon, "amsgrad": self.amsgrad}
-        return self._update_of(legacy.Adam, "beta_1", "beta_2", **options)
+        keras = {
+            "learning_rate": learning_rate, "beta_1": beta_1, "beta_2": beta_2,
+            "epsilon": epsilon, "amsgrad": amsgrad, "decay": decay, "name": name,
+        }  # fmt: skip
+        super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, keras, **kwargs)

@@ -19,16 +19,44 @@ from typing import Any
 import attrs
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_util_port
 
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.gradient_rows import squared_lengths, sum_of_rows
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 Losses = Callable[[Any, Any], tf.Tensor]
 """Of targets and outputs: one loss for each example."""
 
+_PRECISIONS = (tf.float32, tf.float64)
+# Of TensorFlow, where products are broken, and since when they are mended.
+_FINE, _MENDED, _LEAST_RANK = (2, 15), (2, 22), 4
+_BROKEN_KINDS = (tf.float32, tf.bfloat16, tf.float16)
+_LONGEST_BLOCK = 256  # entries
 _COMPARED = 8  # records
 _TOLERANCE = 1e-4  # relative, of gradients that were summed in another order
+
+
+def squared_lengths(rows: tf.Tensor) -> tf.Tensor:
+    """The squared L2 norm of every row, float64, shape (rows,).
+
+    Squares are added up in the precision of the rows within blocks of at most 256 entries, which
+    is as fast as it gets, and in float64 across them, so that no long sum is too small.
+
+    Args:
+        rows: Shape (rows, ...).
+    """
+    entries = rows.shape[1:].num_elements()
+    count, block = -1, 1  # where the shape is not known
+    if entries is not None:
+        block = max(size for size in range(1, _LONGEST_BLOCK + 1) if entries % size == 0)
+        count = entries // block  # -1 is none where there are no rows
+    blocks = tf.reshape(rows, [tf.shape(rows)[0], count, block])
+    return tf.reduce_sum(tf.cast(tf.reduce_sum(tf.square(blocks), 2), tf.float64), 1)
+
+
+def sum_of_rows(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+    """The sum of rows, each times its factor of shape (rows,), in the precision of the rows."""
+    return tf.tensordot(tf.cast(factors, rows.dtype), rows, 1)
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +104,78 @@ def of_rows(
         ]
 
     return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
+
+
+def times(found: ExampleGradients, weights: tf.Tensor) -> ExampleGradients:
+    """The same of losses times weights, which are those of the gradients as well."""
+    return attrs.evolve(
+        found,
+        losses=found.losses * tf.cast(weights, found.losses.dtype),
+        norms=found.norms * weights,
+        weighted_sum=lambda factors: found.weighted_sum(factors * weights),
+    )
+
+
+def check_loss(
+    loss: Any,
+    num_microbatches: int | None,
+    *,
+    may_be_empty: bool = False,
+    may_have_axes: bool = False,
+) -> Any:
+    """Returns the loss if it has one entry per example, as far as can be seen here.
+
+    Args:
+        loss: Of a batch.
+        num_microbatches: As declared.
+        may_be_empty: Whether a batch may have no rows.
+        may_have_axes: Whether a row may have several entries, of which TensorFlow Privacy takes
+            the mean: its rows are known not to depend on each other.
+
+    Raises:
+        UnsupportedRunError: It is reduced already, has no rows, is of low precision, or has
+            another number of rows than `num_microbatches`.
+    """
+    loss = tf.convert_to_tensor(loss)
+    if loss.dtype not in _PRECISIONS:
+        raise refusal(
+            f"Expected a loss in float32 or float64, got {loss.dtype.name}. Train without mixed "
+            "precision."
+        )
+    if loss.shape.rank is None:
+        raise refusal(
+            "Expected a loss of known rank with one entry per example, got one of unknown rank. "
+            "Give it a shape with tf.ensure_shape."
+        )
+    if loss.shape.rank == 0:
+        raise refusal(
+            "Expected a loss with one entry per example, got a scalar: the examples were averaged "
+            'before their gradients could be clipped. Use reduction="none" in the loss, and no '
+            "kernel_regularizer or add_loss (weight_decay is outside the clip)."
+        )
+    if not may_have_axes and _may_be_broadcast(loss.shape):
+        raise refusal(
+            "Expected a loss of shape (examples,), one entry for each, got shape "
+            f"{tuple(loss.shape)}: targets of shape (b,) beside outputs of shape (b, 1) are "
+            "broadcast to (b, b), and every entry depends on all examples. Give targets and "
+            "outputs the same shape. If a row holds the losses of one example, take their mean, "
+            "tf.reduce_mean(loss, axis=-1), as TensorFlow Privacy would."
+        )
+    rows = loss.shape[0]
+    if rows == 0 and not may_be_empty:
+        raise refusal("Expected at least one example in a batch, got none.")
+    if None not in (rows, num_microbatches) and rows != num_microbatches:
+        raise refusal(
+            f"Expected num_microbatches = None or {rows}, one for each example of the batch, got "
+            f"{num_microbatches}. Microbatches of several examples double the sensitivity; leave "
+            "num_microbatches out."
+        )
+    return loss
+
+
+def _may_be_broadcast(shape: tf.TensorShape) -> bool:
+    """Whether a second axis may be one of examples, too: it is as long as the first, or unknown."""
+    return any(size != 1 and (None in (size, shape[0]) or size == shape[0]) for size in shape[1:])
 
 
 class RowByRow:
@@ -202,11 +302,6 @@ class ThroughLinearLayers:
             return None
         found = cls(model, losses, layers, variables, each)
         return found if found.agrees(examples, targets) else None
-
-    @property
-    def may_change(self) -> bool:
-        """Whether code of somebody else is in the model, which may mix examples later."""
-        return not _is_known(self._model)
 
     def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
         """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
@@ -484,3 +579,45 @@ def _left_out(rows: tf.Tensor, lengths: tf.Tensor, factors: tf.Tensor) -> tf.Ten
 
     # To write all rows anew takes as long as what they are for.
     return tf.cond(tf.reduce_all(tf.math.is_finite(lengths)), lambda: rows, masked)
+
+
+def refuse_broken_products(function: Callable[..., Any], *arguments: Any) -> None:
+    """Refuses a function with a product that oneDNN reads beyond the end of a matrix for.
+
+    In TensorFlow 2.21 on a CPU (not in 2.15; versions between count as 2.21) a product of rank 4 or
+    more, one factor of which is the same for a part of the axes, may be made of whatever lies in
+    memory behind this factor, the rows of other examples among it, and writes there as well
+    (tensorflow#117700). Keras 3 makes such ones of attention in a batch of one. The function is
+    traced, and not run.
+
+    Args:
+        function: Of tensors, to tensors.
+        *arguments: Structures of tensors like those that it is going to be given.
+
+    Raises:
+        UnsupportedRunError: There is such a product.
+    """
+    release = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    if not _FINE < release < _MENDED or not _pywrap_util_port.IsMklEnabled():
+        return
+    specs = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), arguments)
+    graph = tf.function(function).get_concrete_function(*specs).graph
+    for operation in graph.get_operations():
+        if operation.type.startswith("BatchMatMul") and _is_broken(*operation.inputs):
+            raise refusal(
+                f"Expected a TensorFlow that multiplies every example with what belongs to it, got "
+                f"{tf.__version__} with oneDNN, and a layer of attention, or of other products of "
+                f"sequences ({operation.name}): it reads beyond the end of a matrix there "
+                "(tensorflow#117700). Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before "
+                "TensorFlow is imported."
+            )
+
+
+def _is_broken(left: tf.Tensor, right: tf.Tensor) -> bool:
+    if left.dtype not in _BROKEN_KINDS:
+        return False
+    ranks = left.shape.rank, right.shape.rank
+    if None in ranks:
+        return True
+    axes = [part.shape.as_list()[:-2] for part in (left, right)]
+    return max(ranks) >= _LEAST_RANK and axes[0] != axes[1]

@@ -23,7 +23,6 @@ from hidden_state_adapters.curved_batches import (
     remedy,
 )
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, Product, of_products
 from hidden_state_adapters.tf_privacy.head_losses import (
     DECLARE,
@@ -35,6 +34,7 @@ from hidden_state_adapters.tf_privacy.head_losses import (
     refuse_other_loss,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.settings import Declared
 
 _SINGLY = (
     "the gradient of every example is that of a batch of this example alone; where it comes from "

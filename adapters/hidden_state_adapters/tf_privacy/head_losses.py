@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.guards.step import check_loss
+from hidden_state_adapters.tf_privacy.gradients import check_loss
 from hidden_state_adapters.tf_privacy.losses import ENVELOPES, OF_ONE_OUTPUT
 from hidden_state_adapters.tf_privacy.refusals import refusal
 

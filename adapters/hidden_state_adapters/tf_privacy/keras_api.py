@@ -109,7 +109,7 @@ def variables(model: Any) -> list[Any]:
 def computes_otherwise(layer: Any) -> bool:
     """Whether a layer of Keras 3 rounds the variables that it trains, or replaces them in use.
 
-    Keras 2 says so of every single variable (`guards.step.check_variables`).
+    Keras 2 says so of every single variable (`step.check_variables`).
     """
     if not IS_KERAS_3 or not (layer._trainable_variables and layer.trainable):
         return False
@@ -129,6 +129,21 @@ def is_built(model: Any) -> bool:
     if not IS_KERAS_3:
         return bool(model.built)
     return all(layer.built for layer in model._flatten_layers())
+
+
+def build(model: Any, x: Any) -> None:
+    """Lets a model that is not built yet create its variables, as its first step would.
+
+    Args:
+        model: A Keras model or layer.
+        x: Arrays of examples, or a Dataset of batches.
+    """
+    if is_built(model):
+        return
+    if isinstance(x, tf.data.Dataset):
+        spec = x.element_spec
+        x = spec[0] if isinstance(spec, tuple) else spec
+    model(tf.nest.map_structure(lambda part: tf.zeros([1, *part.shape[1:]], part.dtype), x))
 
 
 def has_other_operations(model: Any) -> bool:

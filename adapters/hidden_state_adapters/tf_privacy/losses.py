@@ -60,6 +60,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
     """
 
     curvature: float
+    _geometry: ClassVar[Callable[..., LossGeometry]]
     _kink: ClassVar[str] = ""
     _least_clip_norm: ClassVar[float] = 0.0
 
@@ -76,7 +77,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
-        own = {"clip_norm": self.clip_norm, "smoothing": self.smoothing}
+        own = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._more}
         return {**super().get_config(), **own}
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
@@ -86,7 +87,13 @@ class EnvelopeLoss(tf.keras.losses.Loss):
             feature_norm: A bound on the L2 norm of every record's features.
             bias: Whether a bias is trained as well.
         """
-        raise NotImplementedError
+        own = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._more}
+        return self._geometry(feature_norm, bias, **own)
+
+    @property
+    def _more(self) -> dict[str, Any]:
+        """Other arguments."""
+        return {}
 
     def of_numbers(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
         """Values, shape (rows,), and gradients of predictions and targets of one shape, float64."""
@@ -140,13 +147,8 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
     """
 
     curvature = 0.5
+    _geometry = LossGeometry.envelope_softmax_cross_entropy
     _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_softmax_cross_entropy(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
-        )
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
         if predictions.shape.rank != 2 or (predictions.shape[1] or 0) < 2:
@@ -257,12 +259,7 @@ class EnvelopeBinaryCrossentropy(EnvelopeLoss):
     """
 
     curvature = 0.25
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_logistic(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
-        )
+    _geometry = LossGeometry.envelope_logistic
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
         return _of_one_output(
@@ -287,13 +284,8 @@ class EnvelopeHinge(EnvelopeLoss):
     """
 
     curvature = math.inf
+    _geometry = LossGeometry.envelope_hinge
     _kink = "hinge"
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_hinge(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
-        )
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
         return _of_one_output(scalar.hinge, lambda t: tf.abs(t) == 1, self, predictions, targets)
@@ -318,6 +310,8 @@ class EnvelopeSquaredError(EnvelopeLoss):
         TypeError, ValueError: An argument has an impossible value.
     """
 
+    _geometry = LossGeometry.envelope_squared_error
+
     def __init__(
         self,
         clip_norm: float,
@@ -334,15 +328,9 @@ class EnvelopeSquaredError(EnvelopeLoss):
         """M."""
         return self.scale
 
-    def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
-        return {**super().get_config(), "scale": self.scale}
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_squared_error(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing, scale=self.scale
-        )
+    @property
+    def _more(self) -> dict[str, Any]:
+        return {"scale": self.scale}
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
         if predictions.shape.rank not in (1, 2):

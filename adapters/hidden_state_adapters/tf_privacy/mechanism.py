@@ -3,40 +3,61 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, LossGeometry, RunRecorder
+from hidden_state_accountants import Assumption, LossGeometry, RunRecorder, Schedule
+from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
-from hidden_state_adapters.tf_privacy import keras_api, proximal
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import EVERY_FEATURE, Declared
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
-from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
-from hidden_state_adapters.tf_privacy.guards.step import check_variables, refuse_tensor_float_32
-from hidden_state_adapters.tf_privacy.microbatches import (
-    checked_microbatches,
-    checked_norms,
-    of_means,
-)
-from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, rates_ahead
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.projection import check_within
-from hidden_state_adapters.tf_privacy.rates import as_meant, declared_rates
+from hidden_state_adapters.tf_privacy.origins import RunState, Training
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
-from hidden_state_adapters.tf_privacy.step import PrivateStep
+from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
+from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update, check_within
+from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings
+from hidden_state_adapters.tf_privacy.step import PrivateStep, check_variables
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
-from hidden_state_adapters.tf_privacy.training import Training
+
+
+@attrs.frozen
+class StepsAhead:
+    """The steps that a call of fit is going to take.
+
+    Attributes:
+        steps: Their number, those of earlier calls included.
+        period: Batches of an epoch.
+        releases_epochs: Whether a file is seen after every epoch.
+        releases_steps: Whether after every step.
+    """
+
+    steps: int
+    period: int
+    releases_epochs: bool
+    releases_steps: bool
+
+    def add_to(self, run: Run, step: Callable[[int], Step]) -> Run:
+        """The run, with the steps that it lacks.
+
+        Args:
+            run: Its steps so far.
+            step: That of every number, from 0 on, of the whole run.
+        """
+        for number in range(run.num_steps, self.steps + 1):
+            if self.releases_steps or (self.releases_epochs and number % self.period == 0):
+                run.release()
+            if number < self.steps:
+                run.add(step(number))
+        return run
 
 
 class Mechanism:
@@ -235,8 +256,7 @@ class Mechanism:
 
     def trains(self, variables: Sequence[Any]) -> bool:
         """Whether these are the variables of the run."""
-        own = self.step.variables
-        return len(own) == len(variables) and all(map(operator.is_, own, variables))
+        return list(map(id, self.step.variables)) == list(map(id, variables))
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
@@ -255,7 +275,7 @@ class Mechanism:
         declared.refuse_all_but(self._declarable, type(self._update.optimizer).__name__)
         self._update.check_options()
         if self._loss is not None:
-            refuse_tensor_float_32()
+            _refuse_tensor_float_32()
         if self._settings.projection_radius is not None:
             check_within(variables, self._settings.projection_radius)
         if self._settings.prox is not None:
@@ -263,7 +283,7 @@ class Mechanism:
 
     def derived(self, declared: Declared) -> list[Assumption]:
         """What takes the place of a user's word of the same topic: the loss, the proximal map."""
-        of_map = proximal.derived(self._settings.prox)
+        of_map = _derived_map(self._settings)
         if not declared.source:
             return of_map
         text = f"per-example loss: {declared.geometry!r}, {declared.source}"
@@ -283,8 +303,8 @@ class Mechanism:
             batch_order=plan.order,
             batch_size=plan.batch_size,
             dataset_size=len(plan.records),
-            loss=of_means(self._loss) if is_microbatched else self._loss,
-            prox_strong_convexity=proximal.strong_convexity(self._settings.prox),
+            loss=_of_means(self._loss) if is_microbatched else self._loss,
+            prox_strong_convexity=self._settings.prox_strong_convexity,
             domain_diameter=math.inf if radius is None else 2 * radius,
             sampling_rate=plan.sampling_rate,
             max_batch_size=plan.max_batch_size,
@@ -322,7 +342,7 @@ class Mechanism:
             UnsupportedRunError: Their learning rates are not known.
         """
         first, count = run.num_steps, ahead.steps - run.num_steps
-        rates = rates_ahead(self.given_rate, int(self.iterations.numpy()), count)
+        rates = _rates_ahead(self.given_rate, int(self.iterations.numpy()), count)
         if rates is None:
             if self.known_loss(Declared()) is not None:
                 raise refusal(
@@ -396,8 +416,17 @@ class Mechanism:
             else f"clip norm and noise as recorded, in every step; {self._update.name} along the "
             "noisy gradients, its moments as the last step left them"
         ]
-        checked += checked_norms(self._loss, self.examples_of_record)
-        checked += checked_microbatches(self.examples_of_record)
+        each, loss = self.examples_of_record, self._loss
+        if loss is not None and loss.lipschitz is not None:
+            of = "per-example" if each == 1 else "microbatches'"
+            checked.append(f"{of} gradient norms at most {loss.lipschitz:g}")
+        if each > 1:
+            checked.append(
+                f"fixed microbatches of {each} examples, in the order of the data set: each is a "
+                "record of the event, and its mean gradient is clipped as one. An example that is "
+                "replaced moves it by up to twice the clip norm, which is what REPLACE_ONE says of "
+                "a record"
+            )
         if self._settings.projection_radius is not None:
             checked.append(
                 f"all variables together within {self._settings.projection_radius:g} of 0"
@@ -456,3 +485,80 @@ def as_step(entry: StepEntry) -> Step:
         rows=entry.rows,
         largest_norm=entry.largest_norm,
     )
+
+
+def as_meant(rate: float) -> float:
+    """The shortest decimal that is the same float32, if it is one: Keras keeps rates in float32."""
+    single = np.float32(rate)
+    return float(str(single)) if float(single) == rate else rate
+
+
+def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
+    """What is the user's word about learning rates, unless they are a number or Keras' schedule.
+
+    Args:
+        given: To the optimizer: a number, a schedule, or a function.
+        recorded: Of the steps.
+    """
+    if _is_schedule(given):
+        if keras_api.is_of_keras(given):
+            return []
+    elif not callable(given) and not isinstance(recorded, Schedule):
+        return []
+    return [
+        "the learning rates that were set or computed during the run depend neither on the "
+        "examples nor on the weights"
+    ]
+
+
+def _is_schedule(given: Any) -> bool:
+    return isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule)
+
+
+def _rates_ahead(given: Any, first: int, count: int) -> list[float] | None:
+    """The learning rates of the next steps, as they read them; None if a function makes them.
+
+    Args:
+        given: To the optimizer.
+        first: Keras' count at the first step.
+        count: Of the steps.
+    """
+    if _is_schedule(given):
+        numbers = tf.range(first, first + count, dtype=tf.int64)
+
+        def rate(number: tf.Tensor) -> tf.Tensor:
+            return tf.cast(given(number), tf.float32)
+
+        found = tf.function(lambda: tf.map_fn(rate, numbers, fn_output_signature=tf.float32))()
+        return [float(value) for value in found.numpy()]
+    return None if callable(given) else [float(tf.convert_to_tensor(given))] * count
+
+
+def _of_means(loss: LossGeometry | None) -> LossGeometry | None:
+    """The geometry of the mean of several losses.
+
+    It has the smoothness and curvature of its parts, but it is no generalised linear model: their
+    gradients have different directions.
+    """
+    if loss is None or loss.kind is not LossKind.GENERALIZED_LINEAR:
+        return loss
+    return LossGeometry.convex(loss.smoothness, loss.lipschitz)
+
+
+def _derived_map(settings: Settings) -> list[Assumption]:
+    """What takes the place of a user's word about the proximal map."""
+    prox = settings.prox
+    return [] if prox is None else [Assumption.checked(prox.effect, Topic.REGULARISER)]
+
+
+def _refuse_tensor_float_32() -> None:
+    """Refuses a GPU that rounds to 10 bits, for runs whose loss has a declared curvature."""
+    if (
+        tf.config.list_physical_devices("GPU")
+        and tf.config.experimental.tensor_float_32_execution_enabled()
+    ):
+        raise refusal(
+            "Expected full float32 on the GPU, got TensorFloat-32 (TensorFlow's default): "
+            "gradients rounded to 10 bits do not have the declared smoothness. Call "
+            "tf.config.experimental.enable_tensor_float_32_execution(False)."
+        )

@@ -11,15 +11,13 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.figures import Figures
-from hidden_state_adapters.tf_privacy.guards.callbacks import refuse_moved_rates
-from hidden_state_adapters.tf_privacy.lineage import digest, origin_of, read_plain
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights
-from hidden_state_adapters.tf_privacy.recording import Recording
+from hidden_state_adapters.tf_privacy.callback import Recording, refuse_moved_rates
+from hidden_state_adapters.tf_privacy.data import GivenWeights
+from hidden_state_adapters.tf_privacy.origins import RunState, digest, origin_of, read_plain
+from hidden_state_adapters.tf_privacy.record import Figures
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
+from hidden_state_adapters.tf_privacy.settings import Settings
 from hidden_state_adapters.tf_privacy.step_log import MOST_STEPS
 from hidden_state_adapters.tf_privacy.update_rule import (
     TakenOver,

@@ -21,20 +21,13 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy import proximal
-from hidden_state_adapters.tf_privacy.declared import Declared, plain_geometry
-from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, of_rows
-from hidden_state_adapters.tf_privacy.guards import settings
-from hidden_state_adapters.tf_privacy.guards.step import (
-    check_loss,
-    check_microbatches,
-    check_variables,
-)
-from hidden_state_adapters.tf_privacy.lineage import read_plain
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, check_loss, of_rows
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
+from hidden_state_adapters.tf_privacy.origins import read_plain
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.step import Prepared
+from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings, plain_geometry
+from hidden_state_adapters.tf_privacy.step import Prepared, check_variables
 from hidden_state_adapters.tf_privacy.step_log import PROBLEMS, Problem, StepEntry
 from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
 
@@ -48,8 +41,57 @@ _TOLD = (
     "projection_radius",
     "loss_geometry",
 )
+_CLIPS = {"clipnorm": None, "clipvalue": None, "global_clipnorm": None}
+NEUTRAL: Mapping[str, Any] = {"momentum": 0.0, "nesterov": False, "decay": 0.0, **_CLIPS}
+# Where every noisy update is accounted as released, what follows it is free.
+NEUTRAL_AFTER_RELEASE: Mapping[str, Any] = {"gradient_accumulation_steps": 1, **_CLIPS}
 _NO_STEP = StepEntry(0, 0, Problem.NONE, 0.0, 0.0, 0.0, 0.0, 0.0)
 _logger = logging.getLogger("hidden_state_accountants")
+
+
+def refuse_options(name: str, options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Refuses arguments of Keras' optimizers that are not at their neutral values.
+
+    Args:
+        name: Of the optimizer.
+        options: What it was given.
+        neutral: The values that are accepted.
+
+    Raises:
+        UnsupportedRunError: A known option is not at its neutral value.
+        TypeError: An option is unknown.
+    """
+    for option, value in options.items():
+        if option not in neutral:
+            raise TypeError(f"{name} got an unexpected argument {option!r}.")
+        expected = neutral[option]
+        if value is expected or (expected is not None and value == expected):
+            continue
+        raise refusal(
+            f"Expected {option} = {expected}, got {value!r}: no theorem here covers it. Drop it."
+        )
+
+
+def check_learning_rate(learning_rate: Any) -> None:
+    """Raises unless it is a schedule or a number >= 0."""
+    if isinstance(learning_rate, int | float):
+        validate.magnitude("learning_rate", learning_rate)
+
+
+def refuse_changed_options(optimizer: Any, neutral: Mapping[str, Any]) -> None:
+    """Refuses options that were set after construction."""
+    now = {name: _current(optimizer, name) for name in neutral}
+    refuse_options(type(optimizer).__name__, now, neutral)
+    if optimizer.gradient_transformers:
+        raise refusal("Expected no gradient_transformers, got some: they change the update.")
+
+
+def _current(optimizer: Any, name: str) -> Any:
+    if name == "momentum":
+        return 0.9 if optimizer._momentum else 0.0
+    if name == "decay":
+        return float(optimizer._initial_decay)
+    return 1 if name == "gradient_accumulation_steps" else getattr(optimizer, name)
 
 
 class PrivateOptimizer(legacy.Optimizer):
@@ -68,14 +110,14 @@ class PrivateOptimizer(legacy.Optimizer):
     is_private_sgd = True
     update_rule = "SGD"
     # Keras' options that must keep these values, by name.
-    _neutral_options: ClassVar[Mapping[str, Any]] = settings.NEUTRAL
+    _neutral_options: ClassVar[Mapping[str, Any]] = NEUTRAL
     _steps: Any = None  # a `Mechanism`, from the first step on
     _is_watched = _was_dp_gradients_called = False
     _has_equal_rows = True
     _prepared: Prepared | None = None
 
     def __init__(self, told: Settings, **kwargs: Any):
-        settings.refuse_surroundings()
+        refuse_surroundings()
         super().__init__(**kwargs)
         self._told = told
         self._loaded_runs: Mapping[str, Any] = {}
@@ -166,7 +208,7 @@ class PrivateOptimizer(legacy.Optimizer):
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _steps_of(self, variables: Sequence[Any]) -> Any:
         """The mechanism; of a loop that nobody records it begins here."""
-        settings.refuse_surroundings()
+        refuse_surroundings()
         if self._steps is None:
             check_variables(variables)
             with tf.init_scope():  # the step may be traced
@@ -321,7 +363,7 @@ class PrivateOptimizer(legacy.Optimizer):
             UnsupportedRunError: The steps would not be those of this optimizer.
         """
         kind = type(self)
-        if "for_model" not in vars(kind):
+        if not kind.__module__.startswith("hidden_state_adapters."):
             raise refusal(
                 f"Expected one of this package's optimizers in compile, got {kind.__name__}, a "
                 "subclass: the model makes the steps itself, and would not call it. Train it with "
@@ -332,7 +374,7 @@ class PrivateOptimizer(legacy.Optimizer):
                 f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
                 "some: the model makes its own, with another count. Pass a new one."
             )
-        settings.refuse_changed_options(self, self._neutral_options)
+        refuse_changed_options(self, self._neutral_options)
         told = attrs.asdict(self._told, recurse=False)
         return {name: told[name] for name in _TOLD}
 
@@ -457,13 +499,13 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         name: str = "CyclicDPKerasSGDOptimizer",
         **kwargs: Any,
     ):
-        settings.refuse_options(type(self).__name__, kwargs, self._neutral_options)
+        refuse_options(type(self).__name__, kwargs, self._neutral_options)
         if gradient_accumulation_steps != 1:
             raise refusal(
                 f"Expected gradient_accumulation_steps = 1, got {gradient_accumulation_steps}: "
                 "every batch is a step, with its own noise. Use a larger batch_size."
             )
-        settings.check_learning_rate(learning_rate)
+        check_learning_rate(learning_rate)
         if isinstance(loss_geometry, str):
             raise TypeError(
                 f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
@@ -507,7 +549,12 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
 
     def _checked_loss(self, loss: Any) -> Any:
         loss = check_loss(loss, None)
-        check_microbatches(loss, self._told.num_microbatches)
+        rows, number = loss.shape[0], self._told.num_microbatches
+        if None not in (rows, number) and rows % number:
+            raise refusal(
+                f"Expected num_microbatches to divide the batch of {rows} rows, got {number}. "
+                "Leave it out, for one example each."
+            )
         return loss
 
     def _records(self, losses: tf.Tensor) -> Any:
@@ -549,11 +596,10 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
 
     def get_config(self) -> dict[str, Any]:
         """All arguments of the constructor as plain types; see Keras."""
-        geometry = self.loss_geometry
         return self._config(
             legacy.SGD,
             weight_decay=self._weight_decay,
-            prox=proximal.plain_prox(self.prox),
+            prox=self.prox and attrs.asdict(self.prox),
             projection_radius=self.projection_radius,
-            loss_geometry=None if geometry is None else plain_geometry(geometry),
+            loss_geometry=plain_geometry(self.loss_geometry),
         )

@@ -10,6 +10,26 @@ import tensorflow as tf
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 
+def refuse_surroundings(strategy: Any = None) -> None:
+    """Refuses several replicas and TensorFlow 1 graphs.
+
+    Args:
+        strategy: The one whose replicas are known to make one step together.
+    """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise refusal(
+            "Expected TensorFlow 2, got a TensorFlow 1 graph or session: the steps cannot be "
+            "checked there. Use Model.fit or an own loop."
+        )
+    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
+        found = tf.distribute.get_strategy()
+        raise refusal(
+            f"Expected no distribution strategy, got {type(found).__name__} with "
+            f"{found.num_replicas_in_sync} replicas: every replica would divide by its own rows "
+            "and add noise of its own. Train outside of strategy.scope()."
+        )
+
+
 def strategy_of(model: Any) -> Any:
     """The strategy that the model was made in, or None.
 

@@ -1,4 +1,4 @@
-"""What has to be installed and set before the optimizers can be imported, in words."""
+"""What has to be installed and set before TensorFlow's part can be imported, in words."""
 
 from __future__ import annotations
 
@@ -6,59 +6,39 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import sys
 from typing import Any
 
-_TESTED = (2, 15)
+_OLDEST = (2, 15)  # and the last one with Keras 2
 _FRESH = (
     "Install hidden-state-accountants[tf] into a fresh environment with Python 3.10 or 3.11 "
     "(TensorFlow 2.15, tensorflow-privacy 0.9.0, dp-accounting 0.4.3, numpy below 2). On Python "
     "3.12 and newer install hidden-state-accountants[keras3], for HiddenStateModel and PrivateRun."
 )
 _LEGACY = (
-    "TensorFlow Privacy's optimizers, and those here, need Keras 2: Keras 3 never shows an "
-    "optimizer the loss of one example. Use TensorFlow 2.15, or HiddenStateModel, which trains "
-    "with Keras 3; or set the environment variable TF_USE_LEGACY_KERAS=1 before the first import "
-    "of TensorFlow"
-)
-_BACKEND = (
-    "variables, gradients and steps are TensorFlow's. Set the environment variable "
-    "KERAS_BACKEND=tensorflow before the first import of Keras, or leave it out"
-)
-_SKIP = (
-    "tensorflow-privacy imports Estimators, which TensorFlow {} has not. Use TensorFlow 2.15, or, "
-    "before its first import: import sys; sys.skip_tf_privacy_import = True (its own switch, which "
-    "leaves the names of its top level undefined)."
+    "Optimizers with noise need Keras 2: Keras 3 never shows an optimizer the loss of one example. "
+    "Use TensorFlow 2.15, or HiddenStateModel, which trains with Keras 3; or set the environment "
+    "variable TF_USE_LEGACY_KERAS=1 before the first import of TensorFlow"
 )
 
 
-def check(name: str, *, needs_privacy: bool = True) -> None:
-    """Makes sure that TensorFlow Privacy's Keras optimizers, or only a Keras, are there for `name`.
-
-    Nothing is set: both switches of newer versions of TensorFlow act on the whole process.
+def check(name: str, *, needs_keras_2: bool) -> None:
+    """Makes sure that a TensorFlow with the right Keras is there for `name`; nothing is set.
 
     Args:
         name: What is imported.
-        needs_privacy: Whether it needs TensorFlow Privacy.
+        needs_keras_2: Whether Keras 3 will not do.
 
     Raises:
-        ImportError: They are not; the text says what to install or to set.
+        ImportError: It is not; the text says what to install or to set.
     """
-    tensorflow = _imported(name, "tensorflow")
+    tensorflow = _imported(name)
     version = str(getattr(tensorflow, "__version__", "0"))
     release = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if release < _TESTED:
+    if release < _OLDEST:
         raise ImportError(f"{name} needs TensorFlow 2.15, got {version}. {_FRESH}")
-    if release > _TESTED:
-        _check_keras(name, version, tensorflow, needs_privacy=needs_privacy)
-    if not needs_privacy:
+    if release == _OLDEST:
         return
-    if release > _TESTED and not hasattr(sys, "skip_tf_privacy_import"):
-        raise ImportError(f"{name}: {_SKIP.format(version)}")
-    _imported(name, "tensorflow_privacy.privacy.optimizers.dp_optimizer_keras")
-
-
-def _check_keras(name: str, version: str, tensorflow: Any, *, needs_privacy: bool) -> None:
+    install = f"install tf_keras {'.'.join(version.split('.')[:2])}"
     try:
         keras = tensorflow.keras.layers.Layer.__module__.partition(".")[0]
     except (AttributeError, ImportError) as error:  # TF_USE_LEGACY_KERAS=1 without tf_keras
@@ -66,15 +46,14 @@ def _check_keras(name: str, version: str, tensorflow: Any, *, needs_privacy: boo
         if backend != "tensorflow" and "TF_USE_LEGACY_KERAS" not in os.environ:
             raise _other_backend(name, backend) from error  # one that is not installed
         raise ImportError(
-            f"{name}: TensorFlow {version} has no Keras 2 here ({error}). {_LEGACY}, and install "
-            f"{_tf_keras(version)}."
+            f"{name}: TensorFlow {version} has no Keras 2 here ({error}). {_LEGACY}, and {install}."
         ) from error
     if keras == "tf_keras":
         return
-    if needs_privacy:
-        has_it = importlib.util.find_spec("tf_keras") is not None
-        install = "" if has_it else f", and install {_tf_keras(version)}"
-        raise ImportError(f"{name}: TensorFlow {version} uses Keras 3. {_LEGACY}{install}.")
+    if needs_keras_2:
+        lacks_it = importlib.util.find_spec("tf_keras") is None
+        more = f", and {install}" if lacks_it else ""
+        raise ImportError(f"{name}: TensorFlow {version} uses Keras 3. {_LEGACY}{more}.")
     backend = tensorflow.keras.config.backend()
     if backend != "tensorflow":
         raise _other_backend(name, backend)
@@ -82,33 +61,28 @@ def _check_keras(name: str, version: str, tensorflow: Any, *, needs_privacy: boo
 
 def _other_backend(name: str, backend: str) -> ImportError:
     return ImportError(
-        f"{name} needs Keras 3 on TensorFlow, got KERAS_BACKEND={backend}: {_BACKEND}."
+        f"{name} needs Keras 3 on TensorFlow, got KERAS_BACKEND={backend}: variables, gradients "
+        "and steps are TensorFlow's. Set the environment variable KERAS_BACKEND=tensorflow before "
+        "the first import of Keras, or leave it out."
     )
 
 
-def _tf_keras(version: str) -> str:
-    return f"tf_keras {'.'.join(version.split('.')[:2])}"
-
-
-def _imported(name: str, module: str) -> Any:
-    package = module.partition(".")[0]
+def _imported(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("tensorflow")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == package:
-            raise ImportError(f"{name} needs {package}, which is missing. {_FRESH}") from error
-        raise _broken(name, package, error) from error
+        if error.name == "tensorflow":
+            raise ImportError(f"{name} needs tensorflow, which is missing. {_FRESH}") from error
+        raise _broken(name, error) from error
     except Exception as error:  # an ImportError, AttributeError or TypeError of old binaries
-        raise _broken(name, package, error) from error
+        raise _broken(name, error) from error
 
 
-def _broken(name: str, package: str, error: Exception) -> ImportError:
-    installed = ", ".join(
-        f"{package} {_version(package)}"
-        for package in ("tensorflow", "tensorflow-privacy", "dp-accounting", "numpy")
-    )
+def _broken(name: str, error: Exception) -> ImportError:
+    packages = ("tensorflow", "tensorflow-privacy", "dp-accounting", "numpy")
+    installed = ", ".join(f"{package} {_version(package)}" for package in packages)
     return ImportError(
-        f"{name} needs {package}, whose import failed with {error!r}. Installed: {installed}. "
+        f"{name} needs tensorflow, whose import failed with {error!r}. Installed: {installed}. "
         f"{_FRESH}"
     )
 

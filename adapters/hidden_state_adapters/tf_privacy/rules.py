@@ -15,11 +15,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import Regulariser
-from hidden_state_adapters.tf_privacy import keras_api, proximal
-from hidden_state_adapters.tf_privacy.projection import project
+from hidden_state_accountants.regulariser import ProxOperations, group_axes
+from hidden_state_accountants.runs.base import SLACK
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _PLAIN: Mapping[str, Any] = {
@@ -30,6 +32,17 @@ _PLAIN: Mapping[str, Any] = {
     "global_clipnorm": None,
 }
 _PRECISIONS = (tf.float32, tf.float64)
+
+
+def _group_norms(values: tf.Tensor, axis: int | None) -> tf.Tensor:
+    axes = group_axes(len(values.shape), axis)
+    wide = tf.cast(values, tf.float64)
+    norms = tf.sqrt(tf.reduce_sum(tf.square(wide), axis=axes, keepdims=True))
+    return tf.cast(norms, values.dtype)
+
+
+TENSORFLOW_PROX = ProxOperations(maximum=tf.maximum, minimum=tf.minimum, group_norms=_group_norms)
+"""What `Regulariser.prox` computes with on tensors."""
 
 
 class PlainSGD:
@@ -91,7 +104,9 @@ class PlainSGD:
             step, old = tf.cast(rate, gradient.dtype), variable.read_value()
             # tf.cast of the decay would go through float32.
             kept = old * (1 - step * tf.constant(self.decay, old.dtype)) if self.decay else old
-            new = proximal.after_prox(self._prox, kept - step * gradient, step)
+            new = kept - step * gradient
+            if self._prox is not None:
+                new = self._prox.prox(new, step, TENSORFLOW_PROX)
             # tf.where and not a factor 0: a refused gradient may hold NaN.
             variable.assign(tf.where(fine, new, old))
 
@@ -106,6 +121,51 @@ class PlainSGD:
         self.count(fine)
         if self._radius is not None:
             project(variables, self._radius, fine)
+
+
+def project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:
+    """Projects the variables together on the ball around 0, unless the step was refused.
+
+    The radius is lowered by two units of rounding, so that the result lies inside the ball.
+
+    Args:
+        variables: What is projected, in place.
+        radius: Of the ball.
+        is_fine: Whether the step is taken.
+    """
+    eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
+    norm = joint_norm(variables)
+    factor = tf.minimum(tf.constant(1.0, tf.float64), radius * (1 - 2 * eps) / norm)
+    factor = tf.where(is_fine, factor, tf.ones_like(factor))
+    for variable in variables:
+        variable.assign(variable.read_value() * tf.cast(factor, variable.dtype.base_dtype))
+
+
+def check_within(variables: Sequence[Any], radius: float | None) -> None:
+    """Refuses initial variables outside of the ball; None is no ball.
+
+    Raises:
+        UnsupportedRunError: They are.
+    """
+    if radius is None:
+        return
+    norm = float(joint_norm(variables))
+    if not norm <= radius * (1 + SLACK):
+        raise refusal(
+            f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
+            f"{norm:g}. Initialise smaller, or raise the radius."
+        )
+
+
+def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
+    """The L2 norm of all parts as one vector, in float64 (0-dim), without over- or underflow."""
+    doubles = [tf.cast(part, tf.float64) for part in parts]
+    unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
+    if any(part.dtype.base_dtype == tf.float64 for part in parts):
+        largest = tf.reduce_max(tf.stack([tf.reduce_max(tf.abs(part)) for part in doubles]))
+        unit = tf.where(largest > 0, largest, tf.ones_like(largest))
+        doubles = [part / unit for part in doubles]
+    return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part)) for part in doubles]))
 
 
 class AnyOptimizer(PlainSGD):

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
+from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import (
     BatchOrder,
@@ -18,42 +18,45 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.figures import Figures
-from hidden_state_adapters.tf_privacy.gradients import (
-    ExampleGradients,
-    MeansOfSeveral,
-    RowByRow,
-    ThroughLinearLayers,
-)
-from hidden_state_adapters.tf_privacy.guards.broken_products import refuse_broken_products
-from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, build
-from hidden_state_adapters.tf_privacy.guards.settings import refuse_surroundings
-from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
-from hidden_state_adapters.tf_privacy.head_losses import RowLosses
-from hidden_state_adapters.tf_privacy.owned.ahead import StepsAhead, noise_for
-from hidden_state_adapters.tf_privacy.owned.data import (
+from hidden_state_adapters.tf_privacy.batches import (
     FEWEST_ROWS,
     Dealer,
-    HeldExamples,
     dealt,
     filled,
     multiple_of_sizes,
     plan_of,
 )
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
-from hidden_state_adapters.tf_privacy.owned.weights import GivenWeights, times
-from hidden_state_adapters.tf_privacy.recorded_run import Dealt, RecordedRun
-from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.replicas import check_made_in, strategy_of
-from hidden_state_adapters.tf_privacy.step_log import Problem
-from hidden_state_adapters.tf_privacy.update_rule import (
-    TakenOver,
-    UpdateRule,
-    rule_and_settings,
+from hidden_state_adapters.tf_privacy.data import GivenWeights, HeldExamples
+from hidden_state_adapters.tf_privacy.gradients import (
+    ExampleGradients,
+    MeansOfSeveral,
+    RowByRow,
+    ThroughLinearLayers,
+    refuse_broken_products,
+    times,
 )
+from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
+from hidden_state_adapters.tf_privacy.head_losses import RowLosses
+from hidden_state_adapters.tf_privacy.mechanism import StepsAhead
+from hidden_state_adapters.tf_privacy.origins import RunState
+from hidden_state_adapters.tf_privacy.record import (
+    INTERRUPTED,
+    Dealt,
+    Figures,
+    FixedVariables,
+    RecordedRun,
+)
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.replicas import (
+    check_made_in,
+    refuse_surroundings,
+    strategy_of,
+)
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings
+from hidden_state_adapters.tf_privacy.step_log import Problem
+from hidden_state_adapters.tf_privacy.update_rule import TakenOver, UpdateRule, rule_and_settings
 
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
@@ -326,7 +329,7 @@ class PrivateRun(Figures):
             self._check_end_of_epoch(continued.state.num_steps)
             self._restore_order(continued.state)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            build(model, self._examples.x)  # variables of Keras are those of its replicas
+            keras_api.build(model, self._examples.x)  # variables of Keras are those of its replicas
             check_made_in(strategy, keras_api.variables(model))
             if strategy is not None or keras_api.IS_KERAS_3:
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
@@ -363,7 +366,6 @@ class PrivateRun(Figures):
         self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
         self._refuse_broken_products()
         self.steps, self.planned = steps, 0  # by the end of the call of fit
-        self._looked_at = 0  # the steps by then
         self.pace = 1  # steps between two looks, where nobody says how many
         self._dealer = self._new_dealer()
         self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
@@ -471,7 +473,7 @@ class PrivateRun(Figures):
         total = several(*map(tf.constant, (steps, rows, indices)))
         self._catch_up()
         if self._record.num_batches % self.steps_per_epoch == 0:
-            self.after_epoch()
+            self._record.note_weights()
         return float(total) / count
 
     def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
@@ -507,24 +509,6 @@ class PrivateRun(Figures):
         of_run = self._model, self._losses, variables
         linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
         return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
-
-    def after_epoch(self) -> None:
-        """Looks at the variables, and after 1, 2, 4, 8, ... epochs whether examples are alone."""
-        self._record.after_epoch()
-        epochs = self._record.num_batches // self.steps_per_epoch
-        if not epochs & (epochs - 1):
-            self._look_again()
-
-    def _look_again(self) -> None:
-        if self._looked_at == self._record.num_batches:
-            return
-        self._looked_at = self._record.num_batches
-        linear = [c for c in self.clipping if isinstance(c, ThroughLinearLayers) and c.may_change]
-        if not all(c.agrees(*self.first_batch) for c in linear):
-            self._record.invalidate(
-                "the gradients of Dense layers are not those of every example alone any more: a "
-                "layer, or the loss, mixes the examples of a batch since a later step."
-            )
 
     def _refuse_broken_products(self) -> None:
         """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""
@@ -707,7 +691,14 @@ class PrivateRun(Figures):
         if target is not None:
             event = self.steps.event_ahead(self._record.declared, ahead)
             spent = self._record.earlier_events
-            noise = noise_for(target.epsilon, target.delta, event, spent, self.relation)
+            noise = calibrate_noise_after(
+                spent,
+                target.epsilon,
+                target.delta,
+                lambda noise: _with_noise(event, noise),
+                self.relation,
+                "start from weights that no private run left",
+            )
             self.steps.set_noise(noise)
         if may_stop:
             empty = self.steps.new_run(self._record.declared)
@@ -799,10 +790,7 @@ class PrivateRun(Figures):
         record.note_weights()
         if record.has_ended or self.steps.last_step.steps == steps_before:
             return
-        record.invalidate(
-            "fit was interrupted (by an error, or by hand when the model was good?), so the "
-            "number of steps may depend on the data. Fix it in advance, and start again."
-        )
+        record.invalidate(INTERRUPTED)
 
     # Figures
 
@@ -841,6 +829,14 @@ class PrivateRun(Figures):
         if self._foreign:
             names = ", ".join(sorted(self._foreign))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
+
+
+def _with_noise(event: Any, noise: float) -> DpEvent:
+    """An event with a noise multiplier of 1, with another one."""
+    powers = {"noise_multiplier": 1, "noise_std": 1, "noise_variance": 2}
+    name = next(name for name in powers if hasattr(event, name))
+    changed: DpEvent = attrs.evolve(event, **{name: noise ** powers[name] * getattr(event, name)})
+    return changed
 
 
 def _microbatch(settings: Settings, rule: UpdateRule, batch_size: int) -> int:

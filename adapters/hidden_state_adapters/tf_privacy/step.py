@@ -28,6 +28,7 @@ from hidden_state_adapters.tf_privacy.step_log import Problem, StepLog, as_bits
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
 _SMALLEST_CLIP = 1.1e-11
+_PRECISIONS = (tf.float32, tf.float64)
 
 
 @attrs.frozen(eq=False)
@@ -234,3 +235,34 @@ class PrivateStep:
     def stands_at(self, steps: int, rows: int, largest: float = 0.0) -> None:
         """Takes the variables of the moment for what so many steps left."""
         self.log.resume(steps, rows, largest, self._tracked)
+
+
+def check_variables(variables: Sequence[Any]) -> None:
+    """Refuses variables of low or mixed precision, with constraints, or none at all."""
+    if not variables:
+        raise refusal("Expected trainable variables, got none.")
+    for variable in variables:
+        if hasattr(variable, "true_dtype"):  # Keras' AutoCastVariable
+            raise refusal(
+                f"Expected {variable.name} to be used in its own precision, got a mixed-precision "
+                "policy: coarse rounding makes the update expand small distances. Train with the "
+                'policy "float32" or "float64".'
+            )
+        if variable.dtype.base_dtype not in _PRECISIONS:
+            raise refusal(
+                f"Expected {variable.name} in float32 or float64, got {variable.dtype.name}: "
+                "coarse rounding makes the update expand small distances."
+            )
+    check_constraints(variables)
+    if len({variable.dtype.base_dtype for variable in variables}) > 1:
+        raise refusal("Expected trainable variables of one precision, got float32 and float64.")
+
+
+def check_constraints(variables: Sequence[Any]) -> None:
+    """Refuses variables that an optimizer of Keras maps to something else after every update."""
+    for variable in variables:
+        if getattr(variable, "constraint", None) is not None:
+            raise refusal(
+                f"Expected {variable.name} without a constraint, got {variable.constraint!r}: it "
+                "is no part of the event. Use projection_radius."
+            )

@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy.declared import Declared
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
-from hidden_state_adapters.tf_privacy.owned.settings import Settings
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.rules import Update, refuse_noise
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 
 
 class UpdateRule:

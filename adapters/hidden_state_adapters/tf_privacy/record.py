@@ -1,35 +1,39 @@
-"""The record of a run: entries of the log become steps, and what is said of them."""
+"""The record of a run: entries of the log become steps, and what is told of them."""
 
 from __future__ import annotations
 
 import logging
 import os
+import textwrap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import attrs
+import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import (
     Assumption,
     BatchOrder,
+    Comparison,
     Guarantee,
     RunRecorder,
+    UnsupportedRunError,
+    compare,
     validate,
 )
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_adapters.advice import advice
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.continuation import RunState
-from hidden_state_adapters.tf_privacy.declared import Declared
-from hidden_state_adapters.tf_privacy.guards.model import FixedVariables, check_layers
-from hidden_state_adapters.tf_privacy.guards.preprocessing import check_preprocessing
-from hidden_state_adapters.tf_privacy.lineage import Origin, PastRun, digest, live_run
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
+from hidden_state_adapters.tf_privacy.origins import Origin, PastRun, RunState, digest, live_run
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.settings import Declared
+from hidden_state_adapters.tf_privacy.step import check_constraints, check_variables
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
 
 _FIXED = (
@@ -63,7 +67,87 @@ _GOES_ON = (
 )
 _PRIVATE_STATES = "states of the run, and the weights saved with them, are seen by nobody else"
 _DISCARDED = "nothing that was computed after step {}, where the run went on again, was ever seen"
+INTERRUPTED = (
+    "fit was interrupted (by an error, or by hand when the model was good?), so the number of "
+    "steps may depend on the data. Fix it in advance, and start again."
+)
+# What gives a preprocessing layer the statistics that `adapt` would find.
+_ADAPTED = {"input_mean": "mean=..., variance=...", "input_bin_boundaries": "bin_boundaries=..."}
 _logger = logging.getLogger("hidden_state_accountants")
+
+
+def check_layers(model: Any) -> None:
+    """Refuses a model whose layers or variables cannot be accounted.
+
+    Keras does not tell which data `adapt` has seen, so constants are the way to say that they do
+    not come from the examples.
+
+    Raises:
+        UnsupportedRunError: The text names the layer or variable.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras_api.BATCH_NORMALIZATIONS) and layer.trainable:
+            raise refusal(
+                f"Expected no trainable batch normalisation, got {layer.name}: it mixes the "
+                "examples of a batch and keeps statistics of them without noise. Use "
+                "LayerNormalization, or set layer.trainable = False."
+            )
+        if getattr(layer, "stateful", False):
+            raise refusal(
+                f"Expected layers without state, got {layer.name} with stateful=True: it carries "
+                "examples into later steps without noise."
+            )
+        if keras_api.computes_otherwise(layer):
+            raise refusal(
+                f"Expected {layer.name} to use its variables in their own precision, got a "
+                "mixed-precision or quantized policy: coarse rounding makes the update expand "
+                'small distances. Train with the policy "float32" or "float64".'
+            )
+        if isinstance(layer, keras_api.ADAPTED_LAYERS) and (argument := _adapted(layer)):
+            raise refusal(
+                f"Expected {type(layer).__name__}({argument}) with constants, got {layer.name} as "
+                "adapt left it: statistics of the examples would be in the model without noise. "
+                "Adapt a layer to public data, and give what it found as constants."
+            )
+    if model.losses:
+        raise refusal(
+            "Expected no regularisation losses (kernel_regularizer, add_loss), got "
+            f"{len(model.losses)}: inside the clip a penalty is no decoupled decay. Drop them, or "
+            "use the weight_decay of CyclicDPKerasSGDOptimizer or the prox of "
+            "BlockCoordinateKerasOptimizer."
+        )
+    if keras_api.IS_KERAS_3:  # whose own variables know of constraints, and TensorFlow's do not
+        check_constraints(model.trainable_variables)
+    check_variables(keras_api.trained(model))
+
+
+def _adapted(layer: Any) -> str:
+    """The argument that would have given what the layer was fitted to; "" if it was given."""
+    for attribute, argument in _ADAPTED.items():
+        if hasattr(layer, attribute):
+            return argument if getattr(layer, attribute) is None else ""
+    if hasattr(layer, "_has_input_vocabulary"):
+        return "" if layer._has_input_vocabulary else "vocabulary=..."
+    return "..." if layer.is_adapted else ""
+
+
+class FixedVariables:
+    """The variables of a model that are not trained: their values when the run began."""
+
+    def __init__(self, model: Any):
+        self._values = self._now(model)
+
+    def check(self, model: Any) -> None:
+        """Raises UnsupportedRunError if one of them was changed."""
+        now = self._now(model)
+        if len(now) != len(self._values) or not all(map(np.array_equal, now, self._values)):
+            raise refusal(
+                "a variable that is not trained was changed during the run (running statistics, "
+                "counters): it carries the data of the examples past the noise."
+            )
+
+    def _now(self, model: Any) -> list[np.ndarray]:
+        return [variable.numpy() for variable in keras_api.fixed(model)]
 
 
 @attrs.frozen
@@ -119,7 +203,6 @@ class RecordedRun:
         dealt: Dealt | None = None,
     ):
         check_layers(model)
-        check_preprocessing(model)
         taken = optimizer.last_step.steps
         if taken:
             raise refusal(
@@ -155,8 +238,7 @@ class RecordedRun:
         else:
             self._resume(state, discard_later_steps)
         self.optimizer.training.where_from = self.where_from
-        line = "" if state else self.optimizer.line_before(self._relation)
-        if line:
+        if state is None and (line := self.optimizer.line_before(self._relation)):
             _logger.warning(line)
 
     def _begin(self) -> None:
@@ -377,7 +459,6 @@ class RecordedRun:
         if self._invalid:
             raise refusal(f"The run cannot go on: {self._invalid}")
         check_layers(model)
-        check_preprocessing(model)
         self.model = model
         self.check_iterate()
         optimizer.check_start(keras_api.trained(model), self._declared)
@@ -436,11 +517,6 @@ class RecordedRun:
             self._fixed.check(self.model)
         except ValueError as error:
             self.invalidate(str(error))
-
-    def after_epoch(self) -> None:
-        """Looks at what may have changed without a trace in the trained variables."""
-        self.check_fixed()
-        self.note_weights()
 
     # What was spent
 
@@ -569,3 +645,176 @@ def checked_relation(relation: NeighboringRelation | str) -> NeighboringRelation
     fixed = RunRecorder(batch_order=BatchOrder.CYCLIC, batch_size=1, dataset_size=1)
     fixed.check_relation(relation)
     return relation
+
+
+def _advice(events: Sequence[DpEvent], guarantee: Guarantee, delta: float) -> list[str]:
+    """Where epsilon is that of composition: why no smaller bound holds, and what would help."""
+    if len(events) > 1 or not guarantee.theorem.startswith("composition"):
+        return []
+    unused = [f"Not used: {name}: {reason}." for name, reason in guarantee.alternatives[:1]]
+    helps = advice(events[0], guarantee.neighboring_relation, delta, "l2_norm_clip")
+    return [textwrap.fill(line[:1].upper() + line[1:], 80) for line in [*unused, *helps]]
+
+
+class Figures:
+    """Event, guarantee and statement of a `RecordedRun`; a base beside the holder's own."""
+
+    _record: RecordedRun | None = None
+    _how_to_begin = "Pass the callback to fit."
+    _target_delta: float | None = None
+
+    @property
+    def _told_by(self) -> Figures:
+        """Who holds the record."""
+        return self
+
+    def _check_can_go_on(self) -> None:
+        """Raises UnsupportedRunError where the run could not go on elsewhere."""
+
+    def _catch_up(self) -> None:
+        """What the holder does first, whenever it is asked."""
+
+    def _declared_texts(self) -> Iterable[str]:
+        """What the holder adds to the assumptions that are the user's word."""
+        return ()
+
+    def _recorded(self) -> RecordedRun:
+        own = self._told_by
+        own._catch_up()
+        if own._record is None:
+            raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
+        own._record.check_told()
+        return own._record
+
+    @property
+    def privacy_event(self) -> Any:
+        """The event that happened: a `LastIterateDpEvent`, or the one of the optimizer.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: Steps were taken that are not recorded, the run has ended, or the
+                model is neither the last iterate nor what another private optimizer made of it.
+        """
+        return self._recorded().event()
+
+    @property
+    def privacy_events(self) -> tuple[Any, ...]:
+        """The events of the private runs that the initial weights come from, and this one's.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `privacy_event`.
+        """
+        return self._recorded().events()
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of what is released, with the current model as the last iterate.
+
+        It is that of all `privacy_events` together, as are the figures that follow.
+        """
+        return self._recorded().guarantee()
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Everything that has to be true, each checked, declared or public."""
+        return self._recorded().assumptions(self._told_by._declared_texts())
+
+    def get_epsilon(self, delta: float) -> float:
+        """The epsilon of what is released at `delta`, if the model is the last iterate.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        record = self._recorded()
+        record.check_iterate()
+        return record.guarantee().epsilon(delta)
+
+    def compare(self, delta: float = 1e-5) -> Comparison:
+        """What every bound, and dp-accounting's own accountants, say about what happened.
+
+        Args:
+            delta: In [0, 1].
+
+        Returns:
+            A table with the rows of each run; `print` it.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `get_epsilon`.
+        """
+        self.get_epsilon(delta)  # checks the iterate
+        relation = self.guarantee.neighboring_relation
+        return compare(list(self.privacy_events), delta, relation)
+
+    def release(self) -> None:
+        """Marks the current model as released; call it for every model that anybody sees.
+
+        The last one always counts.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        if self._told_by._record is not None:
+            record = self._recorded()
+            record.check_iterate()
+            record.release()
+
+    def state(
+        self, *, stays_private: bool = False, include_private_state: bool = False
+    ) -> dict[str, Any]:
+        """What the run needs to go on in another process, as plain types for JSON.
+
+        Save the model at the same moment. There, load it, construct or load the optimizer as
+        before, and call `resume`: it is then one run. The noise of the other process is new.
+
+        It holds nothing that was measured on the examples, unless `include_private_state`.
+
+        Args:
+            stays_private: False counts the current weights as released. True says that nobody else
+                ever sees this state and the weights saved with it, which is then an assumption.
+            include_private_state: Also the error of a DiceSGD run, which is data of the examples
+                without noise, and the secret order of a "shuffled_once" run: they cannot go on
+                without it. Needs stays_private=True. Other orders are drawn anew.
+
+        Raises:
+            ValueError: No step was taken; or the private state would be released.
+            UnsupportedRunError: The model is not the iterate that was accounted, or the run cannot
+                go on without the private state.
+        """
+        if include_private_state and not stays_private:
+            raise ValueError(
+                "Expected stays_private = True with include_private_state = True, got False: the "
+                "guarantee rests on nobody knowing the error of DiceSGD."
+            )
+        self._told_by._check_can_go_on()
+        state = self._recorded().state(
+            self._told_by._declared_texts(),
+            stays_private=stays_private,
+            include_private_state=include_private_state,
+        )
+        return state.to_plain()
+
+    def report(self, delta: float | None = None) -> str:
+        """The privacy statement of the run with everything that was checked and declared.
+
+        Args:
+            delta: Where epsilon is read; None for the callback's target_delta.
+
+        Raises:
+            ValueError: No step was taken, or no delta was given.
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        delta = self._target_delta if delta is None else delta
+        if delta is None:
+            raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
+        record = self._recorded()
+        record.check_iterate()
+        text = record.statement(validate.target_delta(delta), self._told_by._declared_texts())
+        return "\n".join([text, *_advice(record.events(), record.guarantee(), delta)])
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedRunError(
+            "The record of a run cannot be copied or pickled: the steps of the copy would be "
+            "missing from epsilon. Keep "
+            "privacy_event.to_dict()."
+        )

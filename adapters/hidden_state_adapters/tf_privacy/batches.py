@@ -1,0 +1,189 @@
+"""The batches that a plan deals of the examples of a run."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_adapters.batch_plans import (
+    BatchPlan,
+    FixedPlan,
+    RandomKeys,
+    ReshuffledPlan,
+    SampledPlan,
+    poisson_plan,
+)
+
+_DRAWN_AT_ONCE = 16  # batches
+FEWEST_ROWS = 2  # of a batch on the device, padding included
+
+
+def dealt(dealer: Dealer, epochs: int = 1) -> tf.data.Dataset:
+    """Epochs of batches of a plan, as (step, rows, indices); indices beyond `rows` are padding.
+
+    Several batches are drawn at once, which costs less than the pipeline does for each.
+
+    Args:
+        dealer: Of the batches.
+        epochs: That are iterated as one.
+    """
+    count = dealer.period * epochs
+
+    def of_steps(first: tf.Tensor) -> Any:
+        kinds = (tf.int64, tf.int64, tf.int64)
+        last = tf.minimum(first + _DRAWN_AT_ONCE, count)
+        steps, rows, indices = tf.numpy_function(
+            dealer.deal_after_begin, [first, last], kinds, stateful=True
+        )
+        return (
+            tf.ensure_shape(steps, [None]),
+            tf.ensure_shape(rows, [None]),
+            tf.ensure_shape(indices, [None, None]),
+        )
+
+    options = tf.data.Options()
+    options.deterministic = True
+    # One batch after the other: nothing is to be tuned, and threads cost more than they bring.
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = 1
+    dataset = tf.data.Dataset.range(0, count, _DRAWN_AT_ONCE).map(of_steps).unbatch()
+    counted = dataset.apply(tf.data.experimental.assert_cardinality(count))
+    return counted.prefetch(2).with_options(options)
+
+
+class Dealer:
+    """Draws the batch of a step when it is asked for, once.
+
+    Attributes:
+        period: Batches of an epoch.
+
+    Args:
+        plan: Which examples each step uses.
+        done: The number of steps so far, asked when an epoch begins.
+        multiple: Indices of a batch are `filled` up to one of it.
+        period: Batches of an epoch.
+    """
+
+    def __init__(self, plan: BatchPlan, done: Callable[[], int], multiple: int, period: int):
+        self._plan, self._done, self._multiple, self.period = plan, done, multiple, period
+        self._first = 0
+        self._lock = threading.Lock()  # Keras begins the first epoch's pipeline twice
+
+    def deal(self, step: int) -> tuple[Any, Any, Any]:
+        """Step, rows, and the examples of the batch filled up with the first one."""
+        with self._lock:
+            if step % self.period == 0:
+                self._plan.start_pass(self._done())
+            chosen = self._plan.batch(step)
+        rows = len(chosen)
+        indices = np.zeros(filled(rows, self._multiple), np.int64)
+        indices[:rows] = chosen
+        return np.int64(step), np.int64(rows), indices
+
+    def deal_all(self, first: int, last: int) -> tuple[Any, Any, Any]:
+        """The same of several steps, stacked, with as many indices as the largest batch has."""
+        steps, rows, indices = zip(*map(self.deal, range(first, last)), strict=True)
+        stacked = np.zeros((len(steps), max(map(len, indices))), np.int64)
+        for place, own in zip(stacked, indices, strict=True):
+            place[: len(own)] = own
+        return np.array(steps), np.array(rows), stacked
+
+    def deal_after_begin(self, first: int, last: int) -> tuple[Any, Any, Any]:
+        """The same by numbers that begin with 0 at the step that follows when 0 is asked for."""
+        if first == 0:
+            self._first = self._done()
+        return self.deal_all(self._first + int(first), self._first + int(last))
+
+
+def plan_of(
+    order: BatchOrder,
+    examples: int,
+    batch_size: int,
+    *,
+    max_batch_size: int | None,
+    drop_remainder: bool,
+    microbatch: int = 1,
+) -> BatchPlan:
+    """The batches of a run, drawn by the operating system where they are random.
+
+    Args:
+        order: The batch order that is accounted.
+        examples: Their number.
+        batch_size: b, a multiple of m; FULL has one batch of all examples, whatever it is.
+        max_batch_size: The cap of POISSON batches, or None.
+        drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
+            batches, or a microbatch.
+        microbatch: m, the examples of a record.
+
+    Returns:
+        A plan of records: its sizes are those in examples over m.
+
+    Raises:
+        UnsupportedRunError: Equal batches cannot be made.
+    """
+    keys = RandomKeys()
+    rest = examples % microbatch
+    if rest and not drop_remainder:
+        raise UnsupportedRunError(
+            f"Expected a number of examples that microbatches of {microbatch} divide, got "
+            f"{examples}: the last {rest} would make a smaller one, whose mean weighs more. Pass "
+            "drop_remainder=True to leave them out, or choose another num_microbatches."
+        )
+    records = range(examples // microbatch)
+    if order is BatchOrder.FULL:
+        return FixedPlan(records, len(records), order)
+    if batch_size > examples:
+        raise UnsupportedRunError(
+            f"Expected batch_size <= {examples}, the number of examples, got {batch_size}. Lower "
+            "it."
+        )
+    if order is BatchOrder.POISSON:
+        number = -(-len(records) // (batch_size // microbatch))
+        cap = None if max_batch_size is None else max_batch_size // microbatch
+        return poisson_plan(records, number, keys, cap)
+    if order is BatchOrder.WITHOUT_REPLACEMENT:
+        return SampledPlan(records, batch_size // microbatch, order, keys)
+    used = examples // batch_size * batch_size
+    if used != examples:
+        if not drop_remainder:
+            raise UnsupportedRunError(
+                f"Expected a batch_size that divides the {examples} examples, got {batch_size}: "
+                f"{order.value} batches must all have the same size. Choose another size, pass "
+                f"drop_remainder=True to use only the first {used} examples, or use "
+                'batch_order="poisson" (the default) or "without_replacement", which take any '
+                "batch size."
+            )
+        records = range(used // microbatch)
+    size = batch_size // microbatch
+    if order is BatchOrder.RESHUFFLED:
+        return ReshuffledPlan(records, size, keys)
+    return FixedPlan(records, size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None)
+
+
+def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
+    """What the rows of every batch are filled up to a multiple of.
+
+    XLA compiles every size anew, so that random sizes, which spread by the root of their mean, are
+    filled up to a few: more than 7 are rare, and half a spread of rows is in vain.
+
+    Args:
+        is_compiled: Whether XLA compiles the step, and sizes are random.
+        expected: Rows of a batch, on average.
+    """
+    return math.ceil(math.sqrt(expected)) if is_compiled else 1
+
+
+def filled(rows: Any, multiple: int) -> Any:
+    """How many rows a batch is filled up to, as a tensor if `rows` is one; see above.
+
+    A batch has at least `FEWEST_ROWS` on the device: not every operation takes none, and TensorFlow
+    cannot vectorize every one over a single row.
+    """
+    parts, fewest = -(-rows // multiple), -(-FEWEST_ROWS // multiple)
+    return multiple * (tf.maximum(parts, fewest) if tf.is_tensor(parts) else max(parts, fewest))

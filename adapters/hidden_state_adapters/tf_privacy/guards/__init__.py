@@ -1,1 +1,0 @@
-"""One file for each way in which a run could silently be another one than is accounted."""

@@ -1,1 +1,0 @@
-"""What stands behind a model that owns its run: data, clip, noise, update."""

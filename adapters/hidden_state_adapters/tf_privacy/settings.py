@@ -1,0 +1,350 @@
+"""What the user says of a run: its arguments, and what holds for all examples that could be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    LossGeometry,
+    Regulariser,
+    UnsupportedRunError,
+    validate,
+)
+from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.regulariser import regulariser_or_none
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+# By name: whose runs it is about.
+_OF = {
+    "gradient_bound": "a Dice optimizer",
+    "block_loss": "a BlockCoordinateKerasOptimizer",
+}
+AUTO = "auto"
+_LARGEST = 1e30
+EVERY_FEATURE = Assumption.declared(
+    "the features of every example that the data could hold are as short as those that it holds: "
+    "they are scaled example by example, by a rule that does not depend on the data"
+)
+
+
+# Of the loss
+
+
+def _bound(value: Any) -> float:
+    return validate.real("gradient_bound", value, above=0, allow_inf=True)
+
+
+def _check_geometry(instance: object, attribute: Any, value: object) -> None:
+    may_be_auto = attribute.name == "loss_geometry"
+    if value is None or isinstance(value, LossGeometry) or (may_be_auto and value == AUTO):
+        return
+    auto = ', "auto"' if may_be_auto else ""
+    raise TypeError(f"Expected {attribute.name} to be a LossGeometry{auto} or None, got {value!r}.")
+
+
+@attrs.frozen(kw_only=True)
+class Declared:
+    """What holds for ALL examples that could have been in the data; the run is checked against it.
+
+    Attributes:
+        gradient_bound: Of the norm of every per-example gradient before clipping; inf if unknown.
+        block_loss: The per-example loss as a function of the one block; None if unknown.
+        loss_geometry: The per-example loss, whatever the optimizer; None if unknown, "auto" if it
+            is to be read off model and loss.
+        feature_norm: Bound on the L2 norm of every example at the one linear layer that is
+            trained; needed for "auto", checked otherwise if it is given.
+        source: What `loss_geometry` was read off; "" if it is the user's word.
+        largest_weight: Bound on the weight that the loss of an example may have; what is said of
+            the loss is said of it without its weight.
+    """
+
+    gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
+    block_loss: LossGeometry | None = attrs.field(default=None, validator=_check_geometry)
+    loss_geometry: LossGeometry | str | None = attrs.field(default=None, validator=_check_geometry)
+    feature_norm: float | None = None
+    source: str = ""
+    largest_weight: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.feature_norm is not None:
+            validate.real("feature_norm", self.feature_norm, above=0)
+        elif self.is_automatic:
+            raise ValueError(
+                'Expected feature_norm with loss_geometry="auto", got None: the constants grow '
+                "with the norm of the features. Normalise every example by itself, and pass the "
+                "norm."
+            )
+        for name in _OF if self.loss_geometry is not None else ():
+            if self._says(name):
+                raise refusal(
+                    f"Expected loss_geometry or {name}, got both. Keep loss_geometry: it says "
+                    "everything about the loss."
+                )
+
+    def _says(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(_NOTHING, name))
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the geometry is still to be read off model and loss."""
+        return self.loss_geometry == AUTO
+
+    @property
+    def of_loss(self) -> LossGeometry | None:
+        """Of the loss without its weight, once it is known."""
+        return self.loss_geometry if isinstance(self.loss_geometry, LossGeometry) else None
+
+    @property
+    def geometry(self) -> LossGeometry | None:
+        """Of the loss times any weight from 0 to `largest_weight`.
+
+        Values, gradients and second derivatives are those times the weight. It may be 0, so that no
+        strong convexity is left.
+
+        Raises:
+            UnsupportedRunError: It knows how curved batches are, which have other weights.
+        """
+        loss, largest = self.of_loss, self.largest_weight
+        if loss is None or largest == 1:
+            return loss
+        if loss.curvature is not None:
+            raise refusal(
+                f"Expected a loss_geometry without curvature beside weights, got {loss!r}: how "
+                "curved a batch is depends on the weights of its examples. Leave the curvature out."
+            )
+        is_strong = loss.kind is LossKind.STRONGLY_CONVEX
+        return attrs.evolve(
+            loss,
+            kind=LossKind.CONVEX if is_strong else loss.kind,
+            smoothness=largest * loss.smoothness,
+            strong_convexity=0.0,
+            weak_convexity=largest * loss.weak_convexity,
+            lipschitz=None if loss.lipschitz is None else largest * loss.lipschitz,
+        )
+
+    @property
+    def measured(self) -> list[Assumption]:
+        """What was measured for a geometry that is the user's word."""
+        if self.feature_norm is None or self.source:
+            return []
+        text = f"features of norm at most {self.feature_norm:g} at the linear layer, every example"
+        return [Assumption.checked(text)]
+
+    @property
+    def longest_gradient(self) -> float:
+        """Bound on the norm of every per-example gradient; inf if unknown."""
+        loss = self.geometry
+        if loss is None or loss.lipschitz is None:
+            return self.gradient_bound * self.largest_weight
+        return loss.lipschitz
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain types; None for what is not known. "auto" has to be read off by then."""
+        bound = self.gradient_bound * self.largest_weight
+        return {
+            "gradient_bound": None if bound == math.inf else bound,
+            "block_loss": plain_geometry(self.block_loss),
+            "loss_geometry": plain_geometry(self.geometry),
+            "feature_norm": None if self.feature_norm is None else float(self.feature_norm),
+            "source": self.source,
+        }
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Declared:
+        """Inverse of `to_plain`."""
+        bound = plain["gradient_bound"]
+        return cls(
+            gradient_bound=math.inf if bound is None else bound,
+            block_loss=_of_plain_geometry(plain["block_loss"]),
+            loss_geometry=_of_plain_geometry(plain["loss_geometry"]),
+            feature_norm=plain["feature_norm"],
+            source=str(plain["source"]),
+        )
+
+    def refuse_all_but(self, known: str, optimizer: str) -> None:
+        """Refuses what says nothing about the runs of an optimizer.
+
+        Args:
+            known: The name that does say something; "" if none does.
+            optimizer: Name of the optimizer.
+
+        Raises:
+            UnsupportedRunError: Something else is declared.
+        """
+        for name, kind in _OF.items():
+            if name != known and self._says(name):
+                raise refusal(
+                    f"Expected {name} for {kind}, got {optimizer}. Say loss_geometry, or nothing."
+                )
+
+
+_NOTHING = Declared()
+
+
+def plain_geometry(geometry: LossGeometry | None) -> dict[str, Any] | None:
+    """The arguments of `LossGeometry` as plain types."""
+    if geometry is None:
+        return None
+    return attrs.asdict(geometry) | {"kind": geometry.kind.value}
+
+
+def _of_plain_geometry(plain: Mapping[str, Any] | None) -> LossGeometry | None:
+    return None if plain is None else LossGeometry(**plain)
+
+
+# Of the run
+
+
+def check_scale(name: str, value: float) -> None:
+    """Raises ValueError unless float32 holds the value (or 0): else clip or noise would vanish."""
+    if value and not 1 / _LARGEST <= value <= _LARGEST:
+        raise ValueError(
+            f"Expected {name} between {1 / _LARGEST:g} and {_LARGEST:g}, got {value!r}."
+        )
+
+
+def _positive(name: str, value: Any) -> float:
+    return validate.real(name, value, above=0)
+
+
+def _count(name: str, value: Any) -> int:
+    return validate.integer(name, value, minimum=1)
+
+
+def _regulariser(name: str, value: Any) -> Regulariser | None:
+    return regulariser_or_none(name, Regulariser(**value) if isinstance(value, Mapping) else value)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "l2_norm_clip": _positive,
+    "noise_multiplier": validate.magnitude,
+    "num_microbatches": _count,
+    "num_steps": _count,
+    "batch_order": lambda _, value: parse_batch_order(value),
+    "max_batch_size": _count,
+    "prox": _regulariser,
+    "projection_radius": _positive,
+    "loss_geometry": lambda _, given: (
+        LossGeometry(**given) if isinstance(given, Mapping) else given  # of a configuration
+    ),
+    "weight_bound": _positive,
+    "neighboring_relation": lambda _, value: validate.neighboring_relation(value),
+    "target_delta": lambda _, value: validate.target_delta(value),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The arguments of `HiddenStateModel`, checked; see there.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: Two do not go together.
+    """
+
+    l2_norm_clip: float | None = None
+    noise_multiplier: float | None = None
+    num_microbatches: int | None = None
+    num_steps: int | None = None
+    batch_order: BatchOrder | None = None
+    max_batch_size: int | None = None
+    drop_remainder: bool = False
+    prox: Regulariser | None = None
+    projection_radius: float | None = None
+    loss_geometry: LossGeometry | str | None = None
+    feature_norm: float | None = None
+    weight_bound: float | None = None
+    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    target_delta: float | None = None
+    checkpoints_stay_private: bool = False
+    metrics_stay_private: bool = False
+    validation_data_is_public: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            given = getattr(self, name)
+            if given is not None or name == "neighboring_relation":
+                object.__setattr__(self, name, check(name, given))
+        # The compiled optimizer may say what is missing; fit finds noise.
+        clip, noise = self.l2_norm_clip or 1.0, self.noise_multiplier or 0.0
+        check_scale("l2_norm_clip", clip)
+        check_scale("l2_norm_clip * noise_multiplier", clip * noise)
+        of_sizes, order = self.max_batch_size, self.order
+        if of_sizes is not None and order is not BatchOrder.POISSON:
+            raise UnsupportedRunError(
+                'Expected max_batch_size = None unless batch_order = "poisson", got '
+                f'{of_sizes} with "{order.value}": its batches have one '
+                'size. Leave it out, or say batch_order="poisson".'
+            )
+        adds = self.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+        if adds and order is not BatchOrder.POISSON:
+            raise UnsupportedRunError(
+                "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
+                f'ADD_OR_REMOVE_ONE: with batch_order="{order.value}" one example more '
+                "or less changes other batches as well. Poisson batches have that relation."
+            )
+        _ = self.declared  # raises
+
+    @property
+    def order(self) -> BatchOrder:
+        """Of the batches: what was said, or Poisson."""
+        return self.batch_order or BatchOrder.POISSON
+
+    @property
+    def prox_strong_convexity(self) -> float:
+        """The event's."""
+        return 0.0 if self.prox is None else self.prox.strong_convexity
+
+    def joined_by(self, optimizer: str, told: Mapping[str, Any]) -> Settings:
+        """These, and what an optimizer with noise says in their place.
+
+        Where these say no order, batches are cyclic: so they are for such an optimizer elsewhere.
+
+        Args:
+            optimizer: Its name.
+            told: Arguments by name; None says nothing.
+
+        Raises:
+            UnsupportedRunError: These say something else.
+        """
+        theirs = Settings(**{name: value for name, value in told.items() if value is not None})
+        said = {name: getattr(theirs, name) for name in told if told[name] is not None}
+        for name, value in said.items():
+            own = getattr(self, name)
+            if own is not None and own != value:
+                raise UnsupportedRunError(
+                    f"Expected {name} = {own!r}, as the model was made with, got {value!r} of "
+                    f"{optimizer}. Leave it out of the model; or compile with an optimizer without "
+                    "noise."
+                )
+        return attrs.evolve(self, **said, batch_order=self.batch_order or BatchOrder.CYCLIC)
+
+    @property
+    def declared(self) -> Declared:
+        """What is said of the loss."""
+        return Declared(loss_geometry=self.loss_geometry, feature_norm=self.feature_norm)
+
+    @property
+    def needs_plain_sgd(self) -> str:
+        """The arguments that say something about the update of plain SGD, or ""."""
+        names = ("loss_geometry", "prox", "projection_radius")
+        return " and ".join(name for name in names if getattr(self, name) is not None)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The arguments as plain types."""
+        geometry = self.loss_geometry
+        return {
+            **attrs.asdict(self, recurse=False),
+            "prox": self.prox and attrs.asdict(self.prox),
+            "batch_order": self.batch_order and self.batch_order.value,
+            "neighboring_relation": self.neighboring_relation.name,
+            "loss_geometry": geometry if isinstance(geometry, str) else plain_geometry(geometry),
+        }
