@@ -56,10 +56,10 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
         batches, one row per example, finite gradients, the same blocks in the same order, variables
         that nobody else changed. One that was refused, interrupted or not finished ends the run
         without an epsilon.
-      - Your word: all else that is trained or changes is public (of one block: stands still), no
-        layer mixes the examples of a batch (BatchNormalization), the batches are the same ones in
-        every epoch, the loss is of one batch in all calls of a step, and the number of steps does
-        not depend on the examples. Not covered: rounding.
+      - Declared by you: all else that is trained or changes is public (of one block: stands still),
+        no layer mixes the examples of a batch (BatchNormalization), the batches are the same ones
+        in every epoch, the loss is of one batch in all calls of a step, and the number of steps
+        does not depend on the examples. Not covered: rounding.
 
     Args:
         l2_norm_clip: C, for each block.

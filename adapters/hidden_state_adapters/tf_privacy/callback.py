@@ -291,10 +291,10 @@ class HiddenStateCallback(Figures, _Recorder):
       - Checked: the data are those of `cyclic_dataset`, one step is made on each batch, layers and
         other callbacks are ones that can be accounted; what the optimizer checks of every step;
         after every epoch, that variables that are not trained are unchanged.
-      - Your word, and listed by `assumptions`: that each entry of the loss is about one example of
-        the batch, as TensorFlow Privacy's optimizers assume; what you declare. Losses and metrics
-        of the training data (History, progress bar) have no privacy guarantee and must stay
-        private.
+      - Declared by you, and listed by `assumptions`: that each entry of the loss is about one
+        example of the batch, as TensorFlow Privacy's optimizers assume; what you declare. Losses
+        and metrics of the training data (History, progress bar) have no privacy guarantee and must
+        stay private.
 
     The metrics of the model are reset after every epoch, because `Model.save` would store them.
 

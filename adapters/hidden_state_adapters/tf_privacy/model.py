@@ -182,8 +182,8 @@ class PrivateTraining(tf.keras.Model, Figures):
             class_weight: Factors of the losses, by class: numbers that are public, and do not come
                 from how often a class occurs. As in Keras, batches are divided by their size.
             sample_weight: Factors of the losses, shape (examples,). That each depends on its
-                example only is your word. With a `loss_geometry` the model needs a `weight_bound`.
-                None if they come with x.
+                example only is declared by you. With a `loss_geometry` the model needs a
+                `weight_bound`. None if they come with x.
             initial_epoch: As in Keras.
             steps_per_epoch: Of Poisson batches and of those without replacement, any number; of a
                 generator, its batches.
@@ -389,8 +389,8 @@ class PrivateTraining(tf.keras.Model, Figures):
         Formal guarantees: those of one run with all its steps; its noise, and the batches that are
         drawn, are new. Checked by fit: batches, geometry, update rule and relation are those of
         before, the weights those that the last step left, and in this process nobody else goes on
-        with the run. Your word, and listed: that the examples are those of before, in their order,
-        and that no other process goes on with it.
+        with the run. Declared by you, and listed: that the examples are those of before, in their
+        order, and that no other process goes on with it.
 
         Args:
             state: What `state()` returned.
@@ -544,7 +544,7 @@ class HiddenStateModel(PrivateTraining):
             projected on the ball around 0.
         loss_geometry: What is known about the loss of one example, before clipping. ``"auto"``
             reads it off the compiled loss and the model, whose last layer is a `Dense` one and all
-            that is trained; a LossGeometry is your word. None is composition.
+            that is trained; a LossGeometry is declared by you. None is composition.
         feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
             needed for "auto". All examples are measured before the first step.
         weight_bound: The largest `sample_weight` that an example could have, a public number; for

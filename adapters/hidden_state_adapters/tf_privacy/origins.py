@@ -3,7 +3,7 @@
 A run that begins with weights that another private run left shows more of the examples than its own
 event says. Their digests tell: this process remembers those of weights that its runs left, and a
 model or an optimizer writes them, with the runs behind them, into its configuration, so that
-whoever loads the file is told. (A checkpoint of TensorFlow has none: that is your word.)
+whoever loads the file is told. (A checkpoint of TensorFlow has none: that is declared by you.)
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Origin:
             raise refusal(
                 f"Expected initial weights whose privacy is known, got {name}, which a private "
                 f"optimizer trained: {why} Start from other weights (that they do not depend on "
-                "the examples is then your word)."
+                "the examples is then declared by you)."
             )
         if live is None or live.run is None:
             return self.runs
@@ -314,7 +314,7 @@ class Training:
                     f"Expected initial weights whose privacy is known, got {variable.name}, which "
                     "a private optimizer trained and something else changed since. Start from what "
                     "the run left, or from a new model (that its weights do not depend on the "
-                    "examples is then your word)."
+                    "examples is then declared by you)."
                 )
         return _merged(runs)
 

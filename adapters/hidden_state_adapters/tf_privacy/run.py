@@ -164,8 +164,8 @@ class PrivateRun(Figures):
         **settings: The arguments of `HiddenStateModel` by name: `l2_norm_clip`,
             `noise_multiplier`, `batch_order`, `loss_geometry`, `feature_norm`, ...
 
-    Formal guarantees: those of `HiddenStateModel`. Your word, and listed: what the loop does beside
-    the steps (evaluation, choice of their number) does not depend on the examples.
+    Formal guarantees: those of `HiddenStateModel`. Declared by you, and listed: what the loop does
+    beside the steps (evaluation, choice of their number) does not depend on the examples.
 
     Raises:
         UnsupportedRunError: No such run can be accounted; from every step, once it has ended.
