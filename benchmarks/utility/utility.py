@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 import utility_data
 import utility_methods as methods
-from utility_page import fill_readme, write_page
+from utility_page import write_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 OURS = ("recommend", "recommend, fixed batches", "recommend, not centred")
@@ -57,7 +57,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(tuple(utility_data.SETS), seeds=10, tries=2, lengths=(16, 64)),
+    "full": Size(utility_data.FIRST_SETS, seeds=10, tries=2, lengths=(16, 64)),
     "out_of_sample": Size(utility_data.OUT_OF_SAMPLE, cost=()),
     "reduced": Size(("digits", "cancer")),
     "smoke": Size(
@@ -169,7 +169,6 @@ def main():
     parser.add_argument("--results", type=pathlib.Path)
     parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/utility.md")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
-    parser.add_argument("--readme", action="store_true", help="fill the tables of README.md, too")
     arguments = parser.parse_args()
     results = arguments.results or ROOT / f"build/utility_{arguments.size}.json"
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -177,10 +176,6 @@ def main():
         write(arguments.size, json.loads(results.read_text()), arguments.page)
     else:
         run(arguments.size, results, arguments.page)
-    if arguments.readme:
-        readme = ROOT / "README.md"
-        text = fill_readme(readme.read_text("utf-8"), json.loads(results.read_text()))
-        readme.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

