@@ -126,17 +126,3 @@ def test_the_page_says_what_was_won_and_what_is_missing(script, tmp_path):
         "4 on cancer (a quarter of the gradients: missed).\n* *cancer* misses it: 1 epochs" in text
     )
     assert "50.1 ± 0.1, 4 of full batches 80.1 ± 0.1 (-30.0 ± 0.1).\n" in text
-
-
-def test_the_tables_of_the_readme_are_filled(script):
-    import utility_page
-
-    readme = (
-        "| | cancer, eps 1 | digits, eps 0.3 |\n|---|---|---|\n"
-        "| `PrivateClassifier`, nothing tuned | ? | ? |\n| something else | 1 | 2 |\n\n"
-        "| order | epsilon |\n| full batches, tuned | stays |\n"
-    )
-    cells = {"cancer|recommend|1.0|0": {"test": [0.9, 0.92]}}
-    text = utility_page.fill_readme(readme, cells)
-    assert "| `PrivateClassifier`, nothing tuned | 91.0 ± 1.0 | - |\n" in text
-    assert text.replace("91.0 ± 1.0 | - |", "? | ? |") == readme
