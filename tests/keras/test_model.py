@@ -204,6 +204,27 @@ def test_rows_of_a_layer_that_are_not_those_of_the_examples(parts, rows):
     np.testing.assert_allclose(moved, expected, atol=1e-6)
 
 
+def test_a_loss_that_mixes_examples_beside_a_head_of_zeros():
+    """Where all outputs are 0, a term like that of contrastive losses has no slope."""
+
+    def loss(targets, outputs):
+        among = tf.range(tf.shape(outputs)[0])
+        products = tf.matmul(outputs, outputs, transpose_b=True)
+        own = tf.nn.sparse_softmax_cross_entropy_with_logits(among, products)
+        return own + crossentropy()(targets, outputs)
+
+    model, x, y = (
+        make([layers.Dense(CLASSES, kernel_initializer="zeros")]),
+        tf.constant(X),
+        tf.constant(Y),
+    )
+    model(x)
+    variables = keras_api.trained(model)
+    assert ThroughLinearLayers.of(model, RowLosses(loss), variables, x, y) is None
+    assert not any(np.any(variable) for variable in variables)
+    assert ThroughLinearLayers.of(model, RowLosses(crossentropy()), variables, x, y)
+
+
 def test_a_number_is_a_variable_of_every_example_alone():
     """Its gradients have no axis but that of the examples, whose lengths must not mix."""
     scale = tf.Variable(2.0)

@@ -297,3 +297,19 @@ def test_an_optimizer_that_took_steps():
     second = make(optimizer=first.optimizer)
     with pytest.raises((hsa.UnsupportedRunError, ValueError, KeyError)):
         fit(second)
+
+
+def test_a_fixed_variable_that_is_what_it_was_by_the_end():
+    """A count of the second epoch, which a callback of the user's sets back."""
+    frozen = layers.Dense(FEATURES, trainable=False)
+    model = make([frozen, layers.Dense(2)])
+
+    def step(batch, logs):
+        if model._run.record.num_batches > 4:
+            frozen.bias.assign_add(tf.ones(FEATURES))
+
+    back = callbacks.LambdaCallback(
+        on_train_batch_end=step, on_epoch_end=lambda *_: frozen.bias.assign(tf.zeros(FEATURES))
+    )
+    with pytest.raises(hsa.UnsupportedRunError, match="not trained was changed"):
+        fit(model, epochs=2, callbacks=[back])

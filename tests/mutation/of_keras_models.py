@@ -15,6 +15,13 @@ MUTATIONS = (
         "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples",
     ),
     Mutation(
+        "a_head_of_zeros_hides_what_mixes_its_outputs",
+        f"{_TF}/gradients.py",
+        "_MOVED = 0.1",
+        "_MOVED = 0.0",
+        "keras/test_model.py::test_a_loss_that_mixes_examples_beside_a_head_of_zeros",
+    ),
+    Mutation(
         "the_bias_of_a_microbatch_is_not_measured",
         f"{_TF}/gradients.py",
         "of_features = products(product.features) * has_kernel + has_bias",

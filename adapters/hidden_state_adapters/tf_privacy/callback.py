@@ -162,7 +162,7 @@ class _Recorder(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the epsilon to the logs, and notes a checkpoint as released."""
         self.model.reset_metrics()  # Model.save would store them
-        self._record.note_weights()
+        self._record.after_epoch()
         if self.releases[0]:
             self._record.release()
         if self._target_delta is not None and logs is not None:

@@ -33,6 +33,7 @@ _FINE, _MENDED, _LEAST_RANK = (2, 15), (2, 22), 4
 _BROKEN_KINDS = (tf.float32, tf.bfloat16, tf.float16)
 _LONGEST_BLOCK = 256  # entries
 _COMPARED = 8  # records
+_MOVED = 0.1  # standard deviation
 _TOLERANCE = 1e-4  # relative, of gradients that were summed in another order
 
 
@@ -365,9 +366,10 @@ class ThroughLinearLayers:
     def agrees(self, examples: Any, targets: Any) -> bool:
         """Whether these are the gradients of every record alone: length by length, and summed up.
 
-        A model may mix the rows of a batch, or call a layer with several rows of each. Layers of
-        Keras draw random numbers in training mode, and are compared in the other one: but for its
-        augmentations (MixUp) they mix no more rows there.
+        A model or a loss may mix the rows of a batch, or call a layer with several rows of each.
+        Layers of Keras draw random numbers in training mode, and are compared in the other one: but
+        for its augmentations (MixUp) they mix no more rows there. They are compared beside the
+        initial weights: a head of zeros would hide what mixes its outputs.
         """
         rows = min(tf.nest.flatten(examples)[0].shape[0] // self._each, _COMPARED)
         examples, targets = tf.nest.map_structure(
@@ -393,7 +395,8 @@ class ThroughLinearLayers:
                 return [(one.norms, *one.weighted_sum(factors)) for one in both]
 
             given = tf.nest.map_structure(tf.convert_to_tensor, (examples, targets))
-            found, expected = traced(gradients, *given)
+            with _moved(keras_api.trained(self._model)):
+                found, expected = traced(gradients, *given)
         except Exception:  # of a model that calls its layers in another way
             return False
         finally:
@@ -404,6 +407,19 @@ class ThroughLinearLayers:
     @property
     def _alone(self) -> type[RowByRow]:
         return MeansOfSeveral if self._each > 1 else RowByRow
+
+
+@contextlib.contextmanager
+def _moved(variables: Sequence[Any]) -> Iterator[None]:
+    """Puts other values in variables, and back what was there, bit by bit."""
+    random, before = np.random.default_rng(1), [variable.read_value() for variable in variables]
+    for variable in variables:
+        variable.assign_add(tf.cast(random.normal(0, _MOVED, variable.shape), variable.dtype))
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:

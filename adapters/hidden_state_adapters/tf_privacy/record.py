@@ -443,6 +443,15 @@ class RecordedRun:
         """Lets the process know the current weights, wherever they are copied to."""
         self.optimizer.training.note()
 
+    def after_epoch(self) -> None:
+        """Notes the weights, which may be released now with the variables that are not trained.
+
+        Raises:
+            UnsupportedRunError: One of those was changed, though it may be what it was by the end.
+        """
+        self.check_fixed()
+        self.note_weights()
+
     def invalidate(self, text: str) -> NoReturn:
         """Ends the run: there is no figure for it."""
         self._invalid = text

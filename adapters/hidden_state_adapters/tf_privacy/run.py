@@ -473,7 +473,7 @@ class PrivateRun(Figures):
         total = several(*map(tf.constant, (steps, rows, indices)))
         self._catch_up()
         if self._record.num_batches % self.steps_per_epoch == 0:
-            self._record.note_weights()
+            self._record.after_epoch()
         return float(total) / count
 
     def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
