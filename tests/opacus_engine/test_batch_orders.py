@@ -80,7 +80,7 @@ def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
     used = []
     for _ in range(2):
         for features, labels in run.loader:
-            assert indices(features) == run.optimizer.context.plan.batch(run.steps)
+            assert indices(features) == run.optimizer.run.plan.batch(run.steps)
             used.append(indices(features))
             run.step((features, labels))
     assert run.steps == len(used) == 12
@@ -138,7 +138,7 @@ def test_empty_batches_are_steps(make_run, mode, pieces, workers):
         loader={"batch_size": 1, "num_workers": workers},
     )  # fmt: skip
     sizes = []
-    plan, loader = run.optimizer.context.plan, run.loader
+    plan, loader = run.optimizer.run.plan, run.loader
     if pieces:
         loader = BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=pieces, optimizer=run.optimizer
@@ -215,12 +215,12 @@ def test_a_secret_order_is_in_no_output(make_run, order, tmp_path, caplog):
         engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
     shown = [
         caplog.text, engine.report(DELTA), repr(engine.privacy_event), str(engine.assumptions),
-        repr(run.loader.batch_sampler.plan), repr(engine.__dict__), repr(run.optimizer.context),
+        repr(run.loader.batch_sampler.plan), repr(engine.__dict__), repr(run.optimizer.run),
         repr(run.optimizer.__dict__), repr(engine.accountant.state_dict()),
         repr(torch.load(path, weights_only=True)),
     ]  # fmt: skip
     assert not [text for text in shown if re.search(r"(?<![\w.])10[0-5]\d(?![\w.])", text)]
-    plan = run.optimizer.context.plan
+    plan = run.optimizer.run.plan
     assert re.search(r"(?<![\w.])10[0-5]\d(?![\w.])", repr(plan.batch(run.steps - 1)))
     for secret in (run.loader, run.loader.batch_sampler):
         with pytest.raises((hsa.UnsupportedRunError, AttributeError, pickle.PicklingError)):
@@ -233,7 +233,7 @@ def test_a_public_seed_makes_one_shuffle_cyclic(make_run):
         run.epoch()
     assert runs[0].engine.privacy_event.batch_order is BatchOrder.CYCLIC
     assert "order of the batches" in runs[0].engine.report(DELTA)
-    batches = [[run.optimizer.context.plan.batch(k) for k in range(6)] for run in runs]
+    batches = [[run.optimizer.run.plan.batch(k) for k in range(6)] for run in runs]
     assert batches[0] == batches[1] != batches[2]
     plain = make_run()
     plain.epoch()
@@ -246,7 +246,7 @@ def test_a_seed_that_is_declared_secret(make_run, order):
     run.epoch()
     assert run.engine.privacy_event.batch_order is BatchOrder(order)
     assert any(a.text.startswith("order_seed is random") for a in run.engine.assumptions)
-    assert str(2**80 + 1) not in repr(run.engine.__dict__) + repr(run.optimizer.context)
+    assert str(2**80 + 1) not in repr(run.engine.__dict__) + repr(run.optimizer.run)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_dropped_records_are_always_the_same(make_run):
     run = make_run(batch_order="reshuffled", loader={"batch_size": 25, "drop_last": True})
     for _ in range(2):
         run.epoch()
-        used = flat(run.optimizer.context.plan.batch(run.steps - k) for k in (2, 1))
+        used = flat(run.optimizer.run.plan.batch(run.steps - k) for k in (2, 1))
         assert sorted(used) == list(range(50))
     assert run.engine.privacy_event.dataset_size == 50
 
@@ -299,12 +299,12 @@ def test_random_batches_use_all_records(make_run, order, steps):
 def test_a_private_loader_starts_another_run_with_another_order(make_run):
     first = make_run(batch_order="shuffled_once")
     first.epoch()
-    before = first.optimizer.context.plan.batch(0)
+    before = first.optimizer.run.plan.batch(0)
     _, optimizer, _ = first.engine.make_private(
         module=first.model, optimizer=first.optimizer, data_loader=first.loader,
         noise_multiplier=2.0, max_grad_norm=2.1, batch_order="shuffled_once",
     )  # fmt: skip
-    plan = optimizer.context.plan
+    plan = optimizer.run.plan
     assert plan.batch(0) != before
     assert sorted(flat(plan.batch(k) for k in range(6))) == list(range(60))
 

@@ -341,7 +341,7 @@ def test_a_release_within_an_epoch():
         run.step(batch)
         if index == 1:
             run.engine.release()
-            assert run.optimizer.run.release_steps == (2,)
+            assert run.optimizer.run.record.release_steps == (2,)
     assert run.event.block_loss is None
 
 

@@ -56,7 +56,7 @@ def test_a_secret_order_goes_on_with_its_private_state(make_run, tmp_path, order
     loader = {"num_workers": workers}
     first, second = (make_run(batch_order=order, loader=loader) for _ in range(2))
     steps(first, 8)
-    plan, path = first.optimizer.context.plan, tmp_path / "checkpoint.pt"
+    plan, path = first.optimizer.run.plan, tmp_path / "checkpoint.pt"
     first.engine.save_checkpoint(path=path, **PRIVATE)
     torch.load(path, weights_only=True)
     second.engine.load_checkpoint(path=path)

@@ -40,7 +40,7 @@ def private(engine=None, *, loader=None, make="make_private", **arguments):
 
 
 def order_of(optimizer):
-    return optimizer.context.plan.order
+    return optimizer.run.plan.order
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_rate_divisor_and_steps_are_those_of_opacus(batch_size, drop_last):
 def test_the_drawn_rate_is_the_accounted_one():
     """16 of 60 records are drawn at a rate of 1/4, as Opacus does, and a step divides by 15."""
     _, _, optimizer, _ = private(loader={"batch_size": 16})
-    plan = optimizer.context.plan
+    plan = optimizer.run.plan
     sizes = [len(plan.batch(step)) for step in range(4000)]
     assert abs(np.mean(sizes) - 15) < 5 * np.sqrt(60 * 0.25 * 0.75 / 4000)
 

@@ -77,7 +77,7 @@ def test_every_step_is_that_of_the_paper(make_dice, variant, order):
         noise_generator=torch.Generator().manual_seed(5), loader={"batch_size": 3},
         grad_sample_mode="hooks",
     )  # fmt: skip
-    plan, same_noise = run.optimizer.context.plan, torch.Generator().manual_seed(5)
+    plan, same_noise = run.optimizer.run.plan, torch.Generator().manual_seed(5)
     divisor = 60 if order == "full" else 3
     reference = Reference(variant, weights(run), divisor)
     sizes = []

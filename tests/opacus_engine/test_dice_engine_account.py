@@ -99,7 +99,7 @@ def test_poisson_with_a_batch_size_that_does_not_divide(make_dice):
     assert (event.batch_size, event.dataset_size, event.num_steps) == (6, 60, 9)
     assert event.sampling_rate == 1 / 9
     assert event.noise_std == 20.0 * CLIP / 6
-    draws = [len(run.optimizer.context.plan.batch(k)) for k in range(9, 4009)]
+    draws = [len(run.optimizer.run.plan.batch(k)) for k in range(9, 4009)]
     assert abs(np.mean(draws) - 60 / 9) < 5 * math.sqrt(60 / 9 * 8 / 9 / 4000)
 
 

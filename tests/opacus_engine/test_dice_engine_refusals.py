@@ -248,5 +248,5 @@ def test_buffers_that_collect_data(make_dice):
 
 def test_the_slot_for_hooks_is_taken(make_dice):
     run = make_dice()
-    with pytest.raises(hsa.UnsupportedRunError, match="single slot"):
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected no step hook"):
         run.optimizer.attach_step_hook(print)

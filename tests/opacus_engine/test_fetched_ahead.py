@@ -58,9 +58,9 @@ def test_a_loop_may_stop_with_one_batch_fetched(make_run, order):
     run = make_run(batch_order=order)
     for batch in itertools.islice(ahead(run.loader), 3):
         run.step(batch)
-    first = run.optimizer.context.plan.batch(3)
+    first = run.optimizer.run.plan.batch(3)
     run.epoch(ahead(run.loader))
-    assert run.optimizer.context.plan.batch(3) == first
+    assert run.optimizer.run.plan.batch(3) == first
     assert run.engine.privacy_event == event(order, 9)
 
 
@@ -74,7 +74,7 @@ def test_a_public_order_may_end_anywhere(make_run):
 def test_two_empty_poisson_batches_in_a_row(make_run):
     run = make_run(batch_order="poisson", loader={"batch_size": 1})
     run.epoch(ahead(run.loader))
-    sizes = [run.optimizer.context.plan.num_rows(step) for step in range(60)]
+    sizes = [run.optimizer.run.plan.num_rows(step) for step in range(60)]
     assert (0, 0) in itertools.pairwise(sizes)
     assert run.engine.privacy_event == event("poisson", 60, batch_size=1)
 

@@ -1,7 +1,6 @@
 """Noise comes from generators that no seed reaches, or from one that the user vouches for."""
 
 import copy
-import multiprocessing
 import pickle
 import types
 
@@ -20,11 +19,7 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.gradients.noise import (
-    OwnGenerator,
-    OwnNoise,
-    check_noise_source,
-)
+from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -139,23 +134,6 @@ def test_a_run_that_goes_on_draws_other_noise(tmp_path):
         assert_independent(moves[one] - before, moves[other] - before)
 
 
-def _draw(connection, noise):
-    connection.send(torch.randn(5, generator=noise.generator(CPU)).tolist())
-
-
-def test_a_forked_process_draws_other_noise():
-    noise, fork = OwnNoise(), multiprocessing.get_context("fork")
-    noise.generator(CPU)
-    ours, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=_draw, args=(theirs, noise))
-    process.start()
-    there = ours.recv()
-    process.join()
-    here = torch.randn(5, generator=noise.generator(CPU)).tolist()
-    assert not set(here) & set(there)
-    assert noise.generator(CPU) is noise.generator(CPU)
-
-
 # --- the generator --------------------------------------------------------------------------------
 
 
@@ -224,17 +202,16 @@ def test_it_is_drawn_on_a_gpu():
     assert (states[0] != states[1]).all()
     assert all(int(state[1]) % 4 == 0 for state in states)
     torch.cuda.manual_seed_all(0)
-    noise = OwnNoise()
-    one = torch.randn(5, generator=noise.generator(device), device=device)
+    noise = OwnGenerator(device)
+    one = torch.randn(5, generator=noise, device=device)
     torch.cuda.manual_seed_all(0)
-    assert (one != torch.randn(5, generator=noise.generator(device), device=device)).all()
+    assert (one != torch.randn(5, generator=noise, device=device)).all()
     with pytest.raises(ValueError, match="noise_generator on cuda:0"):
         check_noise_source([one], torch.Generator())
 
 
-def test_nobody_gets_it_from_the_optimizer():
+def test_another_generator_is_refused():
     loop = Loop("engine").epoch()
-    assert loop.optimizer.generator is None
     loop.optimizer.generator = torch.Generator()
     with pytest.raises(hsa.UnsupportedRunError, match="another noise generator"):
         loop.epoch()
@@ -277,6 +254,12 @@ def test_a_generator_on_another_device(device):
         check_noise_source([param], torch.Generator())
     check_noise_source([param], torch.Generator(), is_secure=True)  # serves every device
     check_noise_source([param], None)
+
+
+def test_one_generator_serves_one_device():
+    params = [types.SimpleNamespace(device=torch.device(f"cuda:{k}")) for k in range(2)]
+    with pytest.raises(hsa.UnsupportedRunError, match="all trainable parameters on one device"):
+        check_noise_source(params, None)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu:0", "meta"])

@@ -34,7 +34,7 @@ def pieces_of(run, size):
 
 def never_empty(run):
     """A non-empty batch first, for loops that take a batch apart."""
-    while not run.optimizer.context.plan.batch(run.steps):
+    while not run.optimizer.run.plan.batch(run.steps):
         run.step(next(iter(run.loader)))
 
 
@@ -328,7 +328,7 @@ def test_the_order_does_not_follow_torch_or_numpy_seeds(make_run):
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
         run = make_run(batch_order="reshuffled", loader={"shuffle": True, "generator": generator})
-        firsts.append(run.optimizer.context.plan.batch(0))
+        firsts.append(run.optimizer.run.plan.batch(0))
     assert firsts[0] != firsts[1]
 
 
@@ -389,7 +389,7 @@ def test_a_resumed_run_does_not_replay_batches(make_run, tmp_path, order):
     resumed.epoch()
     assert resumed.engine.privacy_event.num_steps == 12
     if order in EPOCHS:
-        plan, other = run.optimizer.context.plan, resumed.optimizer.context.plan
+        plan, other = run.optimizer.run.plan, resumed.optimizer.run.plan
         if order == "shuffled_once":
             assert [plan.batch(k) for k in range(6)] == [other.batch(k) for k in range(6)]
 

@@ -126,7 +126,7 @@ def test_what_follows_the_step_is_one_argument(make_run, after, before):
     for run in runs:
         run.epoch()
     assert runs[0].engine.privacy_event == runs[1].engine.privacy_event
-    assert runs[0].engine._fields == runs[1].engine._fields
+    assert runs[0].optimizer.run.fields == runs[1].optimizer.run.fields
 
 
 def test_a_small_box_lowers_epsilon(make_run):

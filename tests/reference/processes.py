@@ -454,7 +454,7 @@ def tells(what):
         run.engine.get_epsilon(1e-5)
     except ValueError as error:
         return str(error)
-    return run.optimizer.run.release_steps, str(run.engine.assumptions)
+    return run.optimizer.run.record.release_steps, str(run.engine.assumptions)
 
 
 def resumes(folder, order, other=False):

@@ -272,8 +272,6 @@ class HiddenStateAccountant(IAccountant):
                 run, or its noise was found for other batches.
         """
         made = MadePrivate.by_caller(self, sample_rate)
-        if getattr(made.optimizer, "records_itself", False):
-            return lambda optimizer: None
         if made.optimizer is not None:
             self._check_initial(made, made.optimizer)
         made.prepare()

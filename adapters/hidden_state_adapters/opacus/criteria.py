@@ -23,6 +23,7 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeSquaredErrorLoss,
 )
 
+_SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 
 _MODULES: dict[Callable[..., Any], type[nn.Module]] = {
@@ -86,6 +87,14 @@ class KnownCriterion:
     """
 
     criterion: Any
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What it computes, in plain types."""
+        found = {k: getattr(self.criterion, k) for k in _SETTINGS if hasattr(self.criterion, k)}
+        weights = {k: getattr(self.criterion, k, None) for k in ("weight", "pos_weight")}
+        given = {k: weight.tolist() for k, weight in weights.items() if weight is not None}
+        return {"type": type(self.criterion).__name__, **found, **given}
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """The loss of a record, as a function of the parameters of a linear layer.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,7 +34,6 @@ from hidden_state_accountants.runs.base import Run, check_covered
 from hidden_state_accountants.runs.statement import statement_of
 from hidden_state_adapters.advice import advice
 from hidden_state_adapters.calibration import calibrate_noise_after
-from hidden_state_adapters.opacus import checkpoints
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
@@ -52,7 +49,6 @@ from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import DiceSGD, RunArguments, RunOptions
-from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.declared import (
     DeclaredRun,
     is_shared,
@@ -66,10 +62,12 @@ from hidden_state_adapters.opacus.run.registry import (
     note_branch,
     note_trained,
 )
+from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
 from hidden_state_adapters.opacus.sources.ghost import RowLosses
 from hidden_state_adapters.opacus.sources.iterate import check_parameters
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 
+_SCHEDULERS = {"noise_scheduler", "grad_clip_scheduler"}
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -106,10 +104,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             stock script are taken for it: epsilon is at most theirs.
     """
 
-    # While make_private runs.
-    _declared: DeclaredRun | None = None
-    _context: RunContext | None = None
-
     def __init__(
         self,
         *,
@@ -126,10 +120,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
         self._accountant = HiddenStateAccountant(neighboring_relation)
         self._token = object()  # stands for this engine where it must not be kept alive
-        self._optimizer: PrivateOptimizer | None = None
-        self._modules: tuple[Any, ...] = ()
-        self._run_id = ""
-        self._fields: dict[str, Any] = {}
+        self._run: TrainingRun | None = None
         self._group: ProcessGroup | None = None
 
     @property
@@ -261,10 +252,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             max_grad_norm=max_grad_norm,
             **options,
         )
-        group = self._join(arguments)
-        return self._start(
-            *self._agreed(group, lambda: (self._declare(arguments, group), noise_multiplier))
-        )
+        return self._start(arguments, lambda declared: noise_multiplier)
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -303,14 +291,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
-        given = _arguments_of(**arguments)
-        group = self._join(given)
-
-        def calibrated() -> tuple[DeclaredRun, float]:
-            declared = self._declare(given, group)
-            return declared, self._calibrate(declared, target_epsilon, target_delta, epochs)
-
-        return self._start(*self._agreed(group, calibrated))
+        return self._start(
+            _arguments_of(**arguments),
+            lambda declared: self._calibrate(declared, target_epsilon, target_delta, epochs),
+        )
 
     def _calibrate(
         self, declared: DeclaredRun, target_epsilon: float, target_delta: float, epochs: int
@@ -345,17 +329,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         group.start_run()
         return group
 
-    def _agreed(
-        self, group: ProcessGroup | None, prepare: Callable[[], tuple[DeclaredRun, float]]
-    ) -> tuple[DeclaredRun, float]:
-        """What `prepare` returns, if it is the same in all processes."""
-        if group is None:
-            return prepare()
-        relation = self.accountant.neighboring_relation
-        made = group.agreed(prepare, lambda made: fields_in_common(*made, relation))
-        group.check_sums(next(p for p in made[0].inner.parameters() if p.requires_grad).device)
-        return made
-
     def _declare(self, arguments: RunArguments, group: ProcessGroup | None) -> DeclaredRun:
         """Checks the arguments, before anything is changed."""
         made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
@@ -377,143 +350,131 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return declared
 
     def _start(
-        self, declared: DeclaredRun, noise_multiplier: float
+        self, arguments: RunArguments, noise_of: Callable[[DeclaredRun], float]
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
-        arguments, relation = declared.arguments, self.accountant.neighboring_relation
-        mechanism = _optimizer_class(arguments).mechanism_type
-        mechanism.event(declared, noise_multiplier, 1)  # checks the values
-        wrap = functools.partial(self._wrap, declared, noise_multiplier)
+        """Declares a run and starts it: in all of several processes, or in none."""
+        group, relation = self._join(arguments), self.accountant.neighboring_relation
+        agreed: Any = _alone if group is None else group.agreed
+
+        def prepare() -> tuple[DeclaredRun, float]:
+            declared = self._declare(arguments, group)
+            noise_multiplier = noise_of(declared)
+            mechanism = _optimizer_class(arguments).mechanism_type
+            mechanism.event(declared, noise_multiplier, 1)  # checks the values
+            return declared, float(noise_multiplier)
+
+        declared, noise = agreed(prepare, lambda pair: fields_in_common(pair[0], pair[1], relation))
+        if group is not None:
+            group.check_sums(next(p for p in declared.inner.parameters() if p.requires_grad).device)
+        started: list[TrainingRun] = []
         try:
-            was_refused, result = wrap() if declared.group is None else declared.group.agreed(wrap)
+            was_refused, made = agreed(lambda: self._make(declared, noise, started))
         except BaseException:
-            if self._context is not None:
-                self._context.close()
+            for run in started:
+                run.close("This run was never started.")
             raise
-        finally:
-            self._declared = self._context = None
-        context: RunContext = result[1].context
-        run = context.run
-        self._replace_optimizer(result[1])
-        self._modules = (arguments.module, declared.inner, result[0])
-        self.accountant.add_run(run, result[1].check_iterate, declared.schedule)
+        self._take_over(started[0], was_refused)
+        return made
+
+    def _make(
+        self, declared: DeclaredRun, noise_multiplier: float, started: list[TrainingRun]
+    ) -> tuple[bool, Any]:
+        """Whether the run before was refused, and what `make_private` returns.
+
+        Args:
+            declared: The run.
+            noise_multiplier: Its noise.
+            started: Is given the run as soon as the model has hooks of it.
+        """
+        arguments, opacus = declared.arguments, declared.arguments.opacus
+        check_not_trained_elsewhere(declared.inner.parameters(), self._token)
+        generator = opacus.get("noise_generator")
+        if self.secure_mode and generator is not None:
+            raise ValueError("Expected no noise_generator in secure mode, got one.")
+        was_refused = self._run is not None and self._run.check_ended()
+        made = _optimizer_class(arguments)
+        mechanism = made.mechanism_type
+        run = TrainingRun(
+            mechanism.new_run(declared, noise_multiplier),
+            declared,
+            noise_multiplier,
+            self.accountant.neighboring_relation,
+            is_composed=mechanism.is_composed,
+        )
+        started.append(run)
+        module = self._private_module(run)
+        loader, plan = arguments.data_loader, run.plan
+        self.dataset: Any = loader.dataset
+        optimizer = made(
+            declared.optimizer,
+            run=run,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=arguments.clip_norm,
+            expected_batch_size=plan.batch_size,
+            loss_reduction=arguments.loss_reduction,
+            generator=self.secure_rng if self.secure_mode else generator,
+            secure_mode=self.secure_mode,
+            **mechanism.arguments_of_optimizer(declared),
+        )
+        is_first = opacus.get("batch_first", True)
+        loader = private_loader(loader, plan, run.cursor, batch_first=is_first)
+        run.modules = (arguments.module, declared.inner, module)
+        if opacus.get("grad_sample_mode") != "ghost":
+            return was_refused, (module, optimizer, loader)
+        criterion = arguments.criterion
+        if not isinstance(module, HeadModule):  # there one backward pass is enough
+            criterion = RowLosses(module, optimizer, criterion, arguments.loss_reduction)
+        return was_refused, (module, optimizer, criterion, loader)
+
+    def _private_module(self, run: TrainingRun) -> Any:
+        """The model in Opacus' wrapper, or in that of a linear head, which needs no hooks."""
+        arguments, source = run.declared.arguments, run.source
+        module: Any = arguments.module
+        options = {
+            "batch_first": arguments.opacus.get("batch_first", True),
+            "loss_reduction": arguments.loss_reduction,
+        }
+        if isinstance(module, HeadModule):
+            module = module._module
+        if not isinstance(source, SampledRun):
+            self.validate(module=module, optimizer=None, data_loader=None)
+            return HeadModule.of(module, **options)
+        mode = arguments.opacus.get("grad_sample_mode", "hooks")
+        made = self._prepare_model(
+            module,
+            max_grad_norm=arguments.clip_norm,
+            grad_sample_mode=mode,
+            wrap_model=arguments.opacus.get("wrap_model", True),
+            **options,
+        )
+        source.ghost = made if mode == "ghost" else None
+        return made
+
+    def _take_over(self, run: TrainingRun, was_refused: bool) -> None:
+        """Accounts a run that started; the one before ends."""
+        if self._run is not None:
+            self._run.close(
+                "This run ended when make_private was called again: its last iterate counts as "
+                "released then, and later steps would not be accounted. Use the optimizer that the "
+                "last make_private returned."
+            )
+        self._run, declared = run, run.declared
+        self.accountant.add_run(run.record, run.check_iterate, declared.schedule)
         note_trained(
             declared.inner,
-            context.source.iterate.params,
+            run.source.iterate.params,
             self._token,
-            run,
-            hides_iterates=mechanism.hides_iterates,
+            run.record,
+            hides_iterates=run.optimizer.mechanism.hides_iterates,
         )
-        if arguments.opacus.get("noise_generator") is not None:
+        note_branch(run.id, run.record)
+        if declared.arguments.opacus.get("noise_generator") is not None:
             self.accountant.assume(GIVEN_NOISE.text)
         if was_refused:
             self.accountant.assume(
                 "that the first step of an earlier attempt was refused does not depend on the "
                 "records"
             )
-        self._run_id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
-        self._fields = checkpoints.fields_of(declared, noise_multiplier, relation)
-        note_branch(self._run_id, run)
-        return result
-
-    def _wrap(self, declared: DeclaredRun, noise_multiplier: float) -> tuple[bool, Any]:
-        """Starts a run here: whether the one before was refused, and what Opacus made."""
-        arguments, relation = declared.arguments, self.accountant.neighboring_relation
-        check_not_trained_elsewhere(declared.inner.parameters(), self._token)
-        was_refused = self._check_ended()
-        mechanism = _optimizer_class(arguments).mechanism_type
-        run, is_composed = mechanism.new_run(declared, noise_multiplier), mechanism.is_composed
-        self._declared = declared
-        self._context = RunContext.start(run, declared, relation, is_composed=is_composed)
-        return was_refused, super().make_private(
-            module=arguments.module,
-            optimizer=declared.optimizer,
-            criterion=arguments.criterion,
-            data_loader=arguments.data_loader,
-            noise_multiplier=float(noise_multiplier),
-            max_grad_norm=arguments.clip_norm,
-            poisson_sampling=False,  # the loader is ours
-            **arguments.opacus,
-        )
-
-    def _check_ended(self) -> bool:
-        """Checks the run before, whose last iterate counts as released; whether it was refused."""
-        if self._optimizer is None:
-            return False
-        if self._optimizer.has_moved:
-            self._optimizer.check_iterate()
-            self._optimizer.run.event()  # a run that ends within an epoch may have none, for good
-        return self._optimizer.was_refused
-
-    def _replace_optimizer(self, optimizer: PrivateOptimizer) -> None:
-        if self._optimizer is not None:
-            self._optimizer.close(
-                "This run ended when make_private was called again: its last iterate counts as "
-                "released then, and later steps would not be accounted. Use the optimizer that the "
-                "last make_private returned."
-            )
-        self._optimizer = optimizer
-
-    def _prepare_data_loader(
-        self, data_loader: DataLoader, *, batch_first: bool = True, **kwargs: Any
-    ) -> DataLoader:
-        assert self._context is not None
-        self.dataset: Any = data_loader.dataset
-        context = self._context
-        return private_loader(data_loader, context.plan, context.cursor, batch_first=batch_first)
-
-    def _prepare_model(
-        self,
-        module: nn.Module,
-        *,
-        grad_sample_mode: str = "hooks",
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        **kwargs: Any,
-    ) -> Any:
-        options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        assert self._context is not None
-        source = self._context.source
-        if isinstance(module, HeadModule):
-            module = module._module
-        if not isinstance(source, SampledRun):
-            self.validate(module=module, optimizer=None, data_loader=None)
-            return HeadModule.of(module, **options)
-        made = super()._prepare_model(
-            module, grad_sample_mode=grad_sample_mode, **options, **kwargs
-        )
-        source.ghost = made if grad_sample_mode == "ghost" else None
-        return made
-
-    def _prepare_criterion(self, *, module: Any, criterion: Any, **kwargs: Any) -> Any:
-        if isinstance(module, HeadModule):
-            return criterion  # one backward pass, from which everything follows
-        return RowLosses(module, criterion=criterion, **kwargs)
-
-    def _prepare_optimizer(  # type: ignore[override]
-        self,
-        *,
-        optimizer: Optimizer,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        loss_reduction: str = "mean",
-        noise_generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> PrivateOptimizer:
-        declared, context = self._declared, self._context
-        assert declared is not None
-        assert context is not None
-        made = _optimizer_class(declared.arguments)
-        return made(
-            optimizer,
-            context=context,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=context.plan.batch_size,
-            loss_reduction=loss_reduction,
-            generator=self.secure_rng if self.secure_mode else noise_generator,
-            secure_mode=self.secure_mode,
-            **made.mechanism_type.arguments_of_optimizer(declared),
-        )
 
     # 2. Questions about privacy, and what the engine is told about releases
 
@@ -542,8 +503,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     def _recorded(self) -> list[Run]:
         self.accountant.check_not_refused()
-        if self._optimizer is not None:
-            self._optimizer.check_not_refused()
+        if self._run is not None:
+            self._run.check_not_refused()
         recorded = [run for run in self.accountant.recorders if run.num_steps]
         if not recorded:
             raise ValueError("Expected at least one step, got none yet.")
@@ -552,15 +513,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked at every step, declared or public."""
-        proven, optimizer = self.accountant.guarantee.assumptions, self._optimizer
-        source = None if optimizer is None else optimizer.context.source
+        proven, run = self.accountant.guarantee.assumptions, self._run
+        is_computed_here = run is not None and isinstance(run.source, KnownHeadRun)
         own = [
-            *([] if isinstance(source, KnownHeadRun) else [Assumption.declared(_NOT_SEEN)]),
+            *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
             Assumption.declared(_INITIAL),
             Assumption.declared(_ONLY_PUBLIC_CALLS),
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
         ]
-        own += [] if optimizer is None else optimizer.assumptions
+        own += [] if run is None else run.assumptions
         return merge_assumptions([replace_assumptions(proven, *own)])
 
     @property
@@ -582,8 +543,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         events = [run.event() for run in self._recorded()]
         guarantee = self.accountant.guarantee
         notes = {"update_rule": "any"}  # a checkpoint alone does not say
-        if self._optimizer is not None:
-            mechanism = self._optimizer.mechanism
+        if self._run is not None:
+            mechanism = self._run.optimizer.mechanism
             notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
         lines = [statement_of(events, guarantee, self.assumptions, delta, **notes).lines()]
         if len(events) == 1:
@@ -610,7 +571,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     # What was released or looked at, and what other processes are told of it
 
     def _tell(self, kind: str, text: str) -> None:
-        group = self._current().group
+        group = self._current().declared.group
         if group is not None:
             group.tell(kind, text)
 
@@ -626,16 +587,16 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Another process was told this since the step before."""
         kind, text = news
         if kind == "release":
-            self._current().run.release()
+            self._current().record.release()
         elif kind == "assume":
             self.accountant.assume(text)
         else:
             self.accountant.refuse(text)
 
-    def _current(self) -> PrivateOptimizer:
-        if self._optimizer is None:
+    def _current(self) -> TrainingRun:
+        if self._run is None:
             raise UnsupportedRunError("Expected a run, got none. Call make_private first.")
-        return self._optimizer
+        return self._run
 
     def release(self) -> None:
         """Marks the current iterate as released; call it for every model that anybody sees.
@@ -649,10 +610,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: There is no run, or the model is not the iterate that was
                 accounted.
         """
-        optimizer = self._current()
-        optimizer.check_iterate()
-        optimizer.run.release()
-        self._tell("release", str(optimizer.num_steps))
+        run = self._current()
+        run.release()
+        self._tell("release", str(run.num_steps))
 
     @contextlib.contextmanager
     def evaluate_on_private_data(self, *, stays_private: bool = False) -> Iterator[None]:
@@ -670,7 +630,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         Raises:
             UnsupportedRunError: There is no run.
         """
-        optimizer = self._current()
+        run = self._current()
         if stays_private:
             self._assume(
                 "what was computed from private records in evaluate_on_private_data is shown to "
@@ -679,11 +639,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         else:
             self._refuse(
                 f"Something computed from the model and the private records was looked at after "
-                f"step {optimizer.num_steps}, and no theorem here covers it. Add "
+                f"step {run.num_steps}, and no theorem here covers it. Add "
                 "noise to it and account it yourself, evaluate on public data (engine.release()), "
                 "or use evaluate_on_private_data(stays_private=True) if it stays with you."
             )
-        modes = [(part, part.training) for module in self._modules for part in _modules_of(module)]
+        modes = [(part, part.training) for module in run.modules for part in _modules_of(module)]
         try:
             for part, _ in modes:
                 part.training = False
@@ -738,35 +698,23 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "guarantee rests on nobody knowing the order of the records, nor the error of "
                 "DiceSGD."
             )
-        if self._optimizer is not None:
+        own, run = dict(checkpoint_dict or {}), self._run
+        if run is not None:
             self._check_module(module)
             if stays_private:
-                self._optimizer.check_iterate()
+                run.check_iterate()
                 self._assume(_PRIVATE_CHECKPOINTS)
             else:
                 self.release()
-                _log_release(self._optimizer)
-            module, optimizer = module or self._modules[-1], optimizer or self._optimizer
-            checkpoint_dict = {
-                **(checkpoint_dict or {}),
-                checkpoints.SECTION: checkpoints.run_state(
-                    self._optimizer, self._run_id, self._fields, include_private_state
-                ),
-            }
+                _log_release(run)
+            module, optimizer = module or run.modules[-1], optimizer or run.optimizer
+            own[SECTION] = run.state_dict(include_private=include_private_state)
         if lr_scheduler is not None:
-            checkpoint_dict = {
-                **(checkpoint_dict or {}), "lr_scheduler_state_dict": lr_scheduler.state_dict(),
-            }  # fmt: skip
-        group = None if self._optimizer is None else self._optimizer.group
-        if group is not None and group.rank:
-            return
-        super().save_checkpoint(
-            path=path,
-            module=module,
-            optimizer=optimizer,
-            checkpoint_dict=checkpoint_dict,
-            **kwargs,
-        )
+            own["lr_scheduler_state_dict"] = lr_scheduler.state_dict()
+        if run is None or run.declared.group is None or run.declared.group.rank == 0:
+            super().save_checkpoint(
+                path=path, module=module, optimizer=optimizer, checkpoint_dict=own, **kwargs
+            )
 
     def load_checkpoint(
         self,
@@ -774,12 +722,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         path: Any,
         module: Any = None,
         optimizer: Any = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
         lr_scheduler: Any = None,
         discard_later_steps: bool = False,
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
+        **schedulers: Any,
     ) -> dict[str, Any]:
         """Goes on with the run of a checkpoint, at the batch where it was saved.
 
@@ -792,14 +739,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             path: Where from. Read with weights_only=True.
             module: The private model (the default).
             optimizer: The private optimizer (the default).
-            noise_scheduler: Opacus' scheduler to restore.
-            grad_clip_scheduler: Opacus' scheduler to restore.
             lr_scheduler: A learning-rate scheduler to restore.
             discard_later_steps: Says that nothing computed by steps after the checkpoint was shown
                 to anybody. Needed where this process took such steps; never enough where it
                 released one of them. Steps of other processes cannot be seen: a listed assumption.
             module_load_dict_kwargs: As for Opacus.
             torch_load_kwargs: As for Opacus.
+            **schedulers: noise_scheduler, grad_clip_scheduler: Opacus' schedulers to restore.
 
         Returns:
             The checkpoint, with your own entries.
@@ -809,89 +755,78 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: `module` is not that of the current run, or the secret order that
                 the run needs was not stored.
         """
-        load = functools.partial(
-            self._load,
-            path=path,
-            module=module,
-            optimizer=optimizer,
-            noise_scheduler=noise_scheduler,
-            grad_clip_scheduler=grad_clip_scheduler,
-            lr_scheduler=lr_scheduler,
-            discard_later_steps=discard_later_steps,
-            module_load_dict_kwargs=module_load_dict_kwargs,
-            torch_load_kwargs=torch_load_kwargs,
-        )
-        own = self._optimizer
-        if own is None or own.group is None:
+        unknown = schedulers.keys() - _SCHEDULERS
+        if unknown:
+            raise TypeError(f"Unknown argument of load_checkpoint: {', '.join(sorted(unknown))}.")
+        options = {"weights_only": True, **(torch_load_kwargs or {})}
+        stateful = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, **schedulers}
+
+        def load() -> dict[str, Any]:
+            self._check_module(module)
+            checkpoint = self._checked(torch.load(path, **options), discard_later_steps)
+            self._restore(checkpoint, module, stateful, module_load_dict_kwargs or {})
+            return checkpoint
+
+        run = self._run
+        if run is None or run.declared.group is None:
             return load()
         try:
-            return own.group.agreed(load, lambda _: fields_after_loading(own, self._run_id))
+            return run.declared.group.agreed(load, lambda _: fields_after_loading(run))
         except BaseException as error:
-            own.close(f"The processes did not load one checkpoint: {error}")
+            run.close(f"The processes did not load one checkpoint: {error}")
             raise
 
-    def _load(
-        self,
-        *,
-        path: Any,
-        module: Any,
-        optimizer: Any,
-        noise_scheduler: Any,
-        grad_clip_scheduler: Any,
-        lr_scheduler: Any,
-        discard_later_steps: bool,
-        module_load_dict_kwargs: dict[str, Any] | None,
-        torch_load_kwargs: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        self._check_module(module)
+    def _checked(self, checkpoint: dict[str, Any], discard_later_steps: bool) -> dict[str, Any]:
+        """A checkpoint that the current run can go on from; nothing is changed."""
         if len(self.accountant):
             raise ValueError(
                 f"Expected to load into a run without steps, got one with {len(self.accountant)}: "
                 "spent budget is never forgotten. Call make_private on a fresh engine, then load."
             )
-        options = {"weights_only": True, **(torch_load_kwargs or {})}
-        checkpoint: dict[str, Any] = torch.load(path, **options)
-        state = None
-        if self._optimizer is not None:
-            state = checkpoints.check_state(
-                checkpoint, self._optimizer, self._fields, discard_later_steps
-            )
-            self._optimizer.expect_checkpoint()
-            checkpoints.load_private_state(self._optimizer, state)
-            module, optimizer = module or self._modules[-1], optimizer or self._optimizer
-        elif checkpoints.SECTION in checkpoint:
-            check_later_steps(checkpoint[checkpoints.SECTION], discard_later_steps)
+        if self._run is not None:
+            self._run.check_state(checkpoint, discard_later_steps)
+        elif SECTION in checkpoint:
+            check_later_steps(checkpoint[SECTION], discard_later_steps)
+        return checkpoint
+
+    def _restore(
+        self,
+        checkpoint: dict[str, Any],
+        module: Any,
+        stateful: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        run = self._run
+        if run is not None:
+            run.load_private_state(checkpoint[SECTION])
+            module = module or run.modules[-1]
+            stateful["optimizer"] = stateful["optimizer"] or run.optimizer
         self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
-        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
-        for target, key in (
-            (optimizer, "optimizer_state_dict"),
-            (noise_scheduler, "noise_scheduler_state_dict"),
-            (grad_clip_scheduler, "grad_clip_scheduler_state_dict"),
-            (lr_scheduler, "lr_scheduler_state_dict"),
-        ):
-            if target is not None and key in checkpoint:
-                target.load_state_dict(checkpoint[key])
-        if self._optimizer is not None and state is not None:
-            self._optimizer.noise_multiplier = state["noise_multiplier"]
-            self._optimizer.max_grad_norm = state["max_grad_norm"]
-            self._optimizer.resume()
-            self._run_id = state["run_id"]
-            note_branch(self._run_id, self._optimizer.run)
+        module.load_state_dict(checkpoint["module_state_dict"], **options)
+        for name, target in stateful.items():
+            if target is not None and f"{name}_state_dict" in checkpoint:
+                target.load_state_dict(checkpoint[f"{name}_state_dict"])
+        if run is not None:
+            run.resume(checkpoint[SECTION])
             self.accountant.assume(
                 "nothing computed by steps that were taken after a checkpoint and given up when it "
                 "was loaded was shown to anybody"
             )
             self.accountant.assume("the run goes on from a checkpoint in one place only")
-        return checkpoint
 
     def _check_module(self, module: Any) -> None:
-        if self._optimizer is None or module is None:
+        run = self._run
+        if run is None or module is None or any(module is own for own in run.modules):
             return
-        if not any(module is own for own in self._modules):
-            raise UnsupportedRunError(
-                "Expected the module of the current run, got another one. Use the model that "
-                "make_private returned."
-            )
+        raise UnsupportedRunError(
+            "Expected the module of the current run, got another one. Use the model that "
+            "make_private returned."
+        )
+
+
+def _alone(prepare: Callable[[], Any], fields: Any = None) -> Any:
+    """What `ProcessGroup.agreed` is where there is one process."""
+    return prepare()
 
 
 def _arguments_of(**given: Any) -> RunArguments:
@@ -940,15 +875,15 @@ def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> N
         )
 
 
-def _log_release(optimizer: PrivateOptimizer) -> None:
+def _log_release(run: TrainingRun) -> None:
     """Says what a public checkpoint costs, where it costs anything."""
-    run = optimizer.run
-    if run.num_steps and not run.releases_every_iterate and optimizer.mechanism.hides_iterates:
+    record, hides_iterates = run.record, run.optimizer.mechanism.hides_iterates
+    if record.num_steps and not record.releases_every_iterate and hides_iterates:
         _logger.warning(
             "The checkpoint after step %d counts as a release. If this was the last step, that "
             "costs nothing; if the run goes on, its epsilon grows, because it covers this model "
             "and the last one. stays_private=True avoids it for a file that nobody else sees.",
-            run.num_steps,
+            record.num_steps,
         )
 
 

@@ -11,12 +11,11 @@ import torch
 from dp_accounting import NeighboringRelation
 
 from hidden_state_adapters.batch_plans import hash_of
-from hidden_state_adapters.opacus.checkpoints import fields_of
 from hidden_state_adapters.opacus.data.loader import tensors_of
-from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.random_numbers import random_numbers_as_before
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.group import Digest
+from hidden_state_adapters.opacus.run.training import TrainingRun
 from hidden_state_adapters.opacus.sources.iterate import fingerprint
 
 _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
@@ -35,7 +34,7 @@ def fields_in_common(
     return {
         "batch_order": plan.order.value,
         "order_seed": Digest.of((arguments.order_seed, arguments.order_is_secret)),
-        **fields_of(declared, noise_multiplier, relation),
+        **declared.fields(noise_multiplier, relation),
         "versions": {name: _version(name) for name in _PACKAGES},
         "model": str(arguments.module),
         "weights of the initial model": _weights(declared.inner),
@@ -52,16 +51,15 @@ def fields_in_common(
     }
 
 
-def fields_after_loading(optimizer: PrivateOptimizer, run_id: str) -> dict[str, Any]:
+def fields_after_loading(run: TrainingRun) -> dict[str, Any]:
     """What one checkpoint leaves, of the process that loaded it; values by name."""
-    inner, steps = optimizer.context.declared.inner, optimizer.num_steps
-    private = optimizer.private_state() if optimizer.why_not_resumable(steps) else {}
+    private = run.private_state() if run.why_not_resumable(run.num_steps) else {}
     return {
-        "run": run_id,
-        "number of steps": steps,
-        "weights": _weights(inner),
+        "run": run.id,
+        "number of steps": run.num_steps,
+        "weights": _weights(run.declared.inner),
         "private state": Digest.of({k: _bytes(v) for k, v in private.items()}),
-        "moments": Digest.of([_bytes(s) for s in optimizer.state.values()]),
+        "moments": Digest.of([_bytes(s) for s in run.optimizer.state.values()]),
     }
 
 

@@ -151,8 +151,8 @@ class Mechanism:
         """What several processes add up beside `summed_grad`."""
         return ()
 
-    def before_noise(self, piece: Piece) -> None:
-        """The sums are complete; noise is added to them next, or is in them already."""
+    def after_noise(self, piece: Piece) -> None:
+        """The noisy sums are in `.grad`; the division by b follows."""
 
     def move(self, piece: Piece) -> None:
         """Moves the parameters along their noisy gradients, and no others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import attrs
@@ -12,21 +12,14 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import is_on_host, read
-from hidden_state_adapters.opacus.gradients.noise import (
-    OwnNoise,
-    add_noise,
-    add_noise_to_sums,
-    check_noise_source,
-    take_noisy_sums,
-    whose_noise,
-)
+from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism
-from hidden_state_adapters.opacus.run.context import RunContext
 from hidden_state_adapters.opacus.run.group import AgreedError, Totals
 from hidden_state_adapters.opacus.run.settings import Settings
+from hidden_state_adapters.opacus.run.training import TrainingRun
 
 _UNFINISHED = "a step was not finished"
 
@@ -43,14 +36,13 @@ class PrivateOptimizer(DPOptimizer):
     Attributes:
         mechanism_type: The mechanism; a subclass that names one is an `optimizer_class` of
             `make_private`.
-        run: The record of the steps.
+        run: What is true between the steps.
         mechanism: What it does in a step.
-        context: What is known about the run.
         group: The processes that train the run together; None for one.
 
     Args:
         optimizer: The optimizer that moves the parameters.
-        context: See above.
+        run: See above.
         noise_multiplier: As for DPOptimizer, as all arguments up to `secure_mode`.
         max_grad_norm: Clip norm.
         expected_batch_size: The divisor.
@@ -62,7 +54,6 @@ class PrivateOptimizer(DPOptimizer):
 
     mechanism_type: ClassVar[type[Mechanism]]
 
-    records_itself = True  # a step hook sees too little to account the step
     # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
     _step_supports_amp_scaling = True
     _piece: Piece | None = None
@@ -72,7 +63,7 @@ class PrivateOptimizer(DPOptimizer):
         self,
         optimizer: Optimizer,
         *,
-        context: RunContext | None = None,
+        run: TrainingRun | None = None,
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: int,
@@ -81,25 +72,25 @@ class PrivateOptimizer(DPOptimizer):
         secure_mode: bool = False,
         **options: Any,
     ):
-        if context is None:
+        if run is None:
             raise TypeError(
                 f"{type(self).__name__} is made by HiddenStatePrivacyEngine.make_private, which "
                 "deals its batches. Pass mechanism= there."
             )
-        check_noise_source(context.source.iterate.params, generator, is_secure=secure_mode)
+        params = run.source.iterate.params
+        check_noise_source(params, generator, is_secure=secure_mode)
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
-            generator=generator,
+            generator=OwnGenerator(params[0].device) if generator is None else generator,
             secure_mode=secure_mode,
         )
-        self._noise = OwnNoise()
-        self.context, self.run = context, context.run
-        self.group = context.declared.group
-        self._batch, self._source = context.batch, context.source
+        self.run, self.group = run, run.declared.group
+        run.optimizer = self
+        self._batch, self._source = run.batch, run.source
         self._totals = Totals(0, 0.0)  # of the current step
         self.mechanism = self.mechanism_type(self, **options)
         self._settings = Settings(
@@ -108,10 +99,8 @@ class PrivateOptimizer(DPOptimizer):
             self.mechanism.check_update_rule,
             self.mechanism.constant,
         )
-        self._steps_taken = self.run.num_steps
         self._largest_norm = 0.0  # of the current step
-        self._failure = self._closed = ""
-        self._is_moving = self._has_moved = self._has_engine_hook = self._is_loading = False
+        self._is_moving = False
 
     # The step
 
@@ -153,13 +142,14 @@ class PrivateOptimizer(DPOptimizer):
         raise UnsupportedRunError("Expected optimizer.step(), got a call of pre_step.")
 
     def _admit(self, why_not: str) -> None:
-        self._check_alive()
-        if self._failure:
+        self.run.check_alive()
+        if self.run.failure:
             raise UnsupportedRunError(
-                f"An earlier step of this run was refused, so the run cannot go on: {self._failure}"
+                "An earlier step of this run was refused, so the run cannot go on: "
+                f"{self.run.failure}"
             )
         try:
-            self.context.declared.schedule.admit(self._steps_taken + 1)
+            self.run.declared.schedule.admit(self.num_steps + 1)
             if why_not:
                 raise UnsupportedRunError(why_not)
         except UnsupportedRunError as error:
@@ -173,22 +163,22 @@ class PrivateOptimizer(DPOptimizer):
         try:
             self.group.refuse(text, is_admitted=False)
         except AgreedError as error:
-            self._failure = str(error)
+            self.run.failure = str(error)
             raise
 
     @contextlib.contextmanager
     def _ending_the_run_on_error(self) -> Iterator[None]:
-        self._is_moving, self._failure = False, _UNFINISHED  # until it is
+        self._is_moving, self.run.failure = False, _UNFINISHED  # until it is
         try:
             with self._telling_others():
                 yield
-            self._failure = ""
+            self.run.failure = ""
         except BaseException as error:
-            self._failure = str(error) or type(error).__name__
+            self.run.failure = str(error) or type(error).__name__
             if self._is_moving:
-                self._failure = (
-                    f"step {self._steps_taken + 1} was interrupted while it changed the "
-                    f"parameters: {self._failure}"
+                self.run.failure = (
+                    f"step {self.num_steps + 1} was interrupted while it changed the "
+                    f"parameters: {self.run.failure}"
                 )
             raise
         finally:
@@ -208,7 +198,7 @@ class PrivateOptimizer(DPOptimizer):
 
     def _use_gradients(self, block: int) -> bool:
         params = self.mechanism.blocks[block]
-        piece = Piece(step=self._steps_taken + 1, params=params, block=block)
+        piece = Piece(step=self.num_steps + 1, params=params, block=block)
         self._check(piece)
         self._piece = piece
         if block or not self._is_last_step_skipped:  # the first piece of a batch
@@ -225,9 +215,9 @@ class PrivateOptimizer(DPOptimizer):
 
     def _check(self, piece: Piece) -> None:
         """Raises UnsupportedRunError unless the gradients at hand are those of the run."""
-        context, source = self.context, self._source
+        run, source = self.run, self._source
         self._settings.check(piece.step)
-        context.declared.schedule.check_rate(piece.step, self.original_optimizer)
+        run.declared.schedule.check_rate(piece.step, self.original_optimizer)
         piece.rows = source.begin(piece)
         self._check_groups(piece.step)
         self._batch.take(piece)
@@ -236,8 +226,8 @@ class PrivateOptimizer(DPOptimizer):
         self._batch.judge(piece, values)
         source.judge(piece, values)
         self.mechanism.judge(piece, values)
-        if context.curvature is not None:
-            context.curvature.take(source.features)
+        if run.curvature is not None:
+            run.curvature.take(source.features)
         self._largest_norm = max(self._largest_norm, values["gradient"])
 
     def _check_groups(self, step: int) -> None:
@@ -253,7 +243,8 @@ class PrivateOptimizer(DPOptimizer):
         assert piece is not None
         if is_last:
             totals = self._totals
-            self.run.add(self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm))
+            step = self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm)
+            self.run.record.add(step)
         self._note_move()
         iterate.put_back()
         self.mechanism.move(piece)
@@ -263,13 +254,13 @@ class PrivateOptimizer(DPOptimizer):
         self._piece = None
 
     def _note_move(self) -> None:
-        self._is_moving = self._has_moved = True
+        self._is_moving = self.run.has_moved = True
 
     def _complete(self) -> None:
-        self._steps_taken += 1
+        steps = self.num_steps + 1
         self._largest_norm = 0.0
-        self._batch.after(self._steps_taken)
-        self._source.after(self._steps_taken)
+        self._batch.after(steps)
+        self._source.after(steps)
 
     # Opacus' seams
 
@@ -284,23 +275,22 @@ class PrivateOptimizer(DPOptimizer):
         self.mechanism.accumulate(self._piece)
 
     def add_noise(self) -> None:
-        """Adds noise as Opacus does, to sums that are complete."""
+        """Adds noise as Opacus does, to sums that are complete; of several processes once."""
         assert self._piece is not None
         piece, group = self._piece, self.group
-        if self.context.curvature is not None:
-            self.context.curvature.check(piece)
+        if self.run.curvature is not None:
+            self.run.curvature.check(piece)
         self.mechanism.check_pieces(piece)
         self._totals = Totals(self._batch.rows, self._largest_norm)
-        if group is None:
-            self.mechanism.before_noise(piece)
-            add_noise(self, self._noise)
-            return
-        if group.draws_noise:
-            add_noise_to_sums(self, self._noise)
-        self._totals = group.agree(self._settings_of(piece), *attrs.astuple(self._totals))
-        group.add_up([p.summed_grad for p in self.params] + list(self.mechanism.further_sums()))
-        self.mechanism.before_noise(piece)
-        take_noisy_sums(self)
+        if group is None or group.draws_noise:
+            super().add_noise()
+        else:
+            for p in self.params:
+                p.grad = p.summed_grad.view_as(p)  # type: ignore[attr-defined]
+        if group is not None:
+            self._totals = group.agree(self._settings_of(piece), *attrs.astuple(self._totals))
+            group.add_up([p.grad for p in self.params] + list(self.mechanism.further_sums()))
+        self.mechanism.after_noise(piece)
 
     def _settings_of(self, piece: Piece) -> str:
         """All that has to be the same in all processes that take this step, in words."""
@@ -321,17 +311,11 @@ class PrivateOptimizer(DPOptimizer):
                 param.grad /= self.expected_batch_size  # type: ignore[operator]
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Takes the hook of the engine, which has nothing to do here; refuses any other.
-
-        Raises:
-            UnsupportedRunError: It is another one.
-        """
-        if self._has_engine_hook:
-            raise UnsupportedRunError(
-                "Expected one step hook, got a second: attach_step_hook has a single slot, and the "
-                "privacy engine uses it. Do your own work after optimizer.step()."
-            )
-        self._has_engine_hook = True
+        """Raises UnsupportedRunError: a hook sees the gradients and can change them."""
+        raise UnsupportedRunError(
+            "Expected no step hook, got one: the run is recorded without. Do your own work after "
+            "optimizer.step()."
+        )
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announces a piece of a batch (BatchMemoryManager calls it).
@@ -349,87 +333,17 @@ class PrivateOptimizer(DPOptimizer):
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         return self._batch.skips_step if pop_next else self._batch.next_is_skipped
 
-    # What the guarantee says about now
+    # Between the steps
 
     @property
     def num_steps(self) -> int:
         """The number of steps taken."""
-        return self._steps_taken
+        return self.run.num_steps
 
-    def check_iterate(self) -> None:
-        """Raises UnsupportedRunError unless the parameters are those the last step left."""
-        self._check_alive()
-        self.check_not_refused()
-        self._batch.check_finished()
-        self._source.iterate.check(self._steps_taken)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether parameters moved, if only in a step that was interrupted and not recorded."""
-        return self._has_moved or self.num_steps > 0
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether a step was refused or interrupted."""
-        return bool(self._failure)
-
-    def check_not_refused(self) -> None:
-        """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
-        if self._failure:
-            raise UnsupportedRunError(
-                "A step of this run was refused or interrupted. What ended the run may depend on "
-                "the records, and every bound is about a number of steps that does not: no epsilon "
-                f"covers the model. Start again with another optimizer. It was: {self._failure}"
-            )
-
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise UnsupportedRunError(self._closed)
-        if self.run.num_steps != self._steps_taken and not self._failure:
-            raise UnsupportedRunError(
-                f"The optimizer took {self._steps_taken} steps, but {self.run.num_steps} are "
-                "recorded. Restore a run with engine.load_checkpoint, which restores model, "
-                "recorder, hidden state and position together."
-            )
-
-    def close(self, reason: str) -> None:
-        """Ends the run: `step` raises UnsupportedRunError with `reason` from now on."""
-        self._closed = reason
-        self.context.close()
-
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """What is verified at every step, and what is taken on trust."""
-        own = () if self.group is None else self.group.assumptions
-        return (*self.mechanism.assumptions, *self.context.assumptions, whose_noise(self), *own)
-
-    # Where the run goes on
-
-    def why_not_resumable(self, num_steps: int) -> str:
-        """What the run needs of the private state to go on after `num_steps` steps, or ""."""
-        missing = [self.context.plan.why_not_resumable(num_steps)]
-        if num_steps:
-            missing.insert(0, self.mechanism.why_not_resumable())
-        return ", and ".join(filter(None, missing))
-
-    def private_state(self) -> dict[str, Any]:
-        """Plain types and tensors that restore hidden state and secret order. Secret."""
-        state = self.context.plan.private_state(self._steps_taken)
-        return {**state, **(self.mechanism.private_state() if self._steps_taken else {})}
-
-    def expect_checkpoint(self) -> None:
-        """The engine is about to restore a checkpoint; `resume` follows."""
-        self._is_loading = True
-
-    def load_private_state(self, state: Mapping[str, Any], num_steps: int) -> None:
-        """Restores what `private_state` returned; `resume` follows.
-
-        Raises:
-            ValueError: The state is of another run, or damaged.
-        """
-        if num_steps:
-            self.mechanism.load_private_state(state, num_steps)
-        self.context.plan.load_private_state(state)
+    def forget_pieces(self) -> None:
+        """Pieces from before a checkpoint was loaded belong to no batch of the run."""
+        self._is_last_step_skipped, self._largest_norm = False, 0.0
+        self.mechanism.forget_pieces()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restores the wrapped optimizer: its options, momentum and moments.
@@ -437,18 +351,8 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             UnsupportedRunError: They may hold gradients without noise.
         """
-        self.mechanism.before_loading(state_dict, is_checkpoint=self._is_loading)
+        self.mechanism.before_loading(state_dict, is_checkpoint=self.run.is_loading)
         super().load_state_dict(state_dict)
-
-    def resume(self) -> None:
-        """Goes on from what record, hidden state and module hold, after a checkpoint was loaded."""
-        self._steps_taken = self.run.num_steps
-        self._failure = ""
-        self._is_loading = self._is_last_step_skipped = False
-        self._largest_norm = 0.0
-        self.mechanism.forget_pieces()
-        self._batch.resume(self._steps_taken)
-        self._source.resume(self._steps_taken)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedRunError(

@@ -10,11 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.optimizers import DPOptimizer
-from opacus.optimizers.optimizer import (
-    _check_processed_flag,
-    _generate_noise,
-    _mark_as_processed,
-)
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 
@@ -72,59 +67,9 @@ class OwnGenerator(torch.Generator):
     __reduce__ = __reduce_ex__ = _refuse
 
 
-class OwnNoise:
-    """The generators of the noise of one run: one for each device that has parameters."""
-
-    def __init__(self) -> None:
-        self._generators: dict[torch.device, OwnGenerator] = {}
-        self._process = os.getpid()
-
-    def generator(self, device: torch.device) -> OwnGenerator:
-        """The generator for parameters on `device`."""
-        if self._process != os.getpid():  # a fork, whose noise would be that of its parent
-            self._generators, self._process = {}, os.getpid()
-        if device not in self._generators:
-            self._generators[device] = OwnGenerator(device)
-        return self._generators[device]
-
-
-def add_noise(optimizer: DPOptimizer, own: OwnNoise) -> None:
-    """DPOptimizer.add_noise, with `own` noise unless the optimizer was given a generator."""
-    for p in optimizer.params:
-        _check_processed_flag(p.summed_grad)
-        p.grad = _noise(optimizer, own, p.summed_grad).add_(p.summed_grad).view_as(p)
-        _mark_as_processed(p.summed_grad)
-
-
-def add_noise_to_sums(optimizer: DPOptimizer, own: OwnNoise) -> None:
-    """As `add_noise`, where sums of other processes are still to be added: to `summed_grad`."""
-    for p in optimizer.params:
-        _check_processed_flag(p.summed_grad)
-        p.summed_grad = p.summed_grad + _noise(optimizer, own, p.summed_grad)
-
-
-def take_noisy_sums(optimizer: DPOptimizer) -> None:
-    """The rest of `add_noise`, after `add_noise_to_sums`."""
-    for p in optimizer.params:
-        p.grad = p.summed_grad.clone().view_as(p)
-        _mark_as_processed(p.summed_grad)
-
-
-def _noise(optimizer: DPOptimizer, own: OwnNoise, total: torch.Tensor) -> torch.Tensor:
-    std, generator = optimizer.noise_multiplier * optimizer.max_grad_norm, optimizer.generator
-    if generator is None:
-        generator = own.generator(total.device)
-    if std and not optimizer.secure_mode:  # the numbers of _generate_noise, without its zeros
-        empty = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-        return empty.normal_(0.0, std, generator=generator)
-    return _generate_noise(
-        std=std, reference=total, generator=generator, secure_mode=optimizer.secure_mode
-    )
-
-
 def whose_noise(optimizer: DPOptimizer) -> Assumption:
-    """Whose generator the noise comes from; None stands for one of our own."""
-    if optimizer.generator is None:
+    """Whose generator the noise comes from."""
+    if isinstance(optimizer.generator, OwnGenerator):
         return OWN_NOISE
     return SECURE_NOISE if optimizer.secure_mode else GIVEN_NOISE
 
@@ -149,7 +94,13 @@ def check_noise_source(
             "Expected noise_generator to be a torch.Generator or None, got "
             f"{type(generator).__name__}."
         )
-    for device in dict.fromkeys(p.device for p in params):
+    devices = list(dict.fromkeys(p.device for p in params))
+    if len(devices) > 1:
+        raise UnsupportedRunError(
+            f"Expected all trainable parameters on one device, got {devices}: one generator draws "
+            "the noise of a run. Move the model before make_private."
+        )
+    for device in devices:
         if device.type not in _DEVICES:
             raise UnsupportedRunError(
                 f"Expected parameters on the CPU or on a CUDA device, got {device}: private noise "

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import Assumption, LastIterateDpEvent, RunRecorder
 from hidden_state_accountants.runs.base import Step
-from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
@@ -59,8 +58,8 @@ class AnyUpdateRule(ClippedSum):
 
     def __init__(self, optimizer: DPOptimizer, clip_norms: Sequence[float] | None = None):
         super().__init__(optimizer)
-        self._clip_norms = clip_norms
-        source = optimizer.context.source
+        self._clip_norms = optimizer.max_grad_norms = clip_norms
+        source = optimizer.run.source
         self._is_ghost = isinstance(source, SampledRun) and source.ghost is not None
         self._other_rule = ""  # of the last step that was not one of plain SGD
 
@@ -70,7 +69,7 @@ class AnyUpdateRule(ClippedSum):
     ) -> None:
         """Raises UnsupportedRunError for a state that no accounted step left."""
         refuse_step_hooks(optimizer)
-        if getattr(arguments.optimizer, "context", None) is None:
+        if getattr(arguments.optimizer, "run", None) is None:
             refuse_moments(optimizer)  # those of an engine's optimizer were left by its runs
 
     @classmethod
@@ -137,20 +136,11 @@ class AnyUpdateRule(ClippedSum):
             )
 
     def clip(self, piece: Piece, clip_norm: float) -> None:
-        r"""Adds the clipped gradients of a piece to the sums.
-
-        Per layer, with :math:`\sum_j C_j^2` the square of `clip_norm`,
-
-        .. math:: \sum_i \min(1, C_j / (|g_{ij}| + 10^{-6}))\, g_{ij}
-        """
+        """Adds the clipped gradients of a piece to the sums; per layer as Opacus does."""
         if self._clip_norms is None:
             super().clip(piece, clip_norm)
-            return
-        gradients = piece.gradients
-        assert gradients is not None
-        for param, bound in zip(piece.params, self._clip_norms, strict=True):
-            factors = opacus_clip_factors(gradients.norms([param]), float(bound))
-            gradients.add_sums([param], factors)
+        else:
+            DPPerLayerOptimizer.clip_and_accumulate(self.optimizer)
 
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
@@ -213,7 +203,7 @@ class ComposedOptimizer(PrivateOptimizer):
 
     Args:
         optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
-        context: See `PrivateOptimizer`.
+        run: See `PrivateOptimizer`.
         **kwargs: Of DPOptimizer, and clip_norms: one for each parameter.
 
     Raises:

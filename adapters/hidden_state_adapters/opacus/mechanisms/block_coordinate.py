@@ -306,7 +306,6 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
 
     mechanism_type = BlockCoordinate
     mechanism: BlockCoordinate
-    run: BlockCoordinateRun
 
     @property
     def num_blocks(self) -> int:

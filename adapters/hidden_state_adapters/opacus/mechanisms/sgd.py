@@ -169,7 +169,7 @@ class HiddenStateOptimizer(PrivateOptimizer):
 
     Args:
         optimizer: A plain torch.optim.SGD.
-        context: See `PrivateOptimizer`.
+        run: See `PrivateOptimizer`.
         **kwargs: Of DPOptimizer.
 
     Raises:

@@ -7,6 +7,7 @@ import numbers
 from typing import Any
 
 import attrs
+from dp_accounting import NeighboringRelation
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
@@ -88,6 +89,41 @@ class DeclaredRun:
         """What the maps that follow a step take for granted."""
         maps = (part for part in (self.prox, self.projection) if part is not None)
         return tuple(assumption for part in maps for assumption in part.assumptions)
+
+    def fields(self, noise_multiplier: float, relation: NeighboringRelation) -> dict[str, Any]:
+        """What has to be the same where a run goes on, beside what its recorder compares.
+
+        In plain types, for a checkpoint.
+
+        Args:
+            noise_multiplier: As declared.
+            relation: Of the guarantee.
+        """
+        arguments, known = self.arguments, self.known_criterion
+        optimizer_class, norms = arguments.optimizer_class, arguments.max_grad_norm
+        return {
+            "neighboring_relation": relation.name,
+            "noise_multiplier": float(noise_multiplier),
+            "max_grad_norm": list(map(float, norms))
+            if isinstance(norms, list | tuple)
+            else arguments.clip_norm,
+            "loss_reduction": arguments.loss_reduction,
+            "optimizer_class": None if optimizer_class is None else optimizer_class.__name__,
+            "options": arguments.given_options(),
+            "update_rule": type(self.optimizer).__name__,
+            "feature_norm": _float_or_none(arguments.feature_norm),
+            "prox": None if self.prox is None else repr(self.prox),
+            "projection": None if self.projection is None else repr(self.projection),
+            "criterion": None if known is None else known.fields,
+            **self.schedule.fields(),
+            "has_order_seed": self.plan.is_seeded,
+            "order_of_the_records": self.plan.fingerprint(),
+            "trainable_parameters": {
+                name: [list(p.shape), str(p.dtype)]
+                for name, p in self.inner.named_parameters()
+                if p.requires_grad
+            },
+        }
 
     @property
     def scale(self) -> int:
@@ -241,6 +277,10 @@ def _refuse_unmeasured_curvature(module: nn.Module, loss: LossGeometry) -> None:
             "got none: how curved a batch is depends on its features, which are looked at in "
             "every step. Pass the bound on their norm, as for release_curvature."
         )
+
+
+def _float_or_none(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _check_positive(name: str, value: object) -> None:

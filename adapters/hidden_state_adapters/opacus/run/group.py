@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,8 +22,6 @@ WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParalle
 """Opacus' wrapper for several processes, and torch's."""
 _T = TypeVar("_T")
 _SECRET_BYTES, _NAME_BYTES = 32, 16
-_TAKEN, _NOT_ADMITTED, _REFUSED = range(3)
-_INTEGERS = 2**63  # digests fit into torch.int64
 
 News = tuple[str, str]
 """What one process was told about the run: a kind and a text."""
@@ -47,14 +44,34 @@ class Totals:
     largest_norm: float = attrs.field(repr=False)
 
 
+@attrs.frozen(kw_only=True)
+class _Vote:
+    """What one process says in a step.
+
+    Attributes:
+        settings: All that has to be the same, in words.
+        totals: Of its part of the batch.
+        refusal: Why it takes no step, or "".
+        is_admitted: Whether the run allows the step at all.
+        news: What it was told since the step before.
+    """
+
+    settings: str = ""
+    totals: Totals = Totals(0, 0.0)
+    refusal: str = ""
+    is_admitted: bool = True
+    news: tuple[News, ...] = ()
+
+
 class ProcessGroup:
     """The processes of `torch.distributed` that train one run, seen from one of them.
 
     Every logical step has one vote, on the host: each process says whether its checks let the step
-    pass, and with which settings. One that refuses ends the step, and the run, in all of them, with
-    the same text. Then sums are added up. Both have process groups of their own, so that nothing
-    that the training loop sends can get between; a process that ended, or does not answer within
-    the timeout of `torch.distributed.init_process_group`, is an error in all others.
+    pass, with which settings, and what it was told since the step before. One that refuses ends the
+    step, and the run, in all of them, with the same text. Then sums are added up. Both have process
+    groups of their own, so that nothing that the training loop sends can get between; a process
+    that ended, or does not answer within the timeout of `torch.distributed.init_process_group`, is
+    an error in all others.
 
     Attributes:
         rank: Of this process.
@@ -194,17 +211,17 @@ class ProcessGroup:
             AgreedError: Another process refuses, steps with other settings, is gone or does not
                 answer.
         """
-        votes = self._vote(_TAKEN, settings, rows, largest_norm)
-        self._end_if_refused(votes, "")
-        if len({vote[1] for vote in votes}) > 1:
-            told = self._exchanged(settings)
-            rank = next(rank for rank, text in enumerate(told) if text != told[0])
-            raise AgreedError(
-                f"The processes take different steps: process 0 has {told[0]}, process {rank} has "
-                f"{told[rank]}. Every process takes every step, with the same settings; "
-                "schedulers step in all of them."
-            )
-        return Totals(sum(vote[2] for vote in votes), max(_number(vote[3]) for vote in votes))
+        votes = self._vote(_Vote(settings=settings, totals=Totals(rows, largest_norm)))
+        self._end_if_refused(votes)
+        for rank, vote in enumerate(votes):
+            if vote.settings != votes[0].settings:
+                raise AgreedError(
+                    f"The processes take different steps: process 0 has {votes[0].settings}, "
+                    f"process {rank} has {vote.settings}. Every process takes every step, with the "
+                    "same settings; schedulers step in all of them."
+                )
+        totals = [vote.totals for vote in votes]
+        return Totals(sum(t.rows for t in totals), max(t.largest_norm for t in totals))
 
     def refuse(self, text: str, *, is_admitted: bool) -> bool:
         """The vote of a step that this process refuses.
@@ -220,38 +237,27 @@ class ProcessGroup:
             AgreedError: Otherwise, with a text that is the same in all processes.
         """
         try:
-            votes = self._vote(_REFUSED if is_admitted else _NOT_ADMITTED, "", 0, 0.0)
+            votes = self._vote(_Vote(refusal=text, is_admitted=is_admitted))
         except AgreedError as lost:
             raise AgreedError(f"{text} (Not all of the others could be told. {lost})") from None
-        if all(vote[0] == _NOT_ADMITTED for vote in votes):
+        if not any(vote.is_admitted for vote in votes):
             return True
-        self._end_if_refused(votes, text)
+        self._end_if_refused(votes)
         return False
 
-    def _end_if_refused(self, votes: Sequence[Sequence[int]], text: str) -> None:
-        refusing = [rank for rank, vote in enumerate(votes) if vote[0] != _TAKEN]
-        if refusing:
-            rank = refusing[0]
-            told = self._exchanged(text)[rank]
-            raise AgreedError(f"Process {rank} of {self.size} refused: {told}")
+    def _end_if_refused(self, votes: Sequence[_Vote]) -> None:
+        for rank, vote in enumerate(votes):
+            if vote.refusal:
+                raise AgreedError(f"Process {rank} of {self.size} refused: {vote.refusal}")
 
-    def _vote(self, status: int, settings: str, rows: int, largest_norm: float) -> list[list[int]]:
-        """What every process votes: status, digest of the settings, rows, bits of the norm."""
-        own = [status, _digest(settings), rows, _bits(largest_norm), _digest(repr(self._news))]
-        ballots = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
-        with _answering():
-            distributed.all_gather(ballots, torch.tensor(own), group=self._talk)
-        votes: list[list[int]] = [ballot.tolist() for ballot in ballots]
-        if len({vote[4] for vote in votes}) > 1:
-            self._hear(self._exchanged(self._news))
-        self._news = []
-        return votes
-
-    def _hear(self, told: Iterable[Sequence[News]]) -> None:
-        every = list(dict.fromkeys(news for own in told for news in own))
-        for news in every:
-            if news not in self._news:
+    def _vote(self, own: _Vote) -> list[_Vote]:
+        """What every process votes; what the others were told is heard."""
+        votes = self._exchanged(attrs.evolve(own, news=tuple(self._news)))
+        told, self._news = self._news, []
+        for news in dict.fromkeys(news for vote in votes for news in vote.news):
+            if news not in told:
                 self.heard(news)
+        return votes
 
     def _exchanged(self, value: Any) -> list[Any]:
         """The values of all processes, in their order."""
@@ -380,15 +386,3 @@ def _patience() -> timedelta | None:
             continue
         return found if isinstance(found, timedelta) else None
     return None
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INTEGERS
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("q", struct.pack("d", value))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("d", struct.pack("q", bits))[0])

@@ -162,22 +162,23 @@ class DiceSgd(Mechanism):
         """What the batch adds to the error, which is that of all processes together."""
         return self.hidden.rests
 
-    def before_noise(self, piece: Piece) -> None:
-        r"""Adds B times the clipped error to the sums, and moves the error on.
+    def after_noise(self, piece: Piece) -> None:
+        r"""Adds B times the clipped error to the noisy sums, and moves the error on.
 
         .. math::
             \sum_i \mathrm{clip}(g_i, C_1) + B\, \mathrm{clip}(e_t, C_2) +
             \mathcal{N}(0, (B \sigma_1)^2 I), \qquad
             B \sigma_1 = \text{noise_multiplier} \cdot C_1
 
-        The noise follows, and the division by B.
+        The division by B follows.
         """
         divisor = int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
         factor = self._clip(self.hidden.norm, float(self.error_max_grad_norm))
         fed = factor * divisor
         for index, p in enumerate(self.params):
             # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-            p.summed_grad = torch.addcmul(p.summed_grad, self.hidden.error(index), fed.to(p))  # type: ignore[attr-defined]
+            assert p.grad is not None
+            p.grad.addcmul_(self.hidden.error(index), fed.to(p))
         self.hidden.advance(factor, divisor)
 
     def move(self, piece: Piece) -> None:

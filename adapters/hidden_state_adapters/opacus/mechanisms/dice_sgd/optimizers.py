@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.mechanism import DiceAdam, DiceSgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 
@@ -65,7 +64,6 @@ class DiceSGDOptimizer(PrivateOptimizer):
 
     mechanism_type = DiceSgd
     mechanism: DiceSgd
-    run: DiceSgdRun
 
 
 class DiceAdamOptimizer(PrivateOptimizer):
@@ -92,4 +90,3 @@ class DiceAdamOptimizer(PrivateOptimizer):
 
     mechanism_type = DiceAdam
     mechanism: DiceSgd
-    run: DiceSgdRun

@@ -1,0 +1,305 @@
+"""One run: its record, its batches and position, its own iterate, and whether it goes on."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants.events.loss_geometry import square_norm
+from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.opacus.data.batch import Taken
+from hidden_state_adapters.opacus.data.loader import BatchCursor, plain_collate
+from hidden_state_adapters.opacus.gradients.noise import whose_noise
+from hidden_state_adapters.opacus.head.curvature import BatchCurvature, uses_curvature
+from hidden_state_adapters.opacus.head.run import HeadRun, KnownHeadRun
+from hidden_state_adapters.opacus.head.targets import Targets
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.run.registry import check_later_steps, note_branch
+from hidden_state_adapters.opacus.sources.base import Source
+from hidden_state_adapters.opacus.sources.samples import SampledRun
+
+_logger = logging.getLogger("hidden_state_accountants")
+
+SECTION = "hidden_state_run"
+"""Where a checkpoint holds the state of a run."""
+_SCHEMA = 1
+
+
+class TrainingRun:
+    """What is true of a run between two steps.
+
+    The optimizer takes the steps. Epsilon, releases and checkpoints are read here, and what a
+    checkpoint holds is restored here, all of it or nothing.
+
+    Attributes:
+        record: Of every logical step.
+        declared: What `make_private` was told.
+        id: The same wherever the run goes on.
+        fields: What has to be the same where it goes on, beside what the record compares.
+        cursor: Its position: the number of steps, and the batch that the loop is working on.
+        batch: Looks at the batches.
+        source: Gives the gradients, and holds the last private iterate.
+        curvature: Looks at how curved the batches are, or None.
+        optimizer: The PrivateOptimizer that takes the steps.
+        modules: The model that was passed, without wrappers, and as `make_private` returned it.
+        failure: What ended the run: a step that was refused or interrupted; or "".
+        has_moved: Whether parameters moved, if only in a step that was interrupted.
+        is_loading: Whether a checkpoint is being restored.
+
+    Args:
+        record: Without steps.
+        declared: The run. What looks at its model is hung on it; `close` undoes that.
+        noise_multiplier: As declared.
+        relation: Of the guarantee.
+        is_composed: Whether every step counts.
+    """
+
+    optimizer: Any
+    modules: tuple[Any, ...] = ()
+    failure = _closed = ""
+    has_moved = is_loading = False
+
+    def __init__(
+        self,
+        record: Run,
+        declared: DeclaredRun,
+        noise_multiplier: float,
+        relation: NeighboringRelation,
+        *,
+        is_composed: bool,
+    ):
+        self.record, self.declared, self._relation = record, declared, relation
+        self.id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
+        self.fields = declared.fields(noise_multiplier, relation)
+        plan, loader = declared.plan, declared.arguments.data_loader
+        self.cursor = BatchCursor(
+            plan.num_batches,
+            loader.num_workers * (loader.prefetch_factor or 0),
+            counts_steps=plan.draws_every_step,
+        )
+        declared.frozen.hold(tells=True)
+        self.curvature = _curvature(declared)
+        self.source = _source(declared, self.cursor, is_composed)
+        self.batch = Taken(plan, self.cursor, lambda: self.source.inputs)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches."""
+        return self.declared.plan
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps taken."""
+        return self.cursor.steps_taken
+
+    # What epsilon is about
+
+    def check_iterate(self) -> None:
+        """Raises UnsupportedRunError unless the parameters are those the last step left."""
+        self.check_alive()
+        self.check_not_refused()
+        self.cursor.check_finished()
+        self.source.iterate.check(self.num_steps)
+
+    def check_alive(self) -> None:
+        """Raises UnsupportedRunError if the run was closed, or only its record was restored."""
+        if self._closed:
+            raise UnsupportedRunError(self._closed)
+        if self.record.num_steps != self.num_steps and not self.failure:
+            raise UnsupportedRunError(
+                f"The optimizer took {self.num_steps} steps, but {self.record.num_steps} are "
+                "recorded. Restore a run with engine.load_checkpoint, which restores model, "
+                "recorder, hidden state and position together."
+            )
+
+    def check_not_refused(self) -> None:
+        """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
+        if self.failure:
+            raise UnsupportedRunError(
+                "A step of this run was refused or interrupted. What ended the run may depend on "
+                "the records, and every bound is about a number of steps that does not: no epsilon "
+                f"covers the model. Start again with another optimizer. It was: {self.failure}"
+            )
+
+    def check_ended(self) -> bool:
+        """Checks a run whose last iterate counts as released; whether a step was refused."""
+        if self.has_moved or self.num_steps:
+            self.check_iterate()
+            self.record.event()  # a run that ends within an epoch may have none, for good
+        return bool(self.failure)
+
+    def release(self) -> None:
+        """The iterate is released, unless it is not the one that was accounted."""
+        self.check_iterate()
+        self.record.release()
+
+    def close(self, reason: str) -> None:
+        """Ends the run: every step raises UnsupportedRunError with `reason` from now on."""
+        self._closed = reason
+        self.source.close()
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What is verified at every step, and what is taken on trust."""
+        declared, curvature = self.declared, self.curvature
+        collate = plain_collate(declared.arguments.data_loader)
+        return (
+            *self.optimizer.mechanism.assumptions,
+            *self.batch.assumptions(collate, self._relation),
+            *self.source.assumptions,
+            *([] if curvature is None else [curvature.assumption]),
+            *declared.assumptions,
+            whose_noise(self.optimizer),
+            *([] if declared.group is None else declared.group.assumptions),
+        )
+
+    # Where it goes on
+
+    def why_not_resumable(self, num_steps: int) -> str:
+        """What the run needs of the private state to go on after `num_steps` steps, or ""."""
+        missing = [self.plan.why_not_resumable(num_steps)]
+        if num_steps:
+            missing.insert(0, self.optimizer.mechanism.why_not_resumable())
+        return ", and ".join(filter(None, missing))
+
+    def private_state(self) -> dict[str, Any]:
+        """Plain types and tensors that restore hidden state and secret order. Secret."""
+        state = self.plan.private_state(self.num_steps)
+        return {**state, **(self.optimizer.mechanism.private_state() if self.num_steps else {})}
+
+    def state_dict(self, *, include_private: bool) -> dict[str, Any]:
+        """The section of a checkpoint, in plain types.
+
+        It never holds the state of the noise generator: with it the noise of the next steps would
+        be known. The order of the records, and the error of DiceSGD, are in it only on request.
+        """
+        missing = self.why_not_resumable(self.num_steps)
+        state: dict[str, Any] = {
+            "schema": _SCHEMA,
+            "run_id": self.id,
+            "num_steps": self.num_steps,
+            "fields": self.fields,
+            "noise_multiplier": float(self.optimizer.noise_multiplier),
+            "max_grad_norm": float(self.optimizer.max_grad_norm),
+        }
+        if include_private:
+            state["private"] = self.private_state()
+        elif missing:
+            only_order = missing == self.plan.why_not_resumable(self.num_steps)
+            _logger.warning(
+                "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save "
+                "%swith include_private_state=True, stays_private=True.",
+                self.num_steps,
+                missing,
+                "at the end of an epoch, or " if only_order else "",
+            )
+        return state
+
+    def check_state(self, checkpoint: Mapping[str, Any], discard_later_steps: bool) -> None:
+        """Raises unless the run can go on from a checkpoint; nothing is changed.
+
+        Raises:
+            ValueError: It is of another run (the text names the field), or steps that were taken
+                after it would be forgotten.
+            UnsupportedRunError: The secret order or the error that it needs is missing.
+        """
+        state = checkpoint.get(SECTION)
+        runs = checkpoint["privacy_accountant_state_dict"].get("runs")
+        if not isinstance(state, dict) or state.get("schema") != _SCHEMA or not runs:
+            raise ValueError(
+                f"Expected a checkpoint of HiddenStatePrivacyEngine with a run (schema {_SCHEMA}), "
+                f"got entries {sorted(checkpoint)}. Save with engine.save_checkpoint."
+            )
+        stored = run_of(self.record.state_dict())
+        stored.load_state_dict(runs[-1])  # names the field that differs
+        if state["num_steps"] != stored.num_steps:
+            raise ValueError(
+                f"The checkpoint is damaged: num_steps = {state['num_steps']}, but "
+                f"{stored.num_steps} steps are recorded."
+            )
+        for name, expected in self.fields.items():
+            if state["fields"].get(name) != expected:
+                raise ValueError(
+                    f"The checkpoint is of another run: expected {name} = {expected!r}, got "
+                    f"{state['fields'].get(name)!r}. Call make_private as before."
+                )
+        missing = self.why_not_resumable(stored.num_steps)
+        if missing and "private" not in state:
+            raise UnsupportedRunError(
+                f"The checkpoint lacks {missing}: with another one it would not be the run that is "
+                "accounted. Save with include_private_state=True, stays_private=True."
+            )
+        check_later_steps(state, discard_later_steps)
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores secret order and error from a section that was checked; `resume` follows.
+
+        Raises:
+            ValueError: They are of another run, or damaged.
+        """
+        self.is_loading = True
+        private, steps = state.get("private"), state["num_steps"]
+        if private is None:
+            return
+        if steps:
+            self.optimizer.mechanism.load_private_state(private, steps)
+        self.plan.load_private_state(private)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what record, hidden state and module hold, after they were restored."""
+        self.id, self.failure, self.is_loading = state["run_id"], "", False
+        self.optimizer.noise_multiplier = state["noise_multiplier"]
+        self.optimizer.max_grad_norm = state["max_grad_norm"]
+        self.optimizer.forget_pieces()
+        self.batch.resume(self.record.num_steps)
+        self.source.resume(self.record.num_steps)
+        note_branch(self.id, self.record)
+
+
+def _source(declared: DeclaredRun, cursor: BatchCursor, is_composed: bool) -> Source:
+    arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
+    options: dict[str, Any] = {"lipschitz": declared.lipschitz, "is_composed": is_composed}
+    dim = 0 if arguments.opacus.get("batch_first", True) else 1
+    if declared.head is None:
+        if arguments.opacus.get("grad_sample_mode") == "ghost" and not is_composed:
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks" with what asks for the gradient of every '
+                'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
+                "that are clipped. Leave it out."
+            )
+        has_loss = declared.loss is not None
+        return SampledRun(module, declared.frozen, dim=dim, has_loss=has_loss, **options)
+    norm = arguments.feature_norm
+    options |= {
+        "feature_norm": None if norm is None else float(norm),
+        "divides": arguments.loss_reduction == "mean",
+        "dim": dim,
+    }
+    if known is None:
+        has_loss = declared.loss is not None
+        return HeadRun(module, declared.head, declared.frozen, has_loss=has_loss, **options)
+    return KnownHeadRun(
+        module,
+        declared.head,
+        declared.frozen,
+        known=known,
+        targets=Targets(known, arguments.targets, declared.plan, cursor, arguments.data_loader),
+        cursor=cursor,
+        maps_records=arguments.loop_maps_records,
+        **options,
+    )
+
+
+def _curvature(declared: DeclaredRun) -> BatchCurvature | None:
+    loss, head, norm = declared.loss, declared.head, declared.arguments.feature_norm
+    if loss is None or norm is None or not uses_curvature(loss, declared.plan.order):
+        return None
+    assert head is not None
+    bias = head.bias is not None and head.bias.requires_grad
+    return BatchCurvature(loss, square_norm(float(norm), bias), bias, declared.plan.batch_size)
