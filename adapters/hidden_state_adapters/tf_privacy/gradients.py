@@ -197,46 +197,41 @@ class RowByRow:
         self._model, self._losses, self._variables = model, losses, list(variables)
         _refuse_loops(model)
 
-    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
-        """Of a batch of at least one row."""
-        return self._of_rows(self._of_example, (examples, targets))
+    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
+        """Of a batch of at least one row.
 
-    def _of_example(self, example: Any, target: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """The loss and the outputs."""
+        Args:
+            examples: Shape (rows, ...), as all that follows.
+            targets: Likewise.
+            *weights: Of the losses of several examples, before their mean; else none.
+        """
+        rows = examples, targets, *weights
+        gradients, losses, outputs = tf.vectorized_map(self.of_row, rows)
+        return of_rows(gradients, losses, outputs, has_padding=True)
+
+    def of_row(self, row: tuple[Any, ...]) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """The gradients, the loss and the outputs of one, without the axis of rows."""
+        with tf.GradientTape() as tape:
+            loss, outputs = self._loss(*row)
+        refuse_added_losses(self._model)
+        found = tape.gradient(loss, self._variables, unconnected_gradients="zero")
+        return [tf.convert_to_tensor(g) for g in found], loss, outputs
+
+    def _loss(self, example: Any, target: Any) -> tuple[tf.Tensor, tf.Tensor]:
         example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], (example, target))
         outputs = self._model(example, training=self.training)
         return self._losses(target, outputs)[0], outputs[0]
 
-    def _of_rows(self, loss_of: Callable[..., tuple[Any, Any]], rows: Any) -> ExampleGradients:
-        variables = self._variables
-
-        def of_row(row: Any) -> Any:
-            with tf.GradientTape() as tape:
-                loss, outputs = loss_of(*row)
-            refuse_added_losses(self._model)
-            found = tape.gradient(loss, variables, unconnected_gradients="zero")
-            return [tf.convert_to_tensor(g) for g in found], loss, outputs
-
-        gradients, losses, outputs = tf.vectorized_map(of_row, rows)
-        return of_rows(gradients, losses, outputs, has_padding=True)
-
 
 class MeansOfSeveral(RowByRow):
-    """Gradients of the mean loss of several examples, in the place of one; arguments likewise."""
+    """Gradients of the mean loss of several examples, in the place of one.
+
+    A row has an axis of the examples of a microbatch first. Arguments as of `RowByRow`.
+    """
 
     name = "microbatch by microbatch"
 
-    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
-        """Of a batch, each row of which holds several examples.
-
-        Args:
-            examples: Shape (rows, examples of a microbatch, ...), as all that follows.
-            targets: Likewise.
-            *weights: Of the losses, before their mean; or none.
-        """
-        return self._of_rows(self._of_mean, (examples, targets, *weights))
-
-    def _of_mean(self, examples: Any, targets: Any, *weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def _loss(self, examples: Any, targets: Any, *weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
         outputs = self._model(examples, training=self.training)
         losses = self._losses(targets, outputs)
         for factors in weights:
@@ -376,37 +371,39 @@ class ThroughLinearLayers:
             lambda part: part[: rows * self._each], (examples, targets)
         )
         factors = tf.constant(np.random.default_rng(0).normal(size=rows))
+
+        def of_sums(found: ExampleGradients) -> list[tf.Tensor]:
+            return [found.norms, *found.weighted_sum(factors)]
+
         try:
             # Keras 2 calls the layers of a Sequential model once more when it first sees another
             # number of rows, which a batch of one example is.
             twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
             self._model(twice, training=False)
             self.training = not _is_known(self._model) or _augments(self._model)
-            alone = self._alone(self._model, self._losses, self._variables)
-            alone.training = self.training
+            source = (MeansOfSeveral if self._each > 1 else RowByRow)(
+                self._model, self._losses, self._variables
+            )
+            source.training = self.training
             if self._each > 1:
                 examples, targets = tf.nest.map_structure(
                     lambda part: tf.reshape(part, [rows, self._each, *part.shape[1:]]),
                     (examples, targets),
                 )
-
-            def gradients(examples: Any, targets: Any) -> Any:
-                both = [source.gradients(examples, targets) for source in (self, alone)]
-                return [(one.norms, *one.weighted_sum(factors)) for one in both]
-
-            given = tf.nest.map_structure(tf.convert_to_tensor, (examples, targets))
+            batch = tf.nest.map_structure(tf.convert_to_tensor, (examples, targets))
+            singly = [tf.nest.map_structure(lambda part, k=k: part[k], batch) for k in range(rows)]
             with _moved(keras_api.trained(self._model)):
-                found, expected = traced(gradients, *given)
+                [found] = _traced(lambda batch: of_sums(self.gradients(*batch)), [batch])
+                alone = _traced(source.of_row, singly)
+            gradients, losses, _ = zip(*alone, strict=True)
+            rows_of = list(map(tf.stack, zip(*gradients, strict=True)))
+            expected = of_sums(of_rows(rows_of, tf.stack(losses), has_padding=False))
         except Exception:  # of a model that calls its layers in another way
             return False
         finally:
             self.training = True
         pairs = list(zip(found, expected, strict=True))
         return all(a.shape == b.shape and _are_close(a, b) for a, b in pairs)
-
-    @property
-    def _alone(self) -> type[RowByRow]:
-        return MeansOfSeveral if self._each > 1 else RowByRow
 
 
 @contextlib.contextmanager
@@ -422,9 +419,11 @@ def _moved(variables: Sequence[Any]) -> Iterator[None]:
             variable.assign(value)
 
 
-def traced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function once, in a graph; TensorFlow would warn of several that are called once."""
-    return tf.function(function, autograph=False).get_concrete_function(*arguments)(*arguments)
+def _traced(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
+    """Of each argument, in one graph; TensorFlow would warn of several that are called once."""
+    return list(
+        map(tf.function(function, autograph=False).get_concrete_function(arguments[0]), arguments)
+    )
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:
