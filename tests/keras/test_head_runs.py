@@ -49,6 +49,19 @@ def loss(**kwargs):
     return losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
 
+def looped(act, noise=0.0):
+    """The run of a loop of one's own in which something happens before every step."""
+    model = tf.keras.Sequential([Scale(), Row(), layers.Dense(CLASSES, kernel_initializer="ones")])
+    run = PrivateRun(
+        model, X, Y, loss=loss(), optimizer=tf.keras.optimizers.SGD(0.5, weight_decay=0.1),
+        batch_size=BATCH, l2_norm_clip=0.5, noise_multiplier=noise, **AUTO,
+    )  # fmt: skip
+    for _ in range(STEPS):
+        act(model)
+        run.step()
+    return model if noise == 0 else run
+
+
 def trained(act=None, *, at="begin", stack=(), the_loss=None, noise=0.0, **kwargs):
     """A fit of two epochs in which something happens: before it, at its begin, or in every step."""
     head = layers.Dense(CLASSES, kernel_initializer="ones")
@@ -133,12 +146,15 @@ def check_honest(model):
 
 @pytest.mark.parametrize("act", NO_EFFECT, ids=lambda act: act.__name__)
 def test_what_happens_to_the_rest_has_no_effect(act):
+    """Neither callbacks of fit nor a loop of one's own change the accounted step."""
     check_honest(trained(act, at="steps"))
+    check_honest(looped(act))
 
 
 def test_epsilon_is_that_of_the_honest_run():
-    epsilon = trained(scaled, noise=2.0).get_epsilon(1e-5)
-    assert epsilon == trained(noise=2.0).get_epsilon(1e-5)
+    epsilon = trained(noise=2.0).get_epsilon(1e-5)
+    for run in (trained(scaled, noise=2.0), looped(scaled, noise=2.0)):
+        assert run.get_epsilon(1e-5) == epsilon
 
 
 @pytest.mark.parametrize(

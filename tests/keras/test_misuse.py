@@ -1,4 +1,4 @@
-"""Every Keras optimizer and the private model through every misuse of the shared table.
+"""Every Keras optimizer, the private model and an own loop through every misuse of the table.
 
 The table is tests/reference/misuse.py.
 """
@@ -29,6 +29,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceUpdate,
     HiddenStateCallback,
     HiddenStateSequential,
+    PrivateRun,
     cyclic_dataset,
 )
 
@@ -407,21 +408,25 @@ class ModelTrial(Trial):
         if self.layer in HEADS:
             head, loss, said = HEADS[self.layer]()
         before = LAYERS.get(self.layer, LAYERS[""])()
-        self.model = HiddenStateSequential(
-            [before, self.backbone, self.buffer, *head],
-            l2_norm_clip=self.start["clip_norm"],
-            noise_multiplier=self.start["noise_multiplier"],
+        self.settings = {
+            "l2_norm_clip": self.start["clip_norm"],
+            "noise_multiplier": self.start["noise_multiplier"],
             **{"batch_order": "cyclic", **said, **self.grouping},
-        )
+        }
+        self.model = self.model_of([before, self.backbone, self.buffer, *head])
         self.model.build((None, FEATURES))
         self.loss = loss
         self.compile()
 
+    def model_of(self, stack):
+        return HiddenStateSequential(stack, **self.settings)
+
     def compile(self):
-        self.optimizer = tf.keras.optimizers.SGD(
-            self.start["learning_rate"], weight_decay=self.decay
-        )
+        self.optimizer = self.new_optimizer()
         self.model.compile(self.rule(self, self.optimizer), self.loss, run_eagerly=True)
+
+    def new_optimizer(self):
+        return tf.keras.optimizers.SGD(self.start["learning_rate"], weight_decay=self.decay)
 
     def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
         if before is not None or after is not None:
@@ -449,6 +454,9 @@ class ModelTrial(Trial):
     def group(self, number, *, batch=BATCH, **settings):
         self.batch, self.grouping = batch, {"num_microbatches": number, **settings}
         self.build()
+
+    def deal(self, batch_size):
+        self.batch = batch_size
 
     def weigh(self, weights):
         self.sample_weight = np.resize(weights, RECORDS)
@@ -515,7 +523,7 @@ class ModelTrial(Trial):
 
     def save(self):
         is_secret = self.rule is dice_update
-        state = self.model.state(stays_private=True, include_private_state=is_secret)
+        state = self.account.state(stays_private=True, include_private_state=is_secret)
         return json.loads(json.dumps(state)), self.model.get_weights()
 
     def stay_here(self):
@@ -527,14 +535,81 @@ class ModelTrial(Trial):
         self.model.set_weights(weights)
         self.model.resume(state)
 
+    @property
+    def account(self):
+        return self.model
+
     def get_epsilon(self):
-        return self.model.get_epsilon(1e-5)
+        return self.account.get_epsilon(1e-5)
 
     def event(self):
-        return self.model.privacy_event
+        return self.account.privacy_event
 
     def release(self):
-        self.model.release()
+        self.account.release()
+
+
+@attrs.define(slots=False)
+class LoopTrial(ModelTrial):
+    """A loop of one's own that asks a `PrivateRun` for its steps."""
+
+    run = None
+
+    def model_of(self, stack):
+        return tf.keras.Sequential(stack)
+
+    def compile(self):
+        self.optimizer, self.run = self.new_optimizer(), None
+
+    @property
+    def account(self):
+        if self.run is None:
+            self.begin()
+        return self.run
+
+    def begin(self, state=None):
+        self.run = PrivateRun(
+            self.model, self.x, self.y, loss=self.loss, optimizer=self.rule(self, self.optimizer),
+            batch_size=self.batch, sample_weight=self.sample_weight, state=state, **self.settings,
+        )  # fmt: skip
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        if before is not None or after is not None:
+            raise NotImplementedError("a step is one call")
+        for index in range(self.account.steps_per_epoch):
+            self.factor.assign(scale if index == at else 1.0)
+            if index == at and between is not None:
+                between()
+            self.run.step()
+
+    def _held(self):
+        if self.run is not None:
+            raise NotImplementedError("the run holds its records")
+
+    def group(self, *arguments, **settings):
+        self._held()
+        super().group(*arguments, **settings)
+
+    def deal(self, batch_size):
+        self._held()
+        super().deal(batch_size)
+
+    def weigh(self, weights):
+        self._held()
+        super().weigh(weights)
+
+    def take_arrays(self, change):
+        self._held()
+        super().take_arrays(change)
+
+    def interrupted_update(self):
+        raise NotImplementedError("who leaves the loop says when")
+
+    def go_on_from(self, saved):
+        state, weights = saved
+        self.build()
+        self.model.set_weights(weights)
+        self.begin(state)
 
 
 def block_update(trial, optimizer):
@@ -588,11 +663,14 @@ OPTIMIZERS = {
         "has_bound": False,
     },
 }
-TRIALS = [(ModelTrial if name.startswith("model") else KerasTrial, name) for name in OPTIMIZERS]
+for name in ("model", "model_dice", "model_blocks"):
+    OPTIMIZERS[name.replace("model", "loop")] = OPTIMIZERS[name]
+KINDS = {"model": ModelTrial, "loop": LoopTrial}
+TRIALS = [(KINDS.get(name.split("_")[0], KerasTrial), name) for name in OPTIMIZERS]
 
 
 def commit(case, trial, optimizer, request):
-    if trial is ModelTrial:
+    if trial is not KerasTrial:
         request.getfixturevalue("without_graphs")
     make_trial = functools.partial(trial, **OPTIMIZERS[optimizer])
     misuse.check("keras", case, make_trial, honest_epochs=0)

@@ -620,7 +620,8 @@ MISUSES = (
            goes_on=OPACUS),
     Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED + "|fit was interrupted"),
     Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted"),
-    Misuse(30, refusal_ignored, "An earlier step of this run was", NOT_APPLIED + "|cannot go on"),
+    Misuse(30, refusal_ignored, "An earlier step of this run was",
+           NOT_APPLIED + "|cannot go on|was not taken"),
     Misuse(31, gradients_not_used, "gradients of 2 batches|follows 2 training passes",
            NOT_APPLIED),
     # The data.

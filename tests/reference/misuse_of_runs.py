@@ -250,7 +250,7 @@ def examples_in_other_microbatches(trial):
 def microbatches_of_another_size(trial):
     trial.group(1)
     trial.epoch()
-    trial.batch = RECORDS
+    trial.deal(RECORDS)
     trial.epoch()
 
 

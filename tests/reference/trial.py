@@ -211,6 +211,10 @@ class Trial:
         """
         raise NotImplementedError("microbatches are those of an optimizer")
 
+    def deal(self, batch_size):
+        """Batches of another size from here on."""
+        raise NotImplementedError("the data set has them")
+
     def weigh(self, weights):
         """Trains on with weights of the examples, which repeat."""
         raise NotImplementedError("weights are refused")
