@@ -15,6 +15,7 @@ from scipy import stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds import Subsampling, subsampling
+from hidden_state_accountants.bounds.composition import step_profile
 from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
 from hidden_state_accountants.bounds.solvers.distance_law import (
     DistanceLaw,
@@ -22,6 +23,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     law_of_sum,
     rough_levels,
 )
+from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
 from hidden_state_accountants.bounds.solvers.sampled_windows import best_plan
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.subsampling import _planned, _SampledRun
@@ -454,6 +456,21 @@ def test_losses_that_are_all_beyond_the_first_reach():
     epsilon = hsa.LastIterateAccountant("replace_special").compose(event).get_epsilon(1e-5)
     mu = 100 * math.sqrt(10)  # of ten Gaussian mechanisms
     assert 0 < epsilon <= mu**2 / 2 + 4.3 * mu
+
+
+def test_losses_beyond_the_reach_of_a_search_are_not_read_as_none():
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=0.68,
+        learning_rate=0.1,
+        clip_norm=1.0,
+        batch_size=32,
+        dataset_size=160,
+        num_steps=16_384,
+        batch_order="without_replacement",
+    )
+    whole = Window((((2 / 0.68), 16_384),), np.zeros(1), np.ones(1))  # epsilon about 11,000
+    for scale in np.geomspace(0.01, 1e4, 25):
+        assert QuickLosses(step_profile(event, ONE), 1e-5, scale).epsilon(whole) > 9000
 
 
 class TestSmallDeltas:

@@ -68,7 +68,11 @@ class QuickLosses:
         for mu, count in window.sampled_mus:
             total += count * self._step(mu)
         alive = np.flatnonzero(total.real > _VANISHED)
-        if not len(alive):
+        # The phase of the first frequency is pi times the mean loss over the reach. Losses beyond
+        # the reach would come back from its other end, as small ones.
+        near = self._is_near(window.shift_mus)
+        shift = float(window.shift_weights[near] @ window.shift_mus[near] ** 2 / 2)
+        if not len(alive) or shift * self._frequencies[1] - total[1].imag > math.pi:
             return np.ones(len(self._losses))  # nothing is left of the losses within the reach
         kept = 1 + int(alive[-1])
         spectrum = np.zeros(len(total), dtype=complex)
@@ -113,14 +117,17 @@ class QuickLosses:
 
     def _mixture(self, mus: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
         """The characteristic function of the shift, at the first frequencies."""
-        reach, frequencies = self._losses[-1], self._frequencies[:number]
-        kept = mus < math.sqrt(36 + 2 * reach) - 6  # mu**2 / 2 + 6 mu < reach; others are infinite
-        squares = mus[kept, None] ** 2 / 2
+        frequencies, near = self._frequencies[:number], self._is_near(mus)
+        squares = mus[near, None] ** 2 / 2
         turns = np.repeat(np.exp(-1j * squares * self._frequencies[1]), number, axis=1)
         turns[:, 0] = 1.0
         np.cumprod(turns, axis=1, out=turns)  # the frequencies are multiples of one
         turns *= np.exp(-squares * frequencies**2)
-        return np.asarray(weights[kept] @ turns)
+        return np.asarray(weights[near] @ turns)
+
+    def _is_near(self, mus: np.ndarray) -> np.ndarray:
+        """Where mu**2 / 2 + 6 mu is within the reach; other losses are infinite."""
+        return np.asarray(mus < math.sqrt(36 + 2 * self._losses[-1]) - 6)
 
 
 def _masses(deltas: Deltas, losses: np.ndarray) -> np.ndarray:
