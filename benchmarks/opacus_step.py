@@ -1,4 +1,4 @@
-"""Step time and peak memory of the private optimizers against Opacus' own.
+"""Step time and peak memory of private training, ours and Opacus', beside plain SGD.
 
     python benchmarks/opacus_step.py [--device cpu|cuda] [--seconds 1.2] [--only TEXT]
 
@@ -28,30 +28,30 @@ from sections import fill
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import (
-    DiceAdamOptimizer,
-    DiceSGDOptimizer,
-    HiddenStatePrivacyEngine,
-)
+from hidden_state_adapters.opacus import DiceSGD, HiddenStatePrivacyEngine
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BATCHES = 8  # per epoch
 SLICE = {"cpu": 0.005, "cuda": 0.02}  # seconds that one optimizer trains before the next one does
 
-# What is compared with what, each group in turn in one process: Adam does more than SGD, random
-# batches are of several sizes, and ghost clipping forms no per-example gradients.
-GROUPS = (
-    ("Opacus", "Opacus again", "plain SGD", "our default", "our hooks", "stock + ours", "DiceSGD"),
-    ("Opacus ghost", "our ghost"),
-    ("Opacus Poisson", "our Poisson"),
-    ("Opacus Adam", "DiceAdam"),
-)
-BASES = {kind: base for base, *kinds in GROUPS for kind in kinds}
-LOOPS = ("plain SGD", "Opacus Poisson", "our Poisson", "our reshuffled")  # loading included
+SGD, OPACUS, GHOST = "plain SGD", "Opacus", "Opacus ghost"
+HEAD, DICE, COMPOSITION, STOCK = "head run", "DiceSGD", "composition", "stock + ours"
+KINDS = (SGD, OPACUS, "Opacus again", GHOST, HEAD, DICE, COMPOSITION, STOCK)
+LIGHT = (SGD, GHOST, HEAD, DICE)  # of a head: without a gradient of every record
+BESIDE_SGD = (HEAD, DICE, COMPOSITION, GHOST, OPACUS)  # of a linear head
+BESIDE_OPACUS = ("Opacus again", COMPOSITION, STOCK, DICE, GHOST)
+LOOPS = (SGD, "Opacus Poisson", "head run, Poisson", "head run, reshuffled")  # loading included
+
+
+class Normalised(nn.Module):
+    """Features of norm 1."""
+
+    def forward(self, features):
+        return nn.functional.normalize(features)
 
 
 def probe(features, classes):
-    """A linear layer on features of norm 1; everything is checked, loss_geometry="auto"."""
+    """A linear layer on features of norm 1."""
     return nn.Linear(features, classes), (features,), classes
 
 
@@ -74,7 +74,12 @@ def frozen():
     """A linear layer behind a frozen network of 50 layers with batch normalisation."""
     layers = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(50)]
     backbone = nn.Sequential(*layers).requires_grad_(False).eval()
-    return nn.Sequential(backbone, nn.Linear(64, 10)), (64,), 10
+    return nn.Sequential(backbone, Normalised(), nn.Linear(64, 10)), (64,), 10
+
+
+def is_head(name):
+    """Whether a model is a linear head, with what is frozen before it."""
+    return "probe" in name or "frozen" in name
 
 
 CASES = {
@@ -107,52 +112,39 @@ class Trainer:
     def __init__(self, kind, make_model, dataset, device, *, shuffles=False):
         torch.manual_seed(0)
         self.model = make_model()[0].to(device)
-        self.is_probe = isinstance(self.model, nn.Linear)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.is_head = len(trained) == 2
         self.criterion = nn.CrossEntropyLoss()
-        self.is_ghost = kind in ("Opacus ghost", "our ghost")
-        if "Adam" in kind:
-            inner = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        else:
-            inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        inner = torch.optim.SGD(trained, lr=0.1)
         loader = DataLoader(dataset, batch_size=len(dataset) // BATCHES, shuffle=shuffles)
         arguments = {
             "module": self.model, "optimizer": inner, "data_loader": loader,
             "noise_multiplier": 1.0, "max_grad_norm": 2.1,
         }  # fmt: skip
-        if self.is_ghost:
-            arguments |= {"grad_sample_mode": "ghost", "criterion": self.criterion}
-        if kind == "plain SGD":
+        if kind == SGD:
             self.module, self.optimizer, self.loader = self.model, inner, loader
-        elif kind.startswith(("Opacus", "stock")):
-            made = self._make_stock(kind, arguments)
-            self._keep(*made)
-        else:
-            self._keep(*self._make_ours(kind, arguments))
-
-    def _keep(self, module, optimizer, *others):
-        self.module, self.optimizer, self.loader = module, optimizer, others[-1]
-        if self.is_ghost:
-            self.criterion = others[0]
+            return
+        is_ours = kind.startswith((HEAD, DICE, COMPOSITION))
+        make = self._make_ours if is_ours else self._make_stock
+        self.module, self.optimizer, *others, self.loader = make(kind, arguments)
+        self.criterion = others[0] if others else self.criterion  # of ghost clipping
 
     def _make_stock(self, kind, arguments):
-        self.engine = PrivacyEngine(accountant="hidden_state" if "ours" in kind else "rdp")
+        if kind == GHOST:
+            arguments |= {"grad_sample_mode": "ghost", "criterion": self.criterion}
+        self.engine = PrivacyEngine(accountant="hidden_state" if kind == STOCK else "rdp")
         made = self.engine.make_private(**arguments, poisson_sampling="Poisson" in kind)
-        if "ours" in kind:
-            known = {"criterion": self.criterion, "feature_norm": 1.0} if self.is_probe else {}
+        if kind == STOCK:
+            known = {"criterion": self.criterion, "feature_norm": 1.0} if self.is_head else {}
             self.engine.accountant.declare_run(**known)
         return made
 
     def _make_ours(self, kind, arguments):
-        if kind == "our hooks":
-            arguments["grad_sample_mode"] = "hooks"
-        if kind.startswith("Dice"):
-            arguments["optimizer_class"] = DiceAdamOptimizer if "Adam" in kind else DiceSGDOptimizer
-            arguments["max_grad_norm"] = 0.5
-        elif self.is_probe:
-            arguments |= {"loss_geometry": "auto", "feature_norm": 1.0}
-            arguments["criterion"] = self.criterion
-        orders = [order for order in ("poisson", "reshuffled") if order in kind.lower()]
-        order = orders[0] if orders else "cyclic"
+        if self.is_head and kind != COMPOSITION:
+            arguments |= {"criterion": self.criterion, "feature_norm": 1.0}
+        if kind == DICE:
+            arguments |= {"mechanism": DiceSGD(), "max_grad_norm": 0.5}
+        order = kind.partition(", ")[2].lower() or "cyclic"
         return HiddenStatePrivacyEngine().make_private(**arguments, batch_order=order)
 
     def batches(self):
@@ -228,7 +220,7 @@ def loop_times(name, batch_size, options):
     trainers = {kind: Trainer(kind, make, dataset, options.device, shuffles=True) for kind in LOOPS}
     times = {kind: [] for kind in trainers}
     stop = time.monotonic() + options.seconds / 2
-    while time.monotonic() < stop or len(times["plain SGD"]) < 5:
+    while time.monotonic() < stop or len(times[SGD]) < 5:
         for kind, trainer in trainers.items():
             times[kind].append(seconds_of_an_epoch(trainer, options.device) / BATCHES)
     return {kind: one[2:] for kind, one in times.items()}  # the first ones warm up
@@ -251,8 +243,8 @@ def loop_rows(found):
     yield "| model | b | " + " | ".join(LOOPS) + " |"
     yield "|---" * (2 + len(LOOPS)) + "|"
     for (name, batch_size), times in found.items():
-        base = times["plain SGD"]
-        cells = [f"{1e3 * min(base):.2f} ms", *(ratio_cell(times[k], base) for k in LOOPS[1:])]
+        base = times[SGD]
+        cells = [f"{1e3 * min(base):.2f} ms", *(ratio(times[k], base) for k in LOOPS[1:])]
         yield "| " + " | ".join([name, str(batch_size), *cells]) + " |"
 
 
@@ -287,23 +279,21 @@ def three_steps(kind, make_model, dataset, device):
 
 
 def measure(name, batch_size, options):
-    """Per optimizer (times, peak bytes), and the bytes of the parameters."""
+    """Per optimizer (times, peak bytes, times that overlap)."""
     make_model = cases(options.device)[name][0]
-    model, shape, classes = make_model()
-    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    _, shape, classes = make_model()
     dataset = make_data(shape, classes, batch_size, options.device)
-    table = {}
-    for kinds in GROUPS:
+    all_kinds = [kind for kind in KINDS if kind != HEAD or is_head(name)]
+    for kinds in (all_kinds, [kind for kind in all_kinds if kind in LIGHT]):
         try:
-            table |= measure_group(kinds, make_model, dataset, options)
+            return measure_kinds(kinds, make_model, dataset, options)
         except torch.OutOfMemoryError:
-            print(f"{name}, b = {batch_size}: {kinds[0]} and what is beside it do not fit")
+            print(f"{name}, b = {batch_size}: {', '.join(kinds)} do not fit")
         gc.collect()
-    return table, parameter_bytes
+    return {}
 
 
-def measure_group(kinds, make_model, dataset, options):
-    """Per optimizer of a group (times, peak bytes, times that overlap)."""
+def measure_kinds(kinds, make_model, dataset, options):
     device, overlapping = options.device, dict.fromkeys(kinds)
     trainers = {kind: Trainer(kind, make_model, dataset, device) for kind in kinds}
     times = times_of(trainers, device, options.seconds)
@@ -320,46 +310,42 @@ def cases(device):
     return CUDA_CASES if device == "cuda" else CASES
 
 
-def ratio_cell(times, base):
-    """Ratio of the minima."""
+def ratio(times, base):
+    """Of the minima, as a cell."""
     return f"{min(times) / min(base):.2f}"
 
 
-KINDS = tuple(BASES)
+NOT_MEASURED = "-"
 
 
-NOT_MEASURED = "does not fit"
-
-
-def time_rows(results, which=0):
-    """The times at place `which` of what was measured."""
-    yield "| model | b | Opacus' step | " + " | ".join(KINDS) + " |"
-    yield "|---" * (3 + len(KINDS)) + "|"
-    for (name, batch_size), (table, _) in results.items():
-        base = f"{1e3 * min(table['Opacus'][which]):.2f} ms" if "Opacus" in table else NOT_MEASURED
-        cells = [name, str(batch_size), base]
-        for kind in KINDS:
-            is_there = kind in table
-            cells.append(
-                ratio_cell(table[kind][which], table[BASES[kind]][which])
-                if is_there
-                else NOT_MEASURED
-            )
-        yield "| " + " | ".join(cells) + " |"
+def time_rows(results, base, kinds, which=0):
+    """The times at place `which` of what was measured, beside those of `base`."""
+    yield f"| model | b | {base} | " + " | ".join(kinds) + " |"
+    yield "|---" * (3 + len(kinds)) + "|"
+    for (name, batch_size), table in results.items():
+        if base == SGD and not is_head(name):
+            continue
+        own = table[base][which] if base in table else None
+        cells = [
+            ratio(table[kind][which], own) if own and kind in table else NOT_MEASURED
+            for kind in kinds
+        ]
+        first = NOT_MEASURED if own is None else f"{1e3 * min(own):.2f} ms"
+        yield "| " + " | ".join([name, str(batch_size), first, *cells]) + " |"
 
 
 def memory_rows(results):
-    kinds = ("our default", "our hooks", "DiceSGD", "our ghost")
+    kinds = (HEAD, DICE, COMPOSITION, GHOST)
     yield "| model | b | Opacus' peak | " + " | ".join(kinds) + " |"
     yield "|---" * (3 + len(kinds)) + "|"
-    for (name, batch_size), (table, _) in results.items():
-        base = f"{table['Opacus'][1] / 2**20:.1f} MiB" if "Opacus" in table else NOT_MEASURED
-        cells = [name, str(batch_size), base]
-        for kind in kinds:
-            is_there = kind in table
-            ratio = table[kind][1] / table[BASES[kind]][1] if is_there else 0
-            cells.append(f"{ratio:.3f}" if is_there else NOT_MEASURED)
-        yield "| " + " | ".join(cells) + " |"
+    for (name, batch_size), table in results.items():
+        own = table[OPACUS][1] if OPACUS in table else None
+        cells = [
+            f"{table[kind][1] / own:.3f}" if own and kind in table else NOT_MEASURED
+            for kind in kinds
+        ]
+        first = NOT_MEASURED if own is None else f"{own / 2**20:.1f} MiB"
+        yield "| " + " | ".join([name, str(batch_size), first, *cells]) + " |"
 
 
 def overlap_lines(results):
@@ -367,7 +353,9 @@ def overlap_lines(results):
         "The same where the host runs ahead of the device, as it does in a training loop that "
         "waits for nothing itself. The one transfer of our checks is a wait in every step:",
         "",
-        *time_rows(results, which=2),
+        *time_rows(results, SGD, BESIDE_SGD, which=2),
+        "",
+        *time_rows(results, OPACUS, BESIDE_OPACUS, which=2),
         "",
     ]
 
@@ -392,9 +380,13 @@ def page(results, loops, options):
         INTRODUCTION,
         "### Time of a step",
         "",
-        f"{clock}, ratio of the minima.",
+        f"{clock}, ratio of the minima. Linear heads beside plain SGD:",
         "",
-        *time_rows(results),
+        *time_rows(results, SGD, BESIDE_SGD),
+        "",
+        "All models beside Opacus:",
+        "",
+        *time_rows(results, OPACUS, BESIDE_OPACUS),
         "",
         *(overlap_lines(results) if is_cuda else []),
         WHAT_A_STEP_COSTS,
@@ -413,40 +405,33 @@ def page(results, loops, options):
 INTRODUCTION = """\
 A step is `zero_grad`, forward pass, loss, backward pass and `optimizer.step()`, without loading.
 All optimizers take turns in one process on the same model and batches; only the ratios count.
-"Opacus" and "Opacus again" are the same stock optimizer: the distance of their ratio from 1 is
-noise.
+"Opacus" and "Opacus again" are the same stock engine: the distance of their ratio from 1 is noise.
+"Opacus ghost" clips in two backward passes and keeps no per-example gradients.
 
-- "our default": `HiddenStatePrivacyEngine` in a fixed order, which clips a linear head without its
-  per-example gradients; "our hooks": with `grad_sample_mode="hooks"`;
-- "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`;
-- DiceSGD, DiceAdam: every record clipped, DiceAdam against Opacus' Adam;
-- "our ghost" against Opacus' ghost clipping, "our Poisson" against Opacus' Poisson batches.
-
-The linear probes declare loss and feature norm, so that every step is checked.
+- "head run": `HiddenStatePrivacyEngine` with `criterion` and `feature_norm`, in a fixed order;
+- "DiceSGD": the same with `mechanism=DiceSGD()`; of other models from Opacus' gradients;
+- "composition": without `criterion` and `feature_norm`;
+- "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`.
 """
 
 WHAT_A_STEP_COSTS = """\
-A step is shorter because a linear head is clipped without its per-example gradients, because
-gradients stay where the rule of the layer puts them (Opacus copies them into zeros), because norms
-are computed once, and because ghost clipping makes one backward pass in place of two.
-
-It is longer because every check costs a few small operations, whatever the size of the batch. That
-shows in steps of less than a millisecond. In large heads with small batches the noise takes as long
-as a step of plain SGD for every 200,000 weights. DiceSGD sums what the clip cuts off in one more
-pass.
+A head run makes one product of matrices less than SGD: the backward pass ends at the outputs, and
+the gradient is that of the formula, clipped. The rest is noise and a few small operations of every
+check, which show in steps of less than a millisecond. In large heads with small batches the noise
+takes as long as a step of plain SGD for every 200,000 weights. DiceSGD sums what the clip cuts off
+in one more pass. Composition of a linear head needs no per-example gradients either.
 """
 
 ABOUT_LOOPS = """\
 The probes with loading, per batch: plain SGD on `DataLoader(TensorDataset(...), shuffle=True)`,
-Opacus' engine and ours with Poisson batches, and ours reshuffled. torch collates record by record;
+Opacus' engine and head runs with Poisson batches, and reshuffled. torch collates record by record;
 our loader reads a batch of a `TensorDataset` at once.
 """
 
 ABOUT_MEMORY = """\
-Peak of the tensors' memory, with model, batch, activations and per-example gradients, against the
-same bases. The first step is among them, which looks at whether records act on each other: where
-the batch takes more memory than the model, the peak beside ghost clipping is its. DiceSGD keeps the
-error, and from the clip to the noise the rest of the batch.
+Peak of the tensors' memory, with model, batch, activations and per-example gradients, against
+Opacus' engine. The first step is among them, which looks at whether records act on each other.
+DiceSGD keeps the error, and from the clip to the noise the rest of the batch.
 """
 
 
@@ -524,7 +509,10 @@ def main():
         return
     for name, size in all_cases(options):
         found = {(name, size): measure(name, size, options)}
-        print(*list(time_rows(found))[-1:], *list(memory_rows(found))[-1:], sep="\n", flush=True)
+        rows = [*time_rows(found, OPACUS, BESIDE_OPACUS), *memory_rows(found)]
+        if is_head(name):
+            rows = [*time_rows(found, SGD, BESIDE_SGD), *rows]
+        print(*rows, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

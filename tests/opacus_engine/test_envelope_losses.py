@@ -1,5 +1,6 @@
 """Envelope losses in torch and in the engine."""
 
+import copy
 import math
 import pathlib
 import runpy
@@ -380,5 +381,23 @@ def test_the_benchmark_of_their_steps_writes_its_page():
     assert all(len(seconds) == 2 for pair in times.values() for seconds in pair)
     slow = {way: ([1.0, 1.0], [3.0, 3.0]) for way in times}
     text = script["page"]({script["SHAPES"][0]: slow}, 2)
-    assert "| 512 x 10 | engine | 1000.00 ms | 3.00 / 3.00 (3.00 to 3.00) |" in text
-    assert "missed by engine (3.00), engine, hooks (3.00), engine, ghost (3.00)." in text
+    assert "| 512 x 10 | head run | 1000.00 ms | 3.00 / 3.00 (3.00 to 3.00) |" in text
+    assert "missed by head run (3.00), DiceSGD (3.00), composition (3.00)." in text
+
+
+def test_what_is_asked_twice_is_computed_once():
+    """By a loop and by the step, which has a copy; other settings or numbers are others."""
+    loss, calls = EnvelopeCrossEntropyLoss(0.3, 1.0), []
+    copied, evaluate = copy.deepcopy(loss), EnvelopeCrossEntropyLoss._evaluate
+    loss._evaluate = lambda *tensors: calls.append(0) or evaluate(loss, *tensors)
+    predictions, targets = torch.randn(4, 3), torch.arange(4) % 3
+    loss(predictions, targets)
+    slopes = copied.slopes(predictions, targets)
+    torch.testing.assert_close(slopes, loss.slopes(predictions, targets), rtol=0, atol=0)
+    assert len(calls) == 1
+    predictions[0, 0] += 1
+    assert not torch.equal(copied.slopes(predictions, targets), slopes)
+    copied.clip_norm = 0.3 + 1e-9
+    copied.slopes(predictions, targets)
+    loss.slopes(predictions, targets)
+    assert len(calls) == 2

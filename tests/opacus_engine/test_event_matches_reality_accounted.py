@@ -7,7 +7,6 @@ import copy
 import io
 import itertools
 import pickle
-import subprocess
 import sys
 
 import attrs
@@ -426,40 +425,6 @@ def test_row13_a_state_dict_is_no_checkpoint(make_run, tmp_path):
     back.plain_model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
         back.epoch()
-
-
-TWO_PROCESSES = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
-torch.set_num_threads(1)
-store, rank = "file://" + sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-model = nn.Linear(5, 3)
-try:
-    HiddenStatePrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.ones(20, 5)), batch_size=10),
-        noise_multiplier=1.0, max_grad_norm=1.0)
-except ValueError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_row15_two_processes(tmp_path):
-    """Each with a model of its own; those that train one model are in test_processes.py."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "store"), str(rank)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert "Expected a model in Opacus' DPDDP" in out, err
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -131,9 +131,9 @@ def test_the_loader_of_the_loop_samples_at_a_higher_rate():
 
 
 def test_noise_on_a_schedule():
-    """The smallest noise of every pass counts: 0.99^23, 0.99^47."""
-    engine, used = trained(given=True, scheduled=True, epochs=2)
-    mu = math.hypot(0.99**-23, 0.99**-47)
+    """The smallest noise of every pass counts."""
+    engine, used = trained(given=True, scheduled=True, epochs=1)
+    mu = 0.99**-23
     assert explain_engine(engine, used, DELTA).proven == pytest.approx(gaussian(mu), rel=1e-6)
 
 

@@ -36,11 +36,13 @@ def of_one():
     return trajectories()
 
 
-@pytest.mark.parametrize("size", [2, 3])  # 3 do not divide a batch of 10
-def test_trajectories_are_those_of_one_process(size, of_one, request):
-    group = request.getfixturevalue({2: "two", 3: "three"}[size])
-    for found in group.call("trajectories"):
-        for case in CASES:
+# 3 processes do not divide a batch of 10.
+@pytest.mark.parametrize(
+    ("group", "cases"), [("two", tuple(CASES)), ("three", ("cyclic", "poisson", "deep", "dice"))]
+)
+def test_trajectories_are_those_of_one_process(group, cases, of_one, request):
+    for found in request.getfixturevalue(group).call("trajectories", cases):
+        for case in cases:
             assert found[case] == pytest.approx(of_one[case], abs=1e-6), case
     moved = [weights for case, weights in of_one.items() if case != "noise"]
     assert np.abs(np.subtract(of_one["noise"], of_one["cyclic"])).max() > 0.01
@@ -248,7 +250,7 @@ def test_a_process_that_dies_ends_the_others():
         group.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_example_runs_under_torchrun():
     pytest.importorskip("sklearn")
     example = pathlib.Path(__file__).resolve().parents[2] / "examples" / "linear_probe_ddp.py"

@@ -51,8 +51,8 @@ def test_two_and_three_runs(make_loader, order):
         model, of_run, rate = train(engine, make_loader, model, batch_order=order)
         steps += of_run
         epsilons.append(engine.get_epsilon(DELTA))
-        if order == "poisson":  # of a record that is zeroed, which is removed there
-            assert epsilons[-1] <= 1.0001 * stock_epsilon(steps, rate)
+    if order == "poisson":  # of a record that is zeroed, which is removed there
+        assert epsilons[-1] <= 1.0001 * stock_epsilon(steps, rate)
     once, twice, thrice = epsilons
     assert once < twice < thrice < 3 * once
 
@@ -70,10 +70,10 @@ def test_a_target_for_a_second_run(make_loader):
 
 
 @pytest.mark.parametrize("order", ["poisson", "without_replacement"])
-def test_groups_of_two_in_a_long_run(order):
+def test_groups_of_two(order):
     event = hsa.LastIterateDpEvent(
-        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.4143, batch_size=250,
-        dataset_size=25_000, num_steps=5000, batch_order=order, weight_decay=0.004,
+        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.4143, batch_size=25,
+        dataset_size=2500, num_steps=300, batch_order=order, weight_decay=0.004,
         loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
     )  # fmt: skip
     of_two = hsa.LastIterateAccountant(group_size=2).compose(event).get_epsilon(DELTA)
@@ -81,4 +81,4 @@ def test_groups_of_two_in_a_long_run(order):
     assert alone < of_two < 2.5 * alone
     if order == "poisson":  # two records are in the batches twice as often, with twice the weight
         step = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.0))
-        assert of_two < pld.PLDAccountant().compose(step, 5000).get_epsilon(DELTA)
+        assert of_two < pld.PLDAccountant().compose(step, 300).get_epsilon(DELTA)

@@ -238,10 +238,10 @@ def trajectory_on(device):
     return Training(device=device).epochs().weights
 
 
-def trajectories():
-    """Of all cases; what a process raises is in the place of its weights."""
+def trajectories(cases=tuple(CASES)):
+    """Of these cases; what a process raises is in the place of its weights."""
     found = {}
-    for case in CASES:
+    for case in cases:
         try:
             found[case] = trajectory(case)
         except Exception as error:
