@@ -71,14 +71,14 @@ MUTATIONS = (
     Mutation(
         "packed_sequences_that_are_frozen_only_are_refused",
         "../adapters/hidden_state_adapters/opacus/sources/packed.py",
-        "any(p.requires_grad for p in layer.parameters())",
-        "not any(p.requires_grad for p in layer.parameters())",
+        "is_trained and not _is_checked(layer)",
+        "not is_trained and not _is_checked(layer)",
         "opacus_engine/test_packed_sequences.py",
     ),
     Mutation(
         "packed_sequences_of_a_stock_engine_pass",
         "../adapters/hidden_state_adapters/opacus/stock/made.py",
-        "    refuse_packed_sequences_for_good(module)",
+        "    refuse_packed_sequences(module)",
         "",
         "opacus_engine/test_packed_sequences.py",
     ),

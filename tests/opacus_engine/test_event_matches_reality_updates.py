@@ -4,16 +4,12 @@ See docs/threat_model.md. What every optimizer
 refuses is in tests/reference/misuse.py.
 """
 
-import copy
-import io
-
 import pytest
 import torch
 from misuse import each_row
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.optim.swa_utils import AveragedModel
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
@@ -39,15 +35,6 @@ def more_steps_than_declared(run):
     run.epoch()
 
 
-def best_checkpoint_trained_on(run):
-    run.epoch()
-    best = copy.deepcopy(run.plain_model.state_dict())
-    run.engine.release()
-    run.epoch()
-    run.plain_model.load_state_dict(best)
-    run.epoch()
-
-
 # The update rule.
 
 
@@ -58,33 +45,12 @@ def second_group_without_decay(run):
     run.epoch()
 
 
-def other_base_optimizer(run):
-    run.optimizer.original_optimizer = torch.optim.Adam(run.model.parameters())
-    run.epoch()
-
-
 # Precision and the set of parameters.
 
 
 def new_parameter_mid_run(run):
     run.epoch()
     run.plain_model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    run.epoch()
-
-
-def write_through_data(run):
-    run.epoch()
-    run.plain_model.weight.data.mul_(0.5)  # does not raise the tensor's version counter
-    run.epoch()
-
-
-def averaged_weights_kept(run):
-    average = AveragedModel(run.plain_model)
-    run.epoch()
-    average.update_parameters(run.plain_model)
-    run.epoch()
-    average.update_parameters(run.plain_model)
-    run.plain_model.load_state_dict(average.module.state_dict())
     run.epoch()
 
 
@@ -125,10 +91,6 @@ def grad_scaler(run):
         scaler.scale(run.criterion(run.model(features), labels)).backward()
         scaler.step(run.optimizer)
         scaler.update()
-
-
-def pickle_of_the_optimizer(run):
-    torch.save(run.optimizer, io.BytesIO())
 
 
 def step_recorded_twice(run):
@@ -198,16 +160,11 @@ def no_number_as_noise(run):
 RAISES = [
     (2, plateau, "step 3 uses learning rate 0.05, expected 0.5", 2),
     (2, more_steps_than_declared, "Expected num_steps = 6 steps", 6),
-    (2, best_checkpoint_trained_on, "step 13: the parameters were changed outside the private", 12),
     (3, second_group_without_decay, "weight_decay = 0.1 in group 0 and 0.0 in group 1", 0),
-    (3, other_base_optimizer, "another original_optimizer", 0),
-    (11, write_through_data, "step 7: the parameters were changed outside the private", 6),
-    (11, averaged_weights_kept, "step 13: the parameters were changed outside the private", 12),
     (11, pre_step_and_base_step, "got a call of pre_step", 0),
     (14, second_step_hook, "Expected no step hook", 0),
     (14, hook_on_all_optimizers, "Expected no step hooks for all optimizers", 0),
     (14, grad_scaler, "GradScaler", 0),
-    (14, pickle_of_the_optimizer, "cannot be copied", 0),
     (14, step_recorded_twice, "took 6 steps, but 7 are recorded", 7),
     (14, no_noise_for_a_piece, "step 1 clips to 2.1 and then uses 3.1", 0),
     (14, clip_norm_into_the_margin, r"max_grad_norm >= 2.00000", 6),

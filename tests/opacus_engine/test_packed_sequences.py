@@ -74,16 +74,12 @@ def test_packed_sequences_are_refused(name, kind, way):
         train(engine, Reader(kind, way))
 
 
-def test_loops_of_a_stock_engine_hang_the_check_once():
+def test_the_check_is_hung_once():
     model = Reader()
-    of_a_run = refuse_packed_sequences(model)  # this one goes with its run
-    for _ in range(3):
+    for _ in range(2):
+        refuse_packed_sequences(model)
         MadePrivate(0.1, module=model).prepare()
-    assert len(model.cells._forward_pre_hooks) == 2
-    for handle in of_a_run:
-        handle.remove()
-    with pytest.raises(UnsupportedRunError, match="padded batch at DPRNN, got a Packed"):
-        model(TEXTS, LENGTHS)
+    assert len(model.cells._forward_pre_hooks) == 1
 
 
 @pytest.mark.parametrize("name", ENGINES)

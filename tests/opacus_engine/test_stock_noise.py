@@ -155,14 +155,6 @@ def test_the_generator_that_the_optimizer_holds_cannot_be_seeded():
         loop.optimizer.generator.manual_seed(0)
 
 
-def test_two_optimizers_behind_one_hook():
-    loop, other = Loop("DPOptimizer"), Loop("DPOptimizer")
-    other.optimizer.attach_step_hook(loop.optimizer.step_hook)
-    next(loop.steps())
-    with pytest.raises(hsa.UnsupportedRunError, match="a second through the same hook"):
-        next(other.steps())
-
-
 # --- whose noise it is ----------------------------------------------------------------------------
 
 

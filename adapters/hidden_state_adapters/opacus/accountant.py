@@ -324,7 +324,6 @@ class HiddenStateAccountant(IAccountant):
                 f"step {step} uses adaptive clipping: {WHY_NOT_ADAPTIVE}. "
                 'Use clipping="flat" or "per_layer".'
             )
-        made.check_owner(optimizer)
         if made.run is not None and made is not self._made:
             raise UnsupportedRunError(
                 "This run ended when make_private was called again; its last iterate was taken as "

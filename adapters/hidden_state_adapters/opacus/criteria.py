@@ -244,78 +244,43 @@ class LogisticCriterion(KnownCriterion):
 
 
 class ResidualCriterion(KnownCriterion):
-    """A loss of prediction minus target, which can have any gradient at some target."""
+    r"""A loss l(v) of v = prediction minus target, with l'(v) = c clamp(v, -w, w) of each output.
 
-    def slope(self, residual: torch.Tensor) -> torch.Tensor:
-        """The derivative of the loss of one output."""
-        raise NotImplementedError
+    nn.MSELoss has c = 2 and no w, nn.HuberLoss c = 1 and w = delta, nn.SmoothL1Loss c = 1/beta and
+    w = beta.
+    """
 
     @property
-    def curvature(self) -> float:
-        """The largest second derivative of the loss of one output."""
-        return 1.0
+    def _shape(self) -> tuple[float, float]:
+        """c and w."""
+        criterion = self.criterion
+        if isinstance(criterion, nn.MSELoss):
+            return 2.0, math.inf
+        if isinstance(criterion, nn.HuberLoss):
+            return 1.0, criterion.delta
+        if not criterion.beta > 0:
+            raise UnsupportedRunError(
+                f'loss_geometry="auto" needs beta > 0, got {criterion.beta!r}: the absolute value '
+                "is not smooth."
+            )
+        return 1 / criterion.beta, criterion.beta
+
+    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
+        """See `KnownCriterion.geometry`."""
+        (curvature, width), share = self._shape, self.share(outputs)
+        if width == math.inf:
+            return LossGeometry.squared_error(norm, bias, scale=curvature / share)
+        one = _scaled(LossGeometry.huber(norm, width, bias), curvature)
+        return one if outputs == 1 else _sum_of(one, torch.ones(outputs) / share)
 
     def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.gradient`."""
-        return self.slope(output - target)
+        curvature, width = self._shape
+        return curvature * (output - target).clamp(-width, width)
 
     def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.size`."""
-        return self.curvature * (output.abs() + target.abs())
-
-
-class SquaredCriterion(ResidualCriterion):
-    """nn.MSELoss: the square, without a factor 1/2."""
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        return LossGeometry.squared_error(norm, bias, scale=2 / self.share(outputs))
-
-    def slope(self, residual: torch.Tensor) -> torch.Tensor:
-        """See `ResidualCriterion.slope`."""
-        return 2 * residual
-
-    @property
-    def curvature(self) -> float:
-        """See `ResidualCriterion.curvature`."""
-        return 2.0
-
-
-class HuberCriterion(ResidualCriterion):
-    """nn.HuberLoss."""
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        one = LossGeometry.huber(norm, self.criterion.delta, bias)
-        return one if outputs == 1 else _sum_of(one, torch.ones(outputs) / self.share(outputs))
-
-    def slope(self, residual: torch.Tensor) -> torch.Tensor:
-        """See `ResidualCriterion.slope`."""
-        return residual.clamp(-self.criterion.delta, self.criterion.delta)
-
-
-class SmoothL1Criterion(ResidualCriterion):
-    """nn.SmoothL1Loss: the Huber loss with delta = beta, divided by beta."""
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        beta = self.criterion.beta
-        if not beta > 0:
-            raise UnsupportedRunError(
-                f'loss_geometry="auto" needs beta > 0, got {beta!r}: the absolute value is not '
-                "smooth."
-            )
-        one = _scaled(LossGeometry.huber(norm, beta, bias), 1 / beta)
-        return one if outputs == 1 else _sum_of(one, torch.ones(outputs) / self.share(outputs))
-
-    def slope(self, residual: torch.Tensor) -> torch.Tensor:
-        """See `ResidualCriterion.slope`."""
-        return (residual / self.criterion.beta).clamp(-1, 1)
-
-    @property
-    def curvature(self) -> float:
-        """See `ResidualCriterion.curvature`."""
-        return 1 / float(self.criterion.beta)
+        return self._shape[0] * (output.abs() + target.abs())
 
 
 class EnvelopeCriterion(KnownCriterion):
@@ -357,9 +322,9 @@ _ENVELOPES_OF_MANY_OUTPUTS = (EnvelopeCrossEntropyLoss, EnvelopeSquaredErrorLoss
 _KNOWN: dict[type, type[KnownCriterion]] = {
     nn.CrossEntropyLoss: SoftmaxCriterion,
     nn.BCEWithLogitsLoss: LogisticCriterion,
-    nn.MSELoss: SquaredCriterion,
-    nn.HuberLoss: HuberCriterion,
-    nn.SmoothL1Loss: SmoothL1Criterion,
+    nn.MSELoss: ResidualCriterion,
+    nn.HuberLoss: ResidualCriterion,
+    nn.SmoothL1Loss: ResidualCriterion,
     EnvelopeCrossEntropyLoss: EnvelopeCriterion,
     EnvelopeBCEWithLogitsLoss: EnvelopeCriterion,
     EnvelopeSquaredErrorLoss: EnvelopeCriterion,

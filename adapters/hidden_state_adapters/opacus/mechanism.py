@@ -205,6 +205,15 @@ class Mechanism:
         """
 
 
+def move_by_any_rule(base: Optimizer) -> None:
+    """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
+    for group in base.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                param.grad = None
+    base.step()
+
+
 @torch.no_grad()
 def move_by_sgd(base: Any, params: Sequence[nn.Parameter]) -> None:
     """A step of plain SGD, of `params` alone: others may hold gradients without noise.

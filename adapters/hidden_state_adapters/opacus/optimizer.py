@@ -328,10 +328,10 @@ class PrivateOptimizer(DPOptimizer):
                 "Expected whole batches, got a piece of one (BatchMemoryManager, "
                 "signal_skip_step): every block needs the gradients of the whole batch anew."
             )
-        self._batch.signal(do_skip)
+        self.run.cursor.signal(do_skip)
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        return self._batch.skips_step if pop_next else self._batch.next_is_skipped
+        return self._batch.skips_step if pop_next else self.run.cursor.next_is_skipped
 
     # Between the steps
 

@@ -76,15 +76,6 @@ class Taken:
             self.rows += piece.rows
         self._check_rows(piece)
 
-    def signal(self, do_skip: bool) -> None:
-        """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
-        self._cursor.signal(do_skip)
-
-    @property
-    def next_is_skipped(self) -> bool:
-        """Whether more pieces follow the next one."""
-        return self._cursor.next_is_skipped
-
     def _take(self, piece: Piece) -> None:
         expected = self._cursor.expected_index
         try:
@@ -162,10 +153,6 @@ class Taken:
         """The loader goes on after `steps` steps."""
         self.index, self.rows, self.skips_step = None, 0, False
         self._cursor.resume_at(steps)
-
-    def check_finished(self) -> None:
-        """Raises UnsupportedRunError if pieces may have been left out at the end of a pass."""
-        self._cursor.check_finished()
 
 
 def holds_others(inputs: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> Figure:

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from hidden_state_accountants import Assumption, LastIterateDpEvent, RunRecorder
 from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.mechanism import move_by_any_rule
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
@@ -143,12 +144,8 @@ class AnyUpdateRule(ClippedSum):
             DPPerLayerOptimizer.clip_and_accumulate(self.optimizer)
 
     def move(self, piece: Piece) -> None:
-        """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
-        for group in self.base.param_groups:
-            for param in group["params"]:
-                if not param.requires_grad:
-                    param.grad = None
-        self.base.step()
+        """Lets the wrapped optimizer move what is trained."""
+        move_by_any_rule(self.base)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded: of plain SGD what it does, of others that they move."""

@@ -27,7 +27,7 @@ from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.proximal import RegulariserProx
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
-from hidden_state_adapters.opacus.run.settings import check_options, sgd_options
+from hidden_state_adapters.opacus.run.settings import sgd_options
 
 _ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
 
@@ -76,7 +76,6 @@ class BlockCoordinate(Mechanism):
         """Checks everything that the optimizer checks, before anything is changed."""
         _learning_rate(optimizer)
         _blocks_of(optimizer)
-        check_options(arguments.loss_reduction, False)
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         check_clip_norms(
             [p for p in module.parameters() if p.requires_grad], max_grad_norm=clip_norm

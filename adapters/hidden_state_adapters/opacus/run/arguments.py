@@ -395,6 +395,10 @@ class RunArguments:
                 "is made up instead of the record's: it moves by two clip norms, and the noise is "
                 "for one. Leave it out: empty batches work."
             )
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"Expected loss_reduction = 'mean' or 'sum', got {self.loss_reduction!r}."
+            )
         mode = arguments.get("grad_sample_mode", "hooks")
         if mode not in ("hooks", "functorch", "ew", "ghost"):
             raise UnsupportedRunError(

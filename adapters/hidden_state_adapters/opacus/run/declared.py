@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import attrs
@@ -14,7 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hidden_state_accountants import Assumption, BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    LossGeometry,
+    UnsupportedRunError,
+    validate,
+)
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
@@ -259,7 +264,7 @@ def resolve_loss(
         if loss_geometry is not None and loss_geometry.curvature is not None:
             _refuse_unmeasured_curvature(module, loss_geometry)
         return loss_geometry, None if arguments.asks_for_samples else head
-    _check_positive("feature_norm", feature_norm)
+    validate.real("feature_norm", feature_norm, above=0, allow_inf=True)
     if loss_geometry is None or head is None:
         raise UnsupportedRunError(
             f"Expected feature_norm = None here, got {feature_norm!r}: it is checked at the one "
@@ -281,10 +286,3 @@ def _refuse_unmeasured_curvature(module: nn.Module, loss: LossGeometry) -> None:
 
 def _float_or_none(value: float | None) -> float | None:
     return None if value is None else float(value)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"Expected {name} to be a real number, got {value!r}.")
-    if not float(value) > 0:
-        raise ValueError(f"Expected {name} > 0, got {value!r}.")

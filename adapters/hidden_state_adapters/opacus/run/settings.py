@@ -182,19 +182,6 @@ def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) 
     )
 
 
-def check_options(loss_reduction: Any, secure_mode: Any, expected_batch_size: Any = 1) -> None:
-    """Checks the arguments that Opacus takes as they come.
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
-    """
-    validate.integer("expected_batch_size", expected_batch_size, minimum=1)
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"Expected loss_reduction = 'mean' or 'sum', got {loss_reduction!r}.")
-    if not isinstance(secure_mode, bool):
-        raise TypeError(f"Expected secure_mode to be True or False, got {secure_mode!r}.")
-
-
 def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
     """Whether the state of an optimizer, by parameter, holds momentum or moments."""
     return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from opacus.layers.dp_rnn import DPRNNBase
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.hooks import RemovableHandle
 
 from hidden_state_accountants import UnsupportedRunError
 
 
-def refuse_packed_sequences(module: nn.Module) -> list[RemovableHandle]:
-    """Hangs a check on Opacus' recurrent layers that train; the handles remove it.
+def refuse_packed_sequences(module: nn.Module) -> None:
+    """Hangs a check on Opacus' recurrent layers that train, once, for good.
 
     A sequence is packed longest first, and the rows of per-example gradients of a recurrent layer
     stay in that order, those of all other layers in the order of the batch. A row is then the
@@ -23,24 +22,14 @@ def refuse_packed_sequences(module: nn.Module) -> list[RemovableHandle]:
     bounds what one record does. So it is in Opacus 1.6. Sequences that the model itself sorted are
     not told apart from others, so that all are refused.
     """
-    return [layer.register_forward_pre_hook(_check, with_kwargs=True) for layer in _trained(module)]
-
-
-def refuse_packed_sequences_for_good(module: nn.Module) -> None:
-    """As `refuse_packed_sequences`, of checks that stay; a layer that has its own gets no other."""
-    for layer in _trained(module):
-        if _check_for_good not in layer._forward_pre_hooks.values():
-            layer.register_forward_pre_hook(_check_for_good, with_kwargs=True)
-
-
-def _trained(module: nn.Module) -> Iterator[nn.Module]:
     for layer in module.modules():
-        if isinstance(layer, DPRNNBase) and any(p.requires_grad for p in layer.parameters()):
-            yield layer
+        is_trained = any(p.requires_grad for p in layer.parameters())
+        if isinstance(layer, DPRNNBase) and is_trained and not _is_checked(layer):
+            layer.register_forward_pre_hook(_check, with_kwargs=True)
 
 
-def _check_for_good(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    _check(layer, args, kwargs)  # a hook of its own: that of an engine's run goes with the run
+def _is_checked(layer: nn.Module) -> bool:
+    return _check in layer._forward_pre_hooks.values()
 
 
 def _check(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

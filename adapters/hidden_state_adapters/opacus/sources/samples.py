@@ -52,10 +52,8 @@ class SampledRun(Source):
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
         self._is_idle = False  # as a copy is, and the model in a look at it
-        self._handles = [
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            *refuse_packed_sequences(module),
-        ]
+        self._handle = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        refuse_packed_sequences(module)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
@@ -161,9 +159,8 @@ class SampledRun(Source):
             )
 
     def close(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        """Removes the hook."""
+        self._handle.remove()
 
     def __reduce__(self) -> Any:
         return _idle, ()  # a copy of the module trains nothing here

@@ -31,7 +31,7 @@ from hidden_state_adapters.opacus.gradients.noise import (
     check_noise_source,
 )
 from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
-from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences_for_good
+from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
 from hidden_state_adapters.opacus.stock.run import StockRun, has_own_coins
 
 _KINDS = (
@@ -75,7 +75,7 @@ class MadePrivate:
         sample_rate: What Opacus says of the sampling: 1 / len(data_loader).
         data_loader: None if it could not be found (a hook that was attached by hand).
         module: Likewise.
-        optimizer: Likewise; known since its first step.
+        optimizer: Likewise.
         is_calibrated: Whether make_private_with_epsilon found the noise.
         run: The declared run, or None.
         count: The recorded steps.
@@ -164,15 +164,6 @@ class MadePrivate:
         """Whether `prepare` gave the sampler its generator."""
         return has_own_coins(getattr(self.data_loader, "batch_sampler", None))
 
-    def check_owner(self, optimizer: DPOptimizer) -> None:
-        """Raises UnsupportedRunError if the steps of another optimizer come through the hook."""
-        self.optimizer = self.optimizer or optimizer
-        if self.optimizer is not optimizer:
-            raise UnsupportedRunError(
-                "Expected the steps of one optimizer, got those of a second through the same "
-                "hook. Call make_private and declare_run for each."
-            )
-
     def check_undeclared(self) -> None:
         """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
         if self.data_loader is None:
@@ -216,7 +207,7 @@ def _check_layers(module: nn.Module) -> None:
                 f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
                 "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
             )
-    refuse_packed_sequences_for_good(module)
+    refuse_packed_sequences(module)
 
 
 def take_over_noise(optimizer: DPOptimizer) -> Assumption:

@@ -19,12 +19,11 @@ from hidden_state_adapters.opacus.gradients.norms import (
     smallest_norm,
 )
 from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.mechanism import Mechanism
+from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_any_rule
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.error import HiddenError
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import (
-    check_options,
     check_type,
     refuse_loaded_moments,
     refuse_moments,
@@ -80,7 +79,6 @@ class DiceSgd(Mechanism):
         check_type(arguments.optimizer_class.__name__, optimizer, cls.base_types)
         refuse_step_hooks(optimizer)
         refuse_per_layer(error_max_grad_norm=arguments.error_max_grad_norm)
-        check_options(arguments.loss_reduction, False)
         if arguments.loss_geometry not in (None, "auto"):
             raise UnsupportedRunError(
                 f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
@@ -182,12 +180,8 @@ class DiceSgd(Mechanism):
         self.hidden.advance(factor, divisor)
 
     def move(self, piece: Piece) -> None:
-        """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
-        for group in self.base.param_groups:
-            for param in group["params"]:
-                if not param.requires_grad:
-                    param.grad = None
-        self.base.step()
+        """Lets the wrapped optimizer move what is trained."""
+        move_by_any_rule(self.base)
 
     # Where the run goes on
 
