@@ -41,6 +41,7 @@ from hidden_state_accountants.process.noisy_process import (
 
 _BLOCK = 256  # steps whose distances are computed at once
 _ROUNDING = 1e-12  # relative; more than all rounding errors of a block together
+_ONE_BY_ONE = 8  # positions that are quicker each by itself than all at once
 _LARGEST_PRODUCT = 1e150  # of the moduli of a block, and its inverse: far from underflow
 
 
@@ -180,6 +181,8 @@ def segment_mu_squared(
     if by_step is None:  # the domain or the bounded drift may help
         if _only_batches_reach_the_domain(process, start, stop):
             return _windows_after_batches(process, start, stop, positions)
+        if len(positions) <= _ONE_BY_ONE:
+            return np.array([_segment_at(process, start, stop, p) for p in positions])
         by_step = mu_squared_by_windows(process, start, stop)
     return _at(process, positions, start, by_step, 0.0)
 

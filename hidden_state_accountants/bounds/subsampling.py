@@ -292,8 +292,7 @@ class _SampledRun:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
         plan = Plan(length, min(plan.shifted, length), plan.beta)
-        if self.process.is_constant:
-            plan = moved(plan, steps, step_profile(self.event, self.relation), self._compared_at)
+        plan = moved(plan, steps, step_profile(self.event, self.relation), self._compared_at)
         return self.curve_of(window_of(steps, plan))
 
     def _for_plans(self) -> _SampledRun:

@@ -90,6 +90,10 @@ class LossCurve(ComposableCurve):
         parts = self.privacy_losses()
         return None if parts is None else ComposedLoss(parts)
 
+    @functools.cached_property
+    def _divergences(self) -> np.ndarray:
+        return self.rdp(self.orders)
+
     def rough_epsilon(self, delta: float) -> float:
         return 0.0 if self._composed is None else self._composed.rough_epsilon(delta)
 
@@ -102,13 +106,13 @@ class LossCurve(ComposableCurve):
         by_loss = math.inf if self._composed is None else self._composed.epsilon(delta)
         if self._composed and by_loss < math.inf and delta > _RELIABLE * self._composed.infinite:
             return by_loss
-        return min(by_loss, epsilon_from_rdp(self.orders, self.rdp(self.orders), delta))
+        return min(by_loss, epsilon_from_rdp(self.orders, self._divergences, delta))
 
     def delta(self, epsilon: float) -> float:
         by_loss = 1.0 if self._composed is None else self._composed.delta(epsilon)
         if self._composed and _RELIABLE * self._composed.infinite < by_loss < 1:
             return by_loss
-        return min(by_loss, delta_from_rdp(self.orders, self.rdp(self.orders), epsilon))
+        return min(by_loss, delta_from_rdp(self.orders, self._divergences, epsilon))
 
 
 def is_hopeless(curve: Curve, delta: float, best: float) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from hidden_state_accountants.bounds.solvers.taut_string import Block, BlockStack
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
+_FEW, _GROWTH = 8, 8  # blocks that are looked at together, and how many times more after them
 _NEAR = 1000  # starts of windows that differ by less than this part of their length are alike
 _LARGE = 2.0**150  # products are renormalised when they exceed it
 _SMALL = 2.0**-200  # of a product: what comes before hardly counts, and is not scanned
@@ -338,17 +339,20 @@ class _Blocks:
     def cost_with(self, positions: np.ndarray, shift: np.ndarray) -> np.ndarray:
         """mu**2 by position if a shift came before all steps so far."""
         weight, depth = self._pending[positions], self._depth[positions]
-        shift = shift.copy()
-        pools = np.arange(len(positions))
+        shift, pools, width = shift.copy(), np.arange(len(positions)), _FEW
         while len(pools):
-            here = positions[pools], depth[pools]
-            next_shift, next_weight = self._shift[here], self._weight[here]
-            falls = shift[pools] * next_weight > next_shift * weight[pools]
-            falls &= depth[pools] > 0
-            pools = pools[falls]
-            shift[pools] += next_shift[falls]
-            weight[pools] += next_weight[falls]
-            depth[pools] -= 1
+            rows = positions[pools, None]
+            places = np.maximum(depth[pools, None] - np.arange(width), 0)
+            shifts, weights = self._shift[rows, places], self._weight[rows, places]
+            # What is pooled with none of these blocks, with the first one, with two of them, ...
+            pooled_shift = np.cumsum(np.column_stack([shift[pools], shifts]), axis=1)
+            pooled_weight = np.cumsum(np.column_stack([weight[pools], weights]), axis=1)
+            stays = ~(pooled_shift[:, :-1] * weights > shifts * pooled_weight[:, :-1])
+            number = np.where(stays.any(axis=1), stays.argmax(axis=1), width)
+            here = np.arange(len(pools)), number
+            shift[pools], weight[pools] = pooled_shift[here], pooled_weight[here]
+            depth[pools] -= number
+            pools, width = pools[number == width], width * _GROWTH
         with np.errstate(divide="ignore", invalid="ignore"):
             costs = np.where(shift > 0, shift * (shift / weight), 0.0)
         return self._below[positions, depth] + costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -25,8 +25,8 @@ _SPLITS = (12, 4)  # of beta
 _SPLITS_PER_DOUBLING = 4  # of beta / (1 - beta): few values, so that steps repeat their losses
 _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
-# Factors of a coordinate, and moves of the split at the same time.
-_MOVES = ((1.4, 2), (1.2, 1), (1.1, 1), (1.05, 1), (1.02, 1))
+# Factors of a coordinate, and moves of the split at the same time: of a search, and after it.
+_LONG_MOVES, _SHORT_MOVES = ((1.4, 2), (1.2, 1)), ((1.1, 1), (1.05, 1), (1.02, 1))
 _ENOUGH = 1e-4  # relative: what a move has to gain
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
@@ -121,13 +121,13 @@ def best_plan(
 def moved(
     plan: Plan, steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
 ) -> Plan:
-    """What moves make of a plan for other steps; arguments as for `best_plan`."""
+    """What short moves make of a plan for these steps or others; arguments as for `best_plan`."""
     windows = Windows(steps)
     scale = _scale_of(windows.rough(plan), profile_of, delta)
     if not scale:
         return plan
     search = _Search(windows, QuickLosses(profile_of, delta, scale))
-    return search.moved(search.epsilon(plan), plan)[1]
+    return search.moved(search.epsilon(plan), plan, _SHORT_MOVES)[1]
 
 
 def window_of(steps: SampledSteps, plan: Plan) -> Window:
@@ -188,16 +188,18 @@ class _Search:
         return epsilon, plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
-        """Ever smaller moves, from a plan and from the best known one of another length."""
+        """Long moves, from a plan and from the best known one of another length."""
         starts = [(epsilon, plan)]
         others = [(e, p) for p, e in self._known.items() if p.length != plan.length]
         if others:
             starts.append(min(others, key=lambda known: known[0]))
-        return min((self.moved(*start) for start in starts), key=lambda found: found[0])
+        return min((self.moved(*s, _LONG_MOVES) for s in starts), key=lambda found: found[0])
 
-    def moved(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
+    def moved(
+        self, epsilon: float, plan: Plan, moves: Sequence[tuple[float, int]]
+    ) -> tuple[float, Plan]:
         """What ever smaller moves make of a plan."""
-        for factor, splits in _MOVES:
+        for factor, splits in moves:
             while better := self._first_better(epsilon, self._moves(plan, factor, splits)):
                 epsilon, plan = better
         return epsilon, plan
