@@ -22,7 +22,7 @@ from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus.accounted import Row, undeclared_guarantee
 from hidden_state_adapters.opacus.data.loader import OrderedDataLoader
-from hidden_state_adapters.opacus.data.order import refuse_repeated_records
+from hidden_state_adapters.opacus.data.order import default_order, refuse_repeated_records
 from hidden_state_adapters.opacus.data.reading import is_poisson
 
 _ROUNDED = 1e-3  # relative; what accountants add to be on the safe side
@@ -161,7 +161,6 @@ def _order(data_loader: DataLoader) -> BatchOrder:
         return BatchOrder.POISSON
     batches: Any = data_loader.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
-    shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
     indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
     deals_once = type(sampler) is SequentialSampler
     if type(sampler) is RandomSampler:
@@ -171,9 +170,7 @@ def _order(data_loader: DataLoader) -> BatchOrder:
     if not deals_once or type(batches) is not BatchSampler:
         name = type(sampler if type(batches) is BatchSampler else batches).__name__
         raise UnsupportedRunError(f"{name} may deal a record several times in a pass")
-    if batches.batch_size >= len(sampler):
-        return BatchOrder.FULL
-    return BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC
+    return default_order(data_loader, False)
 
 
 def _proven(

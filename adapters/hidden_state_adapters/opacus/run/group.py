@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.batch_plans import Share
-from hidden_state_adapters.opacus.run.processes import num_processes
 
 WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
 """Opacus' wrapper for several processes, and torch's."""
@@ -291,6 +290,12 @@ class Digest:
     def of(cls, value: Any) -> Digest:
         """Of anything with a `repr`."""
         return cls(hashlib.sha256(repr(value).encode()).hexdigest())
+
+
+def num_processes(optimizer: Any = None) -> int:
+    """The number of processes of the group, as far as torch or a distributed optimizer says."""
+    count = distributed.get_world_size() if _is_initialized() else 1
+    return max(count, getattr(optimizer, "world_size", 1))
 
 
 def trains_together(module: nn.Module, distributed: bool | None) -> bool:

@@ -30,9 +30,9 @@ from hidden_state_adapters.opacus.gradients.noise import (
     OwnGenerator,
     check_noise_source,
 )
-from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.run.group import num_processes
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
-from hidden_state_adapters.opacus.stock.run import StockRun, has_own_coins
+from hidden_state_adapters.opacus.stock.run import StockRun, check_processes, has_own_coins
 
 _KINDS = (
     DPOptimizer,

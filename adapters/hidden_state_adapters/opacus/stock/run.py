@@ -23,12 +23,12 @@ from hidden_state_accountants import (
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import as_module
-from hidden_state_adapters.opacus.data.reading import LoaderReading, read_loader
+from hidden_state_adapters.opacus.data.reading import LoaderReading, draws_from_shares, read_loader
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
 from hidden_state_adapters.opacus.gradients.precision import check_precision
-from hidden_state_adapters.opacus.run.processes import check_processes, num_processes
+from hidden_state_adapters.opacus.run.group import num_processes
 from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -303,6 +303,27 @@ class StockRun:
             reason,
         )
         return True
+
+
+def check_processes(data_loader: Any, count: int) -> None:
+    """Refuses several processes whose batches together cannot be read.
+
+    The processes add up their sums, so a step uses the batches of all of them at once. Opacus'
+    Poisson sampler for several processes makes one Poisson batch of them, since every process
+    draws from a share of the records. Of other loaders a process sees its own batches only: the
+    participations of a record in those of the others go unseen.
+
+    Raises:
+        UnsupportedRunError: There are several processes with another loader.
+    """
+    if count == 1 or draws_from_shares(data_loader):
+        return
+    raise UnsupportedRunError(
+        f"Expected one process, got {count} with {type(data_loader).__name__} loaders of their "
+        "own: a step uses the batches of all processes, and the size and order of a batch across "
+        "them cannot be read. Train in a single process, or with Poisson batches (DPDDP and "
+        "poisson_sampling=True), which are accounted by composition."
+    )
 
 
 def _the_loader(found: Any, given: Any) -> Any:
