@@ -134,6 +134,10 @@ class TestGroups:
 
 
 class TestSelection:
+    def test_some_records_only(self):
+        with pytest.raises(ValueError, match="records of batch 1"):
+            guarantee(record_position=1).after_selection(5.0, math.inf)
+
     def test_geometric_number_by_hand(self):
         """Theorem 2 with eta = 1 and gamma = 1/m, at the best of all lambda-hat."""
         mu, mean = guarantee().mu, 20.0

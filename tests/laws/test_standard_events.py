@@ -239,6 +239,17 @@ class TestPairsInWhichBothDataSetsMove:
         larger = hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(fixed, 100)
         assert both.get_epsilon(1e-5) < larger.get_epsilon(1e-5)
 
+    def test_divergences_of_steps_add_up(self):
+        event = EVENTS["without_replacement"]
+        one, six = (
+            hsa.LastIterateAccountant(REPLACE_SPECIAL).compose(event, n).guarantee.rdp([2.0])[0]
+            for n in (1, 6)
+        )
+        rate = event.sample_size / event.source_dataset_size
+        mixture = math.log1p(rate**2 * math.expm1(event.event.noise_multiplier**-2))
+        assert mixture <= one * (1 + 1e-9)
+        assert six == pytest.approx(6 * one)
+
     def test_beside_an_event_that_has_divergences_only(self):
         """A tree has no privacy loss: the divergences of both add up."""
         tree, fixed = EVENTS["tree"], EVENTS["without_replacement"]

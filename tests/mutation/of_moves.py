@@ -26,7 +26,7 @@ MUTATIONS = (
         "events/batch_order.py",
         _SENSITIVITY,
         "if order is BatchOrder.WITHOUT_REPLACEMENT:",
-        _LAWS,
+        "soundness/test_gaussian_oracle.py",
     ),
     Mutation(
         "without_replacement_forgets_the_stand_in",

@@ -126,7 +126,7 @@ MUTATIONS = (
         "bounds/shifted_interpolation.py",
         "(moved - sensitivity)[is_moved]",
         "(moved - 2 * sensitivity)[is_moved]",
-        _TAUT_STRING_TESTS,
+        "bounds/test_all_positions.py",
     ),
     Mutation(
         "tracking_is_off_by_one",
