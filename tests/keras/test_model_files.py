@@ -74,15 +74,17 @@ def through(path, model):
     return tf.keras.models.load_model(path)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.keras",
-        pytest.param("model.h5", marks=KERAS_2_ONLY),
-        pytest.param("folder", marks=KERAS_2_ONLY),
-    ],
-)
+def files(mechanisms):
+    """Every mechanism in one format, every format with several of them; else exhaustive."""
+    for first, mechanism in enumerate(mechanisms):
+        for place, name in enumerate(("model.keras", "model.h5", "folder")):
+            marks = [KERAS_2_ONLY] if place else []
+            if place != first % 3:
+                marks.append(pytest.mark.exhaustive)
+            yield pytest.param(name, mechanism, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "mechanism"), files(MECHANISMS))
 def test_training_goes_on_as_if_there_had_been_no_file(name, mechanism, tmp_path):
     model = fit(make(mechanism, noise=0.0))
     state = json.loads(json.dumps(model.state(**SECRET)))
@@ -100,8 +102,7 @@ def test_training_goes_on_as_if_there_had_been_no_file(name, mechanism, tmp_path
     assert own == other
 
 
-@pytest.mark.parametrize("mechanism", ["sgd", "dice", "blocks"])
-@pytest.mark.parametrize("name", ["model.keras", pytest.param("model.h5", marks=KERAS_2_ONLY)])
+@pytest.mark.parametrize(("name", "mechanism"), files(["sgd", "dice", "blocks"]))
 def test_without_resume_another_run_of_the_mechanism_follows(name, mechanism, tmp_path):
     model = fit(make(mechanism))
     for _ in range(2):

@@ -45,13 +45,6 @@ MUTATIONS = (
         "keras/test_model_microbatches.py::test_lengths_of_gradients_that_cancel_each_other",
     ),
     Mutation(
-        "the_optimizer_adds_noise_as_well",
-        f"{_TF}/optimizers.py",
-        "return UpdateRule(sgd), told",
-        "return UpdateRule(self), told",
-        "keras/test_model_with_optimizers.py::test_it_is_the_same_run",
-    ),
-    Mutation(
         "an_optimizer_may_contradict_the_model",
         f"{_TF}/settings.py",
         "if own is not None and own != value:",

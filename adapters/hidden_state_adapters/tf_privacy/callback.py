@@ -26,7 +26,6 @@ from hidden_state_adapters.tf_privacy.record import (
     INTERRUPTED,
     Figures,
     RecordedRun,
-    check_layers,
     checked_relation,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -434,7 +433,6 @@ class HiddenStateCallback(Figures, _Recorder):
         declared = optimizer.known(self._declared)
         each = optimizer.examples_of_record(self._batch_size)
         records, size = range(batches.used // each), self._batch_size // each
-        check_layers(self.model)
         plan = FixedPlan(records, size, BatchOrder.CYCLIC)
         return RecordedRun(
             self.model,

@@ -317,6 +317,11 @@ def shown(model: Any, mean: Any, losses: Any, targets: Any, outputs: Any) -> dic
         return dict(model.compute_metrics(None, targets, outputs))
     mean.update_state(losses)
     model.compiled_metrics.update_state(targets, outputs)
+    return shown_so_far(model, mean)
+
+
+def shown_so_far(model: Any, mean: Any) -> dict[str, Any]:
+    """The same of Keras 2, after the newest step."""
     found = {metric.name: metric.result() for metric in model.compiled_metrics.metrics}
     return {"loss": mean.result(), **found}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ class PrivateTraining(tf.keras.Model, Figures):
     _run: PrivateRun | None = None
     _is_fitting = _is_beside = _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
+    train_function: Any  # of Keras
     _loaded_runs: Mapping[str, Any]
     _rule: UpdateRule | None = None
     _loaded_rule: Mapping[str, Any] = {}  # of the file that the model comes from
@@ -263,16 +265,29 @@ class PrivateTraining(tf.keras.Model, Figures):
         return None if waits else pace
 
     def make_train_function(self, force: bool = False) -> Any:
-        """As in Keras, for any number of steps between two looks."""
+        """As in Keras, for any number of steps between two looks; a step is traced once.
+
+        Keras 2 traces it twice, to find out what a loop gives that it begins with nothing.
+        """
         pace = keras_api.pace_of(self)
         if pace is None:
             return super().make_train_function(force)
-        given = pace.numpy()
-        pace.assign(2)  # of 1 Keras makes a function for ever single steps
-        try:
-            return super().make_train_function(force)
-        finally:
-            pace.assign(given)
+        if self.train_function is None or force:
+
+            def step(iterator: Any, number: tf.Tensor) -> list[tf.Tensor]:
+                self.distribute_strategy.run(self.train_step, args=(next(iterator),))
+                self._train_counter.assign_add(1)
+                return [number + 1]
+
+            def train_function(iterator: Any) -> dict[str, Any]:
+                take = functools.partial(step, iterator)
+                tf.while_loop(lambda number: number < pace, take, [tf.zeros([], pace.dtype)])
+                return keras_api.shown_so_far(self, self._loss_mean)
+
+            self.train_function = train_function
+            if not self.run_eagerly:
+                self.train_function = tf.function(train_function, reduce_retracing=True)
+        return self.train_function
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """As in Keras 3, which builds metrics in a strategy on what is dealt: here on examples."""

@@ -163,18 +163,8 @@ class PrivateOptimizer(legacy.Optimizer):
     # The steps
 
     def examples_of_record(self, batch_size: int) -> int:
-        """m, the examples of a microbatch.
-
-        Raises:
-            UnsupportedRunError: Batches do not make microbatches of equal size.
-        """
-        number = self._told.num_microbatches or batch_size
-        if batch_size % number:
-            raise refusal(
-                f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. "
-                "Leave it out, for one example each."
-            )
-        return batch_size // number
+        """m, the examples of a microbatch; errors as of `Settings.microbatch`."""
+        return self._told.microbatch(batch_size)
 
     def begin_run(
         self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
@@ -549,12 +539,8 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
 
     def _checked_loss(self, loss: Any) -> Any:
         loss = check_loss(loss, None)
-        rows, number = loss.shape[0], self._told.num_microbatches
-        if None not in (rows, number) and rows % number:
-            raise refusal(
-                f"Expected num_microbatches to divide the batch of {rows} rows, got {number}. "
-                "Leave it out, for one example each."
-            )
+        if loss.shape[0] is not None:
+            self._told.microbatch(loss.shape[0])  # raises
         return loss
 
     def _records(self, losses: tf.Tensor) -> Any:

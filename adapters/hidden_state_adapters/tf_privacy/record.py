@@ -203,14 +203,6 @@ class RecordedRun:
         dealt: Dealt | None = None,
     ):
         check_layers(model)
-        taken = optimizer.last_step.steps
-        if taken:
-            raise refusal(
-                f"Expected an optimizer without steps, got one with {taken} that were not recorded."
-                " Pass the callback to every call of fit, or compile with a fresh optimizer and "
-                "account both runs."
-            )
-        optimizer.check_run()
         self.optimizer: Mechanism = optimizer
         self._batch_size, self._examples = batch_size, examples
         if state is not None:

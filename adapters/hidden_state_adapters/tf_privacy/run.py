@@ -850,13 +850,7 @@ def _microbatch(settings: Settings, rule: UpdateRule, batch_size: int) -> int:
     Raises:
         UnsupportedRunError: There are none of equal size, or no bound covers them.
     """
-    number = settings.num_microbatches or batch_size
-    if batch_size % number:
-        raise refusal(
-            f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. Leave "
-            "it out, for one example each."
-        )
-    size = batch_size // number
+    size = settings.microbatch(batch_size)
     if size == 1:
         return 1
     of_several = f"got microbatches of {size} examples (batch_size / num_microbatches)"

@@ -298,6 +298,20 @@ class Settings:
         """Of the batches: what was said, or Poisson."""
         return self.batch_order or BatchOrder.POISSON
 
+    def microbatch(self, batch_size: int) -> int:
+        """m, the examples of each microbatch of a batch.
+
+        Raises:
+            UnsupportedRunError: There are none of equal size.
+        """
+        number = self.num_microbatches or batch_size
+        if batch_size % number:
+            raise refusal(
+                f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. "
+                "Leave it out, for one example each."
+            )
+        return batch_size // number
+
     @property
     def prox_strong_convexity(self) -> float:
         """The event's."""

@@ -230,7 +230,7 @@ class PrivateStep:
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and what the rule keeps, are as the last step left them."""
-        return self.log.has_written(copies([*variables, *self._kept]))
+        return bool(self.log.is_iterate(copies([*variables, *self._kept])))
 
     def stands_at(self, steps: int, rows: int, largest: float = 0.0) -> None:
         """Takes the variables of the moment for what so many steps left."""

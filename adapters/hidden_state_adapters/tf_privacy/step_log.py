@@ -203,10 +203,6 @@ class StepLog:
         self._largest.assign(largest)
         self._note(variables)
 
-    def has_written(self, variables: Sequence[Any]) -> bool:
-        """As `is_iterate`."""
-        return bool(self.is_iterate(variables))
-
     def read(self) -> StepEntry:
         """The last step; if another one was refused after it, its problem."""
         _, steps, problem, rows, *_ = self._counts.numpy().tolist()
