@@ -229,7 +229,8 @@ def begin(
         source=f"that of {loss.name} and one linear layer on features of norm at most {norm:g}, "
         "which every example of the data set has",
     )
-    return known, HeadRun(head, features, loss.targets, loss.evaluate), checked
+    targets = tf.cast(loss.targets, features.dtype)
+    return known, HeadRun(head, features, targets, loss.evaluate), checked
 
 
 def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any) -> None:

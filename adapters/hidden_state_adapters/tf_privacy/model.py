@@ -388,7 +388,6 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     # Figures
 
-    @property
     def _told_by(self) -> Figures:
         return self if self._run is None else self._run
 

@@ -664,7 +664,6 @@ class Figures:
     _how_to_begin = "Pass the callback to fit."
     _target_delta: float | None = None
 
-    @property
     def _told_by(self) -> Figures:
         """Who holds the record."""
         return self
@@ -680,7 +679,7 @@ class Figures:
         return ()
 
     def _recorded(self) -> RecordedRun:
-        own = self._told_by
+        own = self._told_by()
         own._catch_up()
         if own._record is None:
             raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
@@ -718,7 +717,7 @@ class Figures:
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked, declared or public."""
-        return self._recorded().assumptions(self._told_by._declared_texts())
+        return self._recorded().assumptions(self._told_by()._declared_texts())
 
     def get_epsilon(self, delta: float) -> float:
         """The epsilon of what is released at `delta`, if the model is the last iterate.
@@ -755,7 +754,7 @@ class Figures:
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        if self._told_by._record is not None:
+        if self._told_by()._record is not None:
             record = self._recorded()
             record.check_iterate()
             record.release()
@@ -787,9 +786,9 @@ class Figures:
                 "Expected stays_private = True with include_private_state = True, got False: the "
                 "guarantee rests on nobody knowing the error of DiceSGD."
             )
-        self._told_by._check_can_go_on()
+        self._told_by()._check_can_go_on()
         state = self._recorded().state(
-            self._told_by._declared_texts(),
+            self._told_by()._declared_texts(),
             stays_private=stays_private,
             include_private_state=include_private_state,
         )
@@ -810,7 +809,7 @@ class Figures:
             raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
         record = self._recorded()
         record.check_iterate()
-        text = record.statement(validate.target_delta(delta), self._told_by._declared_texts())
+        text = record.statement(validate.target_delta(delta), self._told_by()._declared_texts())
         return "\n".join([text, *_advice(record.events(), record.guarantee(), delta)])
 
     def __getstate__(self) -> Any:
