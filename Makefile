@@ -21,9 +21,9 @@ DEEP_EXAMPLES ?= 18
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
-CORE_TESTS := $(wildcard $(addprefix tests/, cli core laws conformance bounds soundness opacus_engine sklearn_estimators))
-# Folders that answer in seconds. Those left out search at random (soundness, laws) or build TensorFlow graphs (keras).
-FAST_TESTS := $(wildcard $(addprefix tests/, bounds cli conformance core mutation opacus_engine packaging sklearn_estimators \
+CORE_TESTS := $(wildcard $(addprefix tests/, core laws theorems oracles opacus sklearn))
+# Folders that answer in seconds. Those left out search at random (oracles, laws) or build TensorFlow graphs (keras).
+FAST_TESTS := $(wildcard $(addprefix tests/, core mutation opacus packaging sklearn theorems \
     keras/test_optimizers.py keras/test_data.py))
 # Those that need neither TensorFlow Privacy nor its optimizers.
 KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
@@ -118,7 +118,7 @@ gpu:
 	'$(GPU_PYTHON)' -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
 	'$(GPU_PYTHON)' -m venv --system-site-packages .venv-gpu
 	.venv-gpu/bin/python -m pip install -q --no-index --find-links wheels -r benchmarks/gpu-requirements.txt
-	PYTHONPATH=.:adapters .venv-gpu/bin/python -m pytest -m cuda -rs $(PYTEST_ARGS) tests/opacus_engine
+	PYTHONPATH=.:adapters .venv-gpu/bin/python -m pytest -m cuda -rs $(PYTEST_ARGS) tests/opacus
 	PYTHONPATH=.:adapters .venv-gpu/bin/python benchmarks/opacus_step.py --device cuda
 
 # With the versions that this machine's own tests use.
@@ -138,7 +138,7 @@ papers: .venv/.test-installed
 # One process: its progress is seen at once. New random runs every time; a failure is replayed first.
 test-deep: .venv/.test-installed
 	OMP_NUM_THREADS=1 DEEP_EXAMPLES=$(DEEP_EXAMPLES) .venv/bin/python -u -m pytest -sv --hypothesis-profile=deep \
-	    -k refutes $(PYTEST_ARGS) tests/soundness/test_search.py
+	    -k refutes $(PYTEST_ARGS) tests/oracles/test_search.py
 
 # The notebooks run where the tests do; the site is built in an environment of its own.
 docs: .venv/.test-installed .venv-docs/.docs-installed

@@ -1,6 +1,6 @@
 """From the same start without noise the iterates are those of the reference, as for Opacus.
 
-tests/opacus_engine/test_same_trajectory.py compares with the same numbers.
+tests/opacus/test_same_trajectory.py compares with the same numbers.
 """
 
 import numpy as np

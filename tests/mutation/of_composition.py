@@ -13,7 +13,7 @@ CURVES_TOGETHER = "curves/composed.py"
 EVENTS = "events/last_iterate.py"
 ORDERS = "events/batch_order.py"
 _DETAILS = "core/test_engine_details.py"
-_BLOCK_TESTS = "bounds/test_block_coordinate.py"
+_BLOCK_TESTS = "theorems/test_block_coordinate.py"
 _EVENT_TESTS = "core/test_events.py"
 
 MUTATIONS = (
@@ -65,7 +65,7 @@ MUTATIONS = (
         "curves/base.py",
         "yield single, failure + curve.extra",
         "yield single, failure",
-        "bounds/test_curvature.py",
+        "theorems/test_curvature.py",
     ),
     Mutation(
         "extra_delta_counts_once_for_many_runs",

@@ -6,7 +6,7 @@ from mutation import Mutation
 
 PROCESS = "process/noisy_process.py"
 RELEASE = "process/batch_curvature.py"
-_TESTS = "bounds/test_curvature.py"
+_TESTS = "theorems/test_curvature.py"
 
 MUTATIONS = (
     Mutation(
@@ -77,14 +77,14 @@ MUTATIONS = (
         "../adapters/hidden_state_adapters/opacus/head/curvature.py",
         "self._batch.extend(features)",
         "self._batch = list(features)",
-        "opacus_engine/test_curvature_guard.py",
+        "opacus/test_curvature_guard.py",
     ),
     Mutation(
         "the_constant_of_a_bias_has_no_curvature",
         "../adapters/hidden_state_adapters/opacus/head/curvature.py",
         "        if self._bias:\n",
         "        if False:\n",
-        "opacus_engine/test_curvature_guard.py",
+        "opacus/test_curvature_guard.py",
     ),
     Mutation(
         "keras_batches_are_taken_in_the_order_of_the_data",

@@ -9,7 +9,7 @@ SETTINGS = "losses/envelope.py"
 SOFTMAX = "losses/softmax.py"
 SCALAR = "losses/scalar.py"
 _TESTS = "core/test_envelope_losses.py"
-_SEARCH = "soundness/test_envelope_search.py"
+_SEARCH = "oracles/test_envelope_search.py"
 
 MUTATIONS = (
     Mutation(

@@ -140,14 +140,14 @@ MUTATIONS = (
         "../adapters/hidden_state_adapters/batch_plans.py",
         "while len(found) < size:",
         "while len(found) == 0 < size:",
-        "opacus_engine/test_batch_plans.py::test_subsets_of_every_size_are_uniform",
+        "opacus/test_batch_plans.py::test_subsets_of_every_size_are_uniform",
     ),
     Mutation(
         "sizes_of_batches_are_those_of_one_record_less",
         "../adapters/hidden_state_adapters/batch_plans.py",
         "Binomial(len(records), share)",
         "Binomial(len(records) - 1, share)",
-        "opacus_engine/test_batch_plans.py::test_poisson_batches_are_independent_coins",
+        "opacus/test_batch_plans.py::test_poisson_batches_are_independent_coins",
     ),
     Mutation(
         "noise_is_divided_by_the_batch_twice",

@@ -17,7 +17,7 @@ _DETAILS = "core/test_engine_details.py"
 _RECORDER_TESTS = "core/test_recorder.py"
 _EVENT_TESTS = "core/test_events.py"
 BLOCKS = "events/block_coordinate.py"
-_BLOCK_TESTS = "bounds/test_block_coordinate.py"
+_BLOCK_TESTS = "theorems/test_block_coordinate.py"
 
 MUTATIONS = (
     # What one record moves.
@@ -26,7 +26,7 @@ MUTATIONS = (
         "events/batch_order.py",
         _SENSITIVITY,
         "if order is BatchOrder.WITHOUT_REPLACEMENT:",
-        "soundness/test_gaussian_oracle.py",
+        "oracles/test_gaussian_oracle.py",
     ),
     Mutation(
         "without_replacement_forgets_the_stand_in",

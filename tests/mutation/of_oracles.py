@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-_ORACLE_TESTS = "soundness/test_gaussian_oracle.py"
-_GRID_TESTS = "soundness/test_grid_oracle.py"
+_ORACLE_TESTS = "oracles/test_gaussian_oracle.py"
+_GRID_TESTS = "oracles/test_grid_oracle.py"
 
 MUTATIONS = (
     # The oracles: a judge that is too mild hides mistakes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 STATES = "bounds/solvers/state_windows.py"
-_TESTS = "soundness/test_overlapping_laws.py"
+_TESTS = "oracles/test_overlapping_laws.py"
 
 MUTATIONS = (
     Mutation(

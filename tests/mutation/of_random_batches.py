@@ -12,10 +12,10 @@ WINDOWS = "bounds/solvers/sampled_windows.py"
 LAW = "bounds/solvers/distance_law.py"
 STRETCHING = "bounds/solvers/stretching.py"
 PAIRS = "curves/by_profile.py"
-_SAMPLED_TESTS = "bounds/test_subsampling.py"
-_DISTANCE_TESTS = "bounds/test_random_distance.py"
-_PAIR_TESTS = "bounds/test_sampled_pairs.py"
-_ATTACK = "soundness/test_random_distance.py"
+_SAMPLED_TESTS = "theorems/test_subsampling.py"
+_DISTANCE_TESTS = "theorems/test_random_distance.py"
+_PAIR_TESTS = "theorems/test_sampled_pairs.py"
+_ATTACK = "oracles/test_random_distance.py"
 
 MUTATIONS = (
     Mutation(
@@ -268,6 +268,6 @@ MUTATIONS = (
         STEPS,
         "GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)",
         "GaussianCurve(mu)",
-        "bounds/test_sampled_pairs.py",
+        "theorems/test_sampled_pairs.py",
     ),
 )

@@ -7,7 +7,7 @@ from mutation import Mutation
 _RUN_TESTS = "core/test_runs.py"
 _REGULARISER_TESTS = "core/test_regulariser.py"
 _ITERATE = "../adapters/hidden_state_adapters/opacus/sources/iterate.py"
-_ITERATE_TESTS = "opacus_engine/test_event_matches_reality_accounted.py"
+_ITERATE_TESTS = "opacus/test_event_matches_reality_accounted.py"
 
 MUTATIONS = (
     Mutation(
@@ -73,14 +73,14 @@ MUTATIONS = (
         "../adapters/hidden_state_adapters/opacus/sources/packed.py",
         "is_trained and not _is_checked(layer)",
         "not is_trained and not _is_checked(layer)",
-        "opacus_engine/test_packed_sequences.py",
+        "opacus/test_packed_sequences.py",
     ),
     Mutation(
         "packed_sequences_of_a_stock_engine_pass",
         "../adapters/hidden_state_adapters/opacus/stock/made.py",
         "    refuse_packed_sequences(module)",
         "",
-        "opacus_engine/test_packed_sequences.py",
+        "opacus/test_packed_sequences.py",
     ),
     # Weights that other runs left.
     Mutation(
@@ -88,14 +88,14 @@ MUTATIONS = (
         "../adapters/hidden_state_adapters/opacus/run/registry.py",
         "shapes = {param.shape for param in params if copies}",
         "return",
-        "opacus_engine/test_earlier_runs.py",
+        "opacus/test_earlier_runs.py",
     ),
     Mutation(
         "weights_from_the_middle_of_a_run_pass",
         "../adapters/hidden_state_adapters/opacus/run/registry.py",
         "return not is_hidden or step == run.num_steps or step in run.release_steps",
         "return True",
-        "opacus_engine/test_earlier_runs.py",
+        "opacus/test_earlier_runs.py",
     ),
     # What a step leaves to the next training pass, or to the next epsilon.
     Mutation(
@@ -110,6 +110,6 @@ MUTATIONS = (
         "../adapters/hidden_state_adapters/opacus/sources/samples.py",
         "any_of([self.iterate.moved(), self._strayed])",
         "self.iterate.moved()",
-        "opacus_engine/test_misuse.py",
+        "opacus/test_misuse.py",
     ),
 )

@@ -9,16 +9,16 @@ EQUAL_STEPS = "bounds/solvers/equal_steps.py"
 TAUT_STRING = "bounds/solvers/taut_string.py"
 ALL_POSITIONS = "bounds/solvers/all_positions.py"
 CARRIES = "bounds/solvers/carries.py"
-_EQUAL_STEPS_TESTS = "bounds/test_equal_steps.py"
+_EQUAL_STEPS_TESTS = "theorems/test_equal_steps.py"
 _LAWS = "laws/test_accountants.py"
 _RECORDER_TESTS = "core/test_recorder.py"
 _RELEASE_LAWS = "laws/test_accountants.py::TestReleases"
-_RESHUFFLED_TESTS = "bounds/test_data_order.py::TestReshuffled"
-_CARRIES_TESTS = "bounds/test_carries.py"
-_TAUT_STRING_TESTS = "bounds/test_taut_string.py"
-_ALL_POSITIONS_TESTS = "bounds/test_all_positions.py"
-_BASELINES_TESTS = "bounds/test_baselines.py"
-_PROX_TESTS = "bounds/test_prox.py"
+_RESHUFFLED_TESTS = "theorems/test_data_order.py::TestReshuffled"
+_CARRIES_TESTS = "theorems/test_carries.py"
+_TAUT_STRING_TESTS = "theorems/test_taut_string.py"
+_ALL_POSITIONS_TESTS = "theorems/test_all_positions.py"
+_BASELINES_TESTS = "theorems/test_baselines.py"
+_PROX_TESTS = "theorems/test_prox.py"
 
 MUTATIONS = (
     # Optimal shifts, windows and segments.
@@ -126,7 +126,7 @@ MUTATIONS = (
         "bounds/shifted_interpolation.py",
         "(moved - sensitivity)[is_moved]",
         "(moved - 2 * sensitivity)[is_moved]",
-        "bounds/test_all_positions.py",
+        "theorems/test_all_positions.py",
     ),
     Mutation(
         "tracking_is_off_by_one",
@@ -175,7 +175,7 @@ MUTATIONS = (
         SHIFTS,
         "offsets = (np.asarray(positions) - start) % process.period",
         "offsets = np.asarray(positions) % process.period",
-        "bounds/test_equal_steps.py",
+        "theorems/test_equal_steps.py",
     ),
     Mutation(
         "shift_without_noise_is_free",

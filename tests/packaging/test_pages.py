@@ -1,7 +1,7 @@
 """The Python blocks of the pages run as they stand, one after the other.
 
 Sessions (>>>) are run by core/test_docs.py, docs/keras.md by keras/test_docs.py, docs/extending.md
-by opacus_engine/test_extending.py, the README by core/test_readme.py.
+by opacus/test_extending.py, the README by core/test_readme.py.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Misuses of a training run, one table for every optimizer of every framework.
 
-A case commits its misuse on a `Trial`, which tests/opacus_engine/test_misuse.py and
+A case commits its misuse on a `Trial`, which tests/opacus/test_misuse.py and
 tests/keras/test_misuse.py make for their optimizers. Either the package refuses, with a text, and
 answers no question about the run any more; or the run is accounted as it happened; or, where a
 trainer computes its steps from what it holds itself, the weights are those of the honest run with
