@@ -41,7 +41,7 @@ _PROJECTIONS = (BallProjection, BoxProjection, ParameterBallsProjection)
 _RARE = 1e-12
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Batches:
     """How the records are dealt, with what a name alone does not say: for `batch_order`.
 
@@ -54,10 +54,10 @@ class Batches:
             that the cap acts is added to delta.
     """
 
-    order: BatchOrder | str = attrs.field(kw_only=False)
-    seed: int | None = attrs.field(default=None, repr=False)
-    seed_is_secret: bool = False
-    max_batch_size: int | None = None
+    order: BatchOrder | str
+    seed: int | None = attrs.field(default=None, repr=False, kw_only=True)
+    seed_is_secret: bool = attrs.field(default=False, kw_only=True)
+    max_batch_size: int | None = attrs.field(default=None, kw_only=True)
 
 
 @attrs.frozen
