@@ -67,7 +67,6 @@ from hidden_state_adapters.opacus.sources.ghost import RowLosses
 from hidden_state_adapters.opacus.sources.iterate import check_parameters
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 
-_SCHEDULERS = {"noise_scheduler", "grad_clip_scheduler"}
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -722,11 +721,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         path: Any,
         module: Any = None,
         optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
         lr_scheduler: Any = None,
         discard_later_steps: bool = False,
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
-        **schedulers: Any,
     ) -> dict[str, Any]:
         """Goes on with the run of a checkpoint, at the batch where it was saved.
 
@@ -739,13 +739,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             path: Where from. Read with weights_only=True.
             module: The private model (the default).
             optimizer: The private optimizer (the default).
+            noise_scheduler: Opacus' scheduler to restore.
+            grad_clip_scheduler: Opacus' scheduler to restore.
             lr_scheduler: A learning-rate scheduler to restore.
             discard_later_steps: Says that nothing computed by steps after the checkpoint was shown
                 to anybody. Needed where this process took such steps; never enough where it
                 released one of them. Steps of other processes cannot be seen: a listed assumption.
             module_load_dict_kwargs: As for Opacus.
             torch_load_kwargs: As for Opacus.
-            **schedulers: noise_scheduler, grad_clip_scheduler: Opacus' schedulers to restore.
 
         Returns:
             The checkpoint, with your own entries.
@@ -755,11 +756,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: `module` is not that of the current run, or the secret order that
                 the run needs was not stored.
         """
-        unknown = schedulers.keys() - _SCHEDULERS
-        if unknown:
-            raise TypeError(f"Unknown argument of load_checkpoint: {', '.join(sorted(unknown))}.")
         options = {"weights_only": True, **(torch_load_kwargs or {})}
-        stateful = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, **schedulers}
+        stateful = {
+            "optimizer": optimizer,
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+            "lr_scheduler": lr_scheduler,
+        }
 
         def load() -> dict[str, Any]:
             self._check_module(module)

@@ -147,9 +147,8 @@ class EnvelopeLoss(nn.Module):
                 f"Expected predictions in float32 or float64, got {input.dtype}. Compute the loss "
                 "outside of autocast."
             )
-        losses: torch.Tensor = _Losses.apply(input, target, functools.partial(self._last.of, self))[
-            0
-        ]
+        evaluate = functools.partial(self._last.of, self)
+        losses: torch.Tensor = _Losses.apply(input, target, evaluate)[0]
         if self.reduction == "none":
             return losses
         return losses.mean() if self.reduction == "mean" else losses.sum()
