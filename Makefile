@@ -104,7 +104,7 @@ test-python: $(PYTHON_VENV)/.test-installed
 	$(call PYTEST,$(PYTHON_VENV)) -m "not slow" $(PYTEST_ARGS) $(CORE_TESTS)
 
 test-mutations: .venv/.test-installed
-	.venv/bin/python tests/mutation/check_mutations.py
+	.venv/bin/python tests/mutation/check_mutations.py --workers $(WORKERS)
 
 tightness: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tightness.py

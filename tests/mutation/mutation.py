@@ -14,11 +14,11 @@ class Mutation:
         path: The file, below hidden_state_accountants/ (../adapters/... in an adapter).
         old: The passage that is replaced.
         new: What replaces it.
-        hint: The test file, or a test in it, that is run first, below tests/.
+        test: The test file, or the test in it, that notices it, below tests/.
     """
 
     name: str
     path: str
     old: str
     new: str
-    hint: str
+    test: str
