@@ -21,9 +21,9 @@ DEEP_EXAMPLES ?= 18
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
-CORE_TESTS := $(wildcard $(addprefix tests/, core laws theorems oracles opacus sklearn))
+CORE_TESTS := $(wildcard $(addprefix tests/, core laws theorems oracles opacus misuse/test_opacus.py sklearn))
 # Folders that answer in seconds. Those left out search at random (oracles, laws) or build TensorFlow graphs (keras).
-FAST_TESTS := $(wildcard $(addprefix tests/, core mutation opacus packaging sklearn theorems \
+FAST_TESTS := $(wildcard $(addprefix tests/, core misuse/test_opacus.py mutation opacus packaging sklearn theorems \
     keras/test_optimizers.py keras/test_data.py))
 # Those that need neither TensorFlow Privacy nor its optimizers.
 KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))

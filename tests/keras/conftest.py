@@ -5,11 +5,16 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
+from keras_fixtures import (  # noqa: F401
+    folder_of_its_own,
+    pace_of_a_fast_machine,
+    row_by_row,
+    without_graphs,
+)
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.tf_privacy import batches as owned_batches
-from hidden_state_adapters.tf_privacy import run as private_run
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
 
@@ -86,14 +91,6 @@ def make_run(compile_options):
 
 
 @pytest.fixture
-def without_graphs():
-    """For many short runs of models: tracing a step takes several times as long as the run."""
-    tf.config.run_functions_eagerly(True)
-    yield
-    tf.config.run_functions_eagerly(False)
-
-
-@pytest.fixture
 def dealt(monkeypatch):
     """The records of every step of a model that owns its run, by step."""
     batches, deal = {}, owned_batches.Dealer.deal
@@ -107,50 +104,9 @@ def dealt(monkeypatch):
     return batches
 
 
-@pytest.fixture(autouse=True)
-def _pace_of_a_fast_machine(monkeypatch):
-    """Where nobody says how many steps are made at once, the clock does."""
-    monkeypatch.setattr(private_run, "_MOMENT", 1e9)
-
-
-@pytest.fixture(autouse=True)
-def _folder_of_its_own(tmp_path, monkeypatch):
-    """Callbacks write files relative to the working directory."""
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def restored_precision():
     """For tests that change the precision of Keras."""
     yield
     tf.keras.backend.set_floatx("float32")
     tf.keras.mixed_precision.set_global_policy("float32")
-
-
-@pytest.fixture
-def row_by_row(monkeypatch):
-    """Per-example gradients without pfor, which traces a graph in every eager step."""
-    init = tf.GradientTape.__init__
-
-    def jacobian(tape, target, sources, unconnected_gradients=tf.UnconnectedGradients.NONE, **_):
-        rows = [
-            tape.gradient(target, sources, tf.one_hot(i, target.shape[0], dtype=target.dtype),
-                          unconnected_gradients)
-            for i in range(target.shape[0])
-        ]  # fmt: skip
-        return [tf.stack(parts) for parts in zip(*rows, strict=True)]
-
-    def persistent_init(tape, persistent=False, **kwargs):
-        init(tape, persistent=True, **kwargs)
-
-    def loop(function, structure):
-        rows = tf.nest.flatten(structure)[0].shape[0]
-        results = [
-            function(tf.nest.map_structure(lambda part, i=i: part[i], structure))
-            for i in range(rows)
-        ]
-        return tf.nest.map_structure(lambda *parts: tf.stack(parts), *results)
-
-    monkeypatch.setattr(tf, "vectorized_map", loop)
-    monkeypatch.setattr(tf.GradientTape, "__init__", persistent_init)
-    monkeypatch.setattr(tf.GradientTape, "jacobian", jacobian)

@@ -1,7 +1,7 @@
 """Another loss, microbatches, precision or options than declared raise in Model.fit.
 
 See docs/threat_model.md. What every optimizer
-refuses is in tests/reference/misuse.py.
+refuses is in tests/misuse/misuse.py.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Choices by metrics, weights the optimizer did not leave and repeated noise raise in fit.
 
 See docs/threat_model.md. What every optimizer
-refuses is in tests/reference/misuse.py.
+refuses is in tests/misuse/misuse.py.
 """
 
 import pytest

@@ -110,6 +110,6 @@ MUTATIONS = (
         "../adapters/hidden_state_adapters/opacus/sources/samples.py",
         "any_of([self.iterate.moved(), self._strayed])",
         "self.iterate.moved()",
-        "opacus/test_misuse.py",
+        "misuse/test_opacus.py",
     ),
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus_dice_engine import CLIP, ERROR_CLIP, RATE
+from opacus_fixtures import no_earlier_runs  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +16,6 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.run import registry
 
 RECORDS, FEATURES, CLASSES, BATCH = 60, 5, 3, 10
 
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def no_earlier_runs():
-    """Models of other tests start from the same weights, and some end there."""
-    yield
-    registry._left.clear()
-    registry._trained.clear()
 
 
 @attrs.define

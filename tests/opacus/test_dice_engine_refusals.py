@@ -100,7 +100,7 @@ def moments_from_elsewhere(run):
     run.optimizer.load_state_dict(other.state_dict())
 
 
-# What every optimizer refuses is in tests/reference/misuse.py.
+# What every optimizer refuses is in tests/misuse/misuse.py.
 MISUSE = [
     (fewer_rows, "used 9 rows, expected batch_size = 10"),
     (two_forwards, "follows 2 training passes|no per-example gradients"),

@@ -1,7 +1,7 @@
 """Batches that are not the declared ones raise.
 
 See docs/threat_model.md. What every optimizer
-refuses is in tests/reference/misuse.py.
+refuses is in tests/misuse/misuse.py.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Another update rule, other parameters, other noise than declared raise.
 
 See docs/threat_model.md. What every optimizer
-refuses is in tests/reference/misuse.py.
+refuses is in tests/misuse/misuse.py.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """Loops that fetch one batch ahead of their steps (Lightning, accelerate, prefetchers).
 
 The cursor follows them by what goes into the model. The cases that every optimizer goes through
-are in tests/reference/misuse.py.
+are in tests/misuse/misuse.py.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Every Opacus optimizer through every misuse of the shared table.
 
-The table is tests/reference/misuse.py.
+The table is misuse.py beside this file.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import attrs
 import misuse
 import pytest
 import torch
+from opacus_fixtures import no_earlier_runs  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from trial import BATCH, RECORDS, Trial

@@ -1,10 +1,10 @@
 """Misuses of a training run, one table for every optimizer of every framework.
 
-A case commits its misuse on a `Trial`, which tests/opacus/test_misuse.py and
-tests/keras/test_misuse.py make for their optimizers. Either the package refuses, with a text, and
-answers no question about the run any more; or the run is accounted as it happened; or, where a
-trainer computes its steps from what it holds itself, the weights are those of the honest run with
-the same noise. What nobody looks at is declared (docs/threat_model.md).
+A case commits its misuse on a `Trial`, which test_opacus.py and test_keras.py beside this file
+make for their optimizers. Either the package refuses, with a text, and answers no question about
+the run any more; or the run is accounted as it happened; or, where a trainer computes its steps
+from what it holds itself, the weights are those of the honest run with the same noise. What nobody
+looks at is declared (docs/threat_model.md).
 
 What is committed on batches, data and several runs is in misuse_of_runs.py, the rest is here. A new
 optimizer gets all cases by one line in the table of its framework's test; a new case reaches

@@ -1,4 +1,4 @@
-"""What a misuse of tests/reference/misuse.py is committed on, whatever the framework."""
+"""What a misuse of tests/misuse/misuse.py is committed on, whatever the framework."""
 
 from hidden_state_accountants.events.schedule import per_step
 

@@ -1,6 +1,6 @@
 """Every Keras optimizer, the private model and an own loop through every misuse of the table.
 
-The table is tests/reference/misuse.py.
+The table is misuse.py beside this file.
 """
 
 import contextlib
@@ -17,6 +17,12 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
+from keras_fixtures import (  # noqa: F401
+    folder_of_its_own,
+    pace_of_a_fast_machine,
+    row_by_row,
+    without_graphs,
+)
 from trial import BATCH, RECORDS, Trial
 
 import hidden_state_accountants as hsa
