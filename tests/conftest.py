@@ -12,8 +12,8 @@ from hypothesis import settings
 for folder in ("misuse", "oracles", "reference"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
-settings.register_profile("dev", deadline=None, max_examples=30)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=12)
+settings.register_profile("dev", deadline=None, max_examples=12)
 settings.register_profile("exhaustive", deadline=None, derandomize="CI" in os.environ)
 # For "make test-deep": examples, in hundreds, where "ci" has one hundred.
 deep_examples = 100 * int(os.environ.get("DEEP_EXAMPLES", "18"))
@@ -42,6 +42,12 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+@pytest.fixture(scope="session")
+def usual(request):
+    """Of two numbers of cases, the first in "make test" and the second in "make test-all"."""
+    return lambda few, many: many if request.config.getoption("exhaustive") else few
 
 
 @pytest.hookimpl(wrapper=True)

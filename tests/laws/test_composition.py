@@ -29,8 +29,6 @@ PAIRS = [
     for order, relation in itertools.product(hsa.BatchOrder, NeighboringRelation)
     if unmet_relation(order, relation) is None
 ]
-COMPOSITIONS = 20
-"""Of each order and relation: 300 together."""
 ROUNDING = 1 + 1e-6
 """Of grids of privacy losses."""
 LOSSES = (
@@ -67,13 +65,13 @@ def stock_event(rng, relation):
     return rng.choice([gaussian, dp_accounting.LaplaceDpEvent(10 * noise), *others])
 
 
-def compositions(order, relation):
+def compositions(order, relation, count):
     """Lists of (event, count): one or two runs, and now and then a standard event."""
     rng = random.Random(f"{order} {relation}")
     runs = [random_run(rng, order, relation) for _ in range(10)]
     orders = [other for other, of in PAIRS if of is relation]
     runs += [random_run(rng, rng.choice(orders), relation) for _ in range(3)]
-    for _ in range(COMPOSITIONS):
+    for _ in range(count):
         parts = [
             (event, rng.choice([1, 1, 2, 5])) for event in rng.sample(runs, rng.choice([1, 2]))
         ]
@@ -99,9 +97,9 @@ def epsilon_alone(event, relation, delta):
 
 
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
-def test_no_more_than_its_parts_and_no_more_than_every_iterate(order, relation):
+def test_no_more_than_its_parts_and_no_more_than_every_iterate(order, relation, usual):
     """Finite where every part is; at most the sum; at most what it is if all is released."""
-    for number, parts in enumerate(compositions(order, relation)):
+    for number, parts in enumerate(compositions(order, relation, usual(4, 20))):
         composed = accountant_of(parts, relation)
         released = accountant_of(parts, relation, every_iterate)
         runs = sum(count for _, count in parts)
@@ -113,9 +111,9 @@ def test_no_more_than_its_parts_and_no_more_than_every_iterate(order, relation):
 
 
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
-def test_two_runs_are_one_run_twice_and_a_negligible_one_is_none(order, relation):
+def test_two_runs_are_one_run_twice_and_a_negligible_one_is_none(order, relation, usual):
     negligible = dp_accounting.GaussianDpEvent(1e7)
-    for (event, _), *_ in itertools.islice(compositions(order, relation), 4):
+    for (event, _), *_ in compositions(order, relation, usual(1, 4)):
         once = accountant_of([(event, 1)], relation)
         twice = accountant_of([(event, 2)], relation)
         again = accountant_of([(event, 1), (event, 1)], relation)
@@ -128,9 +126,9 @@ def test_two_runs_are_one_run_twice_and_a_negligible_one_is_none(order, relation
 
 
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
-def test_exports_compose_to_the_same_figure(order, relation):
+def test_exports_compose_to_the_same_figure(order, relation, usual):
     """The polygon through a curve loses a little, and gains where it is the best of several."""
-    for parts in itertools.islice(compositions(order, relation), 2):
+    for parts in compositions(order, relation, usual(1, 2)):
         runs = [accountant_of([(event, 1)], relation).guarantee for event, _ in parts]
         exports = [
             run.privacy_loss().self_compose(count)
@@ -161,9 +159,9 @@ def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
 
 
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
-def test_whatever_is_composed_has_no_curve_inside_another(order, relation):
+def test_whatever_is_composed_has_no_curve_inside_another(order, relation, usual):
     """The best of curves, and failures, are resolved wherever they stand."""
-    for parts in itertools.islice(compositions(order, relation), 6):
+    for parts in compositions(order, relation, usual(2, 6)):
         for curve, failure in alternatives(accountant_of(parts, relation).guarantee.curve):
             assert failure < 1
             assert not isinstance(curve, BestOfCurves | CurveWithDelta)

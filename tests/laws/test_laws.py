@@ -30,7 +30,7 @@ ROUNDING = 1e-9
 SEARCHED = 0.1
 
 laws = settings(
-    max_examples=max(30, settings().max_examples // 2),
+    max_examples=max(12, settings().max_examples // 2),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
