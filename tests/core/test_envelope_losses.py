@@ -44,11 +44,11 @@ def huber(v, clip_norm, smoothing):
 # --- softmax cross-entropy ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize(
-    ("classes", "scale", "records"),
-    [(2, 3.0, 8), (5, 0.0, 2), (5, 0.3, 8), (5, 3.0, 8), (5, 30.0, 8), (100, 3.0, 2),
-     (1000, 10.0, 1), (2, 1e4, 4), (10, 1e4, 4)],
+    ("classes", "scale", "records", "soft"),
+    [(2, 3.0, 8, False), (5, 0.0, 2, True), (5, 0.3, 8, False), (5, 3.0, 8, True),
+     (5, 30.0, 8, False), (100, 3.0, 2, True), (1000, 10.0, 1, False), (2, 1e4, 4, True),
+     (10, 1e4, 4, False)],
 )  # fmt: skip
 def test_gradients_are_those_of_bisection(classes, scale, records, soft):
     logits, targets = batch(records, classes, scale, classes, soft=soft)

@@ -8,14 +8,13 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
-    EnvelopeSparseCategoricalCrossentropy,
     HiddenStateCallback,
     HiddenStateSequential,
     run,
 )
 
 N, D, K, B = 48, 6, 3, 12
-LOSS = EnvelopeSparseCategoricalCrossentropy(clip_norm=0.3, smoothing=0.0, reduction="none")
+LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 Y = np.arange(N) % K
 
 
@@ -33,7 +32,7 @@ def largest_share(rows, bias, size=B):
 
 
 def declared(share, bias=False, failure=0.0):
-    loss = LOSS.geometry(feature_norm=1.0, bias=bias)
+    loss = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=bias)
     return loss.with_curvature(share * loss.smoothness, failure)
 
 
@@ -46,7 +45,7 @@ def owned(
 ):
     model = HiddenStateSequential(
         made_of(bias),
-        l2_norm_clip=0.5,
+        l2_norm_clip=2.001,
         noise_multiplier=2.0,
         batch_order=order,
         loss_geometry=loss,

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import first
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
@@ -136,7 +137,8 @@ def test_every_eager_step_is_that_of_the_paper(monkeypatch, variant, dtype, act)
 
 
 @pytest.mark.parametrize(
-    ("variant", "jit"), [("sgd", False), ("automatic", False), ("sgd", True), ("adam", True)]
+    ("variant", "jit"),
+    first(2, [("automatic", False), ("adam", True), ("sgd", False), ("sgd", True)]),
 )
 def test_every_compiled_step_is_that_of_the_paper(variant, jit):
     model, optimizer = make_model(), make(variant)
@@ -183,7 +185,7 @@ class ThreeSquares(tf.keras.losses.Loss):
         return 3.0 * tf.reduce_sum(outputs**2, axis=1)
 
 
-@pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}, {"jit_compile": True}])
+@pytest.mark.parametrize("mode", first(1, [{}, {"run_eagerly": True}, {"jit_compile": True}]))
 def test_fit_with_a_schedule(mode):
     model, copied = make_model("float32"), make_model()
     schedule = tf.keras.optimizers.schedules.InverseTimeDecay(0.25, 5, 1.0)

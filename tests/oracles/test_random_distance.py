@@ -282,6 +282,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.exhaustive  # a test of the test
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_attack_finds_a_mistake(name):
     (order, relation), changes = MISTAKES[name]

@@ -17,7 +17,10 @@ def seeds(count, usual=USUAL):
 
 
 def first(usual, cases):
-    """The cases, of which those from `usual` on are marked exhaustive."""
+    """The cases, tuples for several names; those from `usual` on are marked exhaustive."""
     cases = list(cases)
-    further = [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases[usual:]]
+    further = [
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.exhaustive)
+        for case in cases[usual:]
+    ]
     return [*cases[:usual], *further]

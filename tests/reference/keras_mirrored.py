@@ -89,7 +89,7 @@ def difference(strategy, stack=head, **kwargs):
 
 def poisson(strategy):
     owned_batches.SampledPlan._draw = lambda plan, step: np.array(FIXED[step % 6], int)
-    return difference(strategy, batch_order="poisson")
+    return difference(strategy, normalised, batch_order="poisson")
 
 
 def noise(strategy):
@@ -116,7 +116,7 @@ def one_record(strategy):
 
 def resumed(strategy):
     """On one device, from the state of a run on two replicas."""
-    whole, model, own = make(strategy, head), make(strategy, head), make(None, head)
+    whole, model, own = make(None, head), make(strategy, head), make(None, head)
     fit(whole)
     fit(whole)
     fit(model)
@@ -163,9 +163,8 @@ def compiled(strategy):
 
 CASES = {
     "linear": difference,
-    "rows": lambda strategy: difference(strategy, normalised),
     "microbatches": lambda strategy: difference(strategy, num_microbatches=1),  # of two replicas
-    "poisson": poisson,
+    "rows_of_poisson_batches": poisson,
     "dice": lambda strategy: difference(strategy, optimizer=dice),
     "noise": noise,
     "one_record": one_record,
