@@ -289,12 +289,6 @@ def gradient_bound(make_blocks):
     make_blocks(gradient_bound=1.0).fit()
 
 
-def block_loss_of_a_cyclic_optimizer(make_blocks):
-    run = make_blocks(block_loss=LOGISTIC)
-    run.model.compile(CyclicDPKerasSGDOptimizer(1.0, 1.0), bce())
-    run.fit()
-
-
 def add_or_remove_one(make_blocks):
     make_blocks(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
 
@@ -326,7 +320,6 @@ CASES = {
     not_finite_in_xla: "step 3 was not taken. A per-example gradient is not finite",
     longer_gradients_than_declared: "step 1 was not taken. A per-example gradient is longer",
     gradient_bound: "gradient_bound for a Dice optimizer, got BlockCoordinateKerasOptimizer",
-    block_loss_of_a_cyclic_optimizer: "block_loss for a BlockCoordinateKerasOptimizer, got Cyclic",
     add_or_remove_one: "cannot add or remove",
     loaded_model_in_the_same_record: "got another one",
 }
@@ -353,8 +346,3 @@ def test_tensorfloat_32_is_refused(make_blocks, monkeypatch):
     with pytest.raises(hsa.UnsupportedRunError, match="TensorFloat-32"):
         make_blocks(block_loss=LOGISTIC).fit()
     make_blocks().fit()
-
-
-def test_what_is_no_geometry():
-    with pytest.raises(TypeError, match="block_loss to be a LossGeometry"):
-        HiddenStateCallback(dataset_size=24, batch_size=4, block_loss="convex")

@@ -97,7 +97,9 @@ def test_an_interrupted_fit_has_no_epsilon(make_run, error):
     run = make_run()
 
     def interrupt(epoch, logs):
-        run.callback.get_epsilon(DELTA)  # within fit it is what it would be at the end
+        run.callback.release()
+        with pytest.raises(hsa.UnsupportedRunError, match="Within fit only target_delta"):
+            run.callback.get_epsilon(DELTA)
         raise error
 
     stop = tf.keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
@@ -107,8 +109,8 @@ def test_an_interrupted_fit_has_no_epsilon(make_run, error):
         lambda: run.callback.get_epsilon(DELTA),
         lambda: run.callback.privacy_event,
         lambda: run.callback.report(DELTA),
-        run.callback.release,
         run.fit,
+        run.callback.release,
     ):
         with pytest.raises(hsa.UnsupportedRunError, match="fit was interrupted"):
             act()

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import cyclic_dataset
-from hidden_state_adapters.tf_privacy.data import cyclic_batches
+from hidden_state_adapters.tf_privacy.data import forget_iterated, newest_iterated
 
 X, Y = np.arange(12.0).reshape(12, 1), np.arange(12)
 
@@ -57,15 +57,18 @@ def test_a_remainder_is_refused_or_dropped_in_every_epoch():
     dataset = cyclic_dataset(X, Y, batch_size=5, drop_remainder=True)
     for epoch in epochs(dataset):
         np.testing.assert_array_equal(np.concatenate([by for _, by in epoch]), Y[:10])
-    found = cyclic_batches(dataset)
+    found = dataset.batches
     assert (found.given, found.used, found.batch_size) == (12, 10, 5)
 
 
 def test_transformed_datasets_are_not_recognised():
     dataset = cyclic_dataset(X, Y, batch_size=4)
-    assert cyclic_batches(dataset) is not None
+    iter(dataset)
+    assert newest_iterated() is dataset
     for other in (dataset.shuffle(3), dataset.repeat(), dataset.skip(1), dataset.prefetch(1)):
-        assert cyclic_batches(other) is None
+        forget_iterated()
+        iter(other)
+        assert newest_iterated() is None
 
 
 def pairs():
@@ -149,7 +152,7 @@ SINGLE = {
 
 @pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
 def test_single_examples_are_taken(make):
-    assert cyclic_batches(cyclic_dataset(make(), batch_size=4)).used == 12
+    assert cyclic_dataset(make(), batch_size=4).batches.used == 12
 
 
 REPEATED = {

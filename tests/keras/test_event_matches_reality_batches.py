@@ -117,7 +117,7 @@ CASES = [
     (1, fit_without_the_callback_before, "not recorded"),
     (1, train_on_batch_within_an_epoch, "has taken 4 steps, expected 3"),
     (1, two_steps_on_every_batch, "has taken 2 steps, expected 1"),
-    (1, several_steps_per_execution, "steps_per_execution = 1"),
+    (1, several_steps_per_execution, "taken 2 steps, expected 1: one for every batch"),
     (1, own_loop_around_the_callback, "another caller"),
 ]
 

@@ -133,7 +133,7 @@ CASES = [
     (4, reduced_loss, "got a scalar"),
     (4, scaled_loss, "longer than loss_geometry.lipschitz"),
     (4, loss_weights, "loss_weights=None"),
-    (7, class_weights, "class_weight = None"),
+    (7, class_weights, "or one with class_weight"),
     (5, long_features, "longer than loss_geometry.lipschitz"),
     (9, kernel_regularizer, "no regularisation losses"),
     (9, activity_regularizer, "got a scalar|no regularisation losses"),

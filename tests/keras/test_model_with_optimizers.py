@@ -232,25 +232,3 @@ def test_what_the_data_has_to_fit():
         fit(make(dice(num_microbatches=2)))
     with pytest.raises(TypeError, match="compile with an optimizer without noise"):
         fit(make(cyclic()), target_epsilon=1.0, target_delta=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "name", "before", "after"),
-    [
-        (cyclic, "learning_rate", RATE, RATE / 4),
-        (dice, "momentum", 0.0, 0.9),
-        (dice, "nesterov", False, True),
-    ],
-)
-def test_a_setting_that_is_changed_after_compile(make_optimizer, name, before, after):
-    """The model has taken all of them over, and would not follow; of its own it does the rate."""
-    optimizer = make_optimizer()
-    model = make(optimizer)
-    setattr(optimizer, name, after)
-    with pytest.raises(hsa.UnsupportedRunError, match=f"Expected {name} = .* would not follow"):
-        fit(model)
-    setattr(optimizer, name, before)
-    model.optimizer.learning_rate = RATE / 2
-    fit(model)
-    assert model.privacy_event
-    assert model.optimizer.learning_rate.numpy() == RATE / 2

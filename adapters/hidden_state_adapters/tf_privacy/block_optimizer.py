@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import attrs
 import tensorflow as tf
 
 from hidden_state_accountants import BatchOrder, LossGeometry, Regulariser, validate
@@ -21,7 +20,7 @@ from hidden_state_adapters.tf_privacy.blocks import (
 )
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer, legacy, refuse_options
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.settings import Declared, Settings, check_scale
+from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -133,13 +132,6 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
 
     def _rule(self) -> BlockCoordinateUpdate:
         return BlockCoordinateUpdate(None)
-
-    def known(self, declared: Declared) -> Declared:
-        """What is said of the loss as a function of the one block."""
-        declared.refuse_all_but("block_loss", type(self).__name__)
-        if declared.block_loss is None:
-            return declared
-        return attrs.evolve(declared, loss_geometry=declared.block_loss, block_loss=None)
 
     def minimize(
         self, loss: Any, var_list: Any, grad_loss: Any = None, name: Any = None, tape: Any = None

@@ -196,7 +196,6 @@ class BlockSteps(Mechanism):
         UnsupportedRunError: The bound on DP-MBCD does not know such a run.
     """
 
-    _declarable = "block_loss"
     _composes = False
 
     def __init__(

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import itertools
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _logger = logging.getLogger("hidden_state_accountants")
-_MARK = "_hidden_state_cyclic_batches"
 # By the names of TensorFlow's classes, which are private: what a function of the user makes whole
 # datasets of, what has a count of repetitions, what joins, and what takes a part.
 _REMADE = ("FlatMap", "Interleave", "ParallelInterleave", "GroupByWindow", "GroupByReducer")
@@ -101,13 +101,28 @@ def cyclic_dataset(
         .prefetch(2)
         .with_options(options)
     )
-    setattr(dataset, _MARK, CyclicBatches(given, used, batch_size))
+    dataset.__class__ = type("CyclicDataset", (type(dataset),), {"__iter__": _noted_iter})
+    dataset.batches = CyclicBatches(given, used, batch_size)
     return dataset
 
 
-def cyclic_batches(dataset: Any) -> CyclicBatches | None:
-    """What `cyclic_dataset` returned; None for anything else, transformed datasets among them."""
-    return getattr(dataset, _MARK, None)
+_iterated: list[weakref.ref[Any]] = []  # the dataset of ours that was asked for batches last
+
+
+def _noted_iter(dataset: Any) -> Any:
+    """The batches; `HiddenStateCallback` is told of whoever asks for them."""
+    _iterated[:] = [weakref.ref(dataset)]
+    return tf.data.Dataset.__iter__(dataset)
+
+
+def forget_iterated() -> None:
+    """Before a fit that is going to ask its data for batches."""
+    _iterated.clear()
+
+
+def newest_iterated() -> Any:
+    """The dataset of `cyclic_dataset`, as it is, that was asked for batches since; or None."""
+    return _iterated[0]() if _iterated else None
 
 
 # What is read into memory once

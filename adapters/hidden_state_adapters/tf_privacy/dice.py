@@ -357,7 +357,7 @@ class DiceSteps(Mechanism):
 
     hidden_state = "the error of DiceSGD, which is data of the examples without noise"
     _composes = False
-    _declarable = "gradient_bound"
+    _knows_gradient_bound = True
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from hidden_state_adapters.tf_privacy.optimizers import (
     refuse_options,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.settings import Declared, Settings
+from hidden_state_adapters.tf_privacy.settings import Settings
 
 
 class DiceOptimizer(PrivateOptimizer):
@@ -109,11 +109,6 @@ class DiceOptimizer(PrivateOptimizer):
         rows_vary = self.expected_batch_size is not None
         loss = check_loss(loss, self._told.num_microbatches, may_be_empty=rows_vary)
         return _at_least_one_row(loss) if rows_vary and not loss.shape[0] else loss
-
-    def known(self, declared: Declared) -> Declared:
-        """What is said of the loss, or of the length of its gradients."""
-        declared.refuse_all_but("gradient_bound", type(self).__name__)
-        return declared
 
     def for_model(self) -> tuple[Any, dict[str, Any]]:
         """A `DiceUpdate` of Keras' optimizer, and what a model is told for it.

@@ -4,15 +4,11 @@ The gradient of one example for the kernel of a linear layer is an outer product
 :math:`x_i d_i^T` of what goes into the layer and of the gradient of its loss by what comes out. So
 its length is :math:`|x_i|\,|d_i|`, and the sum of all, each times a factor, a product of matrices.
 One backward pass gives the :math:`d_i` of all layers. (Goodfellow 2015, arXiv:1510.01799v2.)
-
-The gradient of several examples together is a sum of such products, and its squared length
-:math:`\sum_{jk} (x_j \cdot x_k)(d_j \cdot d_k)`, without the sum itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -247,38 +243,23 @@ class ThroughLinearLayers:
         losses: Of the model.
         layers: The layers, each called once with features of shape (rows, entries).
         variables: Theirs, that the gradients are of.
-        each: The examples of a record, of whose mean loss the gradients are.
     """
 
     name = "from the linear layers"
     training = True  # the mode of the model
 
-    def __init__(
-        self,
-        model: Any,
-        losses: Losses,
-        layers: Sequence[Any],
-        variables: Sequence[Any],
-        each: int = 1,
-    ):
+    def __init__(self, model: Any, losses: Losses, layers: Sequence[Any], variables: Sequence[Any]):
         self._model, self._losses, self._layers = model, losses, layers
-        self._variables, self._each = list(variables), each
+        self._variables = list(variables)
 
     @classmethod
     def of(
-        cls,
-        model: Any,
-        losses: Losses,
-        variables: Sequence[Any],
-        examples: Any,
-        targets: Any,
-        each: int = 1,
+        cls, model: Any, losses: Losses, variables: Sequence[Any], examples: Any, targets: Any
     ) -> ThroughLinearLayers | None:
         """It, if it gives the gradients of this batch of examples; else None.
 
         Only models of Keras' own layers, or with a single trained layer, are taken: in others a
-        kernel may be used in two places. With many examples in a record their products take longer
-        than gradients row by row.
+        kernel may be used in two places.
         """
         layers = [
             layer
@@ -292,35 +273,15 @@ class ThroughLinearLayers:
         layers = [layer for layer, refs in own if refs & wanted]
         if set().union(*(refs for _, refs in own if refs & wanted)) != wanted:
             return None
-        shapes = [layer.kernel.shape for layer in layers]
-        of_products, of_rows = (sum(map(size, shapes)) for size in (sum, math.prod))
-        if each > 1 and 2 * each * of_products > of_rows:
-            return None
-        found = cls(model, losses, layers, variables, each)
+        found = cls(model, losses, layers, variables)
         return found if found.agrees(examples, targets) else None
 
-    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
-        """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
-        if self._each == 1:
-            return self._gradients(examples, targets)
-
-        def one_by_one(part: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(part, [-1, *part.shape[2:]])
-
-        rows = tf.nest.map_structure(one_by_one, (examples, targets, *weights))
-        found = self._gradients(*rows)
-        outputs = tf.reshape(found.outputs, [-1, self._each, *found.outputs.shape[1:]])
-        return attrs.evolve(found, outputs=outputs)
-
-    def _gradients(self, examples: Any, targets: Any, *weights: Any) -> ExampleGradients:
+    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
+        """Of a batch."""
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             with self._watched(tape) as calls:
                 outputs = self._model(examples, training=self.training)
             losses = self._losses(targets, outputs)
-            for of_examples in weights:
-                losses *= tf.cast(of_examples, losses.dtype)
-            if self._each > 1:
-                losses = tf.reduce_mean(tf.reshape(losses, [-1, self._each]), 1)
         refuse_added_losses(self._model)
         if sorted(index for index, *_ in calls) != list(range(len(self._layers))):
             raise refusal(
@@ -331,7 +292,7 @@ class ThroughLinearLayers:
         features = [call[1] for call in calls]
         slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
         products = list(map(Product, self._layers, features, slopes))
-        return of_products(products, outputs, losses, self._variables, self._each)
+        return of_products(products, outputs, losses, self._variables)
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
@@ -359,17 +320,15 @@ class ThroughLinearLayers:
                 vars(layer).pop("call", None)
 
     def agrees(self, examples: Any, targets: Any) -> bool:
-        """Whether these are the gradients of every record alone: length by length, and summed up.
+        """Whether these are the gradients of every example alone: length by length, and summed up.
 
         A model or a loss may mix the rows of a batch, or call a layer with several rows of each.
         Layers of Keras draw random numbers in training mode, and are compared in the other one: but
         for its augmentations (MixUp) they mix no more rows there. They are compared beside the
         initial weights: a head of zeros would hide what mixes its outputs.
         """
-        rows = min(tf.nest.flatten(examples)[0].shape[0] // self._each, _COMPARED)
-        examples, targets = tf.nest.map_structure(
-            lambda part: part[: rows * self._each], (examples, targets)
-        )
+        rows = min(tf.nest.flatten(examples)[0].shape[0], _COMPARED)
+        examples, targets = tf.nest.map_structure(lambda part: part[:rows], (examples, targets))
         factors = tf.constant(np.random.default_rng(0).normal(size=rows))
 
         def of_sums(found: ExampleGradients) -> list[tf.Tensor]:
@@ -381,15 +340,8 @@ class ThroughLinearLayers:
             twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
             self._model(twice, training=False)
             self.training = not _is_known(self._model) or _augments(self._model)
-            source = (MeansOfSeveral if self._each > 1 else RowByRow)(
-                self._model, self._losses, self._variables
-            )
+            source = RowByRow(self._model, self._losses, self._variables)
             source.training = self.training
-            if self._each > 1:
-                examples, targets = tf.nest.map_structure(
-                    lambda part: tf.reshape(part, [rows, self._each, *part.shape[1:]]),
-                    (examples, targets),
-                )
             batch = tf.nest.map_structure(tf.convert_to_tensor, (examples, targets))
             singly = [tf.nest.map_structure(lambda part, k=k: part[k], batch) for k in range(rows)]
             with _moved(keras_api.trained(self._model)):
@@ -438,7 +390,7 @@ class Product:
     Attributes:
         layer: A `Dense` layer.
         features: That went in, of every example.
-        slopes: Of the losses of the records by what came out of its linear part.
+        slopes: Of the losses by what came out of its linear part.
     """
 
     layer: Any
@@ -447,20 +399,15 @@ class Product:
 
 
 def of_products(
-    products: Sequence[Product],
-    outputs: Any,
-    losses: tf.Tensor,
-    variables: Sequence[Any],
-    each: int,
+    products: Sequence[Product], outputs: Any, losses: tf.Tensor, variables: Sequence[Any]
 ) -> ExampleGradients:
     """Of layers whose gradient of one example is a product of features and slopes.
 
     Args:
         products: One for each layer.
         outputs: Of the model.
-        losses: Of the records.
+        losses: Of the examples.
         variables: That the gradients are of: kernels and biases of the layers.
-        each: The examples of a record.
     """
     wanted = {variable.ref() for variable in variables}
 
@@ -469,15 +416,13 @@ def of_products(
         return float(_kernel(layer).ref() in wanted), float(bias)
 
     lengths = [_at_least(product.features) for product in products]
-    squares = tf.add_n(
-        [
-            _squares(product, length, *parts(product.layer), each)
-            for product, length in zip(products, lengths, strict=True)
-        ]
-    )
+    squares = []
+    for product, length in zip(products, lengths, strict=True):
+        has_kernel, has_bias = parts(product.layer)
+        squares.append(_at_least(product.slopes) * (length * has_kernel + has_bias))
 
     def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-        sums, factors = {}, tf.repeat(factors, each) if each > 1 else factors
+        sums = {}
         for product, length in zip(products, lengths, strict=True):
             layer, slopes = product.layer, product.slopes
             kept = tf.cast(factors, slopes.dtype)[:, tf.newaxis]
@@ -488,39 +433,7 @@ def of_products(
                 sums[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(weighted, 0)
         return [sums[variable.ref()] for variable in variables]
 
-    return ExampleGradients(outputs, losses, tf.sqrt(squares), weighted_sum)
-
-
-def _squares(
-    product: Product, lengths: tf.Tensor, has_kernel: float, has_bias: float, each: int
-) -> tf.Tensor:
-    """The squared lengths of the gradients of every record for one layer, in float64.
-
-    Args:
-        product: Of the layer.
-        lengths: Squared, of its features.
-        has_kernel: 1 if the gradient by the kernel is part of them, or 0.
-        has_bias: Likewise, by the bias.
-        each: The examples of a record.
-    """
-    squares = _at_least(product.slopes) * (lengths * has_kernel + has_bias)
-    if each == 1:
-        return squares
-
-    def products(part: tf.Tensor) -> tf.Tensor:
-        # In float64: where gradients cancel each other, half of the digits are lost.
-        rows = tf.cast(tf.reshape(part, [-1, each, part.shape[-1]]), tf.float64)
-        return tf.matmul(rows, rows, transpose_b=True)
-
-    of_features = products(product.features) * has_kernel + has_bias
-    together = tf.reduce_sum(of_features * products(product.slopes), [1, 2])
-    longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, each]), 1)
-    # What rounding may have taken off the products, and what it may add to the sum of the
-    # gradients themselves, so that no length is too small.
-    terms = sum(product.layer.kernel.shape) + each**2
-    length = tf.sqrt(together + np.finfo(float).eps * terms * tf.square(longest))
-    of_sums = each * np.finfo(product.slopes.dtype.as_numpy_dtype).eps
-    return tf.square(length + of_sums * longest)
+    return ExampleGradients(outputs, losses, tf.sqrt(tf.add_n(squares)), weighted_sum)
 
 
 def refuse_added_losses(model: Any) -> None:

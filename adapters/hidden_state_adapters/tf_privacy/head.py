@@ -23,7 +23,12 @@ from hidden_state_adapters.curved_batches import (
     remedy,
 )
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, Product, of_products
+from hidden_state_adapters.tf_privacy.gradients import (
+    ExampleGradients,
+    Product,
+    of_products,
+    of_rows,
+)
 from hidden_state_adapters.tf_privacy.head_losses import (
     DECLARE,
     Evaluate,
@@ -31,7 +36,6 @@ from hidden_state_adapters.tf_privacy.head_losses import (
     is_squared_error,
     known_loss,
     of_users,
-    refuse_other_loss,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared
@@ -222,7 +226,6 @@ def begin(
         own = HeadRun(head, features, y, of_users(losses, head.layer.activation))
         return declared, own, checked
     loss = known_loss(keras_loss, head.activation, head.outputs, y.numpy())
-    refuse_other_loss(losses, loss, y.numpy(), head.layer.activation)
     known = attrs.evolve(
         declared,
         loss_geometry=loss.geometry(norm, head.has_bias),
@@ -375,11 +378,19 @@ class OfHead:
             losses *= tf.cast(factors, losses.dtype)
             slopes *= tf.cast(factors, slopes.dtype)[:, tf.newaxis]
         outputs = linear if layer.activation is None else layer.activation(linear)
-        if each > 1:
-            losses, slopes = tf.reduce_mean(tf.reshape(losses, [-1, each]), 1), slopes / each
-            outputs = tf.reshape(outputs, [-1, each, *outputs.shape[1:]])
-        products = [Product(layer, features, slopes)]
-        return of_products(products, outputs, losses, self._variables, each)
+        if each == 1:
+            product = Product(layer, features, slopes)
+            return of_products([product], outputs, losses, self._variables)
+        features, slopes, outputs, losses = (
+            tf.reshape(part, [-1, each, *part.shape[1:]])
+            for part in (features, slopes / each, outputs, losses)
+        )
+        # The mean gradient itself: of products that cancel each other no length is too small.
+        means = {kernel.ref(): tf.einsum("rmf,rmo->rfo", features, slopes)}
+        if layer.use_bias:
+            means[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(slopes, 1)
+        gradients = [means[variable.ref()] for variable in self._variables]
+        return of_rows(gradients, tf.reduce_mean(losses, 1), outputs, has_padding=True)
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:

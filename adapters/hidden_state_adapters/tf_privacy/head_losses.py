@@ -25,8 +25,6 @@ DECLARE = (
     "for example LossGeometry.convex(smoothness)."
 )
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
-_TOLERANCE = 1e-2  # of the user's loss beside the one in the table
-_MOST_ROWS = 256  # of targets that are compared
 _losses = keras_api.losses
 
 Evaluate = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
@@ -373,51 +371,6 @@ def _check_targets(
             f"Expected {wanted} as targets, got {targets[bad[0]].tolist()} for example {bad[0]} of "
             "the data set: the constants of the loss do not hold for it."
         )
-
-
-def refuse_other_loss(users: RowLosses, own: HeadLoss, y: Any, activation: Any) -> None:
-    """Refuses a loss of the user's that is not the one in the table.
-
-    Both are traced with an unknown number of rows, as in a step, at random predictions and for
-    every class: at predictions of 0 label smoothing cannot be seen.
-
-    Args:
-        users: It takes outputs.
-        own: It takes predictions.
-        y: The user's targets of all examples.
-        activation: Of the head.
-
-    Raises:
-        UnsupportedRunError: Value or slope differ.
-    """
-    dense, y = own.targets.numpy(), np.asarray(y)
-    spread = np.linspace(0, len(y) - 1, min(len(y), _MOST_ROWS)).astype(int)
-    # Of every class an example.
-    chosen = np.unique([*spread, *(np.unique(dense.argmax(1), return_index=True)[1])])
-    random = np.random.default_rng(0).normal(size=(len(chosen), dense.shape[1])) * 1.5
-
-    def traced(targets: Any, of_users: tf.Tensor, predictions: tf.Tensor) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(predictions)
-            theirs = users(of_users, activation(predictions))
-        slope = tape.gradient(theirs, predictions, unconnected_gradients="zero")
-        return (theirs, slope), own.evaluate(targets, predictions)
-
-    def rows(part: Any) -> tf.Tensor:
-        part = tf.convert_to_tensor(np.asarray(part)[chosen])
-        return tf.cast(part, tf.keras.backend.floatx()) if part.dtype.is_floating else part
-
-    parts = rows(dense), rows(y), _constant(random)
-    kinds = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in parts]
-    graph = tf.function(traced, input_signature=kinds, autograph=False).get_concrete_function()
-    theirs, ours = graph(*parts)
-    for expected, found in zip(theirs, ours, strict=True):
-        room = _TOLERANCE * float(tf.reduce_max(tf.abs(expected)))
-        if expected.shape != found.shape or not np.allclose(found, expected, atol=room, rtol=0):
-            raise refusal(
-                f"Expected the {own.name} of the table, got a loss with other values or slopes: "
-                f"the constants are not those of what would be trained. {DECLARE}"
-            )
 
 
 def of_users(losses: RowLosses, activation: Any) -> Evaluate:

@@ -87,7 +87,7 @@ class Mechanism:
     """
 
     _composes = True  # where nothing is known of the loss
-    _declarable = ""  # what a user may declare of its runs: a name of `Declared`
+    _knows_gradient_bound = False  # whether one without a geometry says anything of its runs
 
     def __init__(
         self,
@@ -272,7 +272,11 @@ class Mechanism:
         Raises:
             UnsupportedRunError: The text says which.
         """
-        declared.refuse_all_but(self._declarable, type(self._update.optimizer).__name__)
+        if declared.gradient_bound < math.inf and not self._knows_gradient_bound:
+            raise refusal(
+                "Expected gradient_bound for a Dice optimizer, got "
+                f"{type(self._update.optimizer).__name__}. Say loss_geometry, or nothing."
+            )
         self._update.check_options()
         if self._loss is not None:
             _refuse_tensor_float_32()

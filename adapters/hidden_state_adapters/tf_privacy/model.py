@@ -12,16 +12,15 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.callback import Recording, refuse_moved_rates
 from hidden_state_adapters.tf_privacy.data import GivenWeights
 from hidden_state_adapters.tf_privacy.origins import RunState, digest, origin_of, read_plain
 from hidden_state_adapters.tf_privacy.record import Figures
+from hidden_state_adapters.tf_privacy.recording import Recording, refuse_moved_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.settings import Settings
 from hidden_state_adapters.tf_privacy.step_log import MOST_STEPS
 from hidden_state_adapters.tf_privacy.update_rule import (
-    TakenOver,
     UpdateRule,
     plain_rule,
     rule_and_settings,
@@ -134,7 +133,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             **kwargs,
         )
         self.__dict__["_loaded_runs"] = self._runs_behind()
-        self._rule, self._settings, self._taken_over = rule, settings, TakenOver(optimizer)
+        self._rule, self._settings = rule, settings
         self._uses_xla = jit_compile not in (None, False, "auto")
         self._given_pace = steps_per_execution
         self._run = None
@@ -209,7 +208,6 @@ class PrivateTraining(tf.keras.Model, Figures):
         """
         keras_api.check_is_compiled(self)
         self._check_own_step()
-        self._taken_over.check_unchanged()
         _check_fit(validation_split, shuffle, self._settings)
         weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
         run = self._run_on(Given(x, y, batch_size, steps_per_epoch, weights))

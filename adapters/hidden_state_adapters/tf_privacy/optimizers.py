@@ -133,12 +133,11 @@ class PrivateOptimizer(legacy.Optimizer):
         return check_loss(loss, self._told.num_microbatches)
 
     def known(self, declared: Declared) -> Declared:
-        """What a callback was told of the loss, in the words that the steps know.
+        """What a callback was told of the loss, or the optimizer.
 
         Raises:
-            UnsupportedRunError: It says nothing about these, or the optimizer was told as well.
+            UnsupportedRunError: Both were.
         """
-        declared.refuse_all_but("", type(self).__name__)
         return declared
 
     # Its settings
@@ -547,14 +546,13 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         return self._told.num_microbatches or super()._records(losses)
 
     def known(self, declared: Declared) -> Declared:
-        """As every optimizer's, with what this one was told."""
+        """As of every optimizer; this one may have been told."""
         if None not in (self.loss_geometry, declared.geometry):
             raise refusal(
                 "Expected loss_geometry in one place, got one of the optimizer and one of its "
                 "run. Leave it out of the optimizer."
             )
-        known = super().known(declared)
-        return known if self.loss_geometry is None else self._told.declared
+        return declared if self.loss_geometry is None else self._told.declared
 
     def _tell_nobody_records(self) -> None:
         _logger.warning(

@@ -754,10 +754,11 @@ class Figures:
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        if self._told_by()._record is not None:
-            record = self._recorded()
-            record.check_iterate()
-            record.release()
+        own = self._told_by()
+        own._catch_up()
+        if own._record is not None:
+            own._record.check_iterate()
+            own._record.release()
 
     def state(
         self, *, stays_private: bool = False, include_private_state: bool = False

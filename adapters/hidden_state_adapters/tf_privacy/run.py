@@ -56,7 +56,7 @@ from hidden_state_adapters.tf_privacy.replicas import (
 )
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step_log import Problem
-from hidden_state_adapters.tf_privacy.update_rule import TakenOver, UpdateRule, rule_and_settings
+from hidden_state_adapters.tf_privacy.update_rule import UpdateRule, rule_and_settings
 
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
@@ -206,7 +206,6 @@ class PrivateRun(Figures):
                 "loop of your own has one replica. Call fit of make_private(model)."
             )
         rule, checked = rule_and_settings(optimizer, Settings(**settings))
-        self._taken_over = TakenOver(optimizer)
         continued = state and Continued(RunState.of_plain(state), discard_later_steps)
         self._open(
             model,
@@ -454,7 +453,6 @@ class PrivateRun(Figures):
 
     def _check_may_step(self, count: int, target_epsilon: float | None = None) -> None:
         """Raises UnsupportedRunError if the run has ended, or takes no more steps."""
-        self._taken_over.check_unchanged()
         if self._record.has_ended:
             self._record.check()  # raises
         self._check_declared(count)
@@ -507,8 +505,9 @@ class PrivateRun(Figures):
         if self._head is not None:
             return OfHead(self._head, variables, self._microbatch)
         of_run = self._model, self._losses, variables
-        linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
-        return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
+        if self._microbatch > 1:
+            return MeansOfSeveral(*of_run)
+        return ThroughLinearLayers.of(*of_run, examples, targets) or RowByRow(*of_run)
 
     def _refuse_broken_products(self) -> None:
         """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""

@@ -22,11 +22,6 @@ from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.regulariser import regulariser_or_none
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
-# By name: whose runs it is about.
-_OF = {
-    "gradient_bound": "a Dice optimizer",
-    "block_loss": "a BlockCoordinateKerasOptimizer",
-}
 AUTO = "auto"
 _LARGEST = 1e30
 EVERY_FEATURE = Assumption.declared(
@@ -43,11 +38,9 @@ def _bound(value: Any) -> float:
 
 
 def _check_geometry(instance: object, attribute: Any, value: object) -> None:
-    may_be_auto = attribute.name == "loss_geometry"
-    if value is None or isinstance(value, LossGeometry) or (may_be_auto and value == AUTO):
+    if value is None or isinstance(value, LossGeometry) or value == AUTO:
         return
-    auto = ', "auto"' if may_be_auto else ""
-    raise TypeError(f"Expected {attribute.name} to be a LossGeometry{auto} or None, got {value!r}.")
+    raise TypeError(f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {value!r}.')
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +49,6 @@ class Declared:
 
     Attributes:
         gradient_bound: Of the norm of every per-example gradient before clipping; inf if unknown.
-        block_loss: The per-example loss as a function of the one block; None if unknown.
         loss_geometry: The per-example loss, whatever the optimizer; None if unknown, "auto" if it
             is to be read off model and loss.
         feature_norm: Bound on the L2 norm of every example at the one linear layer that is
@@ -67,7 +59,6 @@ class Declared:
     """
 
     gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
-    block_loss: LossGeometry | None = attrs.field(default=None, validator=_check_geometry)
     loss_geometry: LossGeometry | str | None = attrs.field(default=None, validator=_check_geometry)
     feature_norm: float | None = None
     source: str = ""
@@ -82,15 +73,11 @@ class Declared:
                 "with the norm of the features. Normalise every example by itself, and pass the "
                 "norm."
             )
-        for name in _OF if self.loss_geometry is not None else ():
-            if self._says(name):
-                raise refusal(
-                    f"Expected loss_geometry or {name}, got both. Keep loss_geometry: it says "
-                    "everything about the loss."
-                )
-
-    def _says(self, name: str) -> bool:
-        return bool(getattr(self, name) != getattr(_NOTHING, name))
+        if self.loss_geometry is not None and self.gradient_bound < math.inf:
+            raise refusal(
+                "Expected loss_geometry or gradient_bound, got both. Keep loss_geometry: it says "
+                "everything about the loss."
+            )
 
     @property
     def is_automatic(self) -> bool:
@@ -151,7 +138,6 @@ class Declared:
         bound = self.gradient_bound * self.largest_weight
         return {
             "gradient_bound": None if bound == math.inf else bound,
-            "block_loss": plain_geometry(self.block_loss),
             "loss_geometry": plain_geometry(self.geometry),
             "feature_norm": None if self.feature_norm is None else float(self.feature_norm),
             "source": self.source,
@@ -160,33 +146,13 @@ class Declared:
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Declared:
         """Inverse of `to_plain`."""
-        bound = plain["gradient_bound"]
+        bound, geometry = plain["gradient_bound"], plain["loss_geometry"]
         return cls(
             gradient_bound=math.inf if bound is None else bound,
-            block_loss=_of_plain_geometry(plain["block_loss"]),
-            loss_geometry=_of_plain_geometry(plain["loss_geometry"]),
+            loss_geometry=None if geometry is None else LossGeometry(**geometry),
             feature_norm=plain["feature_norm"],
             source=str(plain["source"]),
         )
-
-    def refuse_all_but(self, known: str, optimizer: str) -> None:
-        """Refuses what says nothing about the runs of an optimizer.
-
-        Args:
-            known: The name that does say something; "" if none does.
-            optimizer: Name of the optimizer.
-
-        Raises:
-            UnsupportedRunError: Something else is declared.
-        """
-        for name, kind in _OF.items():
-            if name != known and self._says(name):
-                raise refusal(
-                    f"Expected {name} for {kind}, got {optimizer}. Say loss_geometry, or nothing."
-                )
-
-
-_NOTHING = Declared()
 
 
 def plain_geometry(geometry: LossGeometry | None) -> dict[str, Any] | None:
@@ -194,10 +160,6 @@ def plain_geometry(geometry: LossGeometry | None) -> dict[str, Any] | None:
     if geometry is None:
         return None
     return attrs.asdict(geometry) | {"kind": geometry.kind.value}
-
-
-def _of_plain_geometry(plain: Mapping[str, Any] | None) -> LossGeometry | None:
-    return None if plain is None else LossGeometry(**plain)
 
 
 # Of the run

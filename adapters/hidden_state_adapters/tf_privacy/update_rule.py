@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hidden_state_adapters.batch_plans import BatchPlan
@@ -111,60 +109,12 @@ def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
     return rule
 
 
-@runtime_checkable
-class WithNoise(Protocol):
-    """An optimizer that clips and adds noise, and leaves both to a model that does so itself."""
-
-    def for_model(self) -> tuple[UpdateRule, Mapping[str, Any]]:
-        """The rule of its updates, without noise, and the `Settings` that it was made with.
-
-        Raises:
-            UnsupportedRunError: A model would not make the steps that it makes.
-        """
-
-    def get_config(self) -> dict[str, Any]:
-        """All arguments that it was made with, as they are now; see Keras."""
-
-
-class TakenOver:
-    """An optimizer with noise as it was when a model was compiled with it.
-
-    Args:
-        optimizer: One `WithNoise`; of any other nothing is remembered.
-    """
-
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer if isinstance(optimizer, WithNoise) else None
-        self._config = {} if self._optimizer is None else self._optimizer.get_config()
-
-    def check_unchanged(self) -> None:
-        """Raises UnsupportedRunError if a setting was changed, which the model would not follow."""
-        if self._optimizer is None:
-            return
-        now = self._optimizer.get_config()
-        for name, value in self._config.items():
-            if not _are_same(now.get(name), value):
-                raise refusal(
-                    f"Expected {name} = {value!r} of {type(self._optimizer).__name__}, as when the "
-                    f"model was compiled with it, got {now.get(name)!r}: the model took the "
-                    "settings over in compile, and would not follow. Set the learning rate of "
-                    "model.optimizer in place of this one's; for all else compile again, which "
-                    "begins another run."
-                )
-
-
-def _are_same(first: Any, second: Any) -> bool:
-    """Whether settings are equal; numbers as float32, in which Keras may keep them."""
-    if isinstance(first, numbers.Real) and isinstance(second, numbers.Real):
-        return bool(np.float32(first) == np.float32(second))
-    return bool(first == second)
-
-
 def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Settings]:
     """What a model that is compiled with an optimizer trains by.
 
     Args:
-        optimizer: An `UpdateRule`, an optimizer of Keras or its name, or one `WithNoise`.
+        optimizer: An `UpdateRule`, an optimizer of Keras or its name, or one with noise of
+            this package.
         given: What the model was made with.
 
     Raises:
@@ -172,7 +122,7 @@ def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Sett
             second time.
         ValueError: None of the two says how long a gradient may be.
     """
-    if isinstance(optimizer, WithNoise):
+    if hasattr(optimizer, "for_model"):  # one with noise of this package
         rule, told = optimizer.for_model()
         return rule, given.joined_by(type(optimizer).__name__, told)
     rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
