@@ -11,8 +11,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
-    CyclicDPKerasSGDOptimizer,
-    HiddenStateCallback,
     cyclic_dataset,
 )
 

@@ -170,7 +170,7 @@ class TestEager:
         take = run._advance
         calls = []
 
-        def interrupted(count):
+        def interrupted(count, eagerly):
             calls.append(count)
             if len(calls) == 3:
                 raise KeyboardInterrupt

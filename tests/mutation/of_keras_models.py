@@ -86,16 +86,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_that_is_kept_for_its_metric_is_no_choice",
-        f"{_TF}/recording.py",
+        f"{_TF}/fit.py",
         "self.chooses = bool(self._stopping) or any(c.save_best_only for c in files)",
         "self.chooses = bool(self._stopping)",
         "keras/test_model_stopping.py::test_the_best_file_is_kept",
     ),
     Mutation(
         "any_weights_may_come_back_when_it_stops",
-        f"{_TF}/recording.py",
-        "if stopped and self._digests() in self._released:",
-        "if stopped:",
+        f"{_TF}/fit.py",
+        "if self._stopping and moved and self._digests() in self._released:",
+        "if self._stopping and moved:",
         "keras/test_model_stopping.py::test_other_weights_that_are_put_in_when_it_stops",
     ),
     Mutation(

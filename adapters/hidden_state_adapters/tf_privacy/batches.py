@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,41 +18,7 @@ from hidden_state_adapters.batch_plans import (
     poisson_plan,
 )
 
-_DRAWN_AT_ONCE = 16  # batches
 FEWEST_ROWS = 2  # of a batch on the device, padding included
-
-
-def dealt(dealer: Dealer, epochs: int = 1) -> tf.data.Dataset:
-    """Epochs of batches of a plan, as (step, rows, indices); indices beyond `rows` are padding.
-
-    Several batches are drawn at once, which costs less than the pipeline does for each.
-
-    Args:
-        dealer: Of the batches.
-        epochs: That are iterated as one.
-    """
-    count = dealer.period * epochs
-
-    def of_steps(first: tf.Tensor) -> Any:
-        kinds = (tf.int64, tf.int64, tf.int64)
-        last = tf.minimum(first + _DRAWN_AT_ONCE, count)
-        steps, rows, indices = tf.numpy_function(
-            dealer.deal_after_begin, [first, last], kinds, stateful=True
-        )
-        return (
-            tf.ensure_shape(steps, [None]),
-            tf.ensure_shape(rows, [None]),
-            tf.ensure_shape(indices, [None, None]),
-        )
-
-    options = tf.data.Options()
-    options.deterministic = True
-    # One batch after the other: nothing is to be tuned, and threads cost more than they bring.
-    options.autotune.enabled = False
-    options.threading.private_threadpool_size = 1
-    dataset = tf.data.Dataset.range(0, count, _DRAWN_AT_ONCE).map(of_steps).unbatch()
-    counted = dataset.apply(tf.data.experimental.assert_cardinality(count))
-    return counted.prefetch(2).with_options(options)
 
 
 class Dealer:
@@ -65,22 +29,18 @@ class Dealer:
 
     Args:
         plan: Which examples each step uses.
-        done: The number of steps so far, asked when an epoch begins.
         multiple: Indices of a batch are `filled` up to one of it.
         period: Batches of an epoch.
     """
 
-    def __init__(self, plan: BatchPlan, done: Callable[[], int], multiple: int, period: int):
-        self._plan, self._done, self._multiple, self.period = plan, done, multiple, period
-        self._first = 0
-        self._lock = threading.Lock()  # Keras begins the first epoch's pipeline twice
+    def __init__(self, plan: BatchPlan, multiple: int, period: int):
+        self._plan, self._multiple, self.period = plan, multiple, period
 
     def deal(self, step: int) -> tuple[Any, Any, Any]:
         """Step, rows, and the examples of the batch filled up with the first one."""
-        with self._lock:
-            if step % self.period == 0:
-                self._plan.start_pass(self._done())
-            chosen = self._plan.batch(step)
+        if step % self.period == 0:
+            self._plan.start_pass(step)
+        chosen = self._plan.batch(step)
         rows = len(chosen)
         indices = np.zeros(filled(rows, self._multiple), np.int64)
         indices[:rows] = chosen
@@ -93,12 +53,6 @@ class Dealer:
         for place, own in zip(stacked, indices, strict=True):
             place[: len(own)] = own
         return np.array(steps), np.array(rows), stacked
-
-    def deal_after_begin(self, first: int, last: int) -> tuple[Any, Any, Any]:
-        """The same by numbers that begin with 0 at the step that follows when 0 is asked for."""
-        if first == 0:
-            self._first = self._done()
-        return self.deal_all(self._first + int(first), self._first + int(last))
 
 
 def plan_of(

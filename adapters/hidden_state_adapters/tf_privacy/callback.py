@@ -15,19 +15,19 @@ from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.data import CyclicBatches, forget_iterated, newest_iterated
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
+from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, releases_of
 from hidden_state_adapters.tf_privacy.record import (
     INTERRUPTED,
     Figures,
     RecordedRun,
     checked_relation,
 )
-from hidden_state_adapters.tf_privacy.recording import Recorder, foreign_among, releases_of
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared
 
 
-class HiddenStateCallback(Figures, Recorder):
+class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     """Gives the privacy of the model that Model.fit trained with an optimizer of this package.
 
     Every step is recorded with the values that it used. One callback follows one model with one
@@ -75,6 +75,8 @@ class HiddenStateCallback(Figures, Recorder):
         UnsupportedRunError: From fit, when the run is not one that can be accounted.
         TypeError, ValueError: An argument has an impossible value.
     """
+
+    releases = (False, False)  # an iterate after every epoch, after every step
 
     def __init__(
         self,
@@ -225,12 +227,22 @@ class HiddenStateCallback(Figures, Recorder):
         if self.releases[1]:
             self._record.release()
 
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the epsilon to the logs, and notes a checkpoint as released."""
+        assert self._record is not None
+        self.model.reset_metrics()  # Model.save would store them
+        self._record.after_epoch()
+        if self.releases[0]:
+            self._record.release()
+        if logs is not None:
+            logs.update(self._record.shown_after_epoch(self._target_delta))
+
     def on_train_end(self, logs: Any = None) -> None:
         """Refuses a run that something stopped before the declared number of epochs."""
         self._is_within_fit = False
         self.model.reset_metrics()
-        if self.model.stop_training:
-            self.refuse_stopped()
+        if self.model.stop_training and self._record is not None:
+            self._record.refuse_stopped()
 
     def _recorded(self) -> RecordedRun:
         record = self._record

@@ -292,38 +292,12 @@ def state_of(optimizer: Any) -> list[Any]:
 # The loop of fit
 
 
-def pace_of(model: Any) -> Any:
-    """The variable with the steps between two looks; None where fit has compiled their number."""
-    return None if IS_KERAS_3 else model._steps_per_execution
-
-
-def loss_mean() -> Any:
-    """The mean of the losses of an epoch; None where Keras keeps one for the model."""
-    return None if IS_KERAS_3 else tf.keras.metrics.Mean(name="loss")
-
-
-def shown(model: Any, mean: Any, losses: Any, targets: Any, outputs: Any) -> dict[str, Any]:
-    """What a step shows: the mean loss of the epoch so far, and the compiled metrics.
-
-    Args:
-        model: It is compiled.
-        mean: What `loss_mean` gave it.
-        losses: Of the batch, one for each example.
-        targets: Likewise.
-        outputs: Likewise.
-    """
-    if IS_KERAS_3:
-        model._loss_tracker.update_state(losses)
-        return dict(model.compute_metrics(None, targets, outputs))
-    mean.update_state(losses)
-    model.compiled_metrics.update_state(targets, outputs)
-    return shown_so_far(model, mean)
-
-
-def shown_so_far(model: Any, mean: Any) -> dict[str, Any]:
-    """The same of Keras 2, after the newest step."""
-    found = {metric.name: metric.result() for metric in model.compiled_metrics.metrics}
-    return {"loss": mean.result(), **found}
+def waits_for_batches(callback: Any) -> bool:
+    """Whether a callback does something before or after every batch of training."""
+    if hasattr(callback, "_implements_train_batch_hooks"):
+        return bool(callback._implements_train_batch_hooks())
+    hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return not all(getattr(getattr(callback, hook), "_is_default", False) for hook in hooks)
 
 
 def check_is_compiled(model: Any) -> None:

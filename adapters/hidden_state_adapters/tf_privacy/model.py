@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -13,9 +12,10 @@ import tensorflow as tf
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.data import GivenWeights
+from hidden_state_adapters.tf_privacy.fit import Fit
 from hidden_state_adapters.tf_privacy.origins import RunState, digest, origin_of, read_plain
+from hidden_state_adapters.tf_privacy.other_callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.record import Figures
-from hidden_state_adapters.tf_privacy.recording import Recording, refuse_moved_rates
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.settings import Settings
@@ -30,7 +30,7 @@ from hidden_state_adapters.tf_privacy.update_rule import (
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
 # In a configuration
 _CONFIG, _RULE, _RUNS = "hidden_state", "update_rule", "runs_behind_the_weights"
-_OWN = ("fit", "train_step", "compute_loss", "make_train_function", "train_on_batch")
+_OWN = ("fit", "train_step", "compute_loss", "train_on_batch")
 
 
 class PrivateTraining(tf.keras.Model, Figures):
@@ -43,9 +43,8 @@ class PrivateTraining(tf.keras.Model, Figures):
 
     _how_to_begin = "Call fit."
     _run: PrivateRun | None = None
-    _is_fitting = _is_beside = _uses_xla = False
+    _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
-    train_function: Any  # of Keras
     _loaded_runs: Mapping[str, Any]
     _rule: UpdateRule | None = None
     _loaded_rule: Mapping[str, Any] = {}  # of the file that the model comes from
@@ -57,7 +56,6 @@ class PrivateTraining(tf.keras.Model, Figures):
         self._given = self._settings = settings  # those that it trains with
         self._target_delta = settings.target_delta
         # Past Keras' bookkeeping: it is no variable of the model, and in no file of it.
-        self.__dict__["_loss_mean"] = keras_api.loss_mean()
         self.__dict__["_loaded_runs"] = {}
 
     # Keras' seams
@@ -119,8 +117,6 @@ class PrivateTraining(tf.keras.Model, Figures):
             steps_per_execution = validate.integer(
                 "steps_per_execution", steps_per_execution, minimum=1, maximum=MOST_STEPS
             )
-        if self._is_fitting:
-            raise refusal("Expected compile outside of fit, got a call by a callback.")
         if kwargs.get("from_serialized"):  # Keras reads an .h5 or a SavedModel
             optimizer = rule_of(self._loaded_rule, optimizer)
         rule, settings = rule_and_settings(optimizer, self._given)
@@ -159,7 +155,6 @@ class PrivateTraining(tf.keras.Model, Figures):
         *,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        **kwargs: Any,
     ) -> Any:
         """Trains on batches that the model deals itself, by its `batch_order`; else as Keras' fit.
 
@@ -196,7 +191,6 @@ class PrivateTraining(tf.keras.Model, Figures):
                 model was made without noise_multiplier, and `noise_multiplier` says what was found.
                 Learning rates are those of the optimizer: a number, or a schedule of Keras.
             target_delta: In (0, 1); None for the model's.
-            **kwargs: As in Keras.
 
         Returns:
             Keras' History. Its losses and metrics of the training data have no guarantee.
@@ -214,39 +208,31 @@ class PrivateTraining(tf.keras.Model, Figures):
         target = run.target(target_epsilon, target_delta)
         others = _as_list(callbacks)
         has_validation = validation_data is not None
-        recording = Recording(run, others, self._pace(others), has_validation=has_validation)
-        if recording.chooses or target is not None:
+        call = Fit(run, self, others, self._given_pace, has_validation=has_validation)
+        if call.chooses or target is not None:
             refuse_moved_rates(others)
-        run.prepare(epochs - initial_epoch, recording.releases, target, may_stop=recording.chooses)
-        run.fits(recording)
+        run.prepare(epochs - initial_epoch, call.releases, target, may_stop=call.chooses)
+        run.fits(call)
         steps = run.steps.last_step.steps
         self._run, self._continued = run, None
-        self._is_fitting = True
+
+        def validate(epoch: int, callbacks: Any) -> dict[str, Any]:
+            if validation_data is None or not _is_due(epoch, validation_freq):
+                return {}
+            x, y, weights = tf.keras.utils.unpack_x_y_sample_weight(validation_data)
+            found = self.evaluate(
+                x, y, validation_batch_size or batch_size, sample_weight=weights,
+                steps=validation_steps, callbacks=callbacks, return_dict=True,
+            )  # fmt: skip
+            return {f"val_{name}": value for name, value in found.items()}
+
         try:
-            history = super().fit(
-                run.epochs(epochs - initial_epoch),
-                epochs=epochs,
-                steps_per_epoch=run.length,
-                verbose=verbose,
-                callbacks=[recording, *others],
-                shuffle=False,  # which Keras cannot, of a Dataset
-                validation_data=validation_data,
-                initial_epoch=initial_epoch,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq,
-                **kwargs,
-            )
-            recording.after_fit()
-            return history
+            return call.train(initial_epoch, epochs, 1 if verbose == "auto" else verbose, validate)
         except BaseException:
             with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
                 run.end_interrupted(steps)
             raise
         finally:
-            self._is_fitting = False
-            if (pace := keras_api.pace_of(self)) is not None:
-                pace.assign(self._given_pace or 1)
             self.reset_metrics()
 
     @property
@@ -254,85 +240,10 @@ class PrivateTraining(tf.keras.Model, Figures):
         """The one that was given, or that fit found; None before."""
         return (self._run or self._settings).noise_multiplier
 
-    def _pace(self, callbacks: list[Any]) -> tf.Variable | None:
-        """Keras' number of steps between two looks, if it is for `Recording` to choose."""
-        pace = keras_api.pace_of(self)
-        if pace is None or self._given_pace is not None or self.run_eagerly:
-            return None
-        waits = any(callback._implements_train_batch_hooks() for callback in callbacks)
-        return None if waits else pace
-
-    def make_train_function(self, force: bool = False) -> Any:
-        """As in Keras, for any number of steps between two looks; a step is traced once.
-
-        Keras 2 traces it twice, to find out what a loop gives that it begins with nothing.
-        """
-        pace = keras_api.pace_of(self)
-        if pace is None:
-            return super().make_train_function(force)
-        if self.train_function is None or force:
-
-            def step(iterator: Any, number: tf.Tensor) -> list[tf.Tensor]:
-                self.distribute_strategy.run(self.train_step, args=(next(iterator),))
-                self._train_counter.assign_add(1)
-                return [number + 1]
-
-            def train_function(iterator: Any) -> dict[str, Any]:
-                take = functools.partial(step, iterator)
-                tf.while_loop(lambda number: number < pace, take, [tf.zeros([], pace.dtype)])
-                return keras_api.shown_so_far(self, self._loss_mean)
-
-            self.train_function = train_function
-            if not self.run_eagerly:
-                self.train_function = tf.function(train_function, reduce_retracing=True)
-        return self.train_function
-
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """As in Keras 3, which builds metrics in a strategy on what is dealt: here on examples."""
-        if self._is_fitting and self._run is not None:
-            iterator, data_batch = None, self._run.first_batch
-        super()._maybe_symbolic_build(iterator, data_batch)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Keras."""
-        with self._beside_training():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Keras."""
-        with self._beside_training():
-            return super().predict(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _beside_training(self) -> Iterator[None]:
-        """Within fit, what is not training has the number of steps that was compiled."""
-        pace = keras_api.pace_of(self) if self._is_fitting else None
-        of_training = None if pace is None else pace.numpy()
-        if pace is not None:
-            pace.assign(self._given_pace or 1)
-        self._is_beside = True
-        try:
-            yield
-        finally:
-            self._is_beside = False
-            if pace is not None:
-                pace.assign(of_training)
-
-    def get_metrics_result(self) -> dict[str, Any]:
-        """As in Keras; of an epoch of fit the loss is that of its steps.
-
-        Keras 2 would show its own mean, which only evaluate adds to.
-        """
-        found: dict[str, Any] = super().get_metrics_result()
-        if self._loss_mean is None or not self._is_fitting or self._is_beside:
-            return found
-        return {**found, "loss": self._loss_mean.result()}
-
     def _run_on(self, given: Given) -> PrivateRun:
         if self._run is not None and self._run.record.has_begun:
             self._run.go_on(given)
             return self._run
-        self.train_function = None  # that was traced for a run without a step
         assert self._rule is not None  # it is compiled
         return PrivateRun.of_compiled(
             self,
@@ -344,36 +255,20 @@ class PrivateTraining(tf.keras.Model, Figures):
             continued=self._continued,
         )
 
-    def train_step(self, data: Any) -> dict[str, Any]:
-        """One private step, on a batch that `fit` dealt.
-
-        Raises:
-            UnsupportedRunError: It was called by something else.
-        """
-        if self._run is None or not self._is_fitting:
-            raise refusal(
-                "Expected train_step to be called by fit, got another caller: the batch is not one "
-                "that the model dealt. Use fit; for an own loop use PrivateRun."
-            )
-        losses, targets, outputs = self._run.take(data)
-        return keras_api.shown(self, self._loss_mean, losses, targets, outputs)
-
-    def reset_metrics(self) -> None:
-        """As in Keras."""
-        super().reset_metrics()
-        if self._loss_mean is not None:
-            self._loss_mean.reset_state()
-
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported.
+    def train_step(self, data: Any) -> Any:
+        """Not supported, and neither is `train_on_batch`.
 
         Raises:
             UnsupportedRunError: Always: the model deals its batches itself.
         """
         raise refusal(
-            "Expected fit, got train_on_batch: the model deals its batches itself. For a loop of "
-            "your own ask PrivateRun for the steps."
+            "Expected fit, got train_step or train_on_batch: the model deals its batches itself. "
+            "For a loop of your own ask PrivateRun for the steps."
         )
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As `train_step`."""
+        return self.train_step(args)
 
     def _check_own_step(self) -> None:
         for name in _OWN:
@@ -679,6 +574,13 @@ def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> Non
             f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by batch_order "
             f'= "{settings.order.value}". For a fixed order say batch_order="cyclic".'
         )
+
+
+def _is_due(epoch: int, frequency: Any) -> bool:
+    """Whether Keras would validate after this epoch."""
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    return epoch + 1 in frequency
 
 
 def _as_list(callbacks: Any) -> list[Any]:

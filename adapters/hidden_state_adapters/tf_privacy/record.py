@@ -444,6 +444,17 @@ class RecordedRun:
         self.check_fixed()
         self.note_weights()
 
+    def shown_after_epoch(self, delta: float | None) -> dict[str, float]:
+        """For the logs: what epsilon would be if training ended there; nothing without delta."""
+        return {} if delta is None else {"epsilon_if_released_now": self.guarantee().epsilon(delta)}
+
+    def refuse_stopped(self) -> NoReturn:
+        """Ends the run: what stopped it may have looked at the data."""
+        self.invalidate(
+            "training was stopped early (model.stop_training), so the number of steps may "
+            "depend on the data. Fix it in advance."
+        )
+
     def invalidate(self, text: str) -> NoReturn:
         """Ends the run: there is no figure for it."""
         self._invalid = text

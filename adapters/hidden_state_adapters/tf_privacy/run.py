@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import tensorflow as tf
 from dp_accounting import DpEvent, NeighboringRelation
 
@@ -23,7 +24,6 @@ from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.batches import (
     FEWEST_ROWS,
     Dealer,
-    dealt,
     filled,
     multiple_of_sizes,
     plan_of,
@@ -64,7 +64,7 @@ _LONGEST_PACE = 64  # steps between them
 _LARGEST_JUMP = 8  # times as many: the first ones may have been short
 
 
-def quicker(pace: int, seconds: float) -> int:
+def _quicker(pace: int, seconds: float) -> int:
     """How many steps are made until the next look, if so many were only a moment."""
     faster = min(_MOMENT / max(seconds, 1e-9), _LARGEST_JUMP)
     return min(int(max(faster, 2) * pace), _LONGEST_PACE) if faster > 1 else pace
@@ -273,6 +273,7 @@ class PrivateRun(Figures):
             strategy=strategy,
             uses_xla=uses_xla,
             continued=continued,
+            show=lambda targets, outputs: model.compute_metrics(None, targets, outputs, None),
         )
         return run
 
@@ -288,6 +289,7 @@ class PrivateRun(Figures):
         strategy: Any,
         uses_xla: bool,
         continued: Continued | None,
+        show: Callable[[Any, Any], Any] = lambda targets, outputs: None,
     ) -> None:
         self._strategy, self._uses_xla = strategy, uses_xla
         self._model, self.settings, self._losses = model, settings, RowLosses(loss)
@@ -335,7 +337,7 @@ class PrivateRun(Figures):
         variables = keras_api.trained(model)
         declared = self._weighted(rule.declared(settings))
         # Whoever trains on it.
-        self.first_batch = self._examples.first(self.plan.batch_size * self._microbatch)
+        first_batch = self._examples.first(self.plan.batch_size * self._microbatch)
         fixed = FixedVariables(model)
         self._examples.warn_of_equal()
         declared, self._head, looked_at = begin(
@@ -362,11 +364,12 @@ class PrivateRun(Figures):
             discard_later_steps=continued is not None and continued.discard_later_steps,
         )
         parts = steps.blocks or (variables,)
-        self.clipping = [self._clipping(part, *self.first_batch) for part in parts]
+        self.clipping = [self._clipping(part, *first_batch) for part in parts]
         self._refuse_broken_products()
-        self.steps, self.planned = steps, 0  # by the end of the call of fit
+        self.steps = steps
         self.pace = 1  # steps between two looks, where nobody says how many
-        self._dealer = self._new_dealer()
+        self._show = show
+        self._dealer = Dealer(self.plan, self._multiple, self.steps_per_epoch)
         self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
         steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
@@ -394,7 +397,7 @@ class PrivateRun(Figures):
             UnsupportedRunError: The step was refused, or the run has ended; nothing was trained.
         """
         self._check_may_step(1)
-        return self._advance(1)
+        return _mean(self._advance(1))
 
     def train(
         self,
@@ -438,18 +441,36 @@ class PrivateRun(Figures):
         return losses
 
     def _train_epoch(self, title: str, verbose: bool) -> float:
-        total, done = 0.0, 0
+        total = np.zeros(2)
         bar = tf.keras.utils.Progbar(self.steps_per_epoch, verbose=int(verbose))
         if verbose:
             print(title)
+        for done, sums in self.epoch():
+            total += sums
+            bar.update(done, [("loss", _mean(sums))])
+        return _mean(total)
+
+    def epoch(
+        self, pace: int | None = None, *, eagerly: bool = False
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Takes the steps of an epoch.
+
+        Args:
+            pace: Steps between two looks; None for as many as take a moment.
+            eagerly: Whether the loop over them is.
+
+        Yields:
+            At every look how many were taken, and the sum of their losses beside the number of
+            their examples since the look before.
+        """
+        done = 0
         while done < self.steps_per_epoch:
-            began, count = time.monotonic(), min(self.pace, self.steps_per_epoch - done)
-            loss = self._advance(count)
-            total, done = total + count * loss, done + count
-            bar.add(count, [("loss", loss)])
-            if count == self.pace:
-                self.pace = quicker(self.pace, time.monotonic() - began)
-        return total / done
+            count, began = min(pace or self.pace, self.steps_per_epoch - done), time.monotonic()
+            sums = self._advance(count, eagerly)
+            seconds, done = time.monotonic() - began, done + count
+            yield done, sums
+            if pace is None and count == self.pace:
+                self.pace = _quicker(count, seconds)
 
     def _check_may_step(self, count: int, target_epsilon: float | None = None) -> None:
         """Raises UnsupportedRunError if the run has ended, or takes no more steps."""
@@ -462,27 +483,33 @@ class PrivateRun(Figures):
                 "run one, or the target to the first call of train."
             )
 
-    def _advance(self, count: int) -> float:
-        """Takes steps and records them; the mean of their losses."""
+    def _advance(self, count: int, eagerly: bool = False) -> np.ndarray:
+        """Takes steps and records them; the sum of their losses, and the number of examples."""
         first = self._record.num_batches
-        steps, rows, indices = self._dealer.deal_all(first, first + count)
-        eagerly = tf.config.functions_run_eagerly()
+        batches = self._dealer.deal_all(first, first + count)
+        eagerly = eagerly or tf.config.functions_run_eagerly()
         several = self._take_several if eagerly else self._several()
-        total = several(*map(tf.constant, (steps, rows, indices)))
+        total: np.ndarray = several(*map(tf.constant, batches)).numpy()
         self._catch_up()
         if self._record.num_batches % self.steps_per_epoch == 0:
             self._record.after_epoch()
-        return float(total) / count
+        return total
 
     def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-        def one(number: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            losses, *_ = self.take((steps[number], rows[number], indices[number]))
-            mean = tf.math.divide_no_nan(
-                tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)
-            )
-            return number + 1, total + tf.cast(mean, tf.float64)
+        def on_replica(step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+            losses, targets, outputs = self._take_on_replica(step, rows, indices)
+            self._show(targets, outputs)
+            return tf.stack([tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)])
 
-        start = tf.constant(0), tf.zeros([], tf.float64)
+        def one(number: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            batch, strategy = (steps[number], rows[number], indices[number]), self._strategy
+            if strategy is None:
+                sums = on_replica(*batch)
+            else:
+                sums = strategy.reduce("SUM", strategy.run(on_replica, batch), axis=None)
+            return number + 1, total + tf.cast(sums, tf.float64)
+
+        start = tf.constant(0), tf.zeros([2], tf.float64)
         return tf.while_loop(lambda number, _: number < tf.size(steps), one, start)[1]
 
     def _catch_up(self) -> None:
@@ -685,7 +712,6 @@ class PrivateRun(Figures):
         before = self._record.num_batches
         total = before + max(0, epochs) * self.steps_per_epoch
         self._check_declared(total - before)
-        self.planned = total
         ahead = StepsAhead(total, self.steps_per_epoch, *releases)
         if target is not None:
             event = self.steps.event_ahead(self._record.declared, ahead)
@@ -705,42 +731,10 @@ class PrivateRun(Figures):
             self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, ahead))
         self.steps.asked_for = None if before else total
 
-    def _new_dealer(self) -> Dealer:
-        record = self._record
-        return Dealer(self.plan, lambda: record.num_batches, self._multiple, self.steps_per_epoch)
-
-    @property
-    def length(self) -> int | None:
-        """The steps_per_epoch that Keras has to be told; None if `epochs` has their length."""
-        return None if self._strategy is None else self.steps_per_epoch
-
-    def epochs(self, number: int) -> Any:
-        """The batches of one epoch, drawn when it begins, which Keras iterates `number` times.
-
-        In a strategy those of all epochs, which it iterates once.
-        """
-        strategy = self._strategy
-
-        def batches(epochs: int) -> tf.data.Dataset:
-            return dealt(self._new_dealer(), epochs)
-
-        if strategy is None:
-            return batches(1)
-
-        def for_each_replica(*batch: Any) -> tf.data.Dataset:
-            return tf.data.Dataset.from_tensors(batch).repeat(self._replicas)
-
-        return strategy.distribute_datasets_from_function(
-            lambda context: batches(number).flat_map(for_each_replica)
-        )
-
-    def take(self, data: Any) -> tuple[Any, Any, Any]:
-        """Takes the private step on a batch of `epochs`.
-
-        Returns:
-            The losses, the targets and the outputs of its examples.
-        """
-        step, rows, indices = data
+    def _take_on_replica(
+        self, step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor
+    ) -> tuple[Any, Any, Any]:
+        """Takes a private step; the losses, the targets and the outputs of its examples."""
         indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
         if self._strategy is not None:
             indices, rows = self._part(indices, rows)
@@ -793,16 +787,16 @@ class PrivateRun(Figures):
 
     # Figures
 
-    def fits(self, recording: Any) -> None:
+    def fits(self, call: Any) -> None:
         """Notes a call of fit.
 
         Args:
-            recording: Its callback.
+            call: Its loop.
         """
         self._calls += 1
-        self._may_stop |= recording.chooses
-        self.steps.rates_are_chosen |= recording.chooses_rates
-        self._foreign |= recording.foreign
+        self._may_stop |= call.chooses
+        self.steps.rates_are_chosen |= call.chooses_rates
+        self._foreign |= call.foreign
 
     def _declared_texts(self) -> Iterable[str]:
         if self._calls > 1:
@@ -828,6 +822,11 @@ class PrivateRun(Figures):
         if self._foreign:
             names = ", ".join(sorted(self._foreign))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
+
+
+def _mean(sums: np.ndarray) -> float:
+    """Of losses, of their sum and number; 0 of none."""
+    return float(sums[0] / max(sums[1], 1))
 
 
 def _with_noise(event: Any, noise: float) -> DpEvent:

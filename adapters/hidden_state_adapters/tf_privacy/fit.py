@@ -1,0 +1,152 @@
+"""One call of fit: epochs of private steps, with validation and callbacks as in Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.origins import digest
+from hidden_state_adapters.tf_privacy.other_callbacks import (
+    chooses_rates,
+    foreign_among,
+    releases_of,
+)
+from hidden_state_adapters.tf_privacy.run import PrivateRun
+
+
+class Fit:
+    """The loop of a call of fit.
+
+    Attributes:
+        releases: Whether an iterate is seen after every epoch, and after every step.
+        chooses: Whether validation data choose the number of epochs, or one of them.
+        chooses_rates: Whether they choose the learning rates.
+        foreign: Names of the callbacks that Keras did not write.
+
+    Args:
+        run: Of the model.
+        model: It is compiled.
+        callbacks: The user's.
+        pace: How many steps are made between two looks; None for as many as take a moment, where
+            no callback waits for every batch.
+        has_validation: Whether fit has validation data.
+
+    Raises:
+        UnsupportedRunError: One of them chooses by the data, restores weights or shows metrics.
+    """
+
+    def __init__(
+        self,
+        run: PrivateRun,
+        model: Any,
+        callbacks: Sequence[Any],
+        pace: int | None,
+        *,
+        has_validation: bool,
+    ):
+        self._run, self._model, self._callbacks = run, model, list(callbacks)
+        settings = run.settings
+        self.releases = releases_of(
+            callbacks,
+            checkpoints_stay_private=settings.checkpoints_stay_private,
+            metrics_stay_private=settings.metrics_stay_private,
+            public_validation=settings.validation_data_is_public and has_validation,
+            rates_are_free=run.steps.rates_are_free,
+        )
+        self.chooses_rates = any(map(chooses_rates, callbacks))
+        kinds = tf.keras.callbacks
+        self._stopping = [c for c in callbacks if isinstance(c, kinds.EarlyStopping)]
+        files = [c for c in callbacks if isinstance(c, kinds.ModelCheckpoint)]
+        self.chooses = bool(self._stopping) or any(c.save_best_only for c in files)
+        self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back
+        self.foreign = foreign_among(callbacks)
+        waits = any(map(keras_api.waits_for_batches, callbacks))
+        self._pace = 1 if pace is None and (waits or model.run_eagerly) else pace
+
+    def train(
+        self, first: int, last: int, verbose: int, validate: Callable[[int, Any], dict[str, Any]]
+    ) -> Any:
+        """Trains the epochs from `first` to before `last`.
+
+        Args:
+            first: Their numbers are Keras'.
+            last: Likewise.
+            verbose: As in Keras, a number.
+            validate: Of an epoch and the list of all callbacks gives what validation shows.
+
+        Returns:
+            Keras' History.
+
+        Raises:
+            UnsupportedRunError: A step was refused, or something stopped the run.
+        """
+        model = self._model
+        told = tf.keras.callbacks.CallbackList(
+            self._callbacks, add_history=True, add_progbar=verbose != 0, model=model,
+            verbose=verbose, epochs=last, steps=self._run.steps_per_epoch,
+        )  # fmt: skip
+        model.stop_training, logs = False, {}
+        told.on_train_begin()
+        for epoch in range(first, last):
+            model.reset_metrics()
+            told.on_epoch_begin(epoch)
+            logs = {**self._epoch(told), **validate(epoch, told)}
+            model.reset_metrics()  # Model.save would store them
+            if self.releases[0]:
+                self._run.record.release()
+            logs |= self._run.record.shown_after_epoch(self._run.settings.target_delta)
+            if self._stopping:
+                self._released.add(self._digests())
+            told.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        told.on_train_end(logs)
+        self._end()
+        return model.history
+
+    def _epoch(self, told: Any) -> dict[str, Any]:
+        """Takes the steps of an epoch; what they show of the training data."""
+        run, model, total, logs = self._run, self._model, np.zeros(2), {}
+        told.on_train_batch_begin(0)
+        for done, sums in run.epoch(self._pace, eagerly=model.run_eagerly):
+            if self.releases[1]:
+                run.record.release()
+            total += sums
+            shown = {name: _plain(value) for name, value in model.get_metrics_result().items()}
+            logs = {"loss": float(total[0] / max(total[1], 1)), **_without_loss(shown)}
+            told.on_train_batch_end(done - 1, logs)
+            if model.stop_training:
+                break
+            if done < run.steps_per_epoch:
+                told.on_train_batch_begin(done)
+        return logs
+
+    def _end(self) -> None:
+        """What EarlyStopping has put back is the newest; nothing else may have stopped the run."""
+        run, steps = self._run, self._run.steps
+        stopped = any(callback.stopped_epoch for callback in self._stopping)
+        moved = not steps.is_iterate(keras_api.trained(self._model))
+        if self._stopping and moved and self._digests() in self._released:
+            steps.goes_back()  # restore_best_weights, which Keras 3 does without stopping, too
+            stopped = True
+        if self.chooses:
+            run.record.has_stopped(early=stopped)
+        if self._model.stop_training and not stopped:
+            run.record.refuse_stopped()
+
+    def _digests(self) -> tuple[str, ...]:
+        return tuple(map(digest, keras_api.trained(self._model)))
+
+
+def _without_loss(shown: dict[str, Any]) -> dict[str, Any]:
+    """What is shown of metrics; Keras' mean of the loss is that of evaluate."""
+    return {name: value for name, value in shown.items() if name != "loss"}
+
+
+def _plain(value: Any) -> Any:
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array

@@ -1,0 +1,122 @@
+"""The other callbacks in a fit: which of them release a model, choose one, or show metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.refusals import refusal
+
+_callbacks = tf.keras.callbacks
+_WRITE_METRICS = (_callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
+_CHOOSE_BY_METRICS = (_callbacks.EarlyStopping, _callbacks.ReduceLROnPlateau)
+
+
+def releases_of(
+    callbacks: Sequence[Any],
+    own: Any = None,
+    *,
+    checkpoints_stay_private: bool,
+    metrics_stay_private: bool,
+    public_validation: bool = False,
+    rates_are_free: bool = False,
+) -> tuple[bool, bool]:
+    """Whether an iterate is released after every epoch, and after every step.
+
+    Args:
+        callbacks: All of a fit.
+        own: The one that records, if it is one of them.
+        checkpoints_stay_private: As declared.
+        metrics_stay_private: Likewise.
+        public_validation: Whether metrics of validation data are those of public data, and every
+            iterate that they are computed from may count as released.
+        rates_are_free: Whether every step counts in full, whatever its learning rate is.
+
+    Raises:
+        UnsupportedRunError: A callback chooses the model, the steps or their size by a metric,
+            restores weights, or publishes metrics.
+    """
+    after_epochs = after_steps = False
+    for position, callback in enumerate(callbacks):
+        name = type(callback).__name__
+        chooses = _chooses_by_validation(callback) or (rates_are_free and chooses_rates(callback))
+        if public_validation and chooses:
+            after_epochs = True
+        elif isinstance(callback, _CHOOSE_BY_METRICS):
+            raise refusal(
+                f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
+                "model, by a metric that depends on the data. Drop it. (A model that owns its run "
+                "takes EarlyStopping on a val_ metric with validation_data that are declared "
+                "public: validation_data_is_public=True. ReduceLROnPlateau, too, where epsilon is "
+                "that of composition: without loss_geometry.)"
+            )
+        if isinstance(callback, (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)):
+            raise refusal(
+                f"Expected no {name}: the files that it writes, or the weights that it puts in, "
+                "are not followed here. Drop it, or use ModelCheckpoint."
+            )
+        if isinstance(callback, _WRITE_METRICS) and not metrics_stay_private:
+            raise refusal(
+                f"Expected no {name}: it writes losses and metrics of the training data, which "
+                "have no privacy guarantee. Drop it, or declare metrics_stay_private=True."
+            )
+        if not isinstance(callback, _callbacks.ModelCheckpoint):
+            continue
+        if callback.save_best_only and not (public_validation and _chooses_by_validation(callback)):
+            raise refusal(
+                "Expected ModelCheckpoint(save_best_only=False), got True: it chooses the model by "
+                "a metric. Release the last model."
+            )
+        if checkpoints_stay_private:
+            continue
+        each_step, after_epochs = callback.save_freq != "epoch", True
+        after_steps |= each_step
+        is_before = own is not None and position < list(callbacks).index(own)
+        if not callback.save_weights_only and (each_step or is_before):
+            raise refusal(
+                "Expected ModelCheckpoint after HiddenStateCallback in callbacks and with "
+                'save_freq="epoch": a saved model holds the metrics of the epoch, computed from '
+                "the training data, unless HiddenStateCallback has reset them. Reorder, use "
+                "save_weights_only=True, or declare checkpoints_stay_private=True."
+            )
+    return after_epochs, after_steps
+
+
+def _chooses_by_validation(callback: Any) -> bool:
+    """Whether it is one of Keras that stops, or keeps files, by metrics of validation data."""
+    kinds = (_callbacks.EarlyStopping, _callbacks.ModelCheckpoint)
+    if not isinstance(callback, kinds) or not _is_of_keras(callback):
+        return False
+    if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+        return False
+    return str(callback.monitor).startswith("val_")
+
+
+def chooses_rates(callback: Any) -> bool:
+    """Whether it is the one of Keras that sets learning rates by metrics of validation data."""
+    is_known = isinstance(callback, _callbacks.ReduceLROnPlateau) and _is_of_keras(callback)
+    return is_known and str(callback.monitor).startswith("val_")
+
+
+def _is_of_keras(callback: Any) -> bool:
+    """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
+    is_lambda = isinstance(callback, _callbacks.LambdaCallback)
+    return not is_lambda and keras_api.is_of_keras(callback)
+
+
+def foreign_among(callbacks: Iterable[Any]) -> set[str]:
+    """Names of those that Keras did not write."""
+    return {type(callback).__name__ for callback in callbacks if not _is_of_keras(callback)}
+
+
+def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
+    """Raises UnsupportedRunError if a callback sets the rates of steps that are accounted ahead."""
+    if any(isinstance(callback, _callbacks.LearningRateScheduler) for callback in callbacks):
+        raise refusal(
+            "Expected no LearningRateScheduler with target_epsilon, EarlyStopping or "
+            "save_best_only, got one: steps are accounted before they are made, with the rate "
+            "of the moment. Give the optimizer a schedule, tf.keras.optimizers.schedules."
+        )
