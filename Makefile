@@ -22,9 +22,8 @@ GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
 CORE_TESTS := $(wildcard $(addprefix tests/, core laws theorems oracles opacus misuse/test_opacus.py sklearn))
-# Folders that answer in seconds. Those left out search at random (oracles, laws) or build TensorFlow graphs (keras).
-FAST_TESTS := $(wildcard $(addprefix tests/, core misuse/test_opacus.py mutation opacus packaging sklearn theorems \
-    keras/test_optimizers.py keras/test_data.py))
+# What answers in seconds. Left out: random searches (oracles, laws), TensorFlow's graphs (keras), processes and pages.
+FAST_TESTS := $(wildcard $(addprefix tests/, core theorems misuse/test_opacus.py opacus/test_engine.py sklearn mutation))
 # Those that need neither TensorFlow Privacy nor its optimizers.
 KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
@@ -57,7 +56,7 @@ help:
 	@echo "make demo         train a private model with Opacus and print its hidden-state epsilon"
 	@echo "make test         everything that CI runs: lint, then every behaviour once"
 	@echo "make test-all     every case: whole products, all seeds; then test-numpy2 and test-keras3 (nightly)"
-	@echo "make test-fast    quick tests of the core, the command line and both adapters; under three minutes"
+	@echo "make test-fast    the core, the theorems, and what loops may do with the engine of Opacus; 90 seconds"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow: with Keras 3, then with Keras 2"
 	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"

@@ -249,6 +249,7 @@ def test_compare(folder, hsa_json, capsys):
         assert (plain["accountant"], plain["epsilon"]) == (row.accountant, row.epsilon)
 
 
+@pytest.mark.slow
 def test_compare_several_files_as_text_and_as_a_picture(folder, capsys):
     pytest.importorskip("matplotlib")
     (folder / "other.toml").write_text(

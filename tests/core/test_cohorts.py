@@ -63,6 +63,7 @@ def test_exact_laws(order, rate, relation):
     assert claim.get_epsilon(1e-5) < composed(event, relation).get_epsilon(1e-5)
 
 
+@pytest.mark.slow
 def test_gaussian_runs_are_standard_events():
     event = run(batch_order="full", batch_size=12)
     mu = composed(event).guarantee.mu

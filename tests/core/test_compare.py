@@ -68,6 +68,7 @@ def test_stock_rows_are_what_dp_accounting_says(cyclic):
         assert row.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [1e-10, 1e-12, 1e-14])
 def test_the_error_of_a_stock_privacy_loss_counts(delta):
     """PLDAccountant says 8.525 at 1e-12, 8.540 is exact."""
@@ -134,6 +135,7 @@ def test_the_cap_on_poisson_batches_is_paid_for():
     assert named(comparison, accountant="RdpAccountant", delta=extra / 2).epsilon == math.inf
 
 
+@pytest.mark.slow
 def test_without_replacement_is_read_by_rdp_alone():
     comparison = hsa.compare(cyclic_run(batch_order="without_replacement"))
     composed = cyclic_run(batch_order="without_replacement").as_composition()
@@ -239,6 +241,7 @@ def test_bad_arguments(arguments, error):
         hsa.compare(*arguments)
 
 
+@pytest.mark.slow
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     event = cyclic_run(

@@ -14,6 +14,7 @@ def test_there_are_pages():
     assert PAGES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_examples(page):
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

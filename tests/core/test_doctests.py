@@ -16,6 +16,7 @@ MODULES = ["hidden_state_accountants"] + [
 ]
 
 
+@pytest.mark.slow
 def test_the_examples():
     finder, examples = doctest.DocTestFinder(exclude_empty=True), 0
     for name in MODULES:

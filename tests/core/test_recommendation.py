@@ -238,6 +238,7 @@ def test_few_weights_and_many_records_are_trained_for_longer(features, bias, cla
         assert same[0].best.event == same[1].best.event
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["softmax_cross_entropy", "squared_error"])
 def test_steps_of_small_batches_are_as_long_where_curvature_fades(loss):
     """Composition alone, where nothing limits a step but k."""

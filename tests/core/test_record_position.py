@@ -129,6 +129,7 @@ class TestCommandLine:
 
         return call
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("command", ["epsilon", "explain", "compare", "audit"])
     def test_commands_that_print_an_epsilon(self, hsa_command, command):
         status, printed = hsa_command(command, "--record-position", "0")

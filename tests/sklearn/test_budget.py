@@ -21,6 +21,7 @@ def classifier(**changes):
     return PrivateClassifier(**{"epsilon": 0.5, "classes": [0, 1], **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [None, 2])
 def test_a_search_adds_up_and_warns_of_nothing(jobs):
     with warnings.catch_warnings():

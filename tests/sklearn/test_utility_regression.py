@@ -22,6 +22,7 @@ def script(monkeypatch):
     return utility_regression
 
 
+@pytest.mark.slow
 def test_with_little_noise_every_method_is_near_ridge(script):
     parts = script.split("diabetes", 0)
     best = script.ridge(parts)

@@ -258,6 +258,7 @@ class TestWhereItIsUsed:
         assert expected <= both.epsilon(1e-7) < expected * (1 + 1e-4)
         assert compose_curves([(either, 1), (fails, 1)]).epsilon(1e-7) == math.inf
 
+    @pytest.mark.slow
     def test_beside_a_failure_of_the_batches(self):
         """Overfull batches fail as well; a curvature is declared, and not used."""
         event = cyclic_run(batch_order="poisson", loss=CONVEX, weight_decay=0.3)

@@ -154,6 +154,7 @@ def declared(small):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(small_runs(), st.integers(0, 1000))
 def test_revealed_participations_dominate_small_runs_enumerated(small, seed):
