@@ -196,8 +196,6 @@ class BlockSteps(Mechanism):
         UnsupportedRunError: The bound on DP-MBCD does not know such a run.
     """
 
-    _composes = False
-
     def __init__(
         self,
         settings: Settings,

@@ -356,7 +356,6 @@ class DiceSteps(Mechanism):
     """
 
     hidden_state = "the error of DiceSGD, which is data of the examples without noise"
-    _composes = False
     _knows_gradient_bound = True
 
     def __init__(

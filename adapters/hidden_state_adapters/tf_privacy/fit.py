@@ -10,11 +10,7 @@ import tensorflow as tf
 
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.origins import digest
-from hidden_state_adapters.tf_privacy.other_callbacks import (
-    chooses_rates,
-    foreign_among,
-    releases_of,
-)
+from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, releases_of
 from hidden_state_adapters.tf_privacy.run import PrivateRun
 
 
@@ -24,7 +20,6 @@ class Fit:
     Attributes:
         releases: Whether an iterate is seen after every epoch, and after every step.
         chooses: Whether validation data choose the number of epochs, or one of them.
-        chooses_rates: Whether they choose the learning rates.
         foreign: Names of the callbacks that Keras did not write.
 
     Args:
@@ -55,9 +50,7 @@ class Fit:
             checkpoints_stay_private=settings.checkpoints_stay_private,
             metrics_stay_private=settings.metrics_stay_private,
             public_validation=settings.validation_data_is_public and has_validation,
-            rates_are_free=run.steps.rates_are_free,
         )
-        self.chooses_rates = any(map(chooses_rates, callbacks))
         kinds = tf.keras.callbacks
         self._stopping = [c for c in callbacks if isinstance(c, kinds.EarlyStopping)]
         files = [c for c in callbacks if isinstance(c, kinds.ModelCheckpoint)]

@@ -25,8 +25,7 @@ Losses = Callable[[Any, Any], tf.Tensor]
 
 _PRECISIONS = (tf.float32, tf.float64)
 # Of TensorFlow, where products are broken, and since when they are mended.
-_FINE, _MENDED, _LEAST_RANK = (2, 15), (2, 22), 4
-_BROKEN_KINDS = (tf.float32, tf.bfloat16, tf.float16)
+_FINE, _MENDED = (2, 15), (2, 22)
 _LONGEST_BLOCK = 256  # entries
 _COMPARED = 8  # records
 _MOVED = 0.1  # standard deviation
@@ -192,6 +191,7 @@ class RowByRow:
     def __init__(self, model: Any, losses: Losses, variables: Sequence[Any]):
         self._model, self._losses, self._variables = model, losses, list(variables)
         _refuse_loops(model)
+        _refuse_broken_products(model)
 
     def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
         """Of a batch of at least one row.
@@ -458,6 +458,30 @@ def _refuse_loops(model: Any) -> None:
             )
 
 
+def _refuse_broken_products(model: Any) -> None:
+    """Refuses layers whose products oneDNN reads beyond the end of a matrix for.
+
+    In TensorFlow 2.21 on a CPU (not in 2.15; versions between count as 2.21) a product of rank 4 or
+    more, one factor of which is the same for a part of the axes, may be made of whatever lies in
+    memory behind this factor, the rows of other examples among it, and writes there as well
+    (tensorflow#117700). Keras makes such ones of attention in a batch of one.
+
+    Raises:
+        UnsupportedRunError: There is such a layer.
+    """
+    release = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    if not _FINE < release < _MENDED or not _pywrap_util_port.IsMklEnabled():
+        return
+    for layer in model._flatten_layers(include_self=False):
+        if "Attention" in type(layer).__name__:
+            raise refusal(
+                f"Expected a TensorFlow that multiplies every example with what belongs to it, got "
+                f"{tf.__version__} with oneDNN, and {layer.name}, a layer of attention: it reads "
+                "beyond the end of a matrix there (tensorflow#117700). Set the environment "
+                "variable TF_ENABLE_ONEDNN_OPTS=0 before TensorFlow is imported."
+            )
+
+
 def _kernel(layer: Any) -> Any:
     return keras_api.tensor_of(layer.kernel)
 
@@ -507,45 +531,3 @@ def _left_out(rows: tf.Tensor, lengths: tf.Tensor, factors: tf.Tensor) -> tf.Ten
 
     # To write all rows anew takes as long as what they are for.
     return tf.cond(tf.reduce_all(tf.math.is_finite(lengths)), lambda: rows, masked)
-
-
-def refuse_broken_products(function: Callable[..., Any], *arguments: Any) -> None:
-    """Refuses a function with a product that oneDNN reads beyond the end of a matrix for.
-
-    In TensorFlow 2.21 on a CPU (not in 2.15; versions between count as 2.21) a product of rank 4 or
-    more, one factor of which is the same for a part of the axes, may be made of whatever lies in
-    memory behind this factor, the rows of other examples among it, and writes there as well
-    (tensorflow#117700). Keras 3 makes such ones of attention in a batch of one. The function is
-    traced, and not run.
-
-    Args:
-        function: Of tensors, to tensors.
-        *arguments: Structures of tensors like those that it is going to be given.
-
-    Raises:
-        UnsupportedRunError: There is such a product.
-    """
-    release = tuple(int(part) for part in tf.__version__.split(".")[:2])
-    if not _FINE < release < _MENDED or not _pywrap_util_port.IsMklEnabled():
-        return
-    specs = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), arguments)
-    graph = tf.function(function).get_concrete_function(*specs).graph
-    for operation in graph.get_operations():
-        if operation.type.startswith("BatchMatMul") and _is_broken(*operation.inputs):
-            raise refusal(
-                f"Expected a TensorFlow that multiplies every example with what belongs to it, got "
-                f"{tf.__version__} with oneDNN, and a layer of attention, or of other products of "
-                f"sequences ({operation.name}): it reads beyond the end of a matrix there "
-                "(tensorflow#117700). Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before "
-                "TensorFlow is imported."
-            )
-
-
-def _is_broken(left: tf.Tensor, right: tf.Tensor) -> bool:
-    if left.dtype not in _BROKEN_KINDS:
-        return False
-    ranks = left.shape.rank, right.shape.rank
-    if None in ranks:
-        return True
-    axes = [part.shape.as_list()[:-2] for part in (left, right)]
-    return max(ranks) >= _LEAST_RANK and axes[0] != axes[1]

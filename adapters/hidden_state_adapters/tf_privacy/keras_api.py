@@ -292,6 +292,12 @@ def state_of(optimizer: Any) -> list[Any]:
 # The loop of fit
 
 
+def build_metrics(model: Any, batch: Any) -> None:
+    """Makes the metrics of a model in a strategy, which Keras 3 cannot within a step."""
+    if IS_KERAS_3:
+        model._symbolic_build(data_batch=batch)
+
+
 def waits_for_batches(callback: Any) -> bool:
     """Whether a callback does something before or after every batch of training."""
     if hasattr(callback, "_implements_train_batch_hooks"):

@@ -72,7 +72,6 @@ class Mechanism:
         update_rule: That the noisy mean goes through.
         asked_for: The steps that the only call of fit so far was asked for; None if there are more.
         examples_of_record: m, the examples of a microbatch; assigned before the run is asked for.
-        rates_are_chosen: Whether released iterates choose the learning rates; assigned likewise.
         made_by: Who takes the steps, in words; assigned likewise.
 
     Args:
@@ -86,7 +85,6 @@ class Mechanism:
         UnsupportedRunError: Something is said of an update that is not plain SGD's.
     """
 
-    _composes = True  # where nothing is known of the loss
     _knows_gradient_bound = False  # whether one without a geometry says anything of its runs
 
     def __init__(
@@ -117,7 +115,6 @@ class Mechanism:
         )
         self._loss: LossGeometry | None = None
         self.training = Training(self)
-        self.rates_are_chosen = False
         self.asked_for: int | None = None  # steps, by the only call of fit so far
         self._is_resumed = False  # what was declared before the first step is not known
         self.update_rule, self.examples_of_record = update.name, 1
@@ -371,17 +368,10 @@ class Mechanism:
 
         return ahead.add_to(run, step)
 
-    @property
-    def rates_are_free(self) -> bool:
-        """Whether epsilon is that of composition: rates may depend on what was released."""
-        geometry = self._settings.loss_geometry
-        return self._composes and self._loss is None and geometry is None
-
     def step_of(self, entry: StepEntry) -> Step:
         """What an entry of the log says to the run.
 
-        A rule that is not plain SGD's is recorded as a step that moves. So is one whose rate was
-        chosen: if steps at a rate of 0 did not count, epsilon would depend on the choice.
+        A rule that is not plain SGD's is recorded as a step that moves.
 
         Raises:
             UnsupportedRunError: It is no step of such a run.
@@ -389,7 +379,7 @@ class Mechanism:
         self._update.check_options()
         step = as_step(entry)
         expands = step.learning_rate * step.weight_decay >= 1 and self._loss is None
-        if not self._update.is_plain_sgd or expands or self.rates_are_chosen:
+        if not self._update.is_plain_sgd or expands:
             return attrs.evolve(step, learning_rate=1.0, weight_decay=0.0)
         return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
 

@@ -469,7 +469,6 @@ class HiddenStateModel(PrivateTraining):
         validation_data_is_public: Declares that validation_data are not private. EarlyStopping on a
             val_ metric is allowed then, and ModelCheckpoint(save_best_only=True): the iterates
             after all epochs that fit was asked for count as released, and those epochs as trained.
-            Without loss_geometry ReduceLROnPlateau is allowed, too.
         **kwargs: Of tf.keras.Model.
 
     Raises:

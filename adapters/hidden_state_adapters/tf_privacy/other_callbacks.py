@@ -22,7 +22,6 @@ def releases_of(
     checkpoints_stay_private: bool,
     metrics_stay_private: bool,
     public_validation: bool = False,
-    rates_are_free: bool = False,
 ) -> tuple[bool, bool]:
     """Whether an iterate is released after every epoch, and after every step.
 
@@ -33,7 +32,6 @@ def releases_of(
         metrics_stay_private: Likewise.
         public_validation: Whether metrics of validation data are those of public data, and every
             iterate that they are computed from may count as released.
-        rates_are_free: Whether every step counts in full, whatever its learning rate is.
 
     Raises:
         UnsupportedRunError: A callback chooses the model, the steps or their size by a metric,
@@ -42,16 +40,14 @@ def releases_of(
     after_epochs = after_steps = False
     for position, callback in enumerate(callbacks):
         name = type(callback).__name__
-        chooses = _chooses_by_validation(callback) or (rates_are_free and chooses_rates(callback))
-        if public_validation and chooses:
+        if public_validation and _chooses_by_validation(callback):
             after_epochs = True
         elif isinstance(callback, _CHOOSE_BY_METRICS):
             raise refusal(
                 f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
                 "model, by a metric that depends on the data. Drop it. (A model that owns its run "
                 "takes EarlyStopping on a val_ metric with validation_data that are declared "
-                "public: validation_data_is_public=True. ReduceLROnPlateau, too, where epsilon is "
-                "that of composition: without loss_geometry.)"
+                "public: validation_data_is_public=True.)"
             )
         if isinstance(callback, (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)):
             raise refusal(
@@ -93,12 +89,6 @@ def _chooses_by_validation(callback: Any) -> bool:
     if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
         return False
     return str(callback.monitor).startswith("val_")
-
-
-def chooses_rates(callback: Any) -> bool:
-    """Whether it is the one of Keras that sets learning rates by metrics of validation data."""
-    is_known = isinstance(callback, _callbacks.ReduceLROnPlateau) and _is_of_keras(callback)
-    return is_known and str(callback.monitor).startswith("val_")
 
 
 def _is_of_keras(callback: Any) -> bool:

@@ -34,7 +34,6 @@ from hidden_state_adapters.tf_privacy.gradients import (
     MeansOfSeveral,
     RowByRow,
     ThroughLinearLayers,
-    refuse_broken_products,
     times,
 )
 from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
@@ -334,6 +333,8 @@ class PrivateRun(Figures):
             check_made_in(strategy, keras_api.variables(model))
             if strategy is not None or keras_api.IS_KERAS_3:
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
+            if strategy is not None:
+                keras_api.build_metrics(model, self._examples.first(1))
         variables = keras_api.trained(model)
         declared = self._weighted(rule.declared(settings))
         # Whoever trains on it.
@@ -365,7 +366,6 @@ class PrivateRun(Figures):
         )
         parts = steps.blocks or (variables,)
         self.clipping = [self._clipping(part, *first_batch) for part in parts]
-        self._refuse_broken_products()
         self.steps = steps
         self.pace = 1  # steps between two looks, where nobody says how many
         self._show = show
@@ -535,19 +535,6 @@ class PrivateRun(Figures):
         if self._microbatch > 1:
             return MeansOfSeveral(*of_run)
         return ThroughLinearLayers.of(*of_run, examples, targets) or RowByRow(*of_run)
-
-    def _refuse_broken_products(self) -> None:
-        """Raises UnsupportedRunError if TensorFlow would mix examples in the gradients."""
-        if self._head is not None:
-            return
-        x, y, *weights = self._examples.taken(tf.constant([0, 0], tf.int64))
-        rows = (x, y, *weights) if self._microbatch > 1 else (x, y)
-        for clipping in self.clipping:
-
-            def norms(*rows: Any, of: Any = clipping) -> tf.Tensor:
-                return of.gradients(*rows).norms
-
-            refuse_broken_products(norms, *rows)
 
     def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
@@ -795,7 +782,6 @@ class PrivateRun(Figures):
         """
         self._calls += 1
         self._may_stop |= call.chooses
-        self.steps.rates_are_chosen |= call.chooses_rates
         self._foreign |= call.foreign
 
     def _declared_texts(self) -> Iterable[str]:
@@ -811,11 +797,6 @@ class PrivateRun(Figures):
                 "validation data are public; by their metrics only EarlyStopping chose when to "
                 "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
                 "asked for count as released, trained or not"
-            )
-        if self.steps.rates_are_chosen:
-            yield (
-                "validation data are public; by their metrics ReduceLROnPlateau chose learning "
-                "rates, from iterates that composition covers: every step counts, whatever its rate"
             )
         if self.settings.checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"
