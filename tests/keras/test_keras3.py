@@ -281,16 +281,6 @@ def test_weights_that_come_back_though_nothing_stopped():
         fit(model)
 
 
-def test_steps_that_keras_leaves_out():
-    tf.keras.config.set_max_epochs(1)
-    try:
-        model = make()
-        with refused("stopped early"):
-            fit(model, epochs=2)
-    finally:
-        tf.keras.config.set_max_epochs(None)
-
-
 def test_constants_that_the_configuration_lacks():
     """Of Huber's delta Keras 3 writes nothing down; it is the largest slope."""
     model = make([layers.Dense(1)], loss=losses.Huber(delta=3.0), **AUTO)

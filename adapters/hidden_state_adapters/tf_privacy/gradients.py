@@ -473,12 +473,12 @@ def _refuse_broken_products(model: Any) -> None:
     if not _FINE < release < _MENDED or not _pywrap_util_port.IsMklEnabled():
         return
     for layer in model._flatten_layers(include_self=False):
-        if "Attention" in type(layer).__name__:
+        if any(kind in type(layer).__name__ for kind in ("Attention", "Einsum")):
             raise refusal(
                 f"Expected a TensorFlow that multiplies every example with what belongs to it, got "
-                f"{tf.__version__} with oneDNN, and {layer.name}, a layer of attention: it reads "
-                "beyond the end of a matrix there (tensorflow#117700). Set the environment "
-                "variable TF_ENABLE_ONEDNN_OPTS=0 before TensorFlow is imported."
+                f"{tf.__version__} with oneDNN, and {layer.name}, a layer with products of "
+                "sequences: it reads beyond the end of a matrix there (tensorflow#117700). Set the "
+                "environment variable TF_ENABLE_ONEDNN_OPTS=0 before TensorFlow is imported."
             )
 
 
