@@ -20,15 +20,15 @@ from hidden_state_accountants import (
     Guarantee,
     LossGeometry,
     UnsupportedRunError,
+    compose_guarantees,
     validate,
 )
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.accounted import (
-    ON_TRUST,
     AccountedRun,
     Row,
-    RunGuarantees,
+    declared_by,
     declared_texts,
     nothing,
     undeclared_guarantee,
@@ -38,7 +38,7 @@ from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewher
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise
-from hidden_state_adapters.opacus.stock.run import OWN_COINS, StockDeclaration, StockRun
+from hidden_state_adapters.opacus.stock.run import ON_TRUST, OWN_COINS, StockDeclaration, StockRun
 
 MECHANISM = "hidden_state"
 
@@ -93,7 +93,7 @@ class HiddenStateAccountant(IAccountant):
         self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
         self._warned: set[str] = set()
         self._refusals: list[str] = []
-        self._guarantees = RunGuarantees(self.neighboring_relation)
+        self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
 
     @classmethod
     def mechanism(cls) -> str:
@@ -159,12 +159,12 @@ class HiddenStateAccountant(IAccountant):
         )
         self._drop_empty(made)  # declared again before its first step
         made.run, self._pending = run, None
-        self._runs.append(AccountedRun(run))
+        self._runs.append(run)
 
     def _drop_empty(self, made: MadePrivate) -> None:
         """Forgets a declared run without steps."""
         if made.run is not None and not made.run.recorder.num_steps:
-            self._runs = [known for known in self._runs if known.source is not made.run]
+            self._runs = [known for known in self._runs if known is not made.run]
 
     def add_run(
         self,
@@ -184,16 +184,13 @@ class HiddenStateAccountant(IAccountant):
         """
         self._refuse_undeclared_steps("the run")
         self._made = self._pending = None
-        self._runs = [attrs.evolve(run, check=nothing) for run in self._runs]
+        for run in self._runs:
+            run.check = nothing  # it has ended
         self._runs.append(AccountedRun(recorder, check, schedule=schedule or DeclaredSchedule()))
 
     def assume(self, text: str) -> None:
         """Adds something that the user declared about the last run to its assumptions."""
-        self._assume(Assumption.declared(text))
-
-    def _assume(self, assumption: Assumption) -> None:
-        told = merge_assumptions([self._runs[-1].told, (assumption,)])
-        self._runs[-1] = attrs.evolve(self._runs[-1], told=told)
+        self._runs[-1].assume(Assumption.declared(text))
 
     def refuse(self, reason: str) -> None:
         """From now on there is no guarantee: something happened that no theorem covers."""
@@ -311,7 +308,7 @@ class HiddenStateAccountant(IAccountant):
             raise
         made.count.num_steps += 1
         if is_first and made.run is not None:
-            self._assume(noise)
+            made.run.assume(noise)
         elif is_first:
             own = (noise, ON_TRUST, *([OWN_COINS] if made.has_own_coins else []))
             self._of_undeclared = merge_assumptions([self._of_undeclared, own])
@@ -374,7 +371,14 @@ class HiddenStateAccountant(IAccountant):
             return attrs.evolve(guarantee, assumptions=merged)
         for run in self._runs:
             run.check()
-        guarantee = self._guarantees.compose(runs)
+        now = [
+            (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
+            for r in runs
+        ]
+        if self._composed is None or self._composed[0] != now:
+            of_runs = [run.guarantee(self.neighboring_relation) for run in runs]
+            self._composed = now, compose_guarantees(of_runs, self.neighboring_relation)
+        guarantee = self._composed[1]
         if not runs:
             return attrs.evolve(guarantee, theorem="nothing composed: no step was recorded")
         return guarantee
@@ -415,8 +419,7 @@ class HiddenStateAccountant(IAccountant):
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
             self.history = state_dict["history"]
             self._is_written = False
-            texts = state_dict.get("assumptions", ())
-            stored = tuple(Assumption.declared(text) for text in texts)
+            stored = declared_by(state_dict)
             self._of_undeclared = merge_assumptions([self._of_undeclared, stored])
         for reason in state_dict.get("refusals", ()):
             self.refuse(str(reason))
@@ -428,12 +431,12 @@ class HiddenStateAccountant(IAccountant):
                 "Expected a run whose loader was read, got one that was only declared. Call "
                 "make_private before the state is loaded."
             )
-        current, last = self._runs[-1:], states[-1]
+        current = self._runs[-1:]
         ended = [AccountedRun.ended(state) for state in (states[:-1] if current else states)]
         for run in current:
-            run.source.load_state_dict(last)
+            run.load_state_dict(states[-1])
         self._history = []
-        self._runs = ended + [run.with_assumptions_of(last) for run in current]
+        self._runs = ended + current
 
 
 def check_finite(optimizer: DPOptimizer, step: int) -> None:

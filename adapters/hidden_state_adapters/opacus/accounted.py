@@ -1,17 +1,17 @@
-"""The runs of an accountant and what they cost together."""
+"""What an accountant keeps of its runs, and what undeclared steps cost."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, BatchOrder, Guarantee, compose_guarantees
+from hidden_state_accountants import Assumption, Guarantee
 from hidden_state_accountants.bounds.assumptions import COMMON
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
@@ -19,7 +19,6 @@ from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_adapters.opacus.data.reading import drawn_rate
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
-from hidden_state_adapters.opacus.stock.run import StockRun, on_trust
 
 Row = tuple[float, float, int]
 """Noise multiplier, sample rate, number of steps; as in Opacus' histories."""
@@ -29,25 +28,25 @@ def nothing() -> None:
     """The check of a run that has ended."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class AccountedRun:
-    """A run, who records it, and what is taken on trust about it."""
+    """What an accountant keeps of a run, however it is trained.
 
-    source: Run | StockRun
-    check: Callable[[], None] = nothing  # raises unless the model is the accounted iterate
-    told: tuple[Assumption, ...] = ()  # what was declared besides, and where the noise is from
+    Attributes:
+        recorder: The record of the steps.
+        check: Raises unless the model is the accounted iterate.
+        assumptions: What is added to those of the bound.
+        schedule: What the steps are compared with.
+    """
+
+    recorder: Run
+    check: Callable[[], None] = nothing
+    assumptions: tuple[Assumption, ...] = ()
     schedule: DeclaredSchedule = DeclaredSchedule()
 
-    @property
-    def recorder(self) -> Run:
-        """The record of the steps."""
-        return self.source.recorder if isinstance(self.source, StockRun) else self.source
-
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """What is added to the assumptions of the bound."""
-        own = self.source.assumptions if isinstance(self.source, StockRun) else ()
-        return merge_assumptions([own, self.told])
+    def assume(self, *further: Assumption) -> None:
+        """Adds to the assumptions."""
+        self.assumptions = merge_assumptions([self.assumptions, further])
 
     def guarantee(self, relation: NeighboringRelation) -> Guarantee:
         """Of what was recorded, with everything that is taken on trust."""
@@ -59,42 +58,19 @@ class AccountedRun:
         """The recorder's, with what was declared; what is checked is checked again."""
         return {**self.recorder.state_dict(), "assumptions": declared_texts(self.assumptions)}
 
-    def with_assumptions_of(self, state: Any) -> AccountedRun:
-        """The run, with the assumptions of a `state_dict` beside its own."""
-        stored = tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
-        return attrs.evolve(self, told=merge_assumptions([self.told, stored]))
-
-    @classmethod
-    def ended(cls, state: Any) -> AccountedRun:
-        """The run that a `state_dict` is of; it takes no further steps."""
-        return cls(run_of(state)).with_assumptions_of(state)
-
-
-class RunGuarantees:
-    """The guarantee of several runs together, computed once per state of their recorders.
-
-    Args:
-        relation: The neighbouring relation.
-    """
-
-    def __init__(self, relation: NeighboringRelation):
-        self._relation = relation
-        self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
-
-    def compose(self, runs: Sequence[AccountedRun]) -> Guarantee:
-        """The guarantee of everything that `runs` recorded.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict` into a run without steps.
 
         Raises:
-            UnsupportedRunError: There is none.
+            ValueError: As `RunRecorder.load_state_dict`. Nothing is changed then.
         """
-        key = tuple(
-            (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
-            for r in runs
-        )
-        if self._composed is None or self._composed[0] != key:
-            guarantees = [run.guarantee(self._relation) for run in runs]
-            self._composed = key, compose_guarantees(guarantees, self._relation)
-        return self._composed[1]
+        self.recorder.load_state_dict(state)
+        self.assume(*declared_by(state))
+
+    @classmethod
+    def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
+        """The run that a `state_dict` is of; it takes no further steps."""
+        return cls(run_of(state), assumptions=declared_by(state))
 
 
 def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
@@ -102,8 +78,9 @@ def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
     return [a.text for a in assumptions if a.status is Status.DECLARED]
 
 
-ON_TRUST = on_trust(BatchOrder.POISSON)
-"""What undeclared steps rest on."""
+def declared_by(state: Mapping[str, Any]) -> tuple[Assumption, ...]:
+    """What a state holds of `declared_texts`."""
+    return tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
 
 
 @functools.lru_cache(maxsize=16)

@@ -570,20 +570,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     # What was released or looked at, and what other processes are told of it
 
     def _tell(self, kind: str, text: str) -> None:
-        group = self._current().declared.group
-        if group is not None:
-            group.tell(kind, text)
-
-    def _assume(self, text: str) -> None:
-        self.accountant.assume(text)
-        self._tell("assume", text)
-
-    def _refuse(self, text: str) -> None:
-        self.accountant.refuse(text)
-        self._tell("refuse", text)
+        """Notes something here, and at the next step in the other processes."""
+        run = self._current()
+        self._hear((kind, text))
+        if run.declared.group is not None:
+            run.declared.group.tell(kind, text)
 
     def _hear(self, news: News) -> None:
-        """Another process was told this since the step before."""
+        """This, or another process since the step before, was told something."""
         kind, text = news
         if kind == "release":
             self._current().record.release()
@@ -610,7 +604,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 accounted.
         """
         run = self._current()
-        run.release()
+        run.check_iterate()
         self._tell("release", str(run.num_steps))
 
     @contextlib.contextmanager
@@ -631,16 +625,18 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """
         run = self._current()
         if stays_private:
-            self._assume(
+            self._tell(
+                "assume",
                 "what was computed from private records in evaluate_on_private_data is shown to "
-                "nobody and influences nothing"
+                "nobody and influences nothing",
             )
         else:
-            self._refuse(
+            self._tell(
+                "refuse",
                 f"Something computed from the model and the private records was looked at after "
                 f"step {run.num_steps}, and no theorem here covers it. Add "
                 "noise to it and account it yourself, evaluate on public data (engine.release()), "
-                "or use evaluate_on_private_data(stays_private=True) if it stays with you."
+                "or use evaluate_on_private_data(stays_private=True) if it stays with you.",
             )
         modes = [(part, part.training) for module in run.modules for part in _modules_of(module)]
         try:
@@ -702,7 +698,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._check_module(module)
             if stays_private:
                 run.check_iterate()
-                self._assume(_PRIVATE_CHECKPOINTS)
+                self._tell("assume", _PRIVATE_CHECKPOINTS)
             else:
                 self.release()
                 _log_release(run)

@@ -134,11 +134,6 @@ class TrainingRun:
             self.record.event()  # a run that ends within an epoch may have none, for good
         return bool(self.failure)
 
-    def release(self) -> None:
-        """The iterate is released, unless it is not the one that was accounted."""
-        self.check_iterate()
-        self.record.release()
-
     def close(self, reason: str) -> None:
         """Ends the run: every step raises UnsupportedRunError with `reason` from now on."""
         self._closed = reason

@@ -22,6 +22,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
 from hidden_state_adapters.opacus import geometry
+from hidden_state_adapters.opacus.accounted import AccountedRun, declared_by
 from hidden_state_adapters.opacus.criteria import as_module
 from hidden_state_adapters.opacus.data.reading import LoaderReading, draws_from_shares, read_loader
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
@@ -72,6 +73,10 @@ def on_trust(order: BatchOrder, loss: str = "the loss", radius: float | None = N
         f"private optimizer changes the parameters{outside}, and the initial model does not depend "
         f"on the records{_SECRETS.get(order, '')}"
     )
+
+
+ON_TRUST = on_trust(BatchOrder.POISSON)
+"""What undeclared steps rest on."""
 
 
 def has_own_coins(batch_sampler: Any) -> bool:
@@ -155,7 +160,7 @@ class StockDeclaration:
         )
 
 
-class StockRun:
+class StockRun(AccountedRun):
     """What the loader of a stock engine deals, and the record of its steps.
 
     If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
@@ -169,15 +174,13 @@ class StockRun:
         optimizer: Likewise.
         relation: Of the guarantee.
 
-    Attributes:
-        recorder: The record of the steps.
-        assumptions: What was read, and what is taken on the user's word.
-
     Raises:
         UnsupportedRunError: The loader cannot be read, deals other batches than were declared, or
             no bound covers them.
         TypeError, ValueError: As `LastIterateDpEvent`.
     """
+
+    recorder: RunRecorder
 
     def __init__(
         self,
@@ -201,10 +204,10 @@ class StockRun:
             self._loss = _derive_loss(declared, module, optimizer)
             loss = f"{as_module(declared.criterion)} on the whole output"
             loss += f", with features of norm at most {declared.feature_norm:g}"
-        self.recorder = self._new_recorder()
+        super().__init__(self._new_recorder())
         self.recorder.check_relation(relation)
         self._is_composition: bool | None = None
-        self.assumptions = (
+        self.assume(
             Assumption.checked(f"the loader deals {reading.description}"),
             *([OWN_COINS] if has_own_coins(reading.sampler) else []),
             on_trust(self._order, loss, self._radius),
@@ -216,12 +219,7 @@ class StockRun:
         return RunRecorder(**self._batches, loss=self._loss, domain_diameter=diameter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a recorder into a run without steps.
-
-        Raises:
-            ValueError: As `RunRecorder.load_state_dict`, or the stock loader cannot go on from
-                there. Nothing is changed then.
-        """
+        """See `AccountedRun.load_state_dict`; also where the stock loader cannot go on."""
         recorder, composed = self._new_recorder(), RunRecorder(**self._batches)
         is_composition = _declared(recorder) != state.get("declared") == _declared(composed)
         recorder = composed if is_composition else recorder
@@ -238,6 +236,7 @@ class StockRun:
                 "on where it was, and whose checkpoints can hold the order."
             )
         self.recorder, self._is_composition = recorder, is_composition or None
+        self.assume(*declared_by(state))
 
     def observe(self, optimizer: DPOptimizer) -> None:
         """Records the step that `optimizer` is about to take, in its step hook.
