@@ -17,8 +17,7 @@ import attrs
 import numpy as np
 from scipy import linalg
 
-_GRID, _FINE_GRID = 64, 128
-_FEW_STEPS = 500  # that can afford the fine grid
+_GRID = 64
 _SEARCHES = 3
 _ROUNDS = 60
 _TRIALS = 12  # of the damping
@@ -190,8 +189,7 @@ class _GridSearch:
         self._problem, self._distances = problem, distances
         typical = float(np.median(problem.sensitivity[problem.sensitivity > 0]))
         low = min(1e-3 * typical, 1e-2 * top)
-        size = _FINE_GRID if problem.num_steps <= _FEW_STEPS else _GRID
-        self._z = np.concatenate([[0.0], np.geomspace(low, top, size - 1)])
+        self._z = np.concatenate([[0.0], np.geomspace(low, top, _GRID - 1)])
         self._left, self._width = self._z[:-1], np.diff(self._z)
         self._values: dict[int, np.ndarray] = {}
 
