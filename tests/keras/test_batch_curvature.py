@@ -13,6 +13,7 @@ from hidden_state_adapters.tf_privacy import (
     run,
 )
 
+pytestmark = pytest.mark.usefixtures("without_graphs", "row_by_row")
 N, D, K, B = 48, 6, 3, 12
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 Y = np.arange(N) % K

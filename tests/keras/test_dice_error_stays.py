@@ -57,8 +57,9 @@ SAVERS = {
 }
 
 
-@pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("variant", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("saver", "variant"), zip(SAVERS, ["sgd", "adam"] * 3, strict=True), ids=str
+)
 def test_the_error_is_in_no_file(tmp_path, saver, variant):
     """Read as bytes, uncompressed, and that the search would find a weight."""
     model, _ = marked(variant)

@@ -14,7 +14,6 @@ from keras_dice import CLIP, ERROR_CLIP, FOUR, VARIANTS, batches, compiled, make
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_adapters.tf_privacy import DiceKerasSGDOptimizer
 from hidden_state_adapters.tf_privacy.dice import clip_factor
 from hidden_state_adapters.tf_privacy.rules import joint_norm
 
@@ -49,37 +48,6 @@ def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(
         assert np.abs(result).max() * 10 <= clip * (1 + 1e-6)
         if vector[0] > 1e9 * np.finfo(vector.dtype).tiny:  # shorter ones may be flushed to zero
             assert float(norm) == pytest.approx(10 * float(vector[0]), rel=1e-12)
-
-
-@pytest.mark.parametrize("jit", [None, False, True])
-def test_the_noise_on_the_mean_update_has_the_stated_deviation(jit):
-    """sigma_1 = noise_multiplier * C_1 / B, independent in every step and coordinate."""
-    size, rows, divisor = 20_000, 3, 5
-    variables = [tf.Variable(tf.zeros([size])) for _ in range(2)]
-    optimizer = DiceKerasSGDOptimizer(
-        0.2, 3.0, expected_batch_size=divisor, error_l2_norm_clip=1.0, learning_rate=1.0
-    )
-
-    def one():
-        optimizer.minimize(
-            lambda: tf.zeros([rows]) * sum(tf.reduce_sum(v) for v in variables), variables
-        )
-
-    one = one if jit is None else tf.function(one, jit_compile=jit)
-    draws, before = [], np.zeros((2, size))
-    for _ in range(3):
-        one()
-        after = np.array([v.numpy() for v in variables], dtype=float)
-        draws += list(before - after)
-        before = after
-    event = optimizer.privacy_event(dataset_size=5, batch_order="poisson")
-    assert event.noise_std == pytest.approx(3.0 * 0.2 / divisor)
-    noise = np.array(draws) / event.noise_std
-    # 6 standard deviations of each statistic.
-    assert np.abs(noise.mean(axis=1)).max() < 6 / math.sqrt(size)
-    assert np.abs(noise.var(axis=1) - 1).max() < 6 * math.sqrt(2 / size)
-    correlations = np.corrcoef(noise)[np.triu_indices(6, 1)]
-    assert np.abs(correlations).max() < 6 / math.sqrt(size)
 
 
 @pytest.mark.parametrize(

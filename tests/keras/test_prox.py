@@ -82,11 +82,10 @@ def test_row178_the_event_reads_the_modulus_and_the_map_has_it(kind):
     assert figures[1] < 0.97 * figures[0]
 
 
-@pytest.mark.parametrize("kind", ["model", "callback"])
-def test_row178_every_step_ends_with_the_map(kind):
-    model, _ = fitted(kind, Regulariser(l1=1000.0))
+def test_row178_every_step_ends_with_the_map():
+    model, _ = fitted("model", Regulariser(l1=1000.0))
     assert all((v.numpy() == 0).all() for v in model.trainable_variables)
-    model, _ = fitted(kind, Regulariser(low=0.0, high=0.125))
+    model, _ = fitted("callback", Regulariser(low=0.0, high=0.125))
     values = np.concatenate([v.numpy().ravel() for v in model.trainable_variables])
     assert (values >= 0).all()
     assert (values <= 0.125).all()
@@ -110,10 +109,9 @@ def test_a_model_and_an_optimizer_are_saved_with_it():
         (Regulariser(group_lasso=0.1, group_axis=2), ValueError, "an axis of every parameter"),
     ],
 )
-@pytest.mark.parametrize("kind", ["model", "callback"])
-def test_arguments(kind, prox, error, text):
+def test_arguments(prox, error, text):
     with pytest.raises(error, match=text):
-        fitted(kind, prox)
+        fitted("model", prox)
 
 
 def test_another_update_rule_is_refused():

@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
-    DiceKerasAdamOptimizer,
-    DiceKerasSGDOptimizer,
     cyclic_dataset,
 )
 
@@ -50,27 +48,6 @@ def test_cyclic():
         projection_radius=shared.RADIUS,
     )  # fmt: skip
     np.testing.assert_allclose(iterates(optimizer), shared.cyclic_iterates(), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("variant", shared.DICE)
-def test_dice(variant):
-    options = {"learning_rate": shared.RATE, "error_l2_norm_clip": shared.ERROR_CLIP}
-    if variant == "adam":
-        # Keras' epsilon stands before the bias correction, so it is left out of both.
-        optimizer = DiceKerasAdamOptimizer(
-            shared.CLIP, 0.0, beta_1=shared.BETAS[0], beta_2=shared.BETAS[1], epsilon=1e-30,
-            **options,
-        )  # fmt: skip
-    elif variant == "automatic":
-        optimizer = DiceKerasSGDOptimizer(
-            shared.CLIP, 0.0, automatic=True, learning_rate=shared.RATE
-        )
-    else:
-        optimizer = DiceKerasSGDOptimizer(shared.CLIP, 0.0, **options)
-    tolerance = 1e-6 if variant == "adam" else 1e-13
-    np.testing.assert_allclose(
-        iterates(optimizer), shared.dice_iterates(variant), rtol=0, atol=tolerance
-    )
 
 
 @pytest.mark.parametrize("prox", first(2, shared.PROXES), ids=str)

@@ -22,6 +22,29 @@ MUTATIONS = (
         "keras/test_model.py::test_a_loss_that_mixes_examples_beside_a_head_of_zeros",
     ),
     Mutation(
+        "the_bias_of_a_microbatch_is_not_measured",
+        f"{_TF}/gradients.py",
+        "of_features = products(product.features) * has_kernel + has_bias",
+        "of_features = products(product.features) * has_kernel",
+        "keras/test_model_microbatches.py::test_products_of_examples_give_the_lengths_of_means",
+    ),
+    Mutation(
+        "a_sum_of_gradients_that_cancel_is_exact",
+        f"{_TF}/gradients.py",
+        "return tf.square(length + of_sums * longest)",
+        "return tf.square(length)",
+        "keras/test_model_microbatches.py::"
+        "test_what_a_record_adds_to_the_sum_is_no_longer_than_its_length",
+    ),
+    Mutation(
+        "products_of_a_microbatch_have_too_few_digits",
+        f"{_TF}/gradients.py",
+        "return tf.matmul(rows, rows, transpose_b=True)",
+        "rows = tf.cast(rows, tf.float32)\n"
+        "        return tf.cast(tf.matmul(rows, rows, transpose_b=True), tf.float64)",
+        "keras/test_model_microbatches.py::test_lengths_of_gradients_that_cancel_each_other",
+    ),
+    Mutation(
         "an_optimizer_may_contradict_the_model",
         f"{_TF}/settings.py",
         "if own is not None and own != value:",

@@ -4,6 +4,9 @@ The gradient of one example for the kernel of a linear layer is an outer product
 :math:`x_i d_i^T` of what goes into the layer and of the gradient of its loss by what comes out. So
 its length is :math:`|x_i|\,|d_i|`, and the sum of all, each times a factor, a product of matrices.
 One backward pass gives the :math:`d_i` of all layers. (Goodfellow 2015, arXiv:1510.01799v2.)
+
+The gradient of several examples together is a sum of such products, and its squared length
+:math:`\sum_{jk} (x_j \cdot x_k)(d_j \cdot d_k)`, without the sum itself.
 """
 
 from __future__ import annotations
@@ -247,6 +250,7 @@ class ThroughLinearLayers:
 
     name = "from the linear layers"
     training = True  # the mode of the model
+    _each = 1  # examples of a record, of whose mean loss the gradients are
 
     def __init__(self, model: Any, losses: Losses, layers: Sequence[Any], variables: Sequence[Any]):
         self._model, self._losses, self._layers = model, losses, layers
@@ -254,7 +258,13 @@ class ThroughLinearLayers:
 
     @classmethod
     def of(
-        cls, model: Any, losses: Losses, variables: Sequence[Any], examples: Any, targets: Any
+        cls,
+        model: Any,
+        losses: Losses,
+        variables: Sequence[Any],
+        examples: Any,
+        targets: Any,
+        each: int = 1,
     ) -> ThroughLinearLayers | None:
         """It, if it gives the gradients of this batch of examples; else None.
 
@@ -274,14 +284,22 @@ class ThroughLinearLayers:
         if set().union(*(refs for _, refs in own if refs & wanted)) != wanted:
             return None
         found = cls(model, losses, layers, variables)
-        return found if found.agrees(examples, targets) else None
+        if not found.agrees(examples, targets):
+            return None
+        found._each = each
+        return found
 
-    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
-        """Of a batch."""
+    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
+        """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
+        each = self._each
+        if each > 1:
+            examples, targets, *weights = one_by_one((examples, targets, *weights))
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             with self._watched(tape) as calls:
                 outputs = self._model(examples, training=self.training)
             losses = self._losses(targets, outputs)
+            if each > 1:
+                losses = mean_losses(losses, weights, each)
         refuse_added_losses(self._model)
         if sorted(index for index, *_ in calls) != list(range(len(self._layers))):
             raise refusal(
@@ -292,7 +310,7 @@ class ThroughLinearLayers:
         features = [call[1] for call in calls]
         slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
         products = list(map(Product, self._layers, features, slopes))
-        return of_products(products, outputs, losses, self._variables)
+        return of_products(products, outputs, losses, self._variables, each)
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
@@ -398,16 +416,35 @@ class Product:
     slopes: tf.Tensor
 
 
+def one_by_one(structure: Any) -> Any:
+    """Of records that are several examples, in the second axis, the rows of all examples."""
+    return tf.nest.map_structure(
+        lambda part: tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0)), structure
+    )
+
+
+def mean_losses(losses: tf.Tensor, weights: Sequence[tf.Tensor], each: int) -> tf.Tensor:
+    """Of records of so many examples, whose losses have weights."""
+    for factors in weights:
+        losses *= tf.cast(factors, losses.dtype)
+    return tf.reduce_mean(tf.reshape(losses, [-1, each]), 1)
+
+
 def of_products(
-    products: Sequence[Product], outputs: Any, losses: tf.Tensor, variables: Sequence[Any]
+    products: Sequence[Product],
+    outputs: Any,
+    losses: tf.Tensor,
+    variables: Sequence[Any],
+    each: int = 1,
 ) -> ExampleGradients:
     """Of layers whose gradient of one example is a product of features and slopes.
 
     Args:
         products: One for each layer.
         outputs: Of the model.
-        losses: Of the examples.
+        losses: Of the records.
         variables: That the gradients are of: kernels and biases of the layers.
+        each: The examples of a record.
     """
     wanted = {variable.ref() for variable in variables}
 
@@ -416,13 +453,15 @@ def of_products(
         return float(_kernel(layer).ref() in wanted), float(bias)
 
     lengths = [_at_least(product.features) for product in products]
-    squares = []
-    for product, length in zip(products, lengths, strict=True):
-        has_kernel, has_bias = parts(product.layer)
-        squares.append(_at_least(product.slopes) * (length * has_kernel + has_bias))
+    squares = [
+        _squares(product, length, *parts(product.layer), each)
+        for product, length in zip(products, lengths, strict=True)
+    ]
+    if each > 1:
+        outputs = tf.reshape(outputs, [-1, each, *outputs.shape[1:]])
 
     def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-        sums = {}
+        sums, factors = {}, tf.repeat(factors, each) if each > 1 else factors
         for product, length in zip(products, lengths, strict=True):
             layer, slopes = product.layer, product.slopes
             kept = tf.cast(factors, slopes.dtype)[:, tf.newaxis]
@@ -434,6 +473,38 @@ def of_products(
         return [sums[variable.ref()] for variable in variables]
 
     return ExampleGradients(outputs, losses, tf.sqrt(tf.add_n(squares)), weighted_sum)
+
+
+def _squares(
+    product: Product, lengths: tf.Tensor, has_kernel: float, has_bias: float, each: int
+) -> tf.Tensor:
+    """The squared lengths of the gradients of every record for one layer, in float64.
+
+    Args:
+        product: Of the layer.
+        lengths: Squared, of its features.
+        has_kernel: 1 if the gradient by the kernel is part of them, or 0.
+        has_bias: Likewise, by the bias.
+        each: The examples of a record.
+    """
+    squares = _at_least(product.slopes) * (lengths * has_kernel + has_bias)
+    if each == 1:
+        return squares
+
+    def products(part: tf.Tensor) -> tf.Tensor:
+        # In float64: where gradients cancel each other, half of the digits are lost.
+        rows = tf.cast(tf.reshape(part, [-1, each, part.shape[-1]]), tf.float64)
+        return tf.matmul(rows, rows, transpose_b=True)
+
+    of_features = products(product.features) * has_kernel + has_bias
+    together = tf.reduce_sum(of_features * products(product.slopes), [1, 2])
+    longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, each]), 1)
+    # What rounding may have taken off the products, and what it may add to the sum of the
+    # gradients themselves, so that no length is too small.
+    terms = sum(product.layer.kernel.shape) + each**2
+    length = tf.sqrt(together + np.finfo(float).eps * terms * tf.square(longest))
+    of_sums = each * np.finfo(product.slopes.dtype.as_numpy_dtype).eps
+    return tf.square(length + of_sums * longest)
 
 
 def refuse_added_losses(model: Any) -> None:

@@ -26,8 +26,9 @@ from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
     Product,
+    mean_losses,
     of_products,
-    of_rows,
+    one_by_one,
 )
 from hidden_state_adapters.tf_privacy.head_losses import (
     DECLARE,
@@ -365,32 +366,19 @@ class OfHead:
         """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
         each, layer = self._each, self._layer
         if each > 1:
-            features, targets, *rest = (
-                tf.reshape(part, [-1, *part.shape[2:]]) for part in (features, targets, *weights)
-            )
-            weights = tuple(rest)
+            features, targets, *weights = one_by_one((features, targets, *weights))
         kernel = keras_api.tensor_of(layer.kernel)
         linear = tf.matmul(features, kernel)
         if layer.use_bias:
             linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
         losses, slopes = self._evaluate(targets, linear)
+        if each > 1:
+            losses = mean_losses(losses, weights, each)
         for factors in weights:
-            losses *= tf.cast(factors, losses.dtype)
             slopes *= tf.cast(factors, slopes.dtype)[:, tf.newaxis]
         outputs = linear if layer.activation is None else layer.activation(linear)
-        if each == 1:
-            product = Product(layer, features, slopes)
-            return of_products([product], outputs, losses, self._variables)
-        features, slopes, outputs, losses = (
-            tf.reshape(part, [-1, each, *part.shape[1:]])
-            for part in (features, slopes / each, outputs, losses)
-        )
-        # The mean gradient itself: of products that cancel each other no length is too small.
-        means = {kernel.ref(): tf.einsum("rmf,rmo->rfo", features, slopes)}
-        if layer.use_bias:
-            means[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(slopes, 1)
-        gradients = [means[variable.ref()] for variable in self._variables]
-        return of_rows(gradients, tf.reduce_mean(losses, 1), outputs, has_padding=True)
+        product = Product(layer, features, slopes / each)
+        return of_products([product], outputs, losses, self._variables, each)
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:

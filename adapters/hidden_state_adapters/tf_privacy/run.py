@@ -34,6 +34,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
     MeansOfSeveral,
     RowByRow,
     ThroughLinearLayers,
+    one_by_one,
     times,
 )
 from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
@@ -532,9 +533,8 @@ class PrivateRun(Figures):
         if self._head is not None:
             return OfHead(self._head, variables, self._microbatch)
         of_run = self._model, self._losses, variables
-        if self._microbatch > 1:
-            return MeansOfSeveral(*of_run)
-        return ThroughLinearLayers.of(*of_run, examples, targets) or RowByRow(*of_run)
+        linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
+        return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
 
     def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
@@ -737,11 +737,7 @@ class PrivateRun(Figures):
 
     def _one_by_one(self, structure: Any) -> Any:
         """Of records that are microbatches the rows of all examples."""
-        if self._microbatch == 1:
-            return structure
-        return tf.nest.map_structure(
-            lambda part: tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0)), structure
-        )
+        return structure if self._microbatch == 1 else one_by_one(structure)
 
     def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What this replica takes of a batch, at least one row, and how many are examples."""
