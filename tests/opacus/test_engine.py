@@ -436,13 +436,13 @@ def test_projection_is_joint_and_inside(dtype):
     for scale in (0.1, 1.0, 50.0):
         params = [nn.Parameter(scale * torch.randn(40, 30, dtype=dtype)) for _ in range(3)]
         before = torch.cat([p.detach().double().flatten() for p in params])
-        BallProjection(7.0).project(params)
+        BallProjection(7.0).apply(params, 1.0)
         after = torch.cat([p.detach().double().flatten() for p in params])
         assert float(after.norm()) <= 7.0
         expected = before * min(1.0, 7.0 / float(before.norm()))
         torch.testing.assert_close(after, expected, rtol=16 * torch.finfo(dtype).eps, atol=0)
     zeros = [nn.Parameter(torch.zeros(3))]
-    BallProjection(1.0).project(zeros)
+    BallProjection(1.0).apply(zeros, 1.0)
     assert torch.equal(zeros[0], torch.zeros(3))
 
 

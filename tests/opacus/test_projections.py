@@ -57,21 +57,21 @@ def test_nonexpansive_into_a_set_of_the_diameter(projection, dtype):
         for _ in range(6):
             one, two = parameters(scale, dtype), parameters(scale, dtype)
             before = distance(one, two)
-            projection.project(one)
-            projection.project(two)
+            projection.apply(one, 1.0)
+            projection.apply(two, 1.0)
             assert distance(one, two) <= before * slack
             assert distance(one, two) <= projection.diameter(one) * slack
             again = [nn.Parameter(p.detach().clone()) for p in one]
-            projection.project(again)
+            projection.apply(again, 1.0)
             assert distance(one, again) <= 4 * torch.finfo(dtype).eps * (1 + scale)
-            projection.start(one)
+            projection.start(one, 1.0)
     far = parameters(-50.0, dtype)
     with pytest.raises(hsa.UnsupportedRunError, match="initial model inside"):
-        projection.start(far)
+        projection.start(far, 1.0)
     opposite = [nn.Parameter(-p.detach()) for p in far]
     if projection.diameter(far) < math.inf:
-        projection.project(far)
-        projection.project(opposite)
+        projection.apply(far, 1.0)
+        projection.apply(opposite, 1.0)
         assert distance(far, opposite) > 0.9 * projection.diameter(far)
 
 
@@ -82,7 +82,7 @@ def distance(one, two):
 
 def test_the_ends_of_a_box_are_not_rounded_outwards():
     param = nn.Parameter(torch.tensor([-5.0, 5.0]))
-    BoxProjection(-0.1, 0.1).project([param])
+    BoxProjection(-0.1, 0.1).apply([param], 1.0)
     assert -0.1 <= float(param[0]) < float(param[1]) <= 0.1
 
 
@@ -104,7 +104,7 @@ def test_the_event_has_the_diameter(make_run, projection, diameter):
     expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
     assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
     again = [nn.Parameter(p.detach().clone()) for p in run.plain_model.parameters()]
-    projection.project(again)
+    projection.apply(again, 1.0)
     for p, other in zip(run.plain_model.parameters(), again, strict=True):
         np.testing.assert_allclose(p.detach(), other.detach(), rtol=1e-6)
     assert f"checked: projected on {projection}" in map(str, run.engine.assumptions)
@@ -223,7 +223,7 @@ def test_a_function_of_the_model_itself(make_run):
 
 
 class Own(BoxProjection):
-    def project(self, params):
+    def apply(self, params, step_size):
         pass
 
 

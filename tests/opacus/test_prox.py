@@ -14,7 +14,7 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
 )
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
-from hidden_state_adapters.opacus.proximal import TORCH_PROX
+from hidden_state_adapters.opacus.step_maps import TORCH_PROX
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

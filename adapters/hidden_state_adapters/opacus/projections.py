@@ -1,9 +1,7 @@
-"""Maps that put the iterates back into a convex set after every step, and move no two apart.
+"""Convex sets on which the iterates are projected after every step.
 
-The theorems need of such a map that it is nonexpansive, |P(x) - P(y)| <= |x - y| for all parameters
-together, that it is the same in every step and looks at no record, and a bound on the diameter of
-what it maps to (docs/theory/theorem_a.md). Projections on convex sets are nonexpansive, and so is a
-product of them on disjoint groups of parameters.
+Projections on convex sets are nonexpansive, and so is a product of them on disjoint groups of
+parameters. The theorems also use the diameter of the set (docs/theory/theorem_a.md).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import nn
 from hidden_state_accountants import Assumption, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
-from hidden_state_adapters.opacus.users_map import UsersMap, distance
+from hidden_state_adapters.opacus.step_maps import StepMap, UsersMap, distance
 
 
 def _radius(radius: Any) -> float:
@@ -36,41 +34,25 @@ def _end(value: Any) -> float:
     return validate.real("the end of an interval", value, allow_inf=True)
 
 
-class Projection:
-    """A nonexpansive map of all trainable parameters into a convex set."""
+class Projection(StepMap):
+    """A projection of all trainable parameters on a convex set."""
 
-    def project(self, params: Sequence[torch.Tensor]) -> None:
-        """Maps the parameters, in place, under no_grad."""
-        raise NotImplementedError
-
-    def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """Of the set, for parameters of these shapes; inf if it is not bounded.
-
-        Raises:
-            ValueError: The set has another number of parameters.
-        """
-        raise NotImplementedError
-
-    def start(self, params: Sequence[nn.Parameter]) -> None:
-        """A run starts from these parameters.
-
-        Raises:
-            UnsupportedRunError: They are outside, or the map is not nonexpansive.
-        """
+    def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
+        """See `StepMap.start`: they are inside."""
         mapped = [p.detach().clone() for p in params]
-        self.project(mapped)
+        self.apply(mapped, step_size)
         moved = distance(params, mapped)
         if not moved <= ROUNDING * (1 + float(joint_norm(params))):
             raise UnsupportedRunError(
-                f"Expected an initial model inside {self}, got one outside, at distance "
+                f"Expected an initial model inside {self!r}, got one outside, at distance "
                 f"{moved:.6g}. Scale the parameters down (zeros are a good start), or enlarge the "
                 "set."
             )
 
     @property
-    def assumptions(self) -> Iterable[Assumption]:
-        """What holds by construction, and what is taken on trust."""
-        yield Assumption.checked(f"projected on {self}", Topic.DOMAIN)
+    def assumption(self) -> Assumption:
+        """See `StepMap.assumption`."""
+        return Assumption.checked(f"projected on {self}", Topic.DOMAIN)
 
 
 @attrs.frozen(repr=False)
@@ -87,12 +69,12 @@ class BallProjection(Projection):
         return f"the ball of radius {self.radius:g} for all parameters together"
 
     @torch.no_grad()
-    def project(self, params: Sequence[torch.Tensor]) -> None:
-        """See `Projection.project`."""
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
         _shrink(params, self.radius)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """See `Projection.diameter`."""
+        """See `StepMap.diameter`."""
         return 2 * self.radius
 
 
@@ -121,13 +103,13 @@ class ParameterBallsProjection(Projection):
         return self.radius
 
     @torch.no_grad()
-    def project(self, params: Sequence[torch.Tensor]) -> None:
-        """See `Projection.project`."""
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
         for param, radius in zip(params, self._radii(params), strict=True):
             _shrink([param], radius)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """See `Projection.diameter`: sqrt(sum (2 r)**2)."""
+        """See `StepMap.diameter`: sqrt(sum (2 r)**2)."""
         return 2 * math.hypot(*self._radii(params))
 
 
@@ -151,8 +133,8 @@ class BoxProjection(Projection):
         return f"the box from {self.low:g} to {self.high:g} in every coordinate"
 
     @torch.no_grad()
-    def project(self, params: Sequence[torch.Tensor]) -> None:
-        """See `Projection.project`."""
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
         for param in params:
             param.clamp_(*self._ends(param))
 
@@ -167,50 +149,47 @@ class BoxProjection(Projection):
         return float(low), float(high)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """See `Projection.diameter`: the diagonal."""
+        """See `StepMap.diameter`: the diagonal."""
         return (self.high - self.low) * math.sqrt(sum(p.numel() for p in params))
 
 
-class DeclaredProjection(Projection):
-    """A function of the user, which is taken to be nonexpansive; tried at the start.
+class DeclaredProjection(UsersMap, Projection):
+    """A function of the user's own, which maps to a set.
 
     Args:
-        function: Changes a list of tensors in place.
-        diameter: Of the set that it maps to.
+        function: Of the list.
+        diameter: Of the set.
     """
 
+    kind = "projection"
+    remedy = (
+        "Project on a convex set (a normalisation does not), in place, and declare its diameter."
+    )
+
     def __init__(self, function: Callable[[list[torch.Tensor]], Any], diameter: float):
-        remedy = (
-            "Project on a convex set (a normalisation does not), in place, and declare its "
-            "diameter."
-        )
-        self._map = UsersMap(function, "projection", remedy)
+        super().__init__(function)
         self._diameter = validate.real(
             "the diameter of the projection", diameter, above=0, allow_inf=True
         )
 
     def __repr__(self) -> str:
-        return f"the set of {self._map}, of diameter {self._diameter:g}"
-
-    def project(self, params: Sequence[torch.Tensor]) -> None:
-        """See `Projection.project`."""
-        self._map.apply(params)  # type: ignore[arg-type]
+        return f"the set of {self}, of diameter {self._diameter:g}"
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """See `Projection.diameter`."""
+        """See `StepMap.diameter`."""
         return self._diameter
 
-    def start(self, params: Sequence[nn.Parameter]) -> None:
-        """See `Projection.start`."""
-        self._map.try_out(params, diameter=self._diameter)
-        super().start(params)
+    def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
+        """See `StepMap.start`."""
+        super().start(params, step_size)
+        Projection.start(self, params, step_size)
 
     @property
-    def assumptions(self) -> Iterable[Assumption]:
-        """See `Projection.assumptions`."""
-        yield Assumption.declared(
-            f"projected on {self}, by a map that is nonexpansive, the same in every step and looks "
-            "at no record",
+    def assumption(self) -> Assumption:
+        """See `StepMap.assumption`."""
+        return Assumption.declared(
+            f"projected on {self!r}, by a map that is nonexpansive, the same in every step and "
+            "looks at no record",
             Topic.DOMAIN,
         )
 

@@ -24,10 +24,10 @@ from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.proximal import RegulariserProx
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import sgd_options
+from hidden_state_adapters.opacus.step_maps import RegulariserProx
 
 _ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
 

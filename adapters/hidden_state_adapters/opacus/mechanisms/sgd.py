@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
@@ -15,11 +17,10 @@ from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import move_by_sgd
 from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.projections import Projection
-from hidden_state_adapters.opacus.proximal import Prox
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.step_maps import StepMap
 
 
 class NoisySgd(ClippedSum):
@@ -28,8 +29,7 @@ class NoisySgd(ClippedSum):
     Args:
         optimizer: The private optimizer.
         lipschitz: The declared bound on the gradients, or None.
-        prox: Follows the noisy step, or None.
-        projection: On a convex set, or None.
+        maps: What follows the noisy step: a prox, then a projection.
     """
 
     base_types = (SGD,)
@@ -39,11 +39,10 @@ class NoisySgd(ClippedSum):
         self,
         optimizer: DPOptimizer,
         lipschitz: float | None = None,
-        prox: Prox | None = None,
-        projection: Projection | None = None,
+        maps: Iterable[StepMap] = (),
     ):
         super().__init__(optimizer)
-        self._lipschitz, self._prox, self._projection = lipschitz, prox, projection
+        self._lipschitz, self._maps = lipschitz, tuple(maps)
 
     @classmethod
     def check_arguments(
@@ -84,12 +83,8 @@ class NoisySgd(ClippedSum):
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The declared bound, the prox and the projection."""
-        return {
-            "lipschitz": declared.lipschitz,
-            "prox": declared.prox,
-            "projection": declared.projection,
-        }
+        """The declared bound, and the maps."""
+        return {"lipschitz": declared.lipschitz, "maps": declared.maps.values()}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
@@ -106,10 +101,8 @@ class NoisySgd(ClippedSum):
 
     def after_move(self, piece: Piece) -> None:
         """Applies the prox with the rate of the step, and projects all parameters."""
-        if self._prox is not None:
-            self._prox.apply(piece.params, self._step_size)
-        if self._projection is not None:
-            self._projection.project(piece.params)
+        for part in self._maps:
+            part.apply(piece.params, self._step_size)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
@@ -135,11 +128,13 @@ class NoisySgd(ClippedSum):
 
 
 def _constants(declared: DeclaredRun) -> dict[str, Any]:
+    maps = declared.maps.values()
+    params = [p for p in declared.inner.parameters() if p.requires_grad]
     return {
         **declared.batches,
         "loss": declared.loss,
-        "prox_strong_convexity": 0.0 if declared.prox is None else declared.prox.strong_convexity,
-        "domain_diameter": declared.diameter,
+        "prox_strong_convexity": sum(part.strong_convexity for part in maps),
+        "domain_diameter": min((part.diameter(params) for part in maps), default=math.inf),
         "max_batch_size": declared.arguments.max_batch_size,
     }
 

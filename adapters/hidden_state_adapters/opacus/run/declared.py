@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hidden_state_accountants import (
-    Assumption,
     BatchOrder,
     LossGeometry,
     UnsupportedRunError,
@@ -25,12 +24,11 @@ from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.head.curvature import uses_curvature
-from hidden_state_adapters.opacus.projections import Projection
-from hidden_state_adapters.opacus.proximal import Prox, prox_of
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
+from hidden_state_adapters.opacus.step_maps import StepMap, prox_of
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -45,9 +43,7 @@ class DeclaredRun:
         loss: The geometry of the loss, or None.
         head: The linear layer whose gradients follow from what goes in and comes out, or None.
         frozen: What is kept in eval() mode.
-        prox: The proximal map that follows every step, or None.
-        projection: What follows it, or None.
-        diameter: Of the set that it maps to, or inf.
+        maps: What follows every step, by name: "prox", then "projection".
         schedule: What was declared about learning rates and the number of steps.
         group: The processes that train it together; None for one.
     """
@@ -59,9 +55,7 @@ class DeclaredRun:
     loss: LossGeometry | None
     head: nn.Linear | None
     frozen: FrozenPart
-    prox: Prox | None
-    projection: Projection | None
-    diameter: float
+    maps: Mapping[str, StepMap]
     schedule: DeclaredSchedule
     group: ProcessGroup | None = None
 
@@ -89,12 +83,6 @@ class DeclaredRun:
             return None
         return known_criterion(as_module(arguments.criterion))
 
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """What the maps that follow a step take for granted."""
-        maps = (part for part in (self.prox, self.projection) if part is not None)
-        return tuple(assumption for part in maps for assumption in part.assumptions)
-
     def fields(self, noise_multiplier: float, relation: NeighboringRelation) -> dict[str, Any]:
         """What has to be the same where a run goes on, beside what its recorder compares.
 
@@ -117,8 +105,8 @@ class DeclaredRun:
             "options": arguments.given_options(),
             "update_rule": type(self.optimizer).__name__,
             "feature_norm": _float_or_none(arguments.feature_norm),
-            "prox": None if self.prox is None else repr(self.prox),
-            "projection": None if self.projection is None else repr(self.projection),
+            **{name: None for name in ("prox", "projection")},
+            **{name: repr(part) for name, part in self.maps.items()},
             "criterion": None if known is None else known.fields,
             **self.schedule.fields(),
             "has_order_seed": self.plan.is_seeded,
@@ -156,12 +144,11 @@ class DeclaredRun:
             UnsupportedRunError: The run could not be checked or accounted.
         """
         loss, head = resolve_loss(inner, arguments)
-        projection = arguments.projection
-        params = [p for p in inner.parameters() if p.requires_grad]
-        prox = prox_of(arguments.prox)
-        diameter = math.inf if projection is None else projection.diameter(params)
-        if projection is not None:
-            projection.start(params)
+        maps: dict[str, StepMap] = {}
+        if arguments.prox is not None:
+            maps["prox"] = prox_of(arguments.prox)
+        if arguments.projection is not None:
+            maps["projection"] = arguments.projection
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
@@ -172,9 +159,10 @@ class DeclaredRun:
             order_is_secret=arguments.order_is_secret,
             secret=None if group is None else group.secret,
         )
-        if prox is not None:
-            scale = 1 if arguments.loss_reduction == "mean" else plan.batch_size
-            prox.start(params, float(optimizer.param_groups[0]["lr"]) * scale)
+        scale = 1 if arguments.loss_reduction == "mean" else plan.batch_size
+        for part in maps.values():
+            params = [p for p in inner.parameters() if p.requires_grad]
+            part.start(params, float(optimizer.param_groups[0]["lr"]) * scale)
         if group is not None:
             if uses_curvature(loss, plan.order):
                 raise UnsupportedRunError(
@@ -191,9 +179,7 @@ class DeclaredRun:
             loss=loss,
             head=head,
             frozen=frozen,
-            prox=prox,
-            projection=projection,
-            diameter=diameter,
+            maps=maps,
             schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
             group=group,
         )

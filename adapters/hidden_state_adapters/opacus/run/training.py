@@ -149,7 +149,7 @@ class TrainingRun:
             *self.batch.assumptions(collate, self._relation),
             *self.source.assumptions,
             *([] if curvature is None else [curvature.assumption]),
-            *declared.assumptions,
+            *(part.assumption for part in declared.maps.values()),
             whose_noise(self.optimizer),
             *([] if declared.group is None else declared.group.assumptions),
         )
