@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import enum
-import hashlib
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
 import attrs
 import dp_accounting
@@ -21,11 +18,8 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
 from hidden_state_accountants.curves import transformed
 from hidden_state_accountants.curves.base import Curve, alternatives
-from hidden_state_accountants.curves.plain import curve_from_plain, to_plain
 from hidden_state_accountants.figures import text_up
 
-SCHEMA = 1
-"""Version of the dictionary form."""
 _DELTA = 1e-5  # where epsilon is read in one line
 _SELECTION = Citation("Papernot, Steinke 2022", "Theorems 2 and 6", "2110.03620")
 _NEIGHBOURS = {
@@ -393,85 +387,9 @@ class Guarantee:
         cells = (f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
         return f"<table>{''.join(cells)}</table>"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything that is proved, as plain JSON types: it can be kept, sent and read again.
-
-        What `from_dict` makes of it gives the same answers, but for the changes that `explain`
-        lists: they need the run. Renyi divergences that no formula gives are known at the orders at
-        which they are converted; between them `rdp` is rounded up. The digest finds slips, it is no
-        signature: whoever can write the file can write a digest.
-        """
-        everyone = self.of_all_records
-        own = attrs.asdict(
-            self,
-            filter=lambda field, _: field.name not in ("curve", "changes", "of_all_records"),
-            value_serializer=lambda _, field, value: _plain(value),
-        )
-        plain = {
-            "schema": SCHEMA,
-            "type": "Guarantee",
-            **own,
-            "of_all_records": None if everyone is None else everyone().to_dict(),
-            "curve": to_plain(self.curve),
-        }
-        return {**plain, "sha256": _digest(plain)}
-
-    @classmethod
-    def from_dict(cls, dictionary: Mapping[str, Any]) -> Guarantee:
-        """The guarantee that `to_dict` wrote.
-
-        Raises:
-            TypeError: It is not a dictionary.
-            ValueError: It has another schema, or was changed; the text says which.
-        """
-        if not isinstance(dictionary, Mapping):
-            raise TypeError(f"Expected a dictionary, got {type(dictionary).__name__}.")
-        plain = dict(dictionary)
-        for key, expected in (("schema", SCHEMA), ("type", "Guarantee")):
-            if plain.get(key) != expected:
-                raise ValueError(
-                    f"Expected {key} = {expected!r}, got {plain.get(key)!r}: this is no guarantee "
-                    "that this version of the package can read."
-                )
-        if plain.pop("sha256", None) != _digest(plain):
-            raise ValueError(
-                "Expected the sha256 of the guarantee, got another one: it was changed after it "
-                "was written. Write it again with to_dict, of the guarantee itself."
-            )
-        del plain["schema"], plain["type"]
-        if plain["of_all_records"] is not None:
-            everyone = cls.from_dict(plain["of_all_records"])
-            plain["of_all_records"] = lambda: everyone
-        return cls(
-            **plain
-            | {
-                "curve": curve_from_plain(plain["curve"]),
-                "assumptions": tuple(
-                    Assumption(a["text"], Status(a["status"]), Topic(a["topic"]))
-                    for a in plain["assumptions"]
-                ),
-                "alternatives": tuple((name, reason) for name, reason in plain["alternatives"]),
-                "citations": tuple(Citation(**citation) for citation in plain["citations"]),
-            }
-        )
-
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""
         return bibtex(self.citations)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, NeighboringRelation):
-        return value.name
-    return value.value if isinstance(value, enum.Enum) else value
-
-
-def _digest(plain: Mapping[str, Any]) -> str:
-    try:
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Expected plain JSON types, got something else: {error}.") from None
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def group_guarantee(guarantee: Guarantee, size: int) -> Guarantee:
