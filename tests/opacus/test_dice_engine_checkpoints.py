@@ -227,16 +227,12 @@ def test_damaged_private_state(make_dice, tmp_path):
     run.engine.save_checkpoint(path=path, **PRIVATE)
     content = torch.load(path, weights_only=True)
     private = content["hidden_state_run"]["private"]
-    for dice in (
-        {},
-        private["dice"] | {"num_steps": 5},
-        private["dice"] | {"settings": {}},
-        private["dice"] | {"private": private["dice"]["private"] | {"error": []}},
-    ):
-        content["hidden_state_run"]["private"] = {"dice": dice}
+    broken = [torch.full_like(error, torch.nan) for error in private["error"]]
+    for others in ({}, {"error": private["error"][:1]}, {"error": broken}):
+        content["hidden_state_run"]["private"] = others
         torch.save(content, path)
         other = make_dice()
-        with pytest.raises(ValueError, match=r"damaged|another run|shapes|missing keys"):
+        with pytest.raises(ValueError, match=r"damaged|of shapes"):
             other.engine.load_checkpoint(path=path)
         assert other.steps == 0
         other.epoch()

@@ -9,7 +9,7 @@ from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hidden_state_accountants import Assumption, LastIterateDpEvent, RunRecorder
+from hidden_state_accountants import Assumption, LastIterateDpEvent
 from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import move_by_any_rule
@@ -83,13 +83,8 @@ class AnyUpdateRule(ClippedSum):
             learning_rate=1.0,
             clip_norm=declared.arguments.clip_norm,
             num_steps=num_steps,
-            **_constants(declared),
+            **cls.constants(declared),
         )
-
-    @classmethod
-    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> RunRecorder:
-        """What records the declared run."""
-        return RunRecorder(**_constants(declared))
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
@@ -149,15 +144,13 @@ class AnyUpdateRule(ClippedSum):
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded: of plain SGD what it does, of others that they move."""
-        is_mean = self.optimizer.loss_reduction == "mean"
-        scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
         try:
             options = sgd_options(self.base)
         except UnsupportedUpdateError:
             self._other_rule = _name(self.base)
             # Its learning rate of 1 stands for the rule.
             return super().step(batch, rows, largest_norm)
-        rate, decay = options["lr"] * scale, options["weight_decay"] / scale
+        rate, decay = options["lr"] * self.scale, options["weight_decay"] / self.scale
         if not 0 <= rate * decay < 1:
             self._other_rule = "SGD with learning_rate * weight_decay >= 1"
             return super().step(batch, rows, largest_norm)
@@ -167,10 +160,6 @@ class AnyUpdateRule(ClippedSum):
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
         if not is_checkpoint:
             refuse_loaded_moments(state_dict)
-
-
-def _constants(declared: DeclaredRun) -> dict[str, Any]:
-    return {**declared.batches, "max_batch_size": declared.arguments.max_batch_size}
 
 
 def _name(optimizer: Optimizer) -> str:

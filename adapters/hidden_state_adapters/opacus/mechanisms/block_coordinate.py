@@ -175,9 +175,7 @@ class BlockCoordinate(Mechanism):
     @property
     def step_size(self) -> float:
         """The step size eta of the mean gradient."""
-        is_mean = self.optimizer.loss_reduction == "mean"
-        scale = 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
-        return _learning_rate(self.base) * scale
+        return _learning_rate(self.base) * self.scale
 
 
 def _settings(declared: DeclaredRun) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from opacus.optimizers import DPOptimizer
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import RunRecorder, UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism
+from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
 
 class ClippedSum(Mechanism):
@@ -22,6 +26,24 @@ class ClippedSum(Mechanism):
     def __init__(self, optimizer: DPOptimizer):
         super().__init__(optimizer)
         self._clip_norm: float | None = None  # of the pieces of the current batch
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> RunRecorder:
+        """What records the declared run."""
+        return RunRecorder(**cls.constants(declared))
+
+    @classmethod
+    def constants(cls, declared: DeclaredRun) -> dict[str, Any]:
+        """The fields of a `LastIterateDpEvent` that stay the same in a run."""
+        maps = declared.maps.values()
+        params = [p for p in declared.inner.parameters() if p.requires_grad]
+        return {
+            **declared.batches,
+            "loss": declared.loss,
+            "prox_strong_convexity": sum(part.strong_convexity for part in maps),
+            "domain_diameter": min((part.diameter(params) for part in maps), default=math.inf),
+            "max_batch_size": declared.arguments.max_batch_size,
+        }
 
     def accumulate(self, piece: Piece) -> None:
         r"""Adds what Opacus would.

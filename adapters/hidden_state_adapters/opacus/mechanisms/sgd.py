@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hidden_state_accountants import LastIterateDpEvent, RunRecorder, UnsupportedRunError
+from hidden_state_accountants import LastIterateDpEvent, UnsupportedRunError
 from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.piece import Piece
@@ -73,13 +72,8 @@ class NoisySgd(ClippedSum):
             weight_decay=options["weight_decay"] / scale,
             clip_norm=clip_norm,
             num_steps=num_steps,
-            **_constants(declared),
+            **cls.constants(declared),
         )
-
-    @classmethod
-    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> RunRecorder:
-        """What records the declared run."""
-        return RunRecorder(**_constants(declared))
 
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
@@ -100,13 +94,14 @@ class NoisySgd(ClippedSum):
         move_by_sgd(self.base, piece.params)
 
     def after_move(self, piece: Piece) -> None:
-        """Applies the prox with the rate of the step, and projects all parameters."""
+        """Applies the prox with the step size of the mean gradient, and projects all parameters."""
+        step_size = float(sgd_options(self.base)["lr"] * self.scale)
         for part in self._maps:
-            part.apply(piece.params, self._step_size)
+            part.apply(piece.params, step_size)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
-        options, scale = sgd_options(self.base), self._scale
+        options, scale = sgd_options(self.base), self.scale
         return self._step(
             batch,
             rows,
@@ -114,29 +109,6 @@ class NoisySgd(ClippedSum):
             learning_rate=options["lr"] * scale,
             weight_decay=options["weight_decay"] / scale,
         )
-
-    @property
-    def _scale(self) -> int:
-        """The event divides by b; a "sum" optimizer does not."""
-        is_mean = self.optimizer.loss_reduction == "mean"
-        return 1 if is_mean else int(self.optimizer.expected_batch_size)  # type: ignore[arg-type]
-
-    @property
-    def _step_size(self) -> float:
-        """The step size of the mean gradient, which the prox uses as well."""
-        return float(sgd_options(self.base)["lr"] * self._scale)
-
-
-def _constants(declared: DeclaredRun) -> dict[str, Any]:
-    maps = declared.maps.values()
-    params = [p for p in declared.inner.parameters() if p.requires_grad]
-    return {
-        **declared.batches,
-        "loss": declared.loss,
-        "prox_strong_convexity": sum(part.strong_convexity for part in maps),
-        "domain_diameter": min((part.diameter(params) for part in maps), default=math.inf),
-        "max_batch_size": declared.arguments.max_batch_size,
-    }
 
 
 class HiddenStateOptimizer(PrivateOptimizer):

@@ -239,11 +239,11 @@ class TrainingRun:
             ValueError: They are of another run, or damaged.
         """
         self.is_loading = True
-        private, steps = state.get("private"), state["num_steps"]
+        private = state.get("private")
         if private is None:
             return
-        if steps:
-            self.optimizer.mechanism.load_private_state(private, steps)
+        if state["num_steps"]:
+            self.optimizer.mechanism.load_private_state(private)
         self.plan.load_private_state(private)
 
     def resume(self, state: Mapping[str, Any]) -> None:

@@ -93,17 +93,16 @@ class HiddenError:
         """Pieces from before the checkpoint was loaded belong to no batch of the run."""
         self._rests = [None] * len(self._params)
 
-    def private_state(self) -> dict[str, Any]:
-        """Tensors that restore it. Secret."""
-        return {"error": [self.error(i).cpu().clone() for i in range(len(self._params))]}
+    def copies(self) -> list[torch.Tensor]:
+        """The errors of all parameters, on the CPU. Secret."""
+        return [self.error(i).cpu().clone() for i in range(len(self._params))]
 
-    def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `private_state` returned.
+    def load(self, errors: Sequence[torch.Tensor]) -> None:
+        """Restores what `copies` returned.
 
         Raises:
             ValueError: It is of other parameters, or damaged; nothing is changed.
         """
-        errors = [torch.as_tensor(error) for error in state["error"]]
         shapes = [tuple(error.shape) for error in errors]
         expected = [tuple(param.shape) for param in self._params]
         if shapes != expected:

@@ -31,8 +31,6 @@ from hidden_state_adapters.opacus.run.settings import (
     refuse_step_hooks,
 )
 
-_SCHEMA = 1
-
 
 class DiceSgd(Mechanism):
     """The steps of `DiceSGDOptimizer` and `DiceAdamOptimizer`; see the former.
@@ -190,37 +188,18 @@ class DiceSgd(Mechanism):
         return "the error of the feedback, which is data of the records"
 
     def private_state(self) -> dict[str, Any]:
-        """The error, with what it belongs to.
+        """The error.
 
         Raises:
             ValueError: A batch is not finished.
         """
         if self.hidden.rests:
             raise ValueError("Expected the end of a step, got a piece of one.")
-        state = {"num_steps": self.optimizer.num_steps, "settings": self.settings}
-        return {"dice": {"schema": _SCHEMA, **state, "private": self.hidden.private_state()}}
+        return {"error": self.hidden.copies()}
 
-    def load_private_state(self, state: Mapping[str, Any], num_steps: int) -> None:
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores the error."""
-        own = state.get("dice", {})
-        missing = {"schema", "num_steps", "settings", "private"} - set(own)
-        if missing or own["schema"] != _SCHEMA:
-            raise ValueError(
-                f"Expected a private state with schema {_SCHEMA}, got schema "
-                f"{own.get('schema')!r}, missing keys {sorted(missing)}."
-            )
-        if own["num_steps"] != num_steps:
-            raise ValueError(
-                f"The checkpoint is damaged: {num_steps} steps are recorded, but the error is that "
-                f"of step {own['num_steps']}."
-            )
-        for name, expected in self.settings.items():
-            if own["settings"].get(name) != expected:
-                raise ValueError(
-                    f"The state is of another run: expected {name} = {expected!r}, got "
-                    f"{own['settings'].get(name)!r}."
-                )
-        self.hidden.load_private_state(own["private"])
+        self.hidden.load(state.get("error", ()))
 
     def forget_pieces(self) -> None:
         """See `Mechanism.forget_pieces`."""
