@@ -61,10 +61,8 @@ def in_float64(restored_precision):
 @pytest.mark.parametrize(
     ("compile", "clipping"),
     [
-        ({}, ThroughLinearLayers),
         ({}, RowByRow),
         ({"jit_compile": True}, ThroughLinearLayers),
-        ({"run_eagerly": True}, RowByRow),
     ],
 )
 def test_the_steps_are_those_of_the_paper_and_of_opacus(compile, clipping, in_float64, monkeypatch):

@@ -10,8 +10,6 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "reference" / "keras_replicas.py"
 KINDS = (
     "CyclicDPKerasSGDOptimizer",
-    "DiceKerasSGDOptimizer",
-    "DiceKerasAdamOptimizer",
     "BlockCoordinateKerasOptimizer",
 )
 WAYS = ("constructed_in_scope", "fit_without_callback", "own_loop", "fit")

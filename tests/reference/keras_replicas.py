@@ -9,8 +9,6 @@ import tensorflow as tf
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
     CyclicDPKerasSGDOptimizer,
-    DiceKerasAdamOptimizer,
-    DiceKerasSGDOptimizer,
     HiddenStateCallback,
     cyclic_dataset,
 )
@@ -67,12 +65,7 @@ def main():
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    for kind in (
-        CyclicDPKerasSGDOptimizer,
-        DiceKerasSGDOptimizer,
-        DiceKerasAdamOptimizer,
-        BlockCoordinateKerasOptimizer,
-    ):
+    for kind in (CyclicDPKerasSGDOptimizer, BlockCoordinateKerasOptimizer):
         for act in (constructed_in_scope, fit_without_callback, own_loop, fit):
             try:
                 act(kind, strategy)

@@ -64,14 +64,17 @@ def places_of(blocks: Blocks, trained: Sequence[Any]) -> list[list[int]]:
     Raises:
         UnsupportedRunError: They are others, or not each of them once.
     """
-    check_blocks(blocks)
-    check_together(blocks, trained)
+    check_blocks(blocks, trained)
     places = {variable.ref(): place for place, variable in enumerate(trained)}
     return [[places[variable.ref()] for variable in block] for block in blocks]
 
 
-def check_blocks(blocks: Blocks) -> None:
-    """Raises UnsupportedRunError unless every block has variables, and every variable one block."""
+def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
+    """Refuses blocks that are not, each of them once, the variables that are trained.
+
+    Raises:
+        UnsupportedRunError: The text says which.
+    """
     others = [item for block in blocks for item in block if not isinstance(item, tf.Variable)]
     if others:
         raise refusal(
@@ -84,12 +87,8 @@ def check_blocks(blocks: Blocks) -> None:
             "Expected blocks that have variables, each variable in one block, got "
             f"{[[variable.name for variable in block] for block in blocks]}."
         )
-    check_variables([variable for block in blocks for variable in block])
-
-
-def check_together(blocks: Blocks, trained: Any) -> None:
-    """Raises UnsupportedRunError unless the blocks are together the variables that are trained."""
     own = [variable for block in blocks for variable in block]
+    check_variables(own)
     given, own_refs = ({variable.ref() for variable in part} for part in (trained, own))
     if given != own_refs:
         outside = [variable.deref().name for variable in given ^ own_refs]
@@ -210,8 +209,7 @@ class BlockSteps(Mechanism):
                 f'"{plan.order.value}": the bound on DP-MBCD is about the same batches in every '
                 "epoch. Pass it to the model."
             )
-        check_blocks(blocks)
-        check_together(blocks, variables)
+        check_blocks(blocks, variables)
         super().__init__(settings, update, plan, variables, blocks)
         self._rate = as_meant(float(update.rate()))
 
@@ -251,8 +249,7 @@ class BlockSteps(Mechanism):
         Raises:
             UnsupportedRunError: They are others, or not all that is trained.
         """
-        check_blocks(blocks)
-        check_together(blocks, self.step.variables)
+        check_blocks(blocks, self.step.variables)
         if [[v.ref() for v in block] for block in blocks] == [
             [v.ref() for v in block] for block in self.blocks
         ]:

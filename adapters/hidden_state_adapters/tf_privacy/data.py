@@ -219,27 +219,21 @@ def _is_repeated(dataset: Any) -> bool:
 
 def _whole_sources(dataset: Any) -> set[int]:
     """What it has all examples of, by identity: each dataset on the way, and those before it."""
-    found = {id(_of_version_2(dataset))}
+    found = {id(dataset)}
     if _kind(dataset) not in _SELECTED:
         found.update(*map(_whole_sources, _inputs(dataset)))
     return found
 
 
 def _kind(dataset: Any) -> str:
-    return type(_of_version_2(dataset)).__name__.removeprefix("_").removesuffix("Dataset")
+    return type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
 
 
 def _inputs(dataset: Any) -> list[Any]:
     """What its elements are made from."""
-    dataset = _of_version_2(dataset)
     if _kind(dataset) == "DirectedInterleave":  # another input says which of these is next
         return list(dataset._data_inputs)
     return list(dataset._inputs())
-
-
-def _of_version_2(dataset: Any) -> Any:
-    """What an adapter to TensorFlow 1 holds."""
-    return getattr(dataset, "_dataset", dataset)
 
 
 def _stacked(parts: Sequence[Any]) -> np.ndarray:

@@ -165,10 +165,6 @@ class Mechanism:
         refuse_surroundings(self._strategy)  # fit enters the strategy of the model
         return self.step.take(passes, rows, step)
 
-    def steps_since(self, steps: int) -> list[StepEntry]:
-        """The entries of the steps after the first `steps`, which the host has not seen yet."""
-        return self.step.log.read_since(steps)
-
     # What it is
 
     @property

@@ -170,6 +170,9 @@ class RecordedRun:
 
     The mechanism says what kind of `Run` its steps are, and what each of them did.
 
+    Attributes:
+        declared: What the run is accounted with.
+
     Args:
         model: A Keras model or layer that is built; its trainable variables are released.
         optimizer: The mechanism; it has not taken a step.
@@ -211,7 +214,7 @@ class RecordedRun:
         self._fixed = FixedVariables(model)
         self._of_gradients = None if checked is None else tuple(checked)
         self._dealt = dealt or Dealt(_FIXED, examples // batch_size, lambda _: batch_size)
-        self._declared = declared
+        self.declared = declared
         optimizer.begin(declared)
         optimizer.check_start(keras_api.trained(model), declared)
         self.num_batches = 0  # that were recorded
@@ -220,7 +223,6 @@ class RecordedRun:
         self._relation = NeighboringRelation.REPLACE_ONE if has_several else relation
         self._run: Run | None = None  # the first step decides what it is about
         self._invalid = ""
-        self._is_told = False  # of earlier runs
         self._texts: tuple[str, ...] = ()  # of the user's word, about steps so far
         self._complete: Callable[[Run], Run] | None = None  # see `may_stop`
         self._whole: tuple[Any, Run] | None = None
@@ -234,17 +236,8 @@ class RecordedRun:
             _logger.warning(line)
 
     def _begin(self) -> None:
+        """Asks where the initial weights come from."""
         self._live = live_run(os.urandom(16).hex())
-        self.check_initial_weights()
-
-    def check_initial_weights(self) -> None:
-        """Asks where the initial weights come from; again as long as no step was taken.
-
-        Raises:
-            UnsupportedRunError: What they show is not known.
-        """
-        if self.has_begun:  # steps that were not recorded have no figure anyway
-            return
         self._take_over(self.optimizer.training.past_runs(keras_api.variables(self.model)))
         before = int(self.optimizer.iterations.numpy())
         if before and not self._earlier:
@@ -254,8 +247,7 @@ class RecordedRun:
                 "here. If the weights come from no training on these examples, compile with a "
                 "fresh optimizer."
             )
-        if self._earlier and not self._is_told:
-            self._is_told = True
+        if self._earlier:
             _logger.warning(
                 "the initial weights come from %d private run(s) before this one: epsilon is that "
                 "of all of them together", len(self._earlier),
@@ -312,7 +304,7 @@ class RecordedRun:
             relation=self._relation.name,
             batch_size=self._batch_size,
             examples=self._examples,
-            declared=self._declared,
+            declared=self.declared,
             texts=tuple(dict.fromkeys((*self._texts, *self._left_open, *declared))),
             num_steps=self.num_batches,
             iterations=int(optimizer.iterations.numpy()),
@@ -328,14 +320,14 @@ class RecordedRun:
         self._live = live_run(state.run_id)
         self._live.check_newest(state.num_steps, discard_later_steps)
         self.optimizer.resume(state, keras_api.trained(self.model))
-        self._run = self.optimizer.new_run(self._declared)
+        self._run = self.optimizer.new_run(self.declared)
         self._run.load_state_dict(state.run)  # names the field that differs
         self.num_batches, self._live.run = state.num_steps, self._run
         self._live.steps = state.num_steps
         for step in self._run.release_steps[-1:]:
             self._live.released = step
         self._take_over(state.earlier)
-        discarded = (_DISCARDED.format(self._number_of_steps),) if discard_later_steps else ()
+        discarded = (_DISCARDED.format(self._run.num_steps),) if discard_later_steps else ()
         self._texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
 
     def where_from(self) -> Origin:
@@ -345,12 +337,7 @@ class RecordedRun:
             ValueError, UnsupportedRunError: What they show is not known.
         """
         self.event()  # there is one
-        return Origin(self._live.run_id, self._number_of_steps)
-
-    @property
-    def _number_of_steps(self) -> int:
-        """Of the event."""
-        return 0 if self._run is None else self._run.num_steps
+        return Origin(self._live.run_id, 0 if self._run is None else self._run.num_steps)
 
     # What happens
 
@@ -397,7 +384,7 @@ class RecordedRun:
         if self.num_batches == 1:
             self.check_variables()
         if self._run is None:
-            self._run = self._live.run = self.optimizer.new_run(self._declared)
+            self._run = self._live.run = self.optimizer.new_run(self.declared)
         self._run.add(attrs.evolve(step, batch=batch, rows=self._batch_size))
         self._live.steps = self.num_batches
 
@@ -473,7 +460,7 @@ class RecordedRun:
         check_layers(model)
         self.model = model
         self.check_iterate()
-        optimizer.check_start(keras_api.trained(model), self._declared)
+        optimizer.check_start(keras_api.trained(model), self.declared)
 
     # What must hold for a figure
 
@@ -555,10 +542,6 @@ class RecordedRun:
         self._run = self._live.run = self._whole_run()
         self._complete, self._live.whole, self._live.ended = None, None, ""
 
-    def is_over(self) -> None:
-        """No step follows: the weights are those of an earlier one, which were released."""
-        self._is_over = True
-
     def _whole_run(self) -> Run:
         assert self._run is not None
         if self._complete is None:
@@ -588,11 +571,6 @@ class RecordedRun:
         return (*self.earlier_events, self.event())
 
     @property
-    def declared(self) -> Declared:
-        """What the run is accounted with."""
-        return self._declared
-
-    @property
     def earlier_events(self) -> tuple[DpEvent, ...]:
         """Those of the runs that the initial weights come from."""
         return tuple(run.event() for run in self._earlier)
@@ -614,17 +592,17 @@ class RecordedRun:
         """
         own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
         own += [Assumption.checked(text) for text in self.optimizer.checked()]
-        own += [*(self._of_gradients or ()), *self._declared.measured]
+        own += [*(self._of_gradients or ()), *self.declared.measured]
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
         of_run = [*self._left_open, *self.optimizer.declared(self.event()), *self._texts]
-        if not self._declared.source:  # else loss and features are known
+        if not self.declared.source:  # else loss and features are known
             of_run.append(_NO_MEMORY)
         own += [Assumption.declared(text) for text in (*_DECLARED, *of_run, *declared)]
         # What was read off this run's loss says nothing about the runs before it.
         run = self._whole_run()
         proven = run.guarantee(self._relation).assumptions
-        derived = self.optimizer.derived(self._declared)
+        derived = self.optimizer.derived(self.declared)
         proven = replace_assumptions(proven, *derived, *self.optimizer.in_advance(run))
         before = [guarantee.assumptions for guarantee in self._spent]
         return merge_assumptions([tuple(own), proven, *before])

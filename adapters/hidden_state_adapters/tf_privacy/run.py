@@ -516,7 +516,7 @@ class PrivateRun(Figures):
     def _catch_up(self) -> None:
         if self._record.has_all_steps:
             return
-        for entry in self.steps.steps_since(self._record.num_batches):
+        for entry in self.steps.step.log.read_since(self._record.num_batches):
             self._record.add(self._record.next_batch, entry)
 
     def _features(self) -> Iterator[tf.Tensor] | None:
