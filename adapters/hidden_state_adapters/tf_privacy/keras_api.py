@@ -304,18 +304,3 @@ def waits_for_batches(callback: Any) -> bool:
         return bool(callback._implements_train_batch_hooks())
     hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     return not all(getattr(getattr(callback, hook), "_is_default", False) for hook in hooks)
-
-
-def check_is_compiled(model: Any) -> None:
-    """Raises the error of Keras unless the model is compiled."""
-    if IS_KERAS_3:
-        model._assert_compile_called("fit")
-    else:
-        model._assert_compile_was_called()
-
-
-def compile_arguments(run_eagerly: Any, steps_per_execution: Any) -> dict[str, Any]:
-    """Of Model.compile, where nothing is said."""
-    if IS_KERAS_3:
-        run_eagerly, steps_per_execution = bool(run_eagerly), steps_per_execution or 1
-    return {"run_eagerly": run_eagerly, "steps_per_execution": steps_per_execution}

@@ -125,7 +125,8 @@ class PrivateTraining(tf.keras.Model, Figures):
             loss=loss,
             metrics=metrics,
             jit_compile=False,  # of the rest of the step
-            **keras_api.compile_arguments(run_eagerly, steps_per_execution),
+            run_eagerly=bool(run_eagerly),
+            steps_per_execution=steps_per_execution or 1,
             **kwargs,
         )
         self.__dict__["_loaded_runs"] = self._runs_behind()
@@ -200,7 +201,8 @@ class PrivateTraining(tf.keras.Model, Figures):
                 there is no figure for it any more.
             TypeError, ValueError: An argument has an impossible value.
         """
-        keras_api.check_is_compiled(self)
+        if self._rule is None:
+            raise ValueError("Expected a compiled model, got one that is not. Call compile.")
         self._check_own_step()
         _check_fit(validation_split, shuffle, self._settings)
         weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
@@ -244,7 +246,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         if self._run is not None and self._run.record.has_begun:
             self._run.go_on(given)
             return self._run
-        assert self._rule is not None  # it is compiled
+        assert self._rule is not None
         return PrivateRun.of_compiled(
             self,
             self._rule,
