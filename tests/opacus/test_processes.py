@@ -13,6 +13,7 @@ import torch
 from processes import BATCH, CASES, RECORDS, Group, trajectories
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus.data.reading import drawn_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -102,6 +103,20 @@ def test_parts_are_disjoint_and_together_the_batch(three, order):
         assert (epochs[0] == epochs[1]) == (order in ("cyclic", "shuffled_once"))
         again = three.call("used_records", order)
         assert (again == parts) == (order == "cyclic")  # another run has another secret order
+
+
+def test_poisson_batches_of_a_stock_engine(two):
+    for epsilon, event in two.call("stock_epsilon"):
+        assert event.sampling_probability == drawn_rate(BATCH / RECORDS)
+        assert (event.batch_order.value, event.batch_size, event.num_steps) == ("poisson", BATCH, 3)
+        accountant = hsa.LastIterateAccountant().compose(event)
+        assert epsilon == accountant.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("declared", [None, {"batch_order": "cyclic", "dataset_size": RECORDS}])
+def test_other_batches_of_a_stock_engine_are_half_of_those_of_a_step(two, declared):
+    for outcome in two.call("stock_run", False, declared):
+        assert "Expected one process, got 2 with DataLoader" in outcome
 
 
 # --- one process does something else -------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Opacus' own engine with accountant="hidden_state": what is read, refused and accounted."""
 
 import itertools
-import subprocess
-import sys
 from unittest import mock
 
 import attrs
@@ -503,70 +501,6 @@ def test_processes_of_which_each_draws_from_all_records():
         pytest.raises(hsa.UnsupportedRunError, match="Expected one process, got 2"),
     ):
         stock_loop(declared={}, poisson_sampling=True)
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-TWO_PROCESSES = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from opacus import PrivacyEngine
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-import hidden_state_adapters.opacus
-torch.set_num_threads(1)
-store, rank = "file://" + sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-data = TensorDataset(torch.randn(120, 5), torch.randint(3, (120,)))
-
-def train(is_poisson, before=None):
-    sampler = None if is_poisson else DistributedSampler(data, shuffle=False)
-    engine, model = PrivacyEngine(accountant="hidden_state"), DPDDP(nn.Linear(5, 3))
-    if before is not None:
-        engine.accountant.declare_run(**before)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=20 if is_poisson else 10, sampler=sampler),
-        noise_multiplier=2.0, max_grad_norm=1.0, poisson_sampling=is_poisson)
-    if before is None:
-        engine.accountant.declare_run()
-    for features, labels in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(features), labels).backward()
-        optimizer.step()
-    return engine.accountant
-
-of_one = {"batch_order": "cyclic", "dataset_size": 120, "batch_size": 10}
-for before in (None, of_one):
-    try:
-        train(False, before)
-    except ValueError as error:
-        print(error)
-poisson = train(True)
-print(poisson.get_epsilon(1e-5), poisson.recorders[0].event().sampling_probability)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path):
-    """The batches of one process are half of those of a step; Poisson batches are known."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, str(tmp_path / "store"), str(rank)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    truth = event(batch_order="poisson", batch_size=20, dataset_size=120, num_steps=6, loss=None)
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        *refused, accounted = out.splitlines()
-        assert len(refused) == 2, err
-        assert all("Expected one process, got 2 with DataLoader" in line for line in refused)
-        value, rate = map(float, accounted.split())
-        assert rate == drawn(20 / 120)
-        assert value == epsilon(truth)
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])

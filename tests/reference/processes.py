@@ -9,6 +9,7 @@ import warnings
 
 import torch
 import torch._dynamo  # autograd imports it sooner or later; in the server of the forks only once
+from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import distributed, nn
@@ -288,6 +289,34 @@ def used_records(order, size=BATCH):
             asked.clear()
             run.step(batch)
     return steps
+
+
+def stock_run(is_poisson, declared=None):
+    """The accountant of a stock engine after an epoch; `declared` before make_private or after."""
+    engine, model = PrivacyEngine(accountant="hidden_state"), DPDDP(nn.Linear(FEATURES, CLASSES))
+    if declared is not None:
+        engine.accountant.declare_run(**declared)
+    sampler = None if is_poisson else DistributedSampler(records(), shuffle=False)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(records(), batch_size=BATCH if is_poisson else 5, sampler=sampler),
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+        poisson_sampling=is_poisson,
+    )
+    if declared is None:
+        engine.accountant.declare_run()
+    for features, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(features), labels).backward()
+        optimizer.step()
+    return engine.accountant
+
+
+def stock_epsilon():
+    accountant = stock_run(True)
+    return accountant.get_epsilon(1e-5), accountant.recorders[0].event()
 
 
 # What goes wrong in process 1, or in all. The text of the error comes back, and whether the run has
