@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_accountants import validate
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.data import GivenWeights
 from hidden_state_adapters.tf_privacy.fit import Fit
@@ -215,7 +214,6 @@ class PrivateTraining(tf.keras.Model, Figures):
             refuse_moved_rates(others)
         run.prepare(epochs - initial_epoch, call.releases, target, may_stop=call.chooses)
         run.fits(call)
-        steps = run.steps.last_step.steps
         self._run, self._continued = run, None
 
         def validate(epoch: int, callbacks: Any) -> dict[str, Any]:
@@ -229,11 +227,10 @@ class PrivateTraining(tf.keras.Model, Figures):
             return {f"val_{name}": value for name, value in found.items()}
 
         try:
-            return call.train(initial_epoch, epochs, 1 if verbose == "auto" else verbose, validate)
-        except BaseException:
-            with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
-                run.end_interrupted(steps)
-            raise
+            with run.whole_or_none():
+                return call.train(
+                    initial_epoch, epochs, 1 if verbose == "auto" else verbose, validate
+                )
         finally:
             self.reset_metrics()
 

@@ -71,19 +71,6 @@ def _quicker(pace: int, seconds: float) -> int:
 
 
 @attrs.frozen
-class Target:
-    """What the noise of a run is found for.
-
-    Attributes:
-        epsilon: Met from below.
-        delta: In (0, 1).
-    """
-
-    epsilon: float
-    delta: float
-
-
-@attrs.frozen
 class Continued:
     """A run that goes on.
 
@@ -430,16 +417,11 @@ class PrivateRun(Figures):
         self._check_end_of_epoch(self._record.num_batches)
         target = self.target(target_epsilon, target_delta)
         self.prepare(epochs, (False, False), target, may_stop=False)
-        steps, losses = self.steps.last_step.steps, []
         self._calls += 1
-        try:
-            for epoch in range(epochs):
-                losses.append(self._train_epoch(f"Epoch {epoch + 1}/{epochs}", verbose))
-        except BaseException:
-            with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
-                self.end_interrupted(steps)
-            raise
-        return losses
+        with self.whole_or_none():
+            return [
+                self._train_epoch(f"Epoch {epoch + 1}/{epochs}", verbose) for epoch in range(epochs)
+            ]
 
     def _train_epoch(self, title: str, verbose: bool) -> float:
         total = np.zeros(2)
@@ -632,8 +614,8 @@ class PrivateRun(Figures):
             return self.settings.noise_multiplier
         return self.steps.noise_multiplier
 
-    def target(self, epsilon: float | None, delta: float | None) -> Target | None:
-        """What the noise is to be found for; None if it is known.
+    def target(self, epsilon: float | None, delta: float | None) -> tuple[float, float] | None:
+        """Epsilon and delta that the noise is to be found for; None if it is known.
 
         Args:
             epsilon: target_epsilon of fit or train, or None.
@@ -667,9 +649,7 @@ class PrivateRun(Figures):
         delta = self._target_delta if delta is None else delta
         if delta is None:
             raise ValueError("Expected target_delta with target_epsilon, got None.")
-        return Target(
-            validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
-        )
+        return validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
 
     def _check_declared(self, more: int) -> None:
         """Raises UnsupportedRunError if there would be more steps than were declared."""
@@ -682,7 +662,12 @@ class PrivateRun(Figures):
             )
 
     def prepare(
-        self, epochs: int, releases: tuple[bool, bool], target: Target | None, *, may_stop: bool
+        self,
+        epochs: int,
+        releases: tuple[bool, bool],
+        target: tuple[float, float] | None,
+        *,
+        may_stop: bool,
     ) -> None:
         """Gets ready for the steps of a call of fit.
 
@@ -705,8 +690,7 @@ class PrivateRun(Figures):
             spent = self._record.earlier_events
             noise = calibrate_noise_after(
                 spent,
-                target.epsilon,
-                target.delta,
+                *target,
                 lambda noise: _with_noise(event, noise),
                 self.relation,
                 "start from weights that no private run left",
@@ -760,13 +744,18 @@ class PrivateRun(Figures):
         found = self.steps.take(passes, step, rows)
         return found.losses, found.outputs
 
-    def end_interrupted(self, steps_before: int) -> None:
-        """Ends the run of a fit that an error or the user has stopped, if it took a step."""
-        record = self._record
-        record.note_weights()
-        if record.has_ended or self.steps.last_step.steps == steps_before:
-            return
-        record.invalidate(INTERRUPTED)
+    @contextlib.contextmanager
+    def whole_or_none(self) -> Iterator[None]:
+        """Ends the run of epochs that an error or the user has stopped, if they took a step."""
+        record, before = self._record, self.steps.last_step.steps
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
+                record.note_weights()
+                if not record.has_ended and self.steps.last_step.steps != before:
+                    record.invalidate(INTERRUPTED)
+            raise
 
     # Figures
 
