@@ -130,19 +130,18 @@ class KnownCriterion:
         share = self.share(output.shape[1])
         return gradient if share == 1 else gradient / share
 
-    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """How large the numbers are whose rounding shows in the gradient."""
-        raise NotImplementedError
+
+class _OfClasses(KnownCriterion):
+    """A loss of class indices or of probabilities."""
+
+    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
+        """See `KnownCriterion.takes`."""
+        if target.is_floating_point():
+            return target.shape == output.shape
+        return target.shape[:1] == output.shape[:1] and target.numel() == len(output)
 
 
-def takes_classes(target: torch.Tensor, output: torch.Tensor) -> bool:
-    """Whether `target` may be class indices, or probabilities, for `output`."""
-    if target.is_floating_point():
-        return target.shape == output.shape
-    return target.shape[:1] == output.shape[:1] and target.numel() == len(output)
-
-
-class SoftmaxCriterion(KnownCriterion):
+class SoftmaxCriterion(_OfClasses):
     """nn.CrossEntropyLoss: with targets t and weights w the softmax p has gradient s p - w t."""
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
@@ -170,14 +169,6 @@ class SoftmaxCriterion(KnownCriterion):
         """One loss for all outputs."""
         return 1.0
 
-    def _weight(self, output: torch.Tensor) -> torch.Tensor:
-        weight = self.criterion.weight
-        return output.new_ones(output.shape[1]) if weight is None else weight.to(output)
-
-    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
-        """See `KnownCriterion.takes`; class indices or probabilities."""
-        return takes_classes(target, output)
-
     def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.slopes`; a label that is no class is taken for none."""
         criterion = self.criterion
@@ -191,18 +182,14 @@ class SoftmaxCriterion(KnownCriterion):
 
     def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.gradient`; targets are probabilities."""
-        smoothing = self.criterion.label_smoothing
+        weight, smoothing = self.criterion.weight, self.criterion.label_smoothing
         weighted = (1 - smoothing) * target + smoothing / output.shape[1]
-        weighted = weighted * self._weight(output)
+        if weight is not None:
+            weighted = weighted * weight.to(output)
         gradient = output.softmax(dim=1) * weighted.sum(dim=1, keepdim=True) - weighted
         off = (target.sum(dim=1) - 1).abs() > _PROBABILITY_SLACK
         is_forbidden = off | (target < 0).any(dim=1)
         return torch.where(is_forbidden[:, None], math.nan, gradient)
-
-    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.size`."""
-        weight = self.criterion.weight
-        return output.new_ones(()) if weight is None else weight.max().to(output)
 
 
 class LogisticCriterion(KnownCriterion):
@@ -223,24 +210,14 @@ class LogisticCriterion(KnownCriterion):
             return _scaled(one, float(largest.max()))
         return _sum_of(one, largest / self.share(outputs))
 
-    def _factors(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the slopes at label 0 and at label 1 are multiplied with."""
-        weight, positive = self.criterion.weight, self.criterion.pos_weight
-        ones = output.new_ones(output.shape[1])
-        weight = ones if weight is None else ones * weight.to(output)
-        return weight, weight if positive is None else weight * positive.to(output)
-
     def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.gradient`; targets are in [0, 1]."""
-        negative, positive = self._factors(output)
-        down = negative * (1 - target) * output.sigmoid()
-        up = positive * target * (-output).sigmoid()
-        is_allowed = (target >= 0) & (target <= 1)
-        return torch.where(is_allowed, down - up, math.nan)
-
-    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.size`."""
-        return torch.maximum(*self._factors(output))
+        weight, positive = self.criterion.weight, self.criterion.pos_weight
+        down, up = (1 - target) * output.sigmoid(), target * (-output).sigmoid()
+        gradient = down - (up if positive is None else positive.to(output) * up)
+        if weight is not None:
+            gradient = weight.to(output) * gradient
+        return torch.where((target >= 0) & (target <= 1), gradient, math.nan)
 
 
 class ResidualCriterion(KnownCriterion):
@@ -278,46 +255,31 @@ class ResidualCriterion(KnownCriterion):
         curvature, width = self._shape
         return curvature * (output - target).clamp(-width, width)
 
-    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.size`."""
-        return self._shape[0] * (output.abs() + target.abs())
-
 
 class EnvelopeCriterion(KnownCriterion):
     """A loss of `losses`, which knows its constants and checks its targets by itself."""
 
     def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
         """See `KnownCriterion.geometry`."""
-        name = type(self.criterion).__name__
-        if outputs != 1 and not isinstance(self.criterion, _ENVELOPES_OF_MANY_OUTPUTS):
+        if outputs != 1 and not self.criterion.takes_several_outputs:
             raise UnsupportedRunError(
-                f'loss_geometry="auto" needs one output for {name}, got {outputs}. Use a model '
-                "with one output, or declare a LossGeometry."
+                f'loss_geometry="auto" needs one output for {type(self.criterion).__name__}, got '
+                f"{outputs}. Use a model with one output, or declare a LossGeometry."
             )
         geometry: LossGeometry = self.criterion.geometry(norm, bias)
         return geometry
 
-    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
-        """See `KnownCriterion.takes`."""
-        if isinstance(self.criterion, EnvelopeCrossEntropyLoss):
-            return takes_classes(target, output)
-        return super().takes(target, output)
-
     def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """See `KnownCriterion.slopes`."""
-        is_label = isinstance(self.criterion, EnvelopeCrossEntropyLoss)
-        is_label = is_label and not target.is_floating_point()
-        shape = output.shape[:1] if is_label else output.shape
-        target = target.to(output.device).reshape(shape)
+        is_label = target.numel() != output.numel()
+        target = target.to(output.device).reshape(-1 if is_label else output.shape)
         slopes: torch.Tensor = self.criterion.slopes(output, target)
         return slopes
 
-    def size(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.size`; the gradients are computed in float64."""
-        return output.new_ones(())
 
+class SoftmaxEnvelope(_OfClasses, EnvelopeCriterion):
+    """EnvelopeCrossEntropyLoss."""
 
-_ENVELOPES_OF_MANY_OUTPUTS = (EnvelopeCrossEntropyLoss, EnvelopeSquaredErrorLoss)
 
 _KNOWN: dict[type, type[KnownCriterion]] = {
     nn.CrossEntropyLoss: SoftmaxCriterion,
@@ -325,22 +287,27 @@ _KNOWN: dict[type, type[KnownCriterion]] = {
     nn.MSELoss: ResidualCriterion,
     nn.HuberLoss: ResidualCriterion,
     nn.SmoothL1Loss: ResidualCriterion,
-    EnvelopeCrossEntropyLoss: EnvelopeCriterion,
+    EnvelopeCrossEntropyLoss: SoftmaxEnvelope,
     EnvelopeBCEWithLogitsLoss: EnvelopeCriterion,
     EnvelopeSquaredErrorLoss: EnvelopeCriterion,
     EnvelopeHingeLoss: EnvelopeCriterion,
 }
 
 KNOWN_NAMES = ", ".join(
-    f"{'' if known is EnvelopeCriterion else 'nn.'}{kind.__name__}"
-    for kind, known in (*_KNOWN.items(), (nn.NLLLoss, SoftmaxCriterion))
+    f"{'nn.' if kind.__module__.startswith('torch.') else ''}{kind.__name__}"
+    for kind in (*_KNOWN, nn.NLLLoss)
 )
 
 
 def known_criterion(criterion: Any) -> KnownCriterion | None:
-    """What is known of a module that `as_module` returned, or None."""
-    kind = _KNOWN.get(type(criterion))
-    return None if kind is None else kind(criterion)
+    """What is known of a criterion, or None.
+
+    Raises:
+        UnsupportedRunError: As `as_module`.
+    """
+    module = as_module(criterion)
+    kind = _KNOWN.get(type(module))
+    return None if kind is None else kind(module)
 
 
 def _scaled(loss: LossGeometry, factor: float) -> LossGeometry:

@@ -116,7 +116,7 @@ def auto_loss_geometry(
             'loss_geometry="auto" needs a bound on the norm of the features, got none. Normalise '
             "the records and pass feature_norm=."
         )
-    known = known_criterion(as_module(criterion))
+    known = known_criterion(criterion)
     is_softmax = isinstance(known, SoftmaxCriterion)
     layer = linear_head(module, _PASSIVE_BEFORE_SOFTMAX if is_softmax else _PASSIVE)
     if known is None:

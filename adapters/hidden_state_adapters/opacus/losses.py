@@ -104,9 +104,12 @@ class EnvelopeLoss(nn.Module):
         reduction: "mean" or "sum" over the records, or "none".
         curvature: M, the Lipschitz constant of the plain loss' gradient in the predictions; for
             `hidden_state_accountants.envelope_smoothing`.
+        takes_several_outputs: Whether a record may have several predictions.
     """
 
     curvature: float
+    takes_several_outputs: ClassVar[bool] = False
+    _geometry: ClassVar[Callable[..., LossGeometry]]
     _kink: ClassVar[str] = ""
     _least_clip_norm: ClassVar[float] = 0.0
 
@@ -134,7 +137,13 @@ class EnvelopeLoss(nn.Module):
             feature_norm: A bound on the L2 norm of every record's features.
             bias: Whether a bias is trained as well.
         """
-        raise NotImplementedError
+        settings = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._scale}
+        return self._geometry(feature_norm, bias, **settings)
+
+    @property
+    def _scale(self) -> dict[str, float]:
+        """What else its constants depend on."""
+        return {}
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of a batch.
@@ -183,13 +192,9 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     """
 
     curvature = 0.5
+    takes_several_outputs = True
+    _geometry = LossGeometry.envelope_softmax_cross_entropy
     _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_softmax_cross_entropy(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
-        )
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         probabilities = _probabilities(predictions, targets)
@@ -255,12 +260,7 @@ class EnvelopeBCEWithLogitsLoss(EnvelopeLoss):
     """
 
     curvature = 0.25
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_logistic(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
-        )
+    _geometry = LossGeometry.envelope_logistic
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         _check_shape(targets, predictions, "targets")
@@ -284,13 +284,8 @@ class EnvelopeHingeLoss(EnvelopeLoss):
     """
 
     curvature = float("inf")
+    _geometry = LossGeometry.envelope_hinge
     _kink = "hinge"
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_hinge(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing
-        )
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         _check_shape(targets, predictions, "targets")
@@ -318,6 +313,9 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
         TypeError, ValueError: An argument has an impossible value.
     """
 
+    takes_several_outputs = True
+    _geometry = LossGeometry.envelope_squared_error
+
     def __init__(
         self,
         clip_norm: float,
@@ -333,14 +331,12 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
         """M."""
         return self.scale
 
+    @property
+    def _scale(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale:g}"
-
-    def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """See `EnvelopeLoss.geometry`."""
-        return LossGeometry.envelope_squared_error(
-            feature_norm, bias, clip_norm=self.clip_norm, smoothing=self.smoothing, scale=self.scale
-        )
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         _check_shape(targets, predictions, "targets")

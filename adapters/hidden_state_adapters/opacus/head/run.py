@@ -314,8 +314,10 @@ class KnownHeadRun(HeadRun):
         output = own.outputs.detach()
         slack = _ROUNDING_UNITS * torch.finfo(output.dtype).eps * math.sqrt(piece.rows)
         allowed = TOLERANCE * torch.linalg.vector_norm(gradients.slope_norms)
-        shape = output.shape if target.numel() == output.numel() else target.shape
-        size = self._known.size(output, target.to(output).reshape(shape)).max()
+        size = 1 + output.abs().max()
+        if target.is_floating_point():
+            size = size + target.abs().max().to(size)
+        slack *= self._lipschitz or 1.0  # it holds the weights of outputs
         off = torch.linalg.vector_norm(gradients.slopes - self._got(own, piece.rows))
         found: dict[str, Figure] = {"excess": off - (allowed + slack * size)}
         taken = self._cursor.taken

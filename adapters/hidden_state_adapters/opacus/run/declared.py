@@ -21,7 +21,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
-from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, known_criterion
+from hidden_state_adapters.opacus.criteria import KnownCriterion, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.head.curvature import uses_curvature
 from hidden_state_adapters.opacus.run.arguments import RunArguments
@@ -81,7 +81,7 @@ class DeclaredRun:
         arguments = self.arguments
         if arguments.loss_geometry != "auto":
             return None
-        return known_criterion(as_module(arguments.criterion))
+        return known_criterion(arguments.criterion)
 
     def fields(self, noise_multiplier: float, relation: NeighboringRelation) -> dict[str, Any]:
         """What has to be the same where a run goes on, beside what its recorder compares.
