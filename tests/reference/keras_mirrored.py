@@ -46,7 +46,7 @@ def make(strategy, stack, optimizer=sgd, **kwargs):
         model.build((None, FEATURES))
         model.compile(
             optimizer(), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            metrics=["accuracy"], steps_per_execution=None if strategy is None else 2,
         )  # fmt: skip
     return model
 

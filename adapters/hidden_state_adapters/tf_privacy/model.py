@@ -250,7 +250,6 @@ class PrivateTraining(tf.keras.Model, Figures):
             self._settings,
             given,
             uses_xla=self._uses_xla,
-            pace=self._given_pace,
             continued=self._continued,
         )
 

@@ -221,7 +221,6 @@ class PrivateRun(Figures):
         given: Given,
         *,
         uses_xla: bool,
-        pace: int | None,
         continued: Continued | None,
     ) -> PrivateRun:
         """That of a model whose fit takes its steps.
@@ -232,7 +231,6 @@ class PrivateRun(Figures):
             settings: Of the model.
             given: To fit.
             uses_xla: Whether XLA compiles the step.
-            pace: The steps between two looks that were asked for, or None.
             continued: The run that goes on; None for a new one.
 
         Raises:
@@ -243,11 +241,6 @@ class PrivateRun(Figures):
             raise refusal(
                 "Expected jit_compile = False in a MirroredStrategy, got True: XLA compiles no "
                 "exchange between its replicas. Leave it out."
-            )
-        if strategy is not None and (pace or 1) != 1:
-            raise refusal(
-                f"Expected steps_per_execution = 1 in a MirroredStrategy, got {pace}: "
-                "its replicas meet in every step. Leave it out."
             )
         run = cls.__new__(cls)
         run._open(
