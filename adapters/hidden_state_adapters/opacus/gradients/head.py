@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import nn
 
-from hidden_state_adapters.opacus.gradients.exact import exact_products
 from hidden_state_adapters.opacus.gradients.norms import norms_of_norms, row_norms, to_precision
+from hidden_state_adapters.opacus.gradients.precision import exact_products
 
 
 @attrs.define(eq=False)

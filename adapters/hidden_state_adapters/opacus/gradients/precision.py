@@ -1,16 +1,21 @@
-"""Settings of torch that round the arithmetic of float32 tensors as if they were coarser."""
+"""How float32 is rounded: never coarsely in a step, nor in the pass of a declared loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.gradients.exact import is_exact, matrix_product_precision
 
 _FULL = ("ieee", "none")
+_REMEDY = (
+    "the gradients are then off by 1e-3 of their length or more, and not those of the declared "
+    "loss. Train in float32; only a frozen backbone may be coarser, inside the model's forward, if "
+    "it sets back what it sets."
+)
 
 
 def check_precision(name: str, tensor: torch.Tensor) -> None:
@@ -22,13 +27,43 @@ def check_precision(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
-    """Refuses autocast, and TF32 or bfloat16 in matrix products of float32.
+def is_exact() -> bool:
+    """Whether float32 products are those of float32: no autocast, no TF32, no bfloat16."""
+    return not torch._C._is_any_autocast_enabled() and _product_precision() == "highest"
 
-    The clipped sum is a matrix product: rounded in TF32, one record counts for up to 1.001 times
-    the clip norm, rounded in bfloat16 for more, whatever the noise was computed for. Gradients are
-    then also off by about 1e-3 of their length in EVERY step, which no contraction forgives (one
-    record moves a mean over b records by 2/b of it, and in a single step per epoch).
+
+@contextlib.contextmanager
+def exact_products(device_type: str) -> Iterator[None]:
+    """Within it float32 products are those of float32, whatever a loop set.
+
+    Rounded in TF32, one record would count for up to 1.001 times the clip norm in a sum of clipped
+    gradients, rounded in bfloat16 for more.
+
+    Raises:
+        UnsupportedRunError: The precision was set for one device by itself.
+    """
+    if is_exact():
+        yield
+        return
+    before = _product_precision()
+    if before not in ("highest", "high", "medium"):
+        raise UnsupportedRunError(
+            f"Expected one precision of float32 matrix products, got {before!r} (TF32 or "
+            'bfloat16). Call torch.set_float32_matmul_precision("highest").'
+        )
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def check_arithmetic(params: Sequence[nn.Parameter]) -> None:
+    """Refuses a training pass of a declared loss under autocast, or with coarse matrix products.
+
+    No contraction forgives gradients that are off in EVERY step: one record moves a mean over b
+    records by 2/b of their length, and in a single step per epoch.
 
     Args:
         params: The trainable parameters. Those in float64 are never rounded so.
@@ -38,38 +73,24 @@ def check_arithmetic(params: Iterable[nn.Parameter]) -> None:
     """
     if is_exact():
         return  # whatever the parameters are
-    params = list(params)
     for device_type in {p.device.type for p in params}:
         if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             raise UnsupportedRunError(
-                f"Expected no autocast, got torch.autocast({device_type!r}): gradients and their "
-                "sums are then rounded to 8 or 11 bits, so that a record can count for more than "
-                "the clip norm. Train in float32; only a frozen backbone may run under autocast, "
-                "inside the model's forward."
+                f"Expected no autocast, got torch.autocast({device_type!r}): {_REMEDY}"
             )
-    if any(p.dtype == torch.float32 for p in params):
-        _check_matrix_products()
-
-
-def _check_matrix_products() -> None:
-    precision = matrix_product_precision()
-    if precision != "highest":
+    precision = _product_precision()
+    if precision != "highest" and any(p.dtype == torch.float32 for p in params):
         raise UnsupportedRunError(
             f"Expected float32 matrix products of the highest precision, got {precision!r} (TF32 "
-            "or bfloat16): the sum of clipped gradients is such a product, so a record can count "
-            'for more than the clip norm. Call torch.set_float32_matmul_precision("highest"); only '
-            "a frozen backbone may lower it, inside the model's forward, if it sets it back."
+            f'or bfloat16; torch.set_float32_matmul_precision("highest") sets it): {_REMEDY}'
         )
 
 
 def check_convolutions(params: Sequence[nn.Parameter]) -> None:
-    """Refuses TF32 and bfloat16 in convolutions and recurrent layers of float32.
-
-    cuDNN uses TF32 unless told otherwise. It cannot touch the clip, which is a matrix product, but
-    the gradients are not those of the declared loss.
+    """Refuses TF32 and bfloat16 in convolutions and recurrent layers; cuDNN uses TF32 by default.
 
     Args:
-        params: The trainable parameters.
+        params: As for `check_arithmetic`.
 
     Raises:
         UnsupportedRunError: They may be rounded so on the device of `params`.
@@ -81,11 +102,18 @@ def check_convolutions(params: Sequence[nn.Parameter]) -> None:
             if precision not in _FULL:
                 raise UnsupportedRunError(
                     f"Expected convolutions and recurrent layers in float32 with a declared "
-                    f"loss_geometry, got precision {precision!r} on {device_type!r}: the gradients "
-                    "are then not those of the declared loss. Set torch.backends.cudnn.allow_tf32 "
-                    "= False (on CPU torch.backends.mkldnn.conv.fp32_precision and rnn's = "
-                    '"ieee").'
+                    f"loss_geometry, got precision {precision!r} on {device_type!r} "
+                    "(torch.backends.cudnn.allow_tf32 = False, and on a CPU "
+                    f'torch.backends.mkldnn.conv.fp32_precision = "ieee", sets it): {_REMEDY}'
                 )
+
+
+def _product_precision() -> str:
+    """What torch calls the precision of float32 products."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # since torch 2.9, where one device was set by itself
+        return "lower on some device"
 
 
 def _convolution_precisions(device_type: str) -> Iterator[str]:

@@ -10,8 +10,8 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.gradients.exact import exact_products
 from hidden_state_adapters.opacus.gradients.norms import joint_norms, to_precision
+from hidden_state_adapters.opacus.gradients.precision import exact_products
 
 
 class SampleGradients:

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.gradients.exact import exact_products, is_exact
 from hidden_state_adapters.opacus.gradients.figures import Figure, counted_writes
-from hidden_state_adapters.opacus.gradients.precision import check_arithmetic
+from hidden_state_adapters.opacus.gradients.precision import (
+    check_arithmetic,
+    exact_products,
+    is_exact,
+)
 from hidden_state_adapters.opacus.sources.base import Call
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
@@ -60,6 +63,9 @@ class HeadPasses:
         has_loss: Whether the loop's gradients have to be those of a declared loss.
     """
 
+    # Opacus and users copy models with their hooks; a copy trains nothing here.
+    _is_idle = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -68,14 +74,14 @@ class HeadPasses:
         frozen: FrozenPart,
         *,
         is_flat: bool,
-        has_loss: bool = False,
+        has_loss: bool,
     ):
         self._iterate, self._frozen, self._is_flat = iterate, frozen, is_flat
         self._has_loss = has_loss
         self._modules = tuple(module.named_modules())
         self._passes: list[HeadPass] = []
         self._call: Call | None = None
-        self._is_idle = False  # as a copy is
+        self._is_idle = False
         self._handles = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
             head.register_forward_hook(self._note, with_kwargs=True, prepend=True),
@@ -138,12 +144,4 @@ class HeadPasses:
         self.forget()
 
     def __reduce__(self) -> Any:
-        return _idle, ()  # a copy of the module trains nothing here
-
-
-def _idle() -> HeadPasses:
-    head = nn.Linear(1, 1)
-    passes = HeadPasses(head, head, Iterate(head), FrozenPart(head), is_flat=True)
-    passes.close()
-    passes._is_idle = True  # Opacus and users copy models with their hooks
-    return passes
+        return object.__new__, (type(self),)

@@ -15,10 +15,10 @@ from hidden_state_adapters.opacus.criteria import KnownCriterion
 from hidden_state_adapters.opacus.data.batch import holds_others
 from hidden_state_adapters.opacus.data.loader import BatchCursor
 from hidden_state_adapters.opacus.gradients.bounds import check_features
-from hidden_state_adapters.opacus.gradients.exact import exact_products
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.gradients.head import HeadGradients
 from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.gradients.precision import exact_products
 from hidden_state_adapters.opacus.gradients.samples import SampleGradients
 from hidden_state_adapters.opacus.head.diagnosis import diagnosis
 from hidden_state_adapters.opacus.head.passes import HeadPass, HeadPasses
@@ -44,8 +44,6 @@ class HeadRun(Source):
         frozen: What is kept in eval() mode.
         feature_norm: The declared bound on every record at the head, or None.
         divides: Whether the loss of a batch is divided by its number of records.
-        dim: The dimension that counts the records of a batch of sequences.
-        has_loss: Whether the loop's gradients have to be those of a declared loss.
         **options: See `Source`.
     """
 
@@ -57,16 +55,13 @@ class HeadRun(Source):
         *,
         feature_norm: float | None,
         divides: bool,
-        dim: int = 0,
-        has_loss: bool = False,
         **options: Any,
     ):
         super().__init__(module, frozen, **options)
         self._head, self._feature_norm, self._divides = head, feature_norm, divides
-        self._dim = dim
         is_flat = feature_norm is not None
         self._passes = HeadPasses(
-            module, head, self.iterate, frozen, is_flat=is_flat, has_loss=has_loss
+            module, head, self.iterate, frozen, is_flat=is_flat, has_loss=self._has_loss
         )
         self._is_open = self._is_open and module is not head
         self._used: list[HeadPass] = []

@@ -259,8 +259,12 @@ class TrainingRun:
 
 def _source(declared: DeclaredRun, cursor: BatchCursor, is_composed: bool) -> Source:
     arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
-    options: dict[str, Any] = {"lipschitz": declared.lipschitz, "is_composed": is_composed}
-    dim = 0 if arguments.opacus.get("batch_first", True) else 1
+    options: dict[str, Any] = {
+        "dim": 0 if arguments.opacus.get("batch_first", True) else 1,
+        "has_loss": declared.loss is not None and known is None,
+        "lipschitz": declared.lipschitz,
+        "is_composed": is_composed,
+    }
     if declared.head is None:
         if arguments.opacus.get("grad_sample_mode") == "ghost" and not is_composed:
             raise UnsupportedRunError(
@@ -268,17 +272,14 @@ def _source(declared: DeclaredRun, cursor: BatchCursor, is_composed: bool) -> So
                 'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
                 "that are clipped. Leave it out."
             )
-        has_loss = declared.loss is not None
-        return SampledRun(module, declared.frozen, dim=dim, has_loss=has_loss, **options)
+        return SampledRun(module, declared.frozen, **options)
     norm = arguments.feature_norm
     options |= {
         "feature_norm": None if norm is None else float(norm),
         "divides": arguments.loss_reduction == "mean",
-        "dim": dim,
     }
     if known is None:
-        has_loss = declared.loss is not None
-        return HeadRun(module, declared.head, declared.frozen, has_loss=has_loss, **options)
+        return HeadRun(module, declared.head, declared.frozen, **options)
     return KnownHeadRun(
         module,
         declared.head,

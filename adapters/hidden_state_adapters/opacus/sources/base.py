@@ -36,6 +36,8 @@ class Source:
     Args:
         module: The module itself, not Opacus' wrapper.
         frozen: What is kept in eval() mode.
+        dim: The dimension that counts the records of what goes into the model.
+        has_loss: Whether the loop's gradients have to be those of a loss that was declared.
         lipschitz: Of the loss of one record in the parameters, or None.
         is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
     """
@@ -45,11 +47,13 @@ class Source:
         module: nn.Module,
         frozen: FrozenPart,
         *,
+        dim: int,
+        has_loss: bool,
         lipschitz: float | None,
         is_composed: bool,
     ):
         self._module, self._frozen, self._lipschitz = module, frozen, lipschitz
-        self._looks = not is_composed
+        self._dim, self._has_loss, self._looks = dim, has_loss, not is_composed
         self.iterate = Iterate(module)
         self._held = list(module.parameters())
         self._flags = list(map(_IS_TRAINED, self._held))

@@ -30,8 +30,6 @@ class SampledRun(Source):
     Args:
         module: The module itself, not Opacus' wrapper.
         frozen: What is kept in eval() mode.
-        dim: The dimension that counts the records.
-        has_loss: Whether the gradients have to be those of a declared loss.
         **options: See `Source`.
 
     Attributes:
@@ -39,19 +37,18 @@ class SampledRun(Source):
     """
 
     ghost: Any = None
+    # Opacus and users copy models with their hooks; a copy trains nothing here.
+    _is_idle = True
 
-    def __init__(
-        self, module: nn.Module, frozen: FrozenPart, *, dim: int, has_loss: bool, **options: Any
-    ):
+    def __init__(self, module: nn.Module, frozen: FrozenPart, **options: Any):
         super().__init__(module, frozen, **options)
-        self._dim, self._has_loss = dim, has_loss
         self._modules = tuple(module.named_modules())
         self._trained = [part for _, part in trainable_modules(module)]
         self._call: Call | None = None
         self._passes = 0  # since the last piece
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
-        self._is_idle = False  # as a copy is, and the model in a look at it
+        self._is_idle = False
         self._handle = module.register_forward_pre_hook(self._begin, with_kwargs=True)
         refuse_packed_sequences(module)
 
@@ -163,7 +160,7 @@ class SampledRun(Source):
         self._handle.remove()
 
     def __reduce__(self) -> Any:
-        return _idle, ()  # a copy of the module trains nothing here
+        return object.__new__, (type(self),)
 
 
 def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:
@@ -173,12 +170,3 @@ def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:
         return False
     kinds = [(x.dtype, x.shape, x.device) for x in (tensor, old)]
     return kinds[0] != kinds[1] or differ(tensor.detach(), old.detach())
-
-
-def _idle() -> SampledRun:
-    module = nn.Identity()
-    options: dict[str, Any] = {"lipschitz": None, "is_composed": True}
-    made = SampledRun(module, FrozenPart(module), dim=0, has_loss=False, **options)
-    made.close()
-    made._is_idle = True  # Opacus and users copy models with their hooks
-    return made
