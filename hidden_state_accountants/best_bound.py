@@ -17,11 +17,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.base import (
-    best_curve,
-    delta_to_compare,
-    is_hopeless,
-)
+from hidden_state_accountants.curves.base import BestOfCurves, best_curve, delta_to_compare
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -137,11 +133,7 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
     delta = delta_to_compare(candidate.curve, best.curve)
-    rough = candidate.curve.rough_epsilon(delta)
-    if rough and is_hopeless(best.curve, delta, rough):
-        return True
-    epsilon = candidate.epsilon(delta)
-    return is_hopeless(best.curve, delta, epsilon) or epsilon < best.epsilon(delta)
+    return BestOfCurves((best.curve, candidate.curve)).smallest(delta)[1] == 1
 
 
 def why_none_applies(

@@ -57,10 +57,6 @@ class Curve(abc.ABC):
         """
         return None
 
-    def rough_epsilon(self, delta: float) -> float:
-        """An upper bound on epsilon that costs little; 0 if all of it costs little."""
-        return 0.0
-
     def least_epsilon(self, delta: float) -> float:
         """A lower bound on `epsilon` that costs little."""
         return 0.0
@@ -94,9 +90,6 @@ class LossCurve(ComposableCurve):
     def _divergences(self) -> np.ndarray:
         return self.rdp(self.orders)
 
-    def rough_epsilon(self, delta: float) -> float:
-        return 0.0 if self._composed is None else self._composed.rough_epsilon(delta)
-
     def least_epsilon(self, delta: float) -> float:
         if self._composed is None or not delta > _RELIABLE * self._composed.infinite:
             return 0.0  # Renyi divergences may be smaller
@@ -113,11 +106,6 @@ class LossCurve(ComposableCurve):
         if self._composed and _RELIABLE * self._composed.infinite < by_loss < 1:
             return by_loss
         return min(by_loss, delta_from_rdp(self.orders, self._divergences, epsilon))
-
-
-def is_hopeless(curve: Curve, delta: float, best: float) -> bool:
-    """Whether there is no point in working out an epsilon that is to be smaller than `best`."""
-    return curve.rough_epsilon(delta) > best < curve.least_epsilon(delta)
 
 
 @attrs.frozen
@@ -290,9 +278,6 @@ class CurveWithDelta(Curve):
     def epsilon(self, delta: float) -> float:
         return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
 
-    def rough_epsilon(self, delta: float) -> float:
-        return self.curve.rough_epsilon(delta - self.extra) if delta > self.extra else math.inf
-
     def least_epsilon(self, delta: float) -> float:
         return self.curve.least_epsilon(delta - self.extra) if delta > self.extra else math.inf
 
@@ -326,9 +311,6 @@ class CurveForSmallDeltas(Curve):
             return math.inf
         # No smaller one at a smaller delta, whichever of the two curves is read off.
         return max(self.made.epsilon(delta), self.other.epsilon(self._largest_delta))
-
-    def rough_epsilon(self, delta: float) -> float:
-        return math.inf if delta > self._largest_delta else self.made.rough_epsilon(delta)
 
     def least_epsilon(self, delta: float) -> float:
         return math.inf if delta > self._largest_delta else self.made.least_epsilon(delta)
@@ -408,23 +390,20 @@ class BestOfCurves(Curve):
     def epsilon(self, delta: float) -> float:
         return self.smallest(delta)[0]
 
-    def rough_epsilon(self, delta: float) -> float:
-        return min(curve.rough_epsilon(delta) for curve in self.curves)
-
     def least_epsilon(self, delta: float) -> float:
         return min(curve.least_epsilon(delta) for curve in self.curves)
 
     def smallest(self, delta: float) -> tuple[float, int]:
-        """The smallest epsilon, and the place of its curve."""
-        roughly = [curve.rough_epsilon(delta) for curve in self.curves]
-        first, *others = sorted(range(len(roughly)), key=roughly.__getitem__)
-        best, found = self.curves[first].epsilon(delta), first
-        for place in others:
-            if not is_hopeless(self.curves[place], delta, best):
-                epsilon = self.curves[place].epsilon(delta)
-                if epsilon < best:
-                    best, found = epsilon, place
-        return best, found
+        """The smallest epsilon, and the place of the first curve that has it.
+
+        A curve that cannot be smaller than one of those before it is not worked out.
+        """
+        bounds = sorted((curve.least_epsilon(delta), i) for i, curve in enumerate(self.curves))
+        best = math.inf, len(self.curves)
+        for least, place in bounds:
+            if least <= best[0]:
+                best = min(best, (self.curves[place].epsilon(delta), place))
+        return best
 
     def delta(self, epsilon: float) -> float:
         return min(curve.delta(epsilon) for curve in self.curves)
@@ -433,7 +412,7 @@ class BestOfCurves(Curve):
         return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        by_epsilon = sorted(self.curves, key=lambda curve: curve.rough_epsilon(_DELTA))
+        by_epsilon = sorted(self.curves, key=lambda curve: curve.epsilon(_DELTA))
         best = self.curves[self.smallest(delta_to_compare(*self.curves))[1]]
         events = (curve.to_dpevent() for curve in (best, *by_epsilon))
         return next((event for event in events if event is not None), None)

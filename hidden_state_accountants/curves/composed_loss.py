@@ -67,10 +67,6 @@ class ComposedLoss:
         """The mass of infinite losses."""
         return max(direction.infinite for direction in self._directions)
 
-    def rough_epsilon(self, delta: float) -> float:
-        """At least the epsilon: Chernoff's bound, by coarse laws."""
-        return max(direction.rough_epsilon(delta) for direction in self._directions)
-
     def least_epsilon(self, delta: float) -> float:
         """At most the epsilon, for a delta above that of infinite losses: Cantelli's bound."""
         return max(direction.least_epsilon(delta) for direction in self._directions)
@@ -97,24 +93,6 @@ class _Direction:
     @property
     def infinite(self) -> float:
         return self._parts.infinite
-
-    def rough_epsilon(self, delta: float) -> float:
-        if delta <= self.infinite:
-            return math.inf
-
-        def bound(theta: float) -> float:
-            # The largest of e^(-theta s) (1 - e^-s) is theta^theta / (1 + theta)^(1 + theta).
-            log_mass = self._parts.rough_tilt(theta).log_mass - theta * math.log1p(1 / theta)
-            return (log_mass - math.log1p(theta) - math.log(delta - self.infinite)) / theta
-
-        theta = self._parts.next_tilt(self._parts.rough_tilt(0.0)).theta
-        if not theta:
-            return 0.0
-        found = bound(theta)
-        for factor in (0.5, 2.0, 0.8, 1.25):
-            while (moved := bound(factor * theta)) < found and theta < _LARGEST_TILT:
-                theta, found = factor * theta, moved
-        return max(found, 0.0)
 
     def least_epsilon(self, delta: float) -> float:
         r"""By the mean m and the deviation s of the total loss L under a tilt.

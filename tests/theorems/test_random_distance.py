@@ -486,7 +486,7 @@ class TestSmallDeltas:
         assert (epsilons[1:] < 1.06 * epsilons[:-1]).all()  # 7 values for a factor of ten
         for delta, epsilon in zip(deltas.tolist(), epsilons.tolist(), strict=True):
             assert curve.delta(epsilon) <= delta
-        assert second.epsilon(1e-9) == second.rough_epsilon(1e-9) == math.inf
+        assert second.epsilon(1e-9) == second.least_epsilon(1e-9) == math.inf
         assert second.delta(epsilons[0]) == 1.0
         assert first.epsilon(5e-13) == math.inf > second.epsilon(5e-13)
         assert second.epsilon(second.make().extra) == math.inf
