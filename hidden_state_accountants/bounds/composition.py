@@ -19,10 +19,9 @@ from hidden_state_accountants.bounds.base import Bound, Citation, Proof
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, with_delta
 from hidden_state_accountants.curves.by_profile import (
-    ReplacedInPoissonBatchCurve,
-    SampledWithoutReplacementCurve,
-    ZeroedWithoutReplacementCurve,
+    SampledCurve,
     replaced_in_poisson_batch,
+    replaced_without_replacement,
     zeroed_without_replacement,
 )
 from hidden_state_accountants.curves.composed import compose_curves
@@ -146,28 +145,29 @@ def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: flo
     rate = event.sampling_probability
     if rate == 1:  # nothing is drawn
         return GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)
-    if event.batch_order is BatchOrder.POISSON:
-        if relation is _REPLACE_ONE:
-            return ReplacedInPoissonBatchCurve(mu, rate)
-        sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
-        # Zeroing a record of a Poisson sample is removing it.
-        part = StockEvent(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
-        return StandardCurve((part,))
-    if relation is _REPLACE_ONE:
-        # The record replaces a stand-in, and so does the other record: all are 2 mu apart.
-        return SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, 2 * mu)
-    return ZeroedWithoutReplacementCurve(mu, rate)
+    pair = _sampled_pair(event, relation)
+    if pair is not None:
+        return SampledCurve(pair, mu, rate)
+    sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
+    # Zeroing a record of a Poisson sample is removing it.
+    part = StockEvent(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return StandardCurve((part,))
 
 
 def step_profile(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> Callable[[float], Profile]:
     """The privacy profile of a step by its mu; arguments as for `step_curve`."""
-    rate = event.sampling_probability
+    rate, pair = event.sampling_probability, _sampled_pair(event, relation)
+    if pair is not None:
+        return lambda mu: pair(mu, rate)
+    return lambda mu: profiles.poisson(profiles.gaussian(mu), rate)
+
+
+def _sampled_pair(
+    event: LastIterateDpEvent, relation: NeighboringRelation
+) -> Callable[[float, float], Profile] | None:
+    """Of a `SampledCurve`; None if the record counts on one data set only."""
     if event.batch_order is BatchOrder.POISSON:
-        if relation is _REPLACE_ONE:
-            return functools.partial(replaced_in_poisson_batch, rate=rate)
-        return lambda mu: profiles.poisson(profiles.gaussian(mu), rate)
-    if relation is _REPLACE_ONE:
-        return lambda mu: profiles.without_replacement(profiles.gaussian(2 * mu), rate)
-    return functools.partial(zeroed_without_replacement, rate=rate)
+        return replaced_in_poisson_batch if relation is _REPLACE_ONE else None
+    return replaced_without_replacement if relation is _REPLACE_ONE else zeroed_without_replacement

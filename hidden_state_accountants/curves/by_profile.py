@@ -23,6 +23,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
+from collections.abc import Callable
 
 import attrs
 import dp_accounting
@@ -117,86 +118,36 @@ class PolygonCurve(ProfileCurve):
 
 
 @attrs.frozen(slots=False)
-class SampledWithoutReplacementCurve(ProfileCurve):
-    r"""C_q(G_mu): mu-GDP amplified by a batch that holds the record with probability q = b/n.
-
-    .. math:: \delta\big(\log(1 + q(e^\varepsilon - 1))\big) = q\,\delta_\mu(\varepsilon),
-              \qquad \varepsilon \ge 0
-
-    (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 9; Dong, Roth, Su 2022, arXiv
-    1905.02383 v3, Theorem 4.2: the pair is symmetric.) Stock accountants have its Renyi
-    divergences only.
+class SampledCurve(ProfileCurve):
+    """A Gaussian step on a batch drawn at random, in which the record counts on both data sets.
 
     Attributes:
-        population: n.
-        sample_size: b.
-        step_mu: mu of the step whose batch is known to hold the record.
+        pair: `zeroed_without_replacement`, `replaced_without_replacement` or
+            `replaced_in_poisson_batch`.
+        record_mu: The gradient bound over the noise, of every record.
+        rate: The probability that the batch holds the record.
     """
 
-    population: int
-    sample_size: int
-    step_mu: float
-
-    @property
-    def _rate(self) -> float:
-        return self.sample_size / self.population
-
-    @property
-    def mu(self) -> float | None:
-        """The mu of the mechanism where nothing is sampled or nothing private is left."""
-        return self.step_mu if self._rate == 1 or self.step_mu in (0, math.inf) else None
-
-    @functools.cached_property
-    def profile(self) -> Profile:
-        return profiles.without_replacement(profiles.gaussian(self.step_mu), self._rate)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return sampled_rdp(self.profile, self._rate, self.step_mu, self.step_mu, orders)
-
-
-@attrs.frozen(slots=False)
-class ZeroedWithoutReplacementCurve(ProfileCurve):
-    """See `zeroed_without_replacement`.
-
-    Attributes:
-        record_mu: The gradient bound over the noise.
-        rate: The probability that the record takes part.
-    """
-
+    pair: Callable[[float, float], Profile]
     record_mu: float
     rate: float
 
     @property
-    def mu(self) -> float | None:
-        """If the record certainly takes part, or nothing private is left."""
-        return self.record_mu if self.rate == 1 or self.record_mu in (0, math.inf) else None
-
-    @functools.cached_property
-    def profile(self) -> Profile:
-        return zeroed_without_replacement(self.record_mu, self.rate)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return sampled_rdp(self.profile, self.rate, self.record_mu, 2 * self.record_mu, orders)
-
-
-@attrs.frozen(slots=False)
-class ReplacedInPoissonBatchCurve(ProfileCurve):
-    """See `replaced_in_poisson_batch`; attributes as for `ZeroedWithoutReplacementCurve`."""
-
-    record_mu: float
-    rate: float
+    def _apart(self) -> float:
+        """How far the outputs are apart if the record takes part."""
+        return self.record_mu if self.pair is zeroed_without_replacement else 2 * self.record_mu
 
     @property
     def mu(self) -> float | None:
         """If the record certainly takes part, or nothing private is left."""
-        return 2 * self.record_mu if self.rate == 1 or self.record_mu in (0, math.inf) else None
+        return self._apart if self.rate == 1 or self.record_mu in (0, math.inf) else None
 
     @functools.cached_property
     def profile(self) -> Profile:
-        return replaced_in_poisson_batch(self.record_mu, self.rate)
+        return self.pair(self.record_mu, self.rate)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return sampled_rdp(self.profile, self.rate, 2 * self.record_mu, 2 * self.record_mu, orders)
+        return sampled_rdp(self.profile, self.rate, self._apart, 2 * self.record_mu, orders)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -267,6 +218,24 @@ def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
             kept.pop()
         kept.append(i)
     return kept
+
+
+def replaced_without_replacement(mu: float, rate: float) -> Profile:
+    r"""C_q(G_{2 mu}): a batch of fixed size, and a record that is replaced by any other one.
+
+    .. math:: \delta\big(\log(1 + q(e^\varepsilon - 1))\big) = q\,\delta_{2\mu}(\varepsilon),
+              \qquad \varepsilon \ge 0
+
+    (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 9; Dong, Roth, Su 2022, arXiv
+    1905.02383 v3, Theorem 4.2: the pair is symmetric.) Stock accountants have its Renyi
+    divergences only.
+
+    Args:
+        mu: The gradient bound over the noise. The record takes a stand-in's place, and so does the
+            other record: all are 2 mu apart.
+        rate: The probability that the batch holds the record.
+    """
+    return profiles.without_replacement(profiles.gaussian(2 * mu), rate)
 
 
 def zeroed_without_replacement(mu: float, rate: float) -> Profile:

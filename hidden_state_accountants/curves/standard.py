@@ -16,8 +16,9 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import LossCurve
 from hidden_state_accountants.curves.by_profile import (
-    ReplacedInPoissonBatchCurve,
-    ZeroedWithoutReplacementCurve,
+    SampledCurve,
+    replaced_in_poisson_batch,
+    zeroed_without_replacement,
 )
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss, losses_of, stock_loss
 
@@ -216,9 +217,7 @@ class _PldAccountant(pld.PLDAccountant):
         return self._pld
 
 
-def pair_curve(
-    event: dp_accounting.DpEvent, relation: NeighboringRelation
-) -> ZeroedWithoutReplacementCurve | ReplacedInPoissonBatchCurve | None:
+def pair_curve(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> SampledCurve | None:
     """The curve of a sampled Gaussian in which both data sets move; None for all others.
 
     No stock accountant knows these: a record that is zeroed in a batch of fixed size, and one that
@@ -229,12 +228,12 @@ def pair_curve(
         if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
             mu, rate = _gaussian_mu(event.event), _share_of_records(event)
             if 0 < mu < math.inf and 0 < rate <= 1:
-                return ZeroedWithoutReplacementCurve(mu, rate)
+                return SampledCurve(zeroed_without_replacement, mu, rate)
     if relation is NeighboringRelation.REPLACE_ONE:
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
             mu, rate = _gaussian_mu(event.event), event.sampling_probability
             if 0 < mu < math.inf and 0 < rate <= 1:
-                return ReplacedInPoissonBatchCurve(mu, rate)
+                return SampledCurve(replaced_in_poisson_batch, mu, rate)
     return None
 
 

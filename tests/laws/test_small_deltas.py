@@ -13,7 +13,7 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianMixtureCurve, RdpCurve
-from hidden_state_accountants.curves.by_profile import SampledWithoutReplacementCurve
+from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
@@ -48,7 +48,7 @@ MAKE = {
         20,
         REPLACE_ONE,
     ),
-    "c_q": lambda: SampledWithoutReplacementCurve(100, 5, 0.7),
+    "c_q": lambda: SampledCurve(replaced_without_replacement, 0.35, 0.05),
     "mixtures": lambda: compose_curves([(mixture(), 500)]),
     "mixtures and an event": lambda: compose_curves(
         [(mixture(), 40), (standard(poisson(0.05, 1.0), 100), 1)]

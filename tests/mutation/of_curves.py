@@ -252,15 +252,15 @@ MUTATIONS = (
     Mutation(
         "replaced_record_of_a_standard_event_moves_half_as_far",
         "curves/standard.py",
-        "return ReplacedInPoissonBatchCurve(mu, rate)",
-        "return ReplacedInPoissonBatchCurve(mu / 2, rate)",
+        "return SampledCurve(replaced_in_poisson_batch, mu, rate)",
+        "return SampledCurve(replaced_in_poisson_batch, mu / 2, rate)",
         _STANDARD_LAWS,
     ),
     Mutation(
         "zeroed_record_of_a_standard_event_moves_half_as_far",
         "curves/standard.py",
-        "return ZeroedWithoutReplacementCurve(mu, rate)",
-        "return ZeroedWithoutReplacementCurve(mu / 2, rate)",
+        "return SampledCurve(zeroed_without_replacement, mu, rate)",
+        "return SampledCurve(zeroed_without_replacement, mu / 2, rate)",
         _STANDARD_LAWS,
     ),
     Mutation(

@@ -63,9 +63,9 @@ MUTATIONS = (
     # One step.
     Mutation(
         "sampled_record_replaces_nobody",
-        STEPS,
-        "return SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, 2 * mu)",
-        "return SampledWithoutReplacementCurve(event.dataset_size, event.batch_size, mu)",
+        PAIRS,
+        "return profiles.without_replacement(profiles.gaussian(2 * mu), rate)",
+        "return profiles.without_replacement(profiles.gaussian(mu), rate)",
         _PAIR_TESTS,
     ),
     Mutation(
