@@ -23,13 +23,12 @@ from hidden_state_accountants.process.noisy_process import (
 
 _DELTA = 1e-5
 _EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
-_STEPS_THAT_CONTRACT, _STEPS_THAT_WIN, _LARGE = 50_000, 20_000, 10.0  # how far ahead is looked
+_STEPS_THAT_CONTRACT = 50_000  # how far ahead is looked
 _NAMES = {
     BatchOrder.POISSON: "poisson",
     BatchOrder.SHUFFLED_ONCE: "shuffled_once (an order that is kept secret)",
     BatchOrder.FULL: "full",
 }
-_QUICK = (BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.FULL)
 
 
 def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess | None:
@@ -145,45 +144,6 @@ def _quick_epsilon(event: LastIterateDpEvent, relation: NeighboringRelation, del
     return composition.guarantee(event, relation).epsilon(delta)
 
 
-def epochs_to_win(
-    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
-) -> int | None:
-    """About how many epochs it takes until the run costs less than Poisson batches would.
-
-    Args:
-        event: The run, after some epochs of its constant settings.
-        relation: Of the guarantee.
-        delta: Where epsilons are read.
-
-    Returns:
-        A number of epochs for which it does, at most 1.2 times the smallest one; None if there is
-        none within 20,000 steps and below epsilon = 10, or no quick bound.
-    """
-    steps = event.batches_per_epoch
-    is_quick = event.batch_order in _QUICK and not event.has_schedules
-    if event.loss is None or event.release_steps or not is_quick:
-        return None
-
-    def own(epochs: int) -> float:
-        return _quick_epsilon(attrs.evolve(event, num_steps=epochs * steps), relation, delta)
-
-    def wins(epochs: int) -> bool:
-        run = attrs.evolve(event, num_steps=epochs * steps, batch_order=BatchOrder.POISSON)
-        return own(epochs) <= _quick_epsilon(run, relation, delta)
-
-    low, high = 0, math.ceil(event.num_steps / steps)
-    while not wins(high):
-        low, high = high, 4 * high
-        if high * steps > _STEPS_THAT_WIN or own(high) > _LARGE:
-            return None
-    while low and high > 1.2 * low:
-        middle = math.ceil(math.sqrt(low * high))
-        if middle >= high:
-            break
-        low, high = (low, middle) if wins(middle) else (middle, high)
-    return high
-
-
 def other_batches_line(
     event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
 ) -> str:
@@ -209,9 +169,6 @@ def other_batches_line(
     own = f"{line}; {event.batch_order.value} batches cost"
     if event.loss is None:
         return f"{own} more for any number of epochs, because no loss geometry is declared"
-    epochs = epochs_to_win(event, relation, delta)
-    if epochs is not None:
-        return f"{own} less than Poisson batches from about {epochs} epochs on"
     return f"{own} more now"
 
 

@@ -18,7 +18,7 @@ from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.runs import description
 from hidden_state_accountants.runs.base import Run, Step
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 
 _DELTA = 1e-5
 _RELATIONS = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
@@ -251,4 +251,4 @@ class BlockCoordinateAccount:
         run.check_relation(relation)
         guarantee = best_guarantee(event, relation)
         assumptions = (*self._assumptions(), *guarantee.assumptions)
-        return statement_of([event], guarantee, assumptions, delta).lines()
+        return Statement([event], guarantee, assumptions, delta).lines()

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
@@ -44,28 +43,42 @@ _NO_USERS = (
 )
 
 
-@attrs.frozen(kw_only=True)
 class Statement:
     """What was run, what is proved of it, and what has to be true for that.
 
     Of several runs the epsilons and the theorem are those of all together, the rest is about the
     last one.
 
-    Attributes:
-        events: The runs, in order; at least one.
+    Args:
+        events: The runs, in order.
         guarantee: Of all of them together.
-        assumptions: What has to be true, each checked, declared or public.
-        delta: Where epsilon is read.
-        notes: What the events do not say, for the `Run.describe` of the last one.
-        beside: What else was released of the same records; the guarantee is about it as well.
+        assumptions: What has to be true; those of the guarantee, with what an adapter adds.
+        delta: Where epsilon is read, in [0, 1].
+        beside: What else was released of the same records, if `guarantee` is about it as well.
+        **notes: What the events do not say: `microbatch`, the examples of a record of a
+            `LastIterateRun`, and `update`, what is said of an update that is not its event's;
+            `update_rule`, the name of the optimizer behind a `DiceSgdRun`. Those that the last run
+            has no use for are left out.
+
+    Raises:
+        TypeError: One of the events is not that of a run, or `delta` is no number.
+        ValueError: `delta` is not in [0, 1], or there is no event.
     """
 
-    events: tuple[DpEvent, ...]
-    guarantee: Guarantee
-    assumptions: tuple[Assumption, ...]
-    delta: float
-    notes: Mapping[str, Any]
-    beside: DpEvent | None = None
+    def __init__(
+        self,
+        events: Sequence[DpEvent],
+        guarantee: Guarantee,
+        assumptions: Sequence[Assumption],
+        delta: float,
+        beside: DpEvent | None = None,
+        **notes: Any,
+    ):
+        if not events:
+            raise ValueError("Expected the event of at least one run, got none.")
+        self.events, self.guarantee, self.assumptions = events, guarantee, assumptions
+        self.delta, self.beside, self.notes = validate.target_delta(delta), beside, notes
+        self._kinds = [kind_of(event) for event in events]
 
     def lines(self) -> str:
         """About a dozen lines "label: text" to paste, and the assumptions, one a line."""
@@ -129,12 +142,12 @@ class Statement:
         return "\n\n".join(parts) + "\n"
 
     def _description(self) -> Description:
-        last, relation = self.events[-1], self.guarantee.neighboring_relation
-        return kind_of(last).describe(last, relation, self.delta, self.notes)
+        relation = self.guarantee.neighboring_relation
+        return self._kinds[-1].describe(self.events[-1], relation, self.delta, self.notes)
 
     @property
     def _hides_iterates(self) -> bool:
-        return not all(kind_of(event).releases_every_iterate for event in self.events)
+        return not all(kind.releases_every_iterate for kind in self._kinds)
 
     @property
     def _of_groups(self) -> str:
@@ -154,45 +167,6 @@ class Statement:
             if texts:
                 found.append("\n".join([f"{title}:", *map(item, texts)]))
         return found
-
-
-def statement_of(
-    events: Sequence[DpEvent],
-    guarantee: Guarantee,
-    assumptions: Sequence[Assumption],
-    delta: float,
-    beside: DpEvent | None = None,
-    **notes: Any,
-) -> Statement:
-    """The statement of one or several runs.
-
-    Args:
-        events: The runs, in order.
-        guarantee: Of all of them together.
-        assumptions: What has to be true; those of the guarantee, with what an adapter adds.
-        delta: Where epsilon is read, in [0, 1].
-        beside: What else was released of the same records, if `guarantee` is about it as well.
-        **notes: What the events do not say: `microbatch`, the examples of a record of a
-            `LastIterateRun`, and `update`, what is said of an update that is not its event's;
-            `update_rule`, the name of the optimizer behind a `DiceSgdRun`. Those that the last run
-            has no use for are left out.
-
-    Raises:
-        TypeError: One of the events is not that of a run, or `delta` is no number.
-        ValueError: `delta` is not in [0, 1], or there is no event.
-    """
-    if not events:
-        raise ValueError("Expected the event of at least one run, got none.")
-    for event in events:
-        kind_of(event)
-    return Statement(
-        events=tuple(events),
-        guarantee=guarantee,
-        assumptions=tuple(assumptions),
-        delta=validate.target_delta(delta),
-        notes=notes,
-        beside=beside,
-    )
 
 
 def _composed_epsilon(

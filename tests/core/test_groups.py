@@ -19,7 +19,7 @@ from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.transformed import GroupCurve
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.process.noisy_process import noisy_process, sampled_process
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 
 ADD, SPECIAL, ONE = (
     NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -277,7 +277,7 @@ class TestEverywhere:
         statements = []
         for size in (1, 3):
             found = group(event, SPECIAL, size)
-            statements.append(statement_of([event], found, found.assumptions, 1e-5))
+            statements.append(Statement([event], found, found.assumptions, 1e-5))
         plain, users = statements
         assert "REPLACE_SPECIAL, up to 3 of them" in users.lines()
         assert "one person has at most 3 records" in users.lines()

@@ -9,7 +9,6 @@ from hidden_state_accountants import BatchOrder
 from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.runs.advice import (
     clip_that_contracts,
-    epochs_to_win,
     other_batches,
     other_batches_line,
 )
@@ -89,32 +88,14 @@ def test_a_record_added_or_removed_has_poisson_batches_only():
     assert other_batches(run("poisson"), added, DELTA) == {}
 
 
-@pytest.mark.parametrize("order", ["cyclic", "shuffled_once"])
-def test_from_when_on_an_order_wins(order):
-    epochs = epochs_to_win(run(order), RELATION, DELTA)
-
-    def wins(count):
-        steps = {"steps": 10 * count}
-        return epsilon(run(order, **steps)) <= epsilon(run("poisson", loss=None, **steps))
-
-    assert wins(epochs)
-    assert not wins(int(epochs / 1.25))
-    assert f"from about {epochs} epochs on" in other_batches_line(run(order), RELATION, DELTA)
-
-
 def test_an_order_that_has_won_already():
     line = other_batches_line(run(steps=2000), RELATION, DELTA)
     assert line.startswith("with other batches, at this noise after 200 epochs: epsilon at most")
     assert "cyclic batches" not in line
 
 
-def test_an_order_that_does_not_win():
-    """It does not contract, so that epsilon grows faster than with Poisson batches."""
-    expanding = run(clip_norm=1.0)
-    assert epochs_to_win(expanding, RELATION, DELTA) is None
-    assert other_batches_line(expanding, RELATION, DELTA).endswith("cyclic batches cost more now")
-    assert epochs_to_win(run(release_steps=(10,)), RELATION, DELTA) is None
-    assert epochs_to_win(run("reshuffled"), RELATION, DELTA) is None
+def test_an_order_that_has_not_won():
+    assert other_batches_line(run(), RELATION, DELTA).endswith("cyclic batches cost more now")
 
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson", "full"])

@@ -12,7 +12,7 @@ from runs import cyclic_run, full_run, probe_run
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 OF_RUNS = [bound for bound in hsa.BOUNDS if bound.event_type is hsa.LastIterateDpEvent]
@@ -66,7 +66,7 @@ class TestGuarantee:
     def test_statements(self, layout):
         for event, is_said in ((FIRST, True), (ALL, False)):
             guarantee = guarantee_of(event)
-            statement = statement_of([event], guarantee, guarantee.assumptions, 1e-5)
+            statement = Statement([event], guarantee, guarantee.assumptions, 1e-5)
             text = " ".join(getattr(statement, layout)().split())
             assert ("ONLY FOR" in text and largest() in text) == is_said
 

@@ -11,7 +11,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.runs.base import kind_of
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 
 DELTA = 1e-5
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
@@ -47,7 +47,7 @@ def every_epsilon(events, relation, delta):
 def statement(*events, relation=SPECIAL, assumptions=None, **notes):
     guarantee = accounted(*events, relation=relation)
     texts = guarantee.assumptions if assumptions is None else assumptions
-    return statement_of(events, guarantee, texts, DELTA, **notes)
+    return Statement(events, guarantee, texts, DELTA, **notes)
 
 
 def fields(text):
@@ -183,7 +183,7 @@ def test_several_runs():
 def test_what_is_not_proven_says_so():
     with pytest.warns(UserWarning, match="theorem is false"):
         guarantee = hsa.DiceSgdAccountant(analysis="published").compose(DICE).guarantee
-    said = statement_of([DICE], guarantee, guarantee.assumptions, DELTA)
+    said = Statement([DICE], guarantee, guarantee.assumptions, DELTA)
     assert fields(said.lines())["NOT PROVEN"] == guarantee.caveat
     assert "\n\nNOT PROVEN: " in said.paragraphs()
 
@@ -208,7 +208,7 @@ def test_without_a_figure():
 def test_refused(events, delta, kind):
     guarantee = accounted(PLAIN)
     with pytest.raises(kind):
-        statement_of(events, guarantee, guarantee.assumptions, delta)
+        Statement(events, guarantee, guarantee.assumptions, delta)
 
 
 @EVENTS

@@ -31,7 +31,7 @@ from hidden_state_accountants.guarantee import (
     replace_assumptions,
 )
 from hidden_state_accountants.runs.base import Run, check_covered
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.advice import advice
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
@@ -545,7 +545,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if self._run is not None:
             mechanism = self._run.optimizer.mechanism
             notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
-        lines = [statement_of(events, guarantee, self.assumptions, delta, **notes).lines()]
+        lines = [Statement(events, guarantee, self.assumptions, delta, **notes).lines()]
         if len(events) == 1:
             lines += advice(events[0], guarantee.neighboring_relation, delta)
         return "\n".join(lines)

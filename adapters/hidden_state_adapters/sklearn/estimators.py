@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from hidden_state_accountants import Assumption, Guarantee, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.ledger import active_budget
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import (
     INTERCEPT_SHARE,
@@ -291,7 +291,7 @@ class PrivateLinearModel(BaseEstimator):
     def report_(self) -> str:
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
         guarantee, run = self.guarantee_, self._recipe.run
-        text = statement_of(
+        text = Statement(
             [run.event],
             guarantee,
             guarantee.assumptions,

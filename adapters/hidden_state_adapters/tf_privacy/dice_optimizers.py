@@ -17,7 +17,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.dice import CHECKED, DiceUpdate
 from hidden_state_adapters.tf_privacy.gradients import check_loss
@@ -221,7 +221,7 @@ class DiceOptimizer(PrivateOptimizer):
         guarantee = DiceSgdAccountant(relation).compose(event).guarantee
         assumptions = (Assumption.checked(CHECKED), *guarantee.assumptions)
         return steps.told(
-            statement_of([event], guarantee, assumptions, delta, update_rule=self.update_rule)
+            Statement([event], guarantee, assumptions, delta, update_rule=self.update_rule)
         )
 
     def __repr__(self) -> str:

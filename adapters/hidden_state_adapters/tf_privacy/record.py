@@ -26,7 +26,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.advice import advice
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
@@ -614,7 +614,7 @@ class RecordedRun:
 
     def statement(self, delta: float, declared: Iterable[str] = ()) -> str:
         """The privacy statement; see `assumptions`."""
-        statement = statement_of(
+        statement = Statement(
             self.events(),
             self.guarantee(),
             self.assumptions(declared),

@@ -12,7 +12,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.runs.base import kind_of
-from hidden_state_accountants.runs.statement import statement_of
+from hidden_state_accountants.runs.statement import Statement
 
 
 def compute_last_iterate_privacy_statement(
@@ -45,4 +45,4 @@ def compute_last_iterate_privacy_statement(
         raise TypeError(text) from error
     accountant = LastIterateAccountant(validate.neighboring_relation(neighboring_relation))
     guarantee = accountant.compose(event).guarantee
-    return statement_of([event], guarantee, guarantee.assumptions, delta).paragraphs()
+    return Statement([event], guarantee, guarantee.assumptions, delta).paragraphs()
