@@ -15,10 +15,9 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.schedule import Schedule
-from hidden_state_accountants.guarantee import Assumption, Guarantee
+from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs import description
 from hidden_state_accountants.runs.base import Run, Step
-from hidden_state_accountants.runs.statement import Statement
 
 _DELTA = 1e-5
 _RELATIONS = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
@@ -185,70 +184,3 @@ class BlockCoordinateRun(Run):
             "no contraction: epsilon equals composition (every update of every block counts); see "
             "docs/papers/block_coordinate.md"
         )
-
-
-class BlockCoordinateAccount:
-    """What an optimizer for DP-MBCD says about its run; a base beside the framework's."""
-
-    _checked = ""  # what it checks at every step
-
-    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
-        """What was done; raises ValueError before the first step, and UnsupportedRunError."""
-        raise NotImplementedError
-
-    def _assumptions(self) -> tuple[Assumption, ...]:
-        """What it adds to the assumptions of the bound."""
-        return (Assumption.checked(self._checked),)
-
-    def privacy_event(
-        self,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation | str | None = None,
-        block_loss: LossGeometry | None = None,
-    ) -> BlockCoordinateDpEvent:
-        """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
-
-        Args:
-            dataset_size: n, the number of records of an epoch: a multiple of the batch size.
-            neighboring_relation: That of the accountant, which decides how far one record moves a
-                sum of clipped gradients. It is only checked: REPLACE_SPECIAL or REPLACE_ONE.
-            block_loss: The curvature of every per-record objective as a function of its block,
-                before clipping, for ALL records that could have been in the data. The gradients of
-                this run are checked against its `lipschitz`. Of use for one block only.
-
-        Raises:
-            TypeError, ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: The run was another one.
-        """
-        run = self._run(block_loss)
-        if neighboring_relation is not None:
-            run.check_relation(neighboring_relation)
-        return run.event(dataset_size=dataset_size, block_loss=block_loss)
-
-    def report(
-        self,
-        delta: float,
-        *,
-        dataset_size: int,
-        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
-        block_loss: LossGeometry | None = None,
-    ) -> str:
-        """A few lines to paste; see `privacy_event`.
-
-        Args:
-            delta: In [0, 1].
-            dataset_size: n.
-            neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
-            block_loss: What is known about the objective.
-
-        Raises:
-            TypeError, ValueError, UnsupportedRunError: As `privacy_event`.
-        """
-        run = self._run(block_loss)
-        event = run.event(dataset_size=dataset_size, block_loss=block_loss)
-        relation = validate.neighboring_relation(neighboring_relation)
-        run.check_relation(relation)
-        guarantee = best_guarantee(event, relation)
-        assumptions = (*self._assumptions(), *guarantee.assumptions)
-        return Statement([event], guarantee, assumptions, delta).lines()

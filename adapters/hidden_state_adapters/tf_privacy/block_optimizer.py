@@ -6,12 +6,18 @@ import math
 from typing import Any
 
 import tensorflow as tf
+from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import BatchOrder, LossGeometry, Regulariser, validate
-from hidden_state_accountants.runs.block_coordinate import (
-    BlockCoordinateAccount,
-    BlockCoordinateRun,
+from hidden_state_accountants import (
+    BatchOrder,
+    BlockCoordinateDpEvent,
+    LastIterateAccountant,
+    LossGeometry,
+    Regulariser,
+    validate,
 )
+from hidden_state_accountants.guarantee import Assumption
+from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy.blocks import (
     CHECKED,
     BlockCoordinateUpdate,
@@ -24,7 +30,7 @@ from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, legacy.SGD):
+class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
     r"""DP-MBCD: lists of variables are blocks, updated in turn on the same batch.
 
     `minimize(loss, blocks)` makes for each block, with the loss evaluated anew,
@@ -79,8 +85,6 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
     Source: Chen & Liu 2025 (arXiv 2407.08233), Algorithm 1, with a constant step size and the
         gradients clipped (not the step size, which would depend on the examples).
     """
-
-    _checked = CHECKED
 
     def __init__(
         self,
@@ -192,16 +196,54 @@ class BlockCoordinateKerasOptimizer(BlockCoordinateAccount, PrivateOptimizer, le
 
     # What is said about a run that nobody recorded
 
-    def _run(self, block_loss: LossGeometry | None) -> BlockCoordinateRun:
-        steps: BlockSteps = self._recorded_steps()
-        return steps.run_so_far()
+    def privacy_event(
+        self,
+        *,
+        dataset_size: int,
+        neighboring_relation: NeighboringRelation | str | None = None,
+        block_loss: LossGeometry | None = None,
+    ) -> BlockCoordinateDpEvent:
+        """The run that really happened, for `hidden_state_accountants.BlockCoordinateAccountant`.
 
-    def report(self, delta: float, **declared: Any) -> str:
-        """As `BlockCoordinateAccount.report`, unless the variables come from a private run.
+        Args:
+            dataset_size: n, the number of records of an epoch: a multiple of the batch size.
+            neighboring_relation: That of the accountant, which decides how far one record moves a
+                sum of clipped gradients. It is only checked: REPLACE_SPECIAL or REPLACE_ONE.
+            block_loss: The curvature of every per-record objective as a function of its block,
+                before clipping, for ALL records that could have been in the data. The gradients of
+                this run are checked against its `lipschitz`. Of use for one block only.
 
         Raises:
-            TypeError, ValueError, UnsupportedRunError: As there, or such a run is not counted.
+            TypeError, ValueError: No step was taken, or no run can have these values.
+            UnsupportedRunError: The run was another one.
+        """
+        steps: BlockSteps = self._recorded_steps()
+        run = steps.run_so_far()
+        if neighboring_relation is not None:
+            run.check_relation(neighboring_relation)
+        return run.event(dataset_size=dataset_size, block_loss=block_loss)
+
+    def report(
+        self,
+        delta: float,
+        *,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+        **declared: Any,
+    ) -> str:
+        """A few lines to paste.
+
+        Args:
+            delta: In [0, 1].
+            neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
+            **declared: `dataset_size` and `block_loss`, as for `privacy_event`.
+
+        Raises:
+            TypeError, ValueError, UnsupportedRunError: As `privacy_event`, or the variables come
+                from a private run, which is not counted.
         """
         if self._steps is not None:
             self._steps.training.refuse_earlier_runs()
-        return super().report(delta, **declared)
+        event = self.privacy_event(neighboring_relation=neighboring_relation, **declared)
+        guarantee = LastIterateAccountant(neighboring_relation).compose(event).guarantee
+        assumptions = (Assumption.checked(CHECKED), *guarantee.assumptions)
+        return Statement([event], guarantee, assumptions, delta).lines()
