@@ -294,7 +294,13 @@ class HiddenStateAccountant(IAccountant):
         self._admit(made, optimizer, step)
         try:
             if is_first:
-                note_trained(made.inner, optimizer.params, self._token, made.count)
+                note_trained(
+                    made.inner,
+                    optimizer.params,
+                    self._token,
+                    made.count,
+                    hides_iterates=made.run is not None,
+                )
                 noise = take_over_noise(optimizer)
             check_finite(optimizer, step)
             if made.run is None:
@@ -302,7 +308,6 @@ class HiddenStateAccountant(IAccountant):
                 self._add_row(optimizer.noise_multiplier, rate)
             else:
                 made.run.observe(optimizer)
-                made.count.run = made.run.recorder
         except UnsupportedRunError as error:
             self.refuse(f"A step of the run was refused, which ended it: {error}")
             raise

@@ -877,7 +877,7 @@ def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> N
 def _log_release(run: TrainingRun) -> None:
     """Says what a public checkpoint costs, where it costs anything."""
     record, hides_iterates = run.record, run.optimizer.mechanism.hides_iterates
-    if record.num_steps and not record.releases_every_iterate and hides_iterates:
+    if record.num_steps and hides_iterates:
         _logger.warning(
             "The checkpoint after step %d counts as a release. If this was the last step, that "
             "costs nothing; if the run goes on, its epsilon grows, because it covers this model "

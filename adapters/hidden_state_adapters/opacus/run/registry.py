@@ -27,11 +27,6 @@ class Steps(Protocol):
         """Those after which the iterate was released."""
         ...
 
-    @property
-    def releases_every_iterate(self) -> bool:
-        """Whether epsilon covers every iterate, whatever is released."""
-        ...
-
 
 @attrs.frozen
 class _Trainer:
@@ -44,8 +39,7 @@ class _Trainer:
     def covers(self, step: int) -> bool:
         """Whether its epsilon is one for the weights that a step left, too."""
         run = self.run
-        is_hidden = self.hides_iterates and not run.releases_every_iterate
-        return not is_hidden or step == run.num_steps or step in run.release_steps
+        return not self.hides_iterates or step == run.num_steps or step in run.release_steps
 
 
 _branches: dict[str, list[Steps]] = {}
@@ -90,7 +84,7 @@ def note_trained(
     engine: object,
     run: Steps,
     *,
-    hides_iterates: bool = True,
+    hides_iterates: bool,
 ) -> None:
     """Remembers that a run of `engine` trains `params`, and which copies are made of them.
 
@@ -99,7 +93,7 @@ def note_trained(
         params: What the run trains.
         engine: A token that refers to nothing.
         run: Counts its steps.
-        hides_iterates: Whether its epsilon may be below that of composition.
+        hides_iterates: Whether its epsilon may be none of the iterates before the last.
     """
     for param in params:
         digest = _digest(param)

@@ -21,7 +21,6 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.opacus.data.reading import drawn_rate, is_full, is_poisson, read_loader
 from hidden_state_adapters.opacus.gradients.noise import (
     GIVEN_NOISE,
@@ -46,25 +45,10 @@ _KNOWN: set[Any] = {kind.add_noise for kind in _KINDS}
 
 @attrs.define(eq=False)
 class StepCount:
-    """The steps that were recorded; all that is remembered of them with the parameters.
-
-    Attributes:
-        num_steps: Those recorded.
-        run: The record of a declared run; undeclared ones release every iterate.
-    """
+    """The steps that were recorded; all that is remembered of them with the parameters."""
 
     num_steps: int = 0
-    run: Run | None = None
-
-    @property
-    def release_steps(self) -> tuple[int, ...]:
-        """Those after which the iterate was released."""
-        return () if self.run is None else self.run.release_steps
-
-    @property
-    def releases_every_iterate(self) -> bool:
-        """Whether epsilon covers every iterate, whatever is released."""
-        return self.run is None or self.run.releases_every_iterate
+    release_steps: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)

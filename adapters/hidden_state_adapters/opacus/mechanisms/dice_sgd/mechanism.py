@@ -57,6 +57,7 @@ class DiceSgd(Mechanism):
         "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
         "finite gradients, one of every record; the same parameters"
     )
+    hides_iterates = False
     secret = ", and it holds data of the records without noise"
 
     def __init__(
