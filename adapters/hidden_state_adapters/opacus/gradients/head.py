@@ -51,16 +51,10 @@ class HeadGradients:
     ) -> list[list[torch.Tensor]]:
         """See `piece.Gradients.add_sums`."""
         with exact_products(self.features.device.type):
-            return self._add_sums(params, weights, *others)
-
-    def _add_sums(
-        self, params: Sequence[nn.Parameter], weights: torch.Tensor, *others: torch.Tensor
-    ) -> list[list[torch.Tensor]]:
-        totals = self._sums(params, weights)
+            totals, *rests = (self._sums(params, each) for each in (weights, *others))
         for param, total in zip(params, totals, strict=True):
             holder: Any = param
             holder.summed_grad = total if holder.summed_grad is None else holder.summed_grad + total
-        rests = [self._sums(params, other) for other in others]
         return [list(sums) for sums in zip(*rests, strict=True)] or [[] for _ in params]
 
     def _sums(self, params: Sequence[nn.Parameter], weights: torch.Tensor) -> list[torch.Tensor]:
