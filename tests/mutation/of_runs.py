@@ -93,7 +93,7 @@ MUTATIONS = (
     Mutation(
         "weights_from_the_middle_of_a_run_pass",
         "../adapters/hidden_state_adapters/opacus/run/registry.py",
-        "return not is_hidden or step == run.num_steps or step in run.release_steps",
+        "return not self.hides_iterates or step == run.num_steps or step in run.release_steps",
         "return True",
         "opacus/test_earlier_runs.py",
     ),
