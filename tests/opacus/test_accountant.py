@@ -42,21 +42,6 @@ def test_declared_projection_is_checked(train):
         train({**DECLARED, "projection_radius": 1.5}, epochs=5)
 
 
-def test_declared_poisson_is_composition(train):
-    declared = {**DECLARED, "batch_order": "poisson"}
-    engine, *_ = train(declared, poisson_sampling=True, noise_multiplier=5.0)
-    expected = event(batch_order="poisson", noise_multiplier=5.0)
-    assert engine.get_epsilon(DELTA) == epsilon(expected)
-
-
-def test_declared_full(train):
-    declared = {**DECLARED, "batch_order": "full", "batch_size": 60}
-    engine, *_ = train(declared, loader={"batch_size": 60})
-    assert engine.get_epsilon(DELTA) == epsilon(
-        event(batch_order="full", batch_size=60, num_steps=2)
-    )
-
-
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "text"),
     [
@@ -186,15 +171,6 @@ def test_a_refused_step_ends_the_run(train, declared):
             go_on()
 
 
-def test_accumulation_raises(train):
-    _, model, private, batches = train(DECLARED)
-    private.zero_grad()
-    for features, labels in batches:
-        nn.CrossEntropyLoss()(model(features), labels).backward()
-    with pytest.raises(hsa.UnsupportedRunError, match="gradients of 6 batches"):
-        private.step()
-
-
 def test_a_clip_norm_at_the_bound_raises(train):
     with pytest.raises(hsa.UnsupportedRunError, match="Raise max_grad_norm"):
         train(DECLARED, max_grad_norm=2.0)
@@ -217,12 +193,6 @@ def test_a_fixed_order_that_is_kept_secret(train):
     engine, *_ = train({**DECLARED, "batch_order": "shuffled_once"})
     assert engine.get_epsilon(DELTA) == epsilon(event(batch_order="shuffled_once"))
     assert "nobody ever learns it or its seed" in engine.accountant.guarantee.explain()
-
-
-def test_poisson_batches_with_a_loss_are_hidden_too(train):
-    declared = {**DECLARED, "batch_order": "poisson"}
-    engine, *_ = train(declared, poisson_sampling=True, epochs=8)
-    assert engine.get_epsilon(DELTA) == epsilon(event(batch_order="poisson", num_steps=48))
 
 
 @pytest.mark.parametrize(

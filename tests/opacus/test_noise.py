@@ -7,8 +7,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from opacus import PrivacyEngine
-from opacus_stock import DECLARED
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,10 +39,6 @@ class Loop:
         data = TensorDataset(features, torch.arange(RECORDS) % 3)
         self.model, self.loader = nn.Linear(5, 3), DataLoader(data, batch_size=BATCH)
         self.start = self.weights()
-        self.private, self.optimizer = self.model, None
-        getattr(self, "_make_" + kind.partition(" ")[0])(kind, arguments)
-
-    def _make_engine(self, kind, arguments):
         base = torch.optim.Adam if "DiceAdam" in kind else torch.optim.SGD
         classes = {
             "engine DiceSGD": {"optimizer_class": DiceSGDOptimizer},
@@ -58,18 +52,6 @@ class Loop:
             optimizer=base(self.model.parameters(), lr=0.01),
             data_loader=self.loader,
             **NOISE | {"batch_order": "cyclic"} | classes.get(kind, {}) | arguments,
-        )
-
-    def _make_stock(self, kind, arguments):
-        self.engine = PrivacyEngine(accountant="hidden_state")
-        if kind == "stock declared":
-            self.engine.accountant.declare_run(**DECLARED)
-        self.private, self.optimizer, self.loader = self.engine.make_private(
-            module=self.model,
-            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.01),
-            data_loader=self.loader,
-            poisson_sampling=kind != "stock declared",
-            **NOISE | arguments,
         )
 
     def epoch(self):
@@ -89,8 +71,6 @@ KINDS = [
     "engine DiceSGD",
     "engine DiceAdam",
     "engine DP-MBCD",
-    "stock",
-    "stock declared",
 ]
 
 
