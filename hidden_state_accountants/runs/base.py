@@ -18,7 +18,6 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
 from hidden_state_accountants.bounds import BOUNDS
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Guarantee
@@ -118,56 +117,37 @@ class Run(abc.ABC):
         releases_every_iterate: Whether its guarantee covers every iterate, whatever is released.
         of_one_step: The fields that the steps decide, as those of an event of one step.
         series: The fields of a `Step` that are recorded one by one.
-        later: The fields that may be left open, since an optimizer may not see its data; `event`
-            is told them.
     """
 
     event_type: ClassVar[type[DpEvent]]
     releases_every_iterate: ClassVar[bool] = False
     of_one_step: ClassVar[Mapping[str, Any]]
     series: ClassVar[tuple[str, ...]] = ()
-    later: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         _KINDS[cls.event_type] = cls
 
     def __init__(self, **declared: Any):
-        self._declare(declared)
-
-    def _declare(self, declared: Mapping[str, Any]) -> None:
-        self._later = {name for name in self.later if declared.get(name) is None}
-        standing_in = {
-            "dataset_size": declared.get("batch_size"),
-            "batch_order": BatchOrder.POISSON,
-        }
-        whole = {**declared, **{name: standing_in[name] for name in self._later}}
         # The constructor of the event is the one place that knows what is valid.
-        self._template: Any = self.event_type(**whole, **self.of_one_step)
+        self._start(self.event_type(**declared, **self.of_one_step))
+
+    def _start(self, template: Any) -> None:
+        self._template = template
         self._num_steps = 0
         self._release_steps: list[int] = []
         self._series = {name: RunLengths() for name in self.series}
-        self._fewest_rows = self._most_rows = 0
-        self._largest_norm = 0.0
         self._proved: dict[NeighboringRelation, tuple[tuple[int, int], Guarantee]] = {}
 
     @classmethod
     def of_totals(
-        cls: type[_AnyRun],
-        *,
-        num_steps: int,
-        largest_norm: float,
-        fewest_rows: int | None = None,
-        most_rows: int | None = None,
-        **settings: Any,
+        cls: type[_AnyRun], *, num_steps: int, largest_norm: float, **settings: Any
     ) -> _AnyRun:
         """A run whose steps were counted elsewhere, on the device.
 
         Args:
             num_steps: Steps taken.
             largest_norm: The largest norm of a gradient before the clip.
-            fewest_rows: Of the batches; None if all have batch_size rows.
-            most_rows: Likewise.
             **settings: As for the constructor; of what a step has, a number or a `Schedule`.
 
         Raises:
@@ -178,19 +158,9 @@ class Run(abc.ABC):
         run = cls(**settings)
         run._num_steps = validate.integer("num_steps", num_steps, minimum=0)
         run._series = {name: RunLengths.of(v, run._num_steps) for name, v in series.items()}
-        rows = run._template.batch_size
-        run._set_totals(
-            rows if fewest_rows is None else fewest_rows,
-            rows if most_rows is None else most_rows,
-            largest_norm,
-        )
+        cls._check_norm(run._template, float(largest_norm), "of this run")
         run._check_steps()
         return run
-
-    def _set_totals(self, fewest_rows: int, most_rows: int, largest_norm: float) -> None:
-        self._fewest_rows = validate.integer("fewest_rows", fewest_rows, minimum=0)
-        self._most_rows = validate.integer("most_rows", most_rows, minimum=self._fewest_rows)
-        self._largest_norm = float(largest_norm)
 
     # What happens
 
@@ -207,10 +177,6 @@ class Run(abc.ABC):
             value = getattr(step, name)
             if value is not None:
                 values.append(float(value))
-        if step.rows is not None:
-            self._fewest_rows = min(self._fewest_rows, step.rows) if self._num_steps else step.rows
-            self._most_rows = max(self._most_rows, step.rows)
-        self._largest_norm = max(self._largest_norm, float(step.largest_norm))
         self._num_steps += 1
 
     @abc.abstractmethod
@@ -285,12 +251,8 @@ class Run(abc.ABC):
         return self._proved[relation][1]
 
     def check_relation(self, relation: NeighboringRelation | str) -> None:
-        """Raises UnsupportedRunError if no bound can cover such a run under `relation`.
-
-        Of a run that is declared later nothing is known yet.
-        """
-        if not self._later:
-            check_covered(self._template, relation)
+        """Raises UnsupportedRunError if no bound can cover such a run under `relation`."""
+        check_covered(self._template, relation)
 
     def sampled_rows(self) -> list[tuple[float, float, int]]:
         """The run as rows of Opacus' histories: noise multiplier, sample rate, steps.
@@ -298,8 +260,8 @@ class Run(abc.ABC):
         Whoever reads such rows takes them for DP-SGD. A run that shows more than that has noise 0
         there, which no accountant takes for private.
         """
-        told = attrs.evolve(self._template, dataset_size=self._told("dataset_size", None))
-        return [(0.0, told.sampling_probability, self._num_steps)] if self._num_steps else []
+        rate = self._template.sampling_probability
+        return [(0.0, rate, self._num_steps)] if self._num_steps else []
 
     @classmethod
     @abc.abstractmethod
@@ -330,29 +292,6 @@ class Run(abc.ABC):
         """
         return ""
 
-    def _told(self, name: str, value: Any, nothing: Any = None) -> Any:
-        """What was declared of a field, before the steps or now.
-
-        Args:
-            name: Of the field of the event.
-            value: What `event` is told; None for nothing.
-            nothing: What the field is where nothing was declared.
-
-        Raises:
-            TypeError: It was not declared at all.
-            UnsupportedRunError: Something else was declared before.
-        """
-        before = getattr(self._template, name)
-        if value is None and name in self._later:
-            raise TypeError(f"Expected {name}, which was not declared before, got None.")
-        if value is None:
-            return before
-        if name not in self._later and before != nothing and value != before:
-            raise UnsupportedRunError(
-                f"Expected {name} = {before}, which was recorded, got {value}."
-            )
-        return value
-
     def _check_has_steps(self) -> None:
         if not self._num_steps:
             raise ValueError("Expected at least one step, got none yet.")
@@ -363,17 +302,7 @@ class Run(abc.ABC):
         """What is the same in all steps, as plain types; "type" names the kind of event."""
         of_steps = set(self.of_one_step) - {"num_steps"}
         plain = self._template.to_dict()
-        declared = {name: value for name, value in plain.items() if name not in of_steps}
-        return declared | dict.fromkeys(sorted(self._later))
-
-    def private_state(self) -> dict[str, Any]:
-        """What `state_dict` leaves out, because it is computed from the records. Secret.
-
-        Added to `state_dict` it restores what the steps are compared with if something about them
-        is declared later; a run that was declared in full does not need it.
-        """
-        names = ("fewest_rows", "most_rows", "largest_norm")
-        return {"totals": {name: getattr(self, f"_{name}") for name in names}}
+        return {name: value for name, value in plain.items() if name not in of_steps}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types (numbers, strings, lists, dictionaries) that restore the run.
@@ -414,29 +343,10 @@ class Run(abc.ABC):
         try:
             stored = dict(state["runs"])
             self._series = {n: RunLengths.of_state(n, stored.get(n)) for n in self.series}
-            self._set_totals(**self._stored_totals(state))
             self._check_steps()
         except (TypeError, ValueError):
             vars(self).update(before)
             raise
-
-    def _stored_totals(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The totals of a state; of one without them what is known all the same.
-
-        A run that was declared in full was compared step by step. Nothing is known for a bound that
-        comes later, and without the order of the batches not how many rows they had.
-        """
-        if "totals" in state or "batch_order" in self._later:
-            stored = dict(state.get("totals") or {})
-            if set(stored) != {"fewest_rows", "most_rows", "largest_norm"}:
-                raise ValueError(f"The state is damaged: expected totals, got {stored!r}.")
-            norm = stored["largest_norm"]
-            stored["largest_norm"] = validate.real("largest_norm", norm, minimum=0, allow_inf=True)
-            return stored
-        rows = self._template.batch_size
-        is_open = self._norm_bound(self._template)[1] in (None, math.inf)
-        unknown = math.inf if is_open else 0.0
-        return {"fewest_rows": rows, "most_rows": rows, "largest_norm": unknown}
 
     def _check_steps(self) -> None:
         """Refuses counted or restored steps that are not those of the declared run."""
@@ -470,13 +380,8 @@ class Run(abc.ABC):
         Raises:
             TypeError, ValueError: The state is damaged, or of another kind of run.
         """
-        declared = {k: v for k, v in state["declared"].items() if v is not None}
-        standing_in = {"dataset_size": declared.get("batch_size")}
-        event = cls.event_type.from_dict({**standing_in, **declared, **cls.of_one_step})
-        names = {field.name for field in attrs.fields(cls.event_type)} - set(cls.of_one_step)
-        left_open = {n: None for n in cls.later if n in state["declared"] and n not in declared}
         run = cls.__new__(cls)
-        run._declare({name: getattr(event, name) for name in names} | left_open)
+        run._start(cls.event_type.from_dict({**state["declared"], **cls.of_one_step}))
         run.load_state_dict(state)
         return run
 

@@ -13,7 +13,6 @@ from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs import description
@@ -36,9 +35,9 @@ class BlockCoordinateRun(Run):
 
     Args:
         **declared: As for `BlockCoordinateDpEvent`: `step_size` (the `learning_rate` of every
-            step), `clip_norm`, `batch_size`, `num_blocks` and, as far as they are known,
-            `prox_strong_convexity`, `dataset_size` and `block_loss`, whose `lipschitz` is compared
-            with the gradients of every step. The last two may be declared later.
+            step), `clip_norm`, `batch_size`, `dataset_size`, `num_blocks` and, as far as they are
+            known, `prox_strong_convexity` and `block_loss`, whose `lipschitz` is compared with the
+            gradients of every step.
 
     Raises:
         TypeError, ValueError: As `BlockCoordinateDpEvent`.
@@ -47,7 +46,6 @@ class BlockCoordinateRun(Run):
     event_type = BlockCoordinateDpEvent
     series = ("noise_multiplier",)
     of_one_step: ClassVar = {"noise_variance": 0.0, "num_epochs": 1}
-    later = ("dataset_size",)
 
     @classmethod
     def _norm_bound(cls, event: BlockCoordinateDpEvent) -> tuple[str, float | None]:
@@ -68,7 +66,7 @@ class BlockCoordinateRun(Run):
                     f"step {number} used {name} = {value}, expected {declared:g}: the bound on "
                     "DP-MBCD is about equal batches and constant values."
                 )
-        if not self._later and step.batch is not None:
+        if step.batch is not None:
             self._check_turn(step.batch, own.batches_per_epoch)
         validate.magnitude("noise_multiplier", step.noise_multiplier)
 
@@ -76,35 +74,21 @@ class BlockCoordinateRun(Run):
         super()._check_steps()
         for value in self._series["noise_multiplier"].values:
             validate.magnitude("noise_multiplier", value)
-        self._check_norm(self._template, self._largest_norm, "of this run")
 
-    def event(
-        self, *, dataset_size: int | None = None, block_loss: LossGeometry | None = None
-    ) -> BlockCoordinateDpEvent:
+    def event(self) -> BlockCoordinateDpEvent:
         """The event that happened, for `BlockCoordinateAccountant`.
 
         It has no releases within the run. If there were any, nothing is declared of the blocks'
         loss, so that the guarantee is one by composition, which covers them.
 
-        Args:
-            dataset_size: n, if it was not declared before: a multiple of the batch size.
-            block_loss: If it was not declared before; its `lipschitz` is checked against the run.
-
         Raises:
-            TypeError, ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: Unequal batches, an epoch that is not finished, gradients beyond
-                `block_loss.lipschitz`, or something else was declared before.
+            ValueError: No step was taken, or no run can have these values.
+            UnsupportedRunError: Unequal batches, or an epoch that is not finished.
         """
         self._check_has_steps()
-        size, loss = self._told("dataset_size", dataset_size), self._told("block_loss", block_loss)
         event: BlockCoordinateDpEvent = attrs.evolve(
-            self._template,
-            dataset_size=size,
-            num_epochs=self._epochs(size),
-            noise_variance=self._noise_variance(),
-            block_loss=loss,
+            self._template, num_epochs=self._epochs(), noise_variance=self._noise_variance()
         )
-        self._check_norm(event, self._largest_norm, "of this run")
         if any(step < self._num_steps for step in self._release_steps):
             # Nothing is hidden between the steps then. Without a block_loss the run has no known
             # contraction, and its guarantee is composition, which counts every block as released
@@ -112,9 +96,8 @@ class BlockCoordinateRun(Run):
             event = attrs.evolve(event, block_loss=None)
         return event
 
-    def _epochs(self, dataset_size: int) -> int:
-        size = validate.integer("dataset_size", dataset_size, minimum=1)
-        batch_size = self._template.batch_size
+    def _epochs(self) -> int:
+        size, batch_size = self._template.dataset_size, self._template.batch_size
         if size % batch_size:
             raise UnsupportedRunError(
                 f"Expected dataset_size to be a multiple of the {batch_size} records of every "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder, parse_batch_order
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.runs import description
@@ -25,16 +24,12 @@ class DiceSgdRun(Run):
     Every iterate is covered, so a release changes no figure. It is remembered all the same, because
     a run may not go back to before it.
 
-    What is declared here is compared with every step. An optimizer that does not see its loader
-    leaves out `dataset_size` and `batch_order`, and `event` is told them: it compares them with the
-    fewest and most rows of all steps, and a gradient bound with the longest gradient.
-
     Args:
         noise_multiplier: Standard deviation of the noise on the sum of gradients over clip_norm.
         clip_norm: C_1, of each gradient.
         batch_size: B, the divisor and, unless POISSON, the number of rows of every batch.
-        **declared: As for `DiceSgdDpEvent`: `error_clip_norm`, and as far as they are known
-            `dataset_size`, `batch_order`, `automatic`, `gradient_bound` and `sampling_rate`.
+        **declared: As for `DiceSgdDpEvent`: `error_clip_norm`, `dataset_size`, `batch_order`, and
+            as far as they are known `automatic`, `gradient_bound` and `sampling_rate`.
 
     Raises:
         TypeError, ValueError: As `DiceSgdDpEvent`.
@@ -43,7 +38,6 @@ class DiceSgdRun(Run):
     event_type = DiceSgdDpEvent
     releases_every_iterate = True
     of_one_step: ClassVar = {"num_steps": 1}
-    later = ("dataset_size", "batch_order")
 
     def __init__(
         self, *, noise_multiplier: float, clip_norm: float, batch_size: int, **declared: Any
@@ -73,8 +67,7 @@ class DiceSgdRun(Run):
                 f"update, expected {own.noise_std:.8g}: the bound on DiceSGD is about constant "
                 "values."
             )
-        if "batch_order" not in self._later:
-            self._check_batch(step)
+        self._check_batch(step)
         validate.integer("rows", step.rows, minimum=0)
 
     def _check_batch(self, step: Step) -> None:
@@ -83,8 +76,6 @@ class DiceSgdRun(Run):
             raise UnsupportedRunError(
                 f"step {number} used {step.rows} rows, expected batch_size = {own.batch_size}."
             )
-        if "dataset_size" in self._later:
-            return
         if step.rows is not None and step.rows > own.dataset_size:
             raise UnsupportedRunError(
                 f"step {number} used {step.rows} rows, more than dataset_size = {own.dataset_size}."
@@ -92,63 +83,44 @@ class DiceSgdRun(Run):
         if own.batch_order is BatchOrder.CYCLIC and step.batch is not None:
             self._check_turn(step.batch, own.batches_per_epoch)
 
-    def _check_steps(self) -> None:
-        if not self._later and self._num_steps:
-            self.event()  # the totals of another run raise
-
-    def event(
-        self,
-        *,
-        dataset_size: int | None = None,
-        batch_order: BatchOrder | str | None = None,
-        num_steps: int | None = None,
-        gradient_bound: float | None = None,
-    ) -> DiceSgdDpEvent:
-        """The event that happened, for `DiceSgdAccountant`.
-
-        Args:
-            dataset_size: N, if it was not declared before.
-            batch_order: How the records were dealt into the batches, if it was not declared before.
-                Only the number of rows is checked.
-            num_steps: The number that was fixed in advance; None for that of the steps taken.
-            gradient_bound: G, if it was not declared before; checked against the gradients of these
-                steps.
-
-        Raises:
-            TypeError, ValueError: No step was taken, or no run can have these values.
-            UnsupportedRunError: The steps are not those of such a run, or something else was
-                declared before.
-        """
+    def event(self) -> DiceSgdDpEvent:
+        """The event that happened, for `DiceSgdAccountant`."""
         self._check_has_steps()
-        if num_steps is not None:
-            planned = validate.integer("num_steps", num_steps, minimum=1)
-            if planned != self._num_steps:
-                raise UnsupportedRunError(
-                    f"Expected num_steps = {self._num_steps}, the steps taken, got {planned}."
-                )
-        order = None if batch_order is None else parse_batch_order(batch_order)
-        event = attrs.evolve(
-            self._template,
-            num_steps=self._num_steps,
-            dataset_size=self._told("dataset_size", dataset_size),
-            batch_order=self._told("batch_order", order),
-            gradient_bound=self._told("gradient_bound", gradient_bound, math.inf),
-        )
-        self._check_rows(event)
-        self._check_norm(event, self._largest_norm, "of this run")
+        event: DiceSgdDpEvent = attrs.evolve(self._template, num_steps=self._num_steps)
         return event
 
-    def _check_rows(self, event: DiceSgdDpEvent) -> None:
-        if event.batch_order is BatchOrder.POISSON:
-            if self._most_rows > event.dataset_size:
+    @classmethod
+    def of_totals(
+        cls, *, fewest_rows: int | None = None, most_rows: int | None = None, **counted: Any
+    ) -> DiceSgdRun:
+        """As `Run.of_totals`, with the rows of the batches.
+
+        Args:
+            fewest_rows: Of the batches; None if all have batch_size rows.
+            most_rows: Likewise.
+            **counted: As there.
+        """
+        run = super().of_totals(**counted)
+        size = run._template.batch_size
+        if run.num_steps:
+            run._check_rows(
+                validate.integer("fewest_rows", size if fewest_rows is None else fewest_rows),
+                validate.integer("most_rows", size if most_rows is None else most_rows),
+            )
+        return run
+
+    def _check_rows(self, fewest: int, most: int) -> None:
+        own = self._template
+        if own.batch_order is BatchOrder.POISSON:
+            if most > own.dataset_size:
                 raise UnsupportedRunError(
-                    f"Expected at most dataset_size = {event.dataset_size} rows in a batch, got "
-                    f"{self._most_rows}."
+                    f"Expected at most dataset_size = {own.dataset_size} rows in a batch, got "
+                    f"{most}."
                 )
-        elif not self._fewest_rows == self._most_rows == event.batch_size:
+        elif not fewest == most == own.batch_size:
             raise UnsupportedRunError(
-                f"Expected {event.batch_size} rows in every {event.batch_order.value} batch, got "
-                f"{self._fewest_rows} to {self._most_rows}. Drop the rest of the data set, or say "
+                f"Expected {own.batch_size} rows in every {own.batch_order.value} batch, got "
+                f"{fewest} to {most}. Drop the rest of the data set, or say "
                 "batch_order='poisson' if every record was drawn for every batch by itself."
             )
 

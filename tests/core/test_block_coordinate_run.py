@@ -12,7 +12,7 @@ from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 TOTALS = {
     "step_size": 0.5, "clip_norm": 1.0, "noise_multiplier": 3.0, "batch_size": 4, "num_steps": 6,
-    "num_blocks": 1, "prox_strong_convexity": 0.0, "largest_norm": 0.4,
+    "num_blocks": 1, "prox_strong_convexity": 0.0, "largest_norm": 0.4, "dataset_size": 12,
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_step_of_the_reference():
 
 @pytest.mark.parametrize(("relation", "factor"), [(ONE, 2), (SPECIAL, 1)])
 def test_sensitivity_and_noise(relation, factor):
-    event = run().event(dataset_size=12)
+    event = run().event()
     assert event.sensitivity(relation) == factor
     assert (event.num_epochs, event.batch_size, event.block_loss) == (2, 4, None)
     # The noise on the block is eta / b times that on the sum.
@@ -104,7 +104,7 @@ def test_sensitivity_and_noise(relation, factor):
 )
 def test_the_contraction_of_one_block(loss, expected, relation):
     """Whether a clip acts is decided by lipschitz <= C, under either relation."""
-    event = run().event(dataset_size=12, block_loss=loss)
+    event = run(block_loss=loss).event()
     assert block_contraction(event) == (None if expected is None else pytest.approx(expected))
     assert event.sensitivity(relation) == (2 if relation is ONE else 1) * min(
         1.0, np.inf if loss.lipschitz is None else loss.lipschitz
@@ -113,28 +113,27 @@ def test_the_contraction_of_one_block(loss, expected, relation):
 
 def test_several_blocks_do_not_contract():
     loss = hsa.LossGeometry.strongly_convex(1.0, 0.5, lipschitz=0.6)
-    several = run(num_blocks=3, prox_strong_convexity=5.0)
-    event = several.event(dataset_size=12, block_loss=loss)
+    event = run(num_blocks=3, prox_strong_convexity=5.0, block_loss=loss).event()
     guarantee = hsa.BlockCoordinateAccountant(SPECIAL).compose(event).guarantee
     assert guarantee.mu == pytest.approx(np.sqrt(3 * 2) * 0.6 / 3.0)
     assert "composition" in guarantee.theorem
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "text"),
+    ("changes", "text"),
     [
-        ({}, {"dataset_size": 13}, "multiple of the 4 records"),
-        ({}, {"dataset_size": 16}, "whole epochs of 4 steps, got 6"),
-        ({"num_steps": 0}, {}, "at least one step"),
-        ({}, {"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=0.39)}, "read off a run"),
-        ({"largest_norm": np.nan}, {"block_loss": hsa.LossGeometry.linear(1.0)}, "read off a run"),
-        ({"step_size": 1e-60, "noise_multiplier": 1e-20}, {}, "noise_variance"),
-        ({}, {"block_loss": 1.0}, "LossGeometry"),
+        ({"dataset_size": 13}, "multiple of the 4 records"),
+        ({"dataset_size": 16}, "whole epochs of 4 steps, got 6"),
+        ({"num_steps": 0}, "at least one step"),
+        ({"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=0.39)}, "read off a run"),
+        ({"largest_norm": np.nan, "block_loss": hsa.LossGeometry.linear(1.0)}, "read off a run"),
+        ({"step_size": 1e-60, "noise_multiplier": 1e-20}, "noise_variance"),
+        ({"block_loss": 1.0}, "LossGeometry"),
     ],
 )
-def test_runs_without_an_event(changes, arguments, text):
+def test_runs_without_an_event(changes, text):
     with pytest.raises((ValueError, TypeError), match=text):
-        run(**changes).event(**({"dataset_size": 12} | arguments))
+        run(**changes).event()
 
 
 @pytest.mark.parametrize(

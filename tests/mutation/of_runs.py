@@ -27,15 +27,15 @@ MUTATIONS = (
     Mutation(
         "dice_forgets_short_batches",
         "runs/dice_sgd.py",
-        "elif not self._fewest_rows == self._most_rows == event.batch_size:",
-        "elif self._most_rows != event.batch_size:",
+        "elif not fewest == most == own.batch_size:",
+        "elif most != own.batch_size:",
         _RUN_TESTS,
     ),
     Mutation(
         "dice_looks_like_dp_sgd_in_a_history",
         "runs/base.py",
-        "[(0.0, told",
-        "[(1.0, told",
+        "[(0.0, rate",
+        "[(1.0, rate",
         _RUN_TESTS,
     ),
     Mutation(

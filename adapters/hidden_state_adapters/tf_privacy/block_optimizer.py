@@ -218,10 +218,10 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
             UnsupportedRunError: The run was another one.
         """
         steps: BlockSteps = self._recorded_steps()
-        run = steps.run_so_far()
+        run = steps.run_so_far(dataset_size=dataset_size, block_loss=block_loss)
         if neighboring_relation is not None:
             run.check_relation(neighboring_relation)
-        return run.event(dataset_size=dataset_size, block_loss=block_loss)
+        return run.event()
 
     def report(
         self,

@@ -292,14 +292,15 @@ class BlockSteps(Mechanism):
         """Of which the last blocks are released."""
         return BlockCoordinateRun(**self._constants())
 
-    def run_so_far(self) -> BlockCoordinateRun:
-        """The run of steps that nobody recorded, of unknown data."""
+    def run_so_far(self, **of_data: Any) -> BlockCoordinateRun:
+        """The run of steps that nobody recorded, on the data that are declared now."""
         return BlockCoordinateRun.of_totals(
             num_steps=self.last_step.steps,
             noise_multiplier=self.noise_multiplier,
             largest_norm=self.step.log.totals().largest_norm,
             batch_size=self.last_step.rows,
             **self._settings_of_run,
+            **of_data,
         )
 
     @property

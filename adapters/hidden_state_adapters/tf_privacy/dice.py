@@ -448,8 +448,8 @@ class DiceSteps(Mechanism):
             **self.constants,
         )
 
-    def run_so_far(self) -> DiceSgdRun:
-        """The run of steps that nobody recorded, of unknown data."""
+    def run_so_far(self, **of_data: Any) -> DiceSgdRun:
+        """The run of steps that nobody recorded, on the data that are declared now."""
         entry, totals = self.last_step, self.step.log.totals()
         return DiceSgdRun.of_totals(
             batch_size=self.step.divisor or entry.rows or 1,
@@ -458,6 +458,7 @@ class DiceSteps(Mechanism):
             most_rows=totals.most_rows,
             largest_norm=totals.largest_norm,
             **self.constants,
+            **of_data,
         )
 
     def step_of(self, entry: StepEntry) -> Step:

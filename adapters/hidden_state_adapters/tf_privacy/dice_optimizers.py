@@ -167,16 +167,17 @@ class DiceOptimizer(PrivateOptimizer):
                 "Expected expected_batch_size for Poisson batches, got None: their size is not a "
                 "public constant, and the sums must be divided by one."
             )
-        return (
-            self._recorded_steps()
-            .run_so_far()
-            .event(
-                dataset_size=dataset_size,
-                batch_order=order,
-                num_steps=num_steps,
-                gradient_bound=gradient_bound,
-            )
-        )
+        steps = self._recorded_steps()
+        event = steps.run_so_far(
+            dataset_size=dataset_size, batch_order=order, gradient_bound=gradient_bound
+        ).event()
+        if num_steps is not None:
+            planned = validate.integer("num_steps", num_steps, minimum=1)
+            if planned != event.num_steps:
+                raise refusal(
+                    f"Expected num_steps = {event.num_steps}, the steps taken, got {planned}."
+                )
+        return event
 
     def report(
         self,
