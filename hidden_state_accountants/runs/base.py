@@ -21,7 +21,6 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs.description import Description
 
 SLACK = 1e-6
 """Rounding in float32, relative, of a norm that is exactly at its bound."""
@@ -104,7 +103,8 @@ class Run(abc.ABC):
 
     A subclass is about one kind of event, for which it registers itself. It says which fields of
     the event the steps decide; all others are declared, and its arguments. The checks of a step,
-    the event and the texts are its own; the state follows from the fields.
+    and the event are its own; the state follows from the fields. What a statement says of it is in
+    `DESCRIPTIONS`.
 
     Args:
         **declared: The fields of the event that are the same in all steps, as the event takes them.
@@ -262,20 +262,6 @@ class Run(abc.ABC):
         """
         rate = self._template.sampling_probability
         return [(0.0, rate, self._num_steps)] if self._num_steps else []
-
-    @classmethod
-    @abc.abstractmethod
-    def describe(
-        cls, event: Any, relation: NeighboringRelation, delta: float, notes: Mapping[str, Any]
-    ) -> Description:
-        """What a `Statement` says of an event of this kind.
-
-        Args:
-            event: The run.
-            relation: Of the guarantee.
-            delta: Where epsilons are read.
-            notes: What the event does not say; a subclass names what it reads.
-        """
 
     @classmethod
     @abc.abstractmethod

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 from dp_accounting import NeighboringRelation
@@ -15,7 +14,6 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs import description
 from hidden_state_accountants.runs.base import Run, Step
 
 _DELTA = 1e-5
@@ -132,17 +130,6 @@ class BlockCoordinateRun(Run):
                 "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
                 f"{relation.name}: every batch has the same number of records."
             )
-
-    @classmethod
-    def describe(
-        cls,
-        event: BlockCoordinateDpEvent,
-        relation: NeighboringRelation,
-        delta: float,
-        notes: Mapping[str, Any],
-    ) -> description.Description:
-        """As `Run.describe`; it reads none of the notes."""
-        return description.of_block_coordinate(event, relation)
 
     @classmethod
     def every_iterate(

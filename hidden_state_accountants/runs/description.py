@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import attrs
 import numpy as np
@@ -17,6 +18,9 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.runs.advice import process_of
+
+Notes = Mapping[str, Any]
+"""What the event of a run does not say, by name."""
 
 _UNPROTECTED = (
     "averages of iterates, optimizer state, or losses and metrics of the training data or of "
@@ -64,16 +68,16 @@ def _range(values: Iterable[float]) -> str:
 
 
 def of_last_iterate(
-    event: LastIterateDpEvent, relation: NeighboringRelation, update: str, microbatch: int
+    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float, notes: Notes
 ) -> Description:
-    """Of SGD; `update` takes the place of what the event says of the update."""
+    """Of SGD. Notes: `microbatch`, the examples of a record, and the `update`, if it is another."""
     # With Poisson batches there is no other algorithm; a full batch is not a sample. Nobody adds or
     # removes microbatches.
     has_other = not (event.is_microbatched or event.batch_order in _WITHOUT_OTHER)
     return Description(
         title="Privacy of the released model",
-        facts=_facts(event, relation, update),
-        run=_run_text(event, microbatch),
+        facts=_facts(event, relation, notes.get("update", "")),
+        run=_run_text(event, notes.get("microbatch", 1)),
         protects=_released_text(event),
         other_label="Epsilon of ANOTHER algorithm, Poisson batches (*):" if has_other else "",
         other=_with_poisson_batches(event),
@@ -180,9 +184,9 @@ def _released_text(event: LastIterateDpEvent) -> str:
 
 
 def of_dice_sgd(
-    event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float, update_rule: str
+    event: DiceSgdDpEvent, relation: NeighboringRelation, delta: float, notes: Notes
 ) -> Description:
-    """Of DiceSGD with an optimizer of that name."""
+    """Of DiceSGD. Note: `update_rule`, the name of its optimizer."""
     plain = LastIterateDpEvent(
         noise_multiplier=event.noise_std * event.batch_size / event.clip_norm,
         learning_rate=1.0,
@@ -204,7 +208,7 @@ def of_dice_sgd(
                 "run",
                 f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
                 f"{rate_text(event.sampling_rate)}, "
-                f"{event.batch_order.value}; update rule {update_rule}",
+                f"{event.batch_order.value}; update rule {notes.get('update_rule', 'any')}",
             ),
             ("noise on the mean update", f"standard deviation {event.noise_std:.6g}"),
             ("gradients", f"{clip} {event.clip_norm:g}; bound before clipping: {bound}"),
@@ -245,7 +249,7 @@ def _published(event: DiceSgdDpEvent, relation: NeighboringRelation, delta: floa
 
 
 def of_block_coordinate(
-    event: BlockCoordinateDpEvent, relation: NeighboringRelation
+    event: BlockCoordinateDpEvent, relation: NeighboringRelation, delta: float, notes: Notes
 ) -> Description:
     """Of DP-MBCD."""
     return Description(
@@ -292,3 +296,11 @@ def _noise_text(event: BlockCoordinateDpEvent, relation: NeighboringRelation) ->
         "noise multiplier",
         f"{_range(multipliers)} on sums of gradients {gradients} {bound:g}",
     )
+
+
+DESCRIPTIONS: dict[type[DpEvent], Callable[..., Description]] = {
+    LastIterateDpEvent: of_last_iterate,
+    DiceSgdDpEvent: of_dice_sgd,
+    BlockCoordinateDpEvent: of_block_coordinate,
+}
+"""By the type of the event: what is said of one, its relation, the delta of epsilons, and notes."""

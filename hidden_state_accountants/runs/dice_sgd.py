@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -14,7 +13,6 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs import description
 from hidden_state_accountants.runs.base import Run, Step
 
 
@@ -123,17 +121,6 @@ class DiceSgdRun(Run):
                 f"{fewest} to {most}. Drop the rest of the data set, or say "
                 "batch_order='poisson' if every record was drawn for every batch by itself."
             )
-
-    @classmethod
-    def describe(
-        cls,
-        event: DiceSgdDpEvent,
-        relation: NeighboringRelation,
-        delta: float,
-        notes: Mapping[str, Any],
-    ) -> description.Description:
-        """As `Run.describe`; of the notes it reads `update_rule`, an optimizer's name."""
-        return description.of_dice_sgd(event, relation, delta, notes.get("update_rule", "any"))
 
     @classmethod
     def every_iterate(cls, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Guarantee:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -14,7 +13,6 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs import description
 from hidden_state_accountants.runs.advice import no_contraction_line
 from hidden_state_accountants.runs.base import Run, Step
 
@@ -150,23 +148,6 @@ class LastIterateRun(Run):
         return [
             (value, rate, steps) for value, steps in zip(noise.values, noise.lengths, strict=True)
         ]
-
-    @classmethod
-    def describe(
-        cls,
-        event: LastIterateDpEvent,
-        relation: NeighboringRelation,
-        delta: float,
-        notes: Mapping[str, Any],
-    ) -> description.Description:
-        """As `Run.describe`.
-
-        Of the notes it reads `microbatch`, the examples of a record, and `update`, what is said of
-        an update that is not the event's.
-        """
-        return description.of_last_iterate(
-            event, relation, notes.get("update", ""), notes.get("microbatch", 1)
-        )
 
     @classmethod
     def every_iterate(

@@ -14,7 +14,7 @@ from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status, group_guarantee
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.runs.base import kind_of
-from hidden_state_accountants.runs.description import Description
+from hidden_state_accountants.runs.description import DESCRIPTIONS, Description
 
 _MEANING = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "one example is added or removed",
@@ -142,8 +142,9 @@ class Statement:
         return "\n\n".join(parts) + "\n"
 
     def _description(self) -> Description:
+        describe = DESCRIPTIONS[self._kinds[-1].event_type]
         relation = self.guarantee.neighboring_relation
-        return self._kinds[-1].describe(self.events[-1], relation, self.delta, self.notes)
+        return describe(self.events[-1], relation, self.delta, self.notes)
 
     @property
     def _hides_iterates(self) -> bool:

@@ -14,6 +14,7 @@ from scipy import stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import LinearLosses
 from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
+from hidden_state_accountants.runs import description
 from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
@@ -138,6 +139,6 @@ def test_statement_and_assumptions_say_it():
     guarantee = Composition().guarantee(event, SPECIAL)
     text = "63 of 60000 records, each drawn at a rate of 0.0010660981"
     assert any(text in str(a) for a in guarantee.assumptions)
-    assert text in dict(hsa.RunRecorder.describe(event, SPECIAL, 1e-5, {}).facts)["run"]
+    assert text in dict(description.of_last_iterate(event, SPECIAL, 1e-5, {}).facts)["run"]
     dice = dice_events.run(sampling_rate=0.2)
-    assert "each drawn at a rate of 0.2" in DiceSgdRun.describe(dice, SPECIAL, 1e-5, {}).run
+    assert "each drawn at a rate of 0.2" in description.of_dice_sgd(dice, SPECIAL, 1e-5, {}).run
