@@ -146,26 +146,6 @@ class AuditReport:
             result[name] = getattr(self, name)
         return result
 
-    def to_markdown(self) -> str:
-        """A table with one line per attack."""
-        lines = [
-            f"claimed by {_cell(self.claim)}: epsilon {text_up(self.claimed, 6)} at delta "
-            f"{self.target_delta:g} under {self.neighboring_relation}",
-            "",
-            "| attack | epsilon at least | strength | violated | run, or why not |",
-            "|---|---|---|---|---|",
-        ]
-        for row in self.rows:
-            epsilon = text_down(row.epsilon) if row.applies else ""
-            verdict = ("yes: " + row.violation if row.violation else "no") if row.applies else ""
-            cells = (row.attack, epsilon, row.strength, verdict, row.detail)
-            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
-        return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
 
 def audit(
     claim: Any,
