@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     noisy_process,
@@ -40,12 +42,10 @@ def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> Nois
     return noisy_process(event, relation)
 
 
-def _composition(event: LastIterateDpEvent, relation: NeighboringRelation) -> float | None:
-    """Epsilon by composition; None if it does not cover the run."""
+def composition_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee | None:
+    """Ordinary composition of the steps; None if it does not cover the order of the batches."""
     bound = Composition()
-    if bound.check(event, relation):
-        return None
-    return bound.guarantee(event, relation).epsilon(_DELTA)
+    return None if bound.check(event, relation) else bound.guarantee(event, relation)
 
 
 def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
@@ -77,8 +77,9 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
     if epochs < 2:  # within one epoch the last batch always costs as much as under composition
         return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
     ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
-    last, every = best_guarantee(ahead, relation).epsilon(_DELTA), _composition(ahead, relation)
-    gain = last / every if every is not None and 0 < every < math.inf else 1.0
+    composed = composition_of(ahead, relation)
+    every = math.inf if composed is None else composed.epsilon(_DELTA)
+    gain = best_guarantee(ahead, relation).epsilon(_DELTA) / every if 0 < every < math.inf else 1.0
     assuming = f"assuming delta = {_DELTA:g} and the first step's hyper-parameters"
     if gain > 0.999:
         return f"{_EQUALS_COMPOSITION}; {reason} ({assuming})"
@@ -110,10 +111,11 @@ def other_batches(
     if has_poisson_only or event.has_schedules or event.record_position is not None:
         return found
     for other in _others(event):
-        try:
-            found[other.batch_order] = _quick_epsilon(other, relation, delta)
-        except UnsupportedRunError:
-            continue
+        is_random = other.batch_order is BatchOrder.POISSON
+        with contextlib.suppress(UnsupportedRunError):
+            known = (composition_of if is_random else best_guarantee)(other, relation)
+            if known is not None:
+                found[other.batch_order] = known.epsilon(delta)
     return found
 
 
@@ -133,15 +135,6 @@ def _others(event: LastIterateDpEvent) -> Iterator[LastIterateDpEvent]:
         num_steps=math.ceil(event.num_steps / event.batches_per_epoch),
         release_steps=(),
     )
-
-
-def _quick_epsilon(event: LastIterateDpEvent, relation: NeighboringRelation, delta: float) -> float:
-    if event.batch_order is not BatchOrder.POISSON:
-        return best_guarantee(event, relation).epsilon(delta)
-    composition = Composition()
-    if unmet := composition.check(event, relation):
-        raise UnsupportedRunError("; ".join(map(str, unmet)))
-    return composition.guarantee(event, relation).epsilon(delta)
 
 
 def other_batches_line(

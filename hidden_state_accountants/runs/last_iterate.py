@@ -8,12 +8,11 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs.advice import no_contraction_line
+from hidden_state_accountants.runs.advice import composition_of, no_contraction_line
 from hidden_state_accountants.runs.base import Run, Step
 
 
@@ -154,8 +153,7 @@ class LastIterateRun(Run):
         cls, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> Guarantee | None:
         """Ordinary composition of the steps, if it covers the order of the batches."""
-        bound = Composition()
-        return None if bound.check(event, relation) else bound.guarantee(event, relation)
+        return composition_of(event, relation)
 
     @classmethod
     def line_before(cls, event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
