@@ -104,7 +104,9 @@ class DeclaredRun:
             "optimizer_class": None if optimizer_class is None else optimizer_class.__name__,
             "options": arguments.given_options(),
             "update_rule": type(self.optimizer).__name__,
-            "feature_norm": _float_or_none(arguments.feature_norm),
+            "feature_norm": None
+            if arguments.feature_norm is None
+            else float(arguments.feature_norm),
             **{name: None for name in ("prox", "projection")},
             **{name: repr(part) for name, part in self.maps.items()},
             "criterion": None if known is None else known.fields,
@@ -170,7 +172,13 @@ class DeclaredRun:
                     f"{loss}: how curved a batch is shows in no part of it. Leave the curvature "
                     "out, or train in one process."
                 )
-            _share_batches(plan, group)
+            if plan.batch_size < group.size and plan.order is not BatchOrder.POISSON:
+                raise UnsupportedRunError(
+                    f"Expected a batch_size >= {group.size}, the number of processes, got "
+                    f"{plan.batch_size}: the batch_size of the DataLoader is that of a step, all "
+                    "processes together. Raise it, or train in fewer processes."
+                )
+            plan.share = group.share
         return cls(
             arguments=arguments,
             inner=inner,
@@ -215,21 +223,6 @@ def _without_gradients(module: nn.Module) -> Any:
     return module._module if isinstance(module, AbstractGradSampleModule) else module
 
 
-def _share_batches(plan: BatchPlan, group: ProcessGroup) -> None:
-    """Gives this process its part of every batch.
-
-    Raises:
-        UnsupportedRunError: It would have none.
-    """
-    if plan.batch_size < group.size and plan.order is not BatchOrder.POISSON:
-        raise UnsupportedRunError(
-            f"Expected a batch_size >= {group.size}, the number of processes, got "
-            f"{plan.batch_size}: the batch_size of the DataLoader is that of a step, all processes "
-            "together. Raise it, or train in fewer processes."
-        )
-    plan.share = group.share
-
-
 def resolve_loss(
     module: nn.Module, arguments: RunArguments
 ) -> tuple[LossGeometry | None, nn.Linear | None]:
@@ -247,8 +240,13 @@ def resolve_loss(
     geometry.check_reduction(criterion, reduction)
     geometry.refuse_weights_of_the_batch(criterion)
     if feature_norm is None:
-        if loss_geometry is not None and loss_geometry.curvature is not None:
-            _refuse_unmeasured_curvature(module, loss_geometry)
+        curvature = None if loss_geometry is None else loss_geometry.curvature
+        if curvature is not None and head is not None:
+            raise UnsupportedRunError(
+                f"Expected feature_norm= beside a loss_geometry with curvature = {curvature:g}, "
+                "got none: how curved a batch is depends on its features, which are looked at in "
+                "every step. Pass the bound on their norm, as for release_curvature."
+            )
         return loss_geometry, None if arguments.asks_for_samples else head
     validate.real("feature_norm", feature_norm, above=0, allow_inf=True)
     if loss_geometry is None or head is None:
@@ -258,17 +256,3 @@ def resolve_loss(
             "Leave it out, or declare the loss."
         )
     return loss_geometry, head
-
-
-def _refuse_unmeasured_curvature(module: nn.Module, loss: LossGeometry) -> None:
-    """Raises UnsupportedRunError if the batches of a linear head would not be looked at."""
-    if geometry.find_linear_head(module) is not None:
-        raise UnsupportedRunError(
-            f"Expected feature_norm= beside a loss_geometry with curvature = {loss.curvature:g}, "
-            "got none: how curved a batch is depends on its features, which are looked at in "
-            "every step. Pass the bound on their norm, as for release_curvature."
-        )
-
-
-def _float_or_none(value: float | None) -> float | None:
-    return None if value is None else float(value)
