@@ -443,6 +443,19 @@ def test_a_class_of_ones_own():
         make_private(model, l2_norm_clip=0.5, noise_multiplier=2.0)
 
 
+class Doubles(layers.Layer):
+    def call(self, features):
+        if tf.reduce_max(features) > 0.5:
+            features = 2 * features
+        return features
+
+
+def test_control_flow_of_python_in_a_layer():
+    model = make([Doubles(), head()])
+    fit(model)
+    assert model.privacy_event.num_steps == RECORDS // BATCH
+
+
 def test_losses_and_metrics_are_those_of_the_examples():
     model = make(
         noise_multiplier=0.0,

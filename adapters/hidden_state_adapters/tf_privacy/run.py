@@ -358,7 +358,7 @@ class PrivateRun(Figures):
         width = None if self.is_padded else self.plan.batch_size
         kinds = [tf.TensorSpec(shape, tf.int64) for shape in ([None], [None], [None, width])]
         self._several = functools.cache(
-            tf.function(self._take_several, kinds, autograph=False).get_concrete_function
+            tf.function(self._take_several, kinds).get_concrete_function
         )
 
     @property
