@@ -60,7 +60,7 @@ help:
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow: with Keras 3, then with Keras 2"
 	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"
-	@echo "make test-mutations  put one mistake at a time into the engine: a test must notice each (half an hour)"
+	@echo "make test-mutations  put one mistake at a time into the engine: the test of each must notice it (a quarter of an hour)"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write docs/benchmarks/steps.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make gpu          tests that need a CUDA device; writes docs/benchmarks/steps_cuda.md. Needs torch, no network"

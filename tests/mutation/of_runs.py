@@ -50,7 +50,7 @@ MUTATIONS = (
         "runs/block_coordinate.py",
         "if self._num_steps % batches:",
         "if self._num_steps < batches:",
-        _RUN_TESTS,
+        "core/test_block_coordinate_run.py",
     ),
     # A proximal map in the record.
     Mutation(
