@@ -27,7 +27,8 @@ FAST_TESTS := $(wildcard $(addprefix tests/, core theorems misuse/test_opacus.py
 # Those that need neither TensorFlow Privacy nor its optimizers.
 KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
-PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS)
+# A process that is done takes over tests of another one: TensorFlow's graphs are mostly made in one of them.
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'

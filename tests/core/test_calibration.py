@@ -72,7 +72,7 @@ COMMON_GROUND = {
             accountant,
             target,
             id=f"{name}-{target}",
-            marks=[pytest.mark.slow] if name == "poisson" else [],
+            marks=[pytest.mark.exhaustive] if name == "poisson" else [],
         )
         for name, (make, accountant, targets) in COMMON_GROUND.items()
         for target in targets

@@ -372,7 +372,7 @@ def test_epsilon_falls_with_a_smaller_domain(run, factor):
 def test_epsilon_never_falls_from_epoch_to_epoch(order, falls):
     make = full_run if order == "full" else cyclic_run
     found = []
-    for epochs in (*range(1, 13), 20, 21, 100, 101, 1000):
+    for epochs in (*range(1, 8), 12, 20, 21, 100, 1000):
         event = make(batch_order=order, num_steps=4 * epochs, noise_multiplier=6.0)
         found.append(hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5))
     for before, after in itertools.pairwise(found):

@@ -149,8 +149,9 @@ def fixed_size(relation):
 class TestBatchesOfFixedSize:
     """Three steps with noise multiplier 1 on a tenth of the records."""
 
-    @pytest.mark.parametrize("relation", [REPLACE_ONE, REPLACE_SPECIAL])
-    @pytest.mark.parametrize("epsilon", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize(
+        ("epsilon", "relation"), [(0.0, REPLACE_ONE), (0.5, REPLACE_SPECIAL), (1.0, REPLACE_ONE)]
+    )
     def test_between_attacks_and_renyi_divergences(self, epsilon, relation):
         """The record contributes 1, all others 0 or -1, its replacement -1 or, as zeroed, 0."""
         grid, cubes = np.linspace(-8, 9, 171), {}
