@@ -412,7 +412,9 @@ class BestOfCurves(Curve):
         return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        best = self.curves[self.smallest(delta_to_compare(*self.curves))[1]].to_dpevent()
+        if best is not None:
+            return best
         by_epsilon = sorted(self.curves, key=lambda curve: curve.epsilon(_DELTA))
-        best = self.curves[self.smallest(delta_to_compare(*self.curves))[1]]
-        events = (curve.to_dpevent() for curve in (best, *by_epsilon))
+        events = (curve.to_dpevent() for curve in by_epsilon)
         return next((event for event in events if event is not None), None)

@@ -127,8 +127,34 @@ def data(change=lambda dataset: dataset):
 # Settings by the names of the table.
 
 
+class OnKeras(Trial):
+    """What is done to a model of Keras: `model`, with `backbone`, `buffer` and `bias` in it."""
+
+    def weights(self):
+        return [v.numpy() for v in self.model.trainable_variables]
+
+    def set_weights(self, weights):
+        for variable, value in zip(self.model.trainable_variables, weights, strict=True):
+            variable.assign(value)
+
+    def frozen(self):
+        return self.backbone.kernel.numpy()
+
+    def write_frozen(self, value):
+        self.backbone.kernel.assign(value)
+
+    def write_buffer(self):
+        self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
+
+    def freeze(self):
+        self.bias.trainable = False
+
+    def unfreeze(self):
+        self.backbone.trainable = True
+
+
 @attrs.define(slots=False)
-class KerasTrial(Trial):
+class KerasTrial(OnKeras):
     """A run of Keras' own fit with a train_step of one's own.
 
     Attributes:
@@ -246,30 +272,6 @@ class KerasTrial(Trial):
     def evaluate(self):
         self.model(next(iter(self.data))[0])
 
-    # The model
-
-    def weights(self):
-        return [v.numpy() for v in self.model.trainable_variables]
-
-    def set_weights(self, weights):
-        for variable, value in zip(self.model.trainable_variables, weights, strict=True):
-            variable.assign(value)
-
-    def frozen(self):
-        return self.backbone.kernel.numpy()
-
-    def write_frozen(self, value):
-        self.backbone.kernel.assign(value)
-
-    def write_buffer(self):
-        self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
-
-    def freeze(self):
-        self.bias.trainable = False
-
-    def unfreeze(self):
-        self.backbone.trainable = True
-
     # The optimizer
 
     def set(self, name, value):
@@ -370,7 +372,7 @@ def arrays():
 
 
 @attrs.define(slots=False)
-class ModelTrial(Trial):
+class ModelTrial(OnKeras):
     """A run of a model that owns its steps; there is no loop and no optimizer that makes noise.
 
     Attributes:
@@ -472,28 +474,6 @@ class ModelTrial(Trial):
 
     def evaluate(self):
         self.model(self.x)
-
-    def weights(self):
-        return [v.numpy() for v in self.model.trainable_variables]
-
-    def set_weights(self, weights):
-        for variable, value in zip(self.model.trainable_variables, weights, strict=True):
-            variable.assign(value)
-
-    def frozen(self):
-        return self.backbone.kernel.numpy()
-
-    def write_frozen(self, value):
-        self.backbone.kernel.assign(value)
-
-    def write_buffer(self):
-        self.buffer.shift.assign_add(0.1 * tf.ones([FEATURES]))
-
-    def freeze(self):
-        self.bias.trainable = False
-
-    def unfreeze(self):
-        self.backbone.trainable = True
 
     def set(self, name, value):
         setattr(self.optimizer, name, value)

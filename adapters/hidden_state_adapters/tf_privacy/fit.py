@@ -11,7 +11,7 @@ import tensorflow as tf
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.origins import digest
 from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, releases_of
-from hidden_state_adapters.tf_privacy.run import PrivateRun
+from hidden_state_adapters.tf_privacy.run import PrivateRun, mean_loss
 
 
 class Fit:
@@ -61,7 +61,7 @@ class Fit:
         self._pace = 1 if pace is None and (waits or model.run_eagerly) else pace
 
     def train(
-        self, first: int, last: int, verbose: int, validate: Callable[[int, Any], dict[str, Any]]
+        self, first: int, last: int, verbose: int, validation: Callable[[int, Any], dict[str, Any]]
     ) -> Any:
         """Trains the epochs from `first` to before `last`.
 
@@ -69,7 +69,7 @@ class Fit:
             first: Their numbers are Keras'.
             last: Likewise.
             verbose: As in Keras, a number.
-            validate: Of an epoch and the list of all callbacks gives what validation shows.
+            validation: Of an epoch and the list of all callbacks gives what validation shows.
 
         Returns:
             Keras' History.
@@ -87,7 +87,7 @@ class Fit:
         for epoch in range(first, last):
             model.reset_metrics()
             told.on_epoch_begin(epoch)
-            logs = {**self._epoch(told), **validate(epoch, told)}
+            logs = {**self._epoch(told), **validation(epoch, told)}
             model.reset_metrics()  # Model.save would store them
             if self.releases[0]:
                 self._run.record.release()
@@ -110,7 +110,7 @@ class Fit:
                 run.record.release()
             total += sums
             shown = {name: _plain(value) for name, value in model.get_metrics_result().items()}
-            logs = {"loss": float(total[0] / max(total[1], 1)), **_without_loss(shown)}
+            logs = {"loss": mean_loss(total), **_without_loss(shown)}
             told.on_train_batch_end(done - 1, logs)
             if model.stop_training:
                 break

@@ -216,7 +216,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         run.fits(call)
         self._run, self._continued = run, None
 
-        def validate(epoch: int, callbacks: Any) -> dict[str, Any]:
+        def validation(epoch: int, callbacks: Any) -> dict[str, Any]:
             if validation_data is None or not _is_due(epoch, validation_freq):
                 return {}
             x, y, weights = tf.keras.utils.unpack_x_y_sample_weight(validation_data)
@@ -229,7 +229,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         try:
             with run.whole_or_none():
                 return call.train(
-                    initial_epoch, epochs, 1 if verbose == "auto" else verbose, validate
+                    initial_epoch, epochs, 1 if verbose == "auto" else verbose, validation
                 )
         finally:
             self.reset_metrics()

@@ -378,7 +378,7 @@ class PrivateRun(Figures):
             UnsupportedRunError: The step was refused, or the run has ended; nothing was trained.
         """
         self._check_may_step(1)
-        return _mean(self._advance(1))
+        return mean_loss(self._advance(1))
 
     def train(
         self,
@@ -423,8 +423,8 @@ class PrivateRun(Figures):
             print(title)
         for done, sums in self.epoch():
             total += sums
-            bar.update(done, [("loss", _mean(sums))])
-        return _mean(total)
+            bar.update(done, [("loss", mean_loss(sums))])
+        return mean_loss(total)
 
     def epoch(
         self, pace: int | None = None, *, eagerly: bool = False
@@ -783,7 +783,7 @@ class PrivateRun(Figures):
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
 
 
-def _mean(sums: np.ndarray) -> float:
+def mean_loss(sums: np.ndarray) -> float:
     """Of losses, of their sum and number; 0 of none."""
     return float(sums[0] / max(sums[1], 1))
 

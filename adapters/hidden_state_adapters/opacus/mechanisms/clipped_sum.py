@@ -36,7 +36,7 @@ class ClippedSum(Mechanism):
     def constants(cls, declared: DeclaredRun) -> dict[str, Any]:
         """The fields of a `LastIterateDpEvent` that stay the same in a run."""
         maps = declared.maps.values()
-        params = [p for p in declared.inner.parameters() if p.requires_grad]
+        params = declared.trained
         return {
             **declared.batches,
             "loss": declared.loss,

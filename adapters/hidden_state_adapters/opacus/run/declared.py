@@ -121,6 +121,11 @@ class DeclaredRun:
         }
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return [p for p in self.inner.parameters() if p.requires_grad]
+
+    @property
     def scale(self) -> int:
         """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
         return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
@@ -161,10 +166,6 @@ class DeclaredRun:
             order_is_secret=arguments.order_is_secret,
             secret=None if group is None else group.secret,
         )
-        scale = 1 if arguments.loss_reduction == "mean" else plan.batch_size
-        for part in maps.values():
-            params = [p for p in inner.parameters() if p.requires_grad]
-            part.start(params, float(optimizer.param_groups[0]["lr"]) * scale)
         if group is not None:
             if uses_curvature(loss, plan.order):
                 raise UnsupportedRunError(
@@ -179,7 +180,7 @@ class DeclaredRun:
                     "processes together. Raise it, or train in fewer processes."
                 )
             plan.share = group.share
-        return cls(
+        run = cls(
             arguments=arguments,
             inner=inner,
             optimizer=optimizer,
@@ -191,6 +192,9 @@ class DeclaredRun:
             schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
             group=group,
         )
+        for part in maps.values():
+            part.start(run.trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
+        return run
 
 
 def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
