@@ -25,10 +25,7 @@ from scipy import optimize
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.bounds.dice_sgd_2024 import largest_mu
 from hidden_state_accountants.curves.gaussian import delta_from_mu
-from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.figures import text_up
@@ -37,14 +34,13 @@ from hidden_state_accountants.process.geometry import update_lipschitz
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
 
-_MOST_EVALUATIONS = 200
+_NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
+_MUCH_NOISE = 64.0  # where a search begins: epsilon is quick to compute, and nearly Gaussian
+_SO_MUCH_NOISE = 1e12  # more would not help either
+_SO_LITTLE_NOISE = 1e-12
+_STEP = 8.0  # at most by so much a search goes down: a little noise can cost gigabytes
 _FAR = 50.0  # log of mu over that of the target, where epsilon is infinite
 _ROUNDING = 1e-4  # an increase of epsilon that may be discretisation, not a trend
-_NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
-_SO_MUCH_NOISE = 1e9  # times what composition needs: more would not help either
-_MUCH_NOISE = 4.0
-_SO_LITTLE_NOISE = 1e-12
-_BELOW = 0.99  # times the noise that seems to meet it, a target is likely to be missed
 _GRID = 1000  # weight decays
 
 
@@ -61,9 +57,7 @@ def calibrate_noise(
 ) -> float:
     """The smallest noise multiplier that meets (target_epsilon, delta).
 
-    The bracket starts at the noise that plain Gaussian composition needs, which the default
-    accountant never exceeds, and shrinks by steps along the Gaussian curve of the last figure: a
-    few evaluations where the guarantee is Gaussian.
+    The search comes from much noise, by steps along the Gaussian curve of the last figure.
 
     Formal guarantees: the accountant was asked for the run with the returned noise and its epsilon
     is at most `target_epsilon`. If epsilon falls with the noise, as it does for every accountant
@@ -100,24 +94,16 @@ def calibrate_noise(
         for_one_position=for_one_position,
     )
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
-    start = group_size * _composition_noise(target)
-    if not target.meets(start):
-        more = start * min(math.exp(target.log_mu(start)) * 1.05, 16.0)
-        if not target.meets(more) and not target.meets(start * _SO_MUCH_NOISE):
-            raise ValueError(_unreachable(target, start * _SO_MUCH_NOISE))
+    if not target.meets(_MUCH_NOISE):
+        crossing = 1.05 * _MUCH_NOISE * math.exp(min(target.log_mu(_MUCH_NOISE), 3 * _FAR))
+        if not target.meets(crossing) and not target.meets(_SO_MUCH_NOISE):
+            raise ValueError(_unreachable(target, _SO_MUCH_NOISE))
     meets = min(z for z in target.seen if target.meets(z))
-    misses = max((z for z in target.seen if not target.meets(z)), default=0.0)
-    while misses == 0.0:
-        lower = _less_noise(target, meets) * (1 - tolerance / 3)
-        if lower < start * _SO_LITTLE_NOISE:
+    while target.meets(misses := _less_noise(target, meets) * (1 - tolerance / 3)):
+        meets = misses
+        if meets < _SO_LITTLE_NOISE:
             return 0.0 if target.meets(0.0) else meets
-        if target.meets(lower):
-            meets = lower
-        else:
-            misses = lower
-    result = _close_in(target, meets, misses, tolerance)
-    target.check_monotone(increasing=False)
-    return result
+    return target.close_in(meets, misses, tolerance)
 
 
 def calibrate_epochs(
@@ -157,14 +143,13 @@ def calibrate_epochs(
             f"Expected target_epsilon >= {least}, what one epoch costs at delta "
             f"{target.delta:g}, got {target.epsilon:g}. Add noise."
         )
-    meets, misses = 1, most + 1
-    while meets < most < misses:
-        more = _more(target, meets, most)
-        meets, misses = (more, misses) if target.meets(more) else (meets, more)
-    if misses <= most:
-        meets = int(_close_in(target, meets, misses, 0.5 / misses, round))
-    target.check_monotone(increasing=True)
-    return meets
+    meets = 1
+    while meets < most and target.meets(misses := min(4 * meets, most)):
+        meets = misses
+    if meets == most:
+        target.check_monotone()
+        return most
+    return int(target.close_in(meets, misses, 0.5 / misses))
 
 
 def calibrate_weight_decay(
@@ -216,9 +201,7 @@ def calibrate_weight_decay(
     meets = most
     while target.meets(misses := meets / 16):  # ends that can be compared on a logarithmic scale
         meets = misses
-    result = _close_in(target, meets, misses, tolerance)
-    target.check_monotone(increasing=False)
-    return result
+    return target.close_in(meets, misses, tolerance)
 
 
 # Evaluating runs against a target, and closing in on what just meets it
@@ -265,22 +248,13 @@ class _Target:
 
     def epsilon_of(self, value: float) -> float:
         if value not in self.seen:
-            if len(self.seen) >= _MOST_EVALUATIONS:
-                raise ValueError(
-                    f"Expected the search for {self.name} to end within {_MOST_EVALUATIONS} "
-                    f"evaluations, got as far as {value!r}. Allow a larger tolerance."
-                )
             assert self.make_accountant is not None
-            self.accountant = self.make_accountant()
             self.event = self.make_event(value)
-            self.accountant.compose(self.event)
+            self.accountant = self.make_accountant().compose(self.event)
             records = getattr(getattr(self.accountant, "guarantee", None), "only_for", "")
             if records:
                 validate.one_position(records, self.for_one_position)
-            epsilon = float(self.accountant.get_epsilon(self.delta))
-            if math.isnan(epsilon):
-                raise ValueError(f"Expected a number epsilon, got nan for {self.name} = {value!r}.")
-            self.seen[value] = epsilon
+            self.seen[value] = float(self.accountant.get_epsilon(self.delta))
         return self.seen[value]
 
     def log_mu(self, value: float) -> float:
@@ -293,19 +267,39 @@ class _Target:
             self.epsilon, self.delta
         )
 
-    def check_monotone(self, increasing: bool) -> None:
+    def close_in(self, meets: float, misses: float, width: float) -> float:
+        """The value nearest to `misses` that was seen to meet the target, by Brent's method.
+
+        Args:
+            meets: > 0; where it is an integer, only integers are tried.
+            misses: > 0.
+            width: Of the bracket at the end, in its logarithm.
+        """
+        ends = {math.log(meets): meets, math.log(misses): misses}
+
+        def height(logarithm: float) -> float:
+            value = ends.get(logarithm, math.exp(logarithm))
+            value = round(value) if isinstance(meets, int) else value
+            size = min(max(abs(self.log_mu(value)), 1e-300), _FAR)
+            return -size if self.meets(value) else size
+
+        optimize.brentq(height, *ends, xtol=width)
+        self.check_monotone()
+        return min((v for v in self.seen if self.meets(v)), key=lambda v: abs(v - misses))
+
+    def check_monotone(self) -> None:
         """Whether epsilon moved in one direction only, which the bisection relies on."""
-        values = sorted(self.seen, reverse=increasing)
-        for before, after in itertools.pairwise(values):
+        grows = self.name == "epochs"
+        for before, after in itertools.pairwise(sorted(self.seen, reverse=grows)):
             if self.seen[after] > self.seen[before] * (1 + _ROUNDING) + _ROUNDING:
                 raise ValueError(
-                    f"Expected epsilon to {'grow' if increasing else 'fall'} with {self.name}, got "
+                    f"Expected epsilon to {'grow' if grows else 'fall'} with {self.name}, got "
                     f"{self.seen[before]:g} at {before:g} and {self.seen[after]:g} at {after:g}: "
                     "there is more than one crossing of the target. Search by hand."
                 )
 
 
-@functools.lru_cache(maxsize=_MOST_EVALUATIONS)
+@functools.lru_cache(maxsize=256)
 def gaussian_log_mu(epsilon: float, delta: float) -> float:
     """log of the mu of the Gaussian curve through (epsilon, delta > 0)."""
     if epsilon == math.inf:
@@ -323,65 +317,46 @@ def gaussian_log_mu(epsilon: float, delta: float) -> float:
 
 
 def _less_noise(target: _Target, meets: float) -> float:
-    """Where the target may be missed; with care: a little noise can cost gigabytes."""
+    """Where the target is only just met if the guarantee is Gaussian."""
     if target.epsilon_of(meets) == 0:  # says nothing about how far away the target is
-        return meets / 8
-    crossing = meets * math.exp(target.log_mu(meets))  # if the guarantee is Gaussian
-    if getattr(getattr(target.accountant, "guarantee", None), "mu", None) is not None:
-        return crossing
-    lower = max(crossing, meets / 8 if meets > 4 else meets / 2)
-    if len(target.seen) > 1:  # where a line through the two least values meets the target
-        a, b = sorted(target.seen)[:2]
-        low, high = target.log_mu(a), target.log_mu(b)
-        if math.isfinite(low) and math.isfinite(high) and low != high:
-            below = _BELOW * a * (b / a) ** (-low / (high - low))
-            lower = below if lower < below < meets else lower
-    return lower
-
-
-def _close_in(
-    target: _Target,
-    meets: float,
-    misses: float,
-    width: float,
-    snap: Callable[[float], float] = float,
-) -> float:
-    """The value nearest to `misses` that was seen to meet the target, by Brent's method.
-
-    Args:
-        target: Is met by the one and missed by the other end of a bracket.
-        meets: > 0.
-        misses: > 0.
-        width: Of the bracket at the end, in its logarithm.
-        snap: The values that may be tried.
-    """
-    ends = {math.log(meets): meets, math.log(misses): misses}
-
-    def height(logarithm: float) -> float:
-        value = snap(ends.get(logarithm, math.exp(logarithm)))
-        size = min(max(abs(target.log_mu(value)), 1e-300), _FAR)
-        return -size if target.meets(value) else size
-
-    optimize.brentq(height, *ends, xtol=width, maxiter=_MOST_EVALUATIONS)
-    return min((v for v in target.seen if target.meets(v)), key=lambda v: abs(v - misses))
+        return meets / _STEP
+    return meets * max(math.exp(target.log_mu(meets)), 1 / _STEP)
 
 
 def _event_maker(make_event: Any, field: str) -> MakeEvent:
     """A function of the field from itself or from a run whose constant field it replaces."""
-    if isinstance(make_event, dp_accounting.DpEvent):
-        if not hasattr(make_event, field):
-            raise TypeError(
-                f"Expected a run with a {field}, got {make_event!r}. Pass a function of it."
-            )
-        if not isinstance(getattr(make_event, field), int | float):
-            raise ValueError(
-                f"Expected a constant {field} to replace, got a schedule. Pass a function that "
-                "scales it."
-            )
-        return lambda value: attrs.evolve(make_event, **{field: value})
+    if not isinstance(make_event, dp_accounting.DpEvent):
+        return _function(make_event)
+    if not hasattr(make_event, field):
+        raise TypeError(
+            f"Expected a run with a {field}, got {make_event!r}. Pass a function of it."
+        )
+    if not isinstance(getattr(make_event, field), int | float):
+        raise ValueError(
+            f"Expected a constant {field} to replace, got a schedule. Pass a function that "
+            "scales it."
+        )
+    return lambda value: attrs.evolve(make_event, **{field: value})
+
+
+def _epoch_maker(make_event: Any) -> MakeEvent:
+    if hasattr(make_event, "num_epochs"):
+        return lambda epochs: attrs.evolve(make_event, num_epochs=epochs)
+    if not hasattr(make_event, "num_steps"):
+        return _function(make_event)
+    if getattr(make_event, "has_schedules", False) or getattr(make_event, "release_steps", ()):
+        raise ValueError(
+            "Expected a run without schedules and release_steps, which belong to one length, "
+            "got one with them. Pass a function of the number of epochs."
+        )
+    per_epoch = make_event.batches_per_epoch
+    return lambda epochs: attrs.evolve(make_event, num_steps=epochs * per_epoch)
+
+
+def _function(make_event: Any) -> MakeEvent:
     if not callable(make_event):
         raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
-    return make_event
+    return make_event  # type: ignore[no-any-return]
 
 
 def _unreachable(target: _Target, value: float) -> str:
@@ -407,84 +382,6 @@ def _unreachable(target: _Target, value: float) -> str:
         text += f"Theorem A does not apply: {why}. " if "needs" in why else ""
         return text + "Add noise, or lower the learning rate."
     return text + "Epsilon levels off there: a part of the run does not depend on it."
-
-
-# Where a search starts
-
-
-def _composition_noise(target: _Target) -> float:
-    """The noise multiplier with which plain Gaussian composition meets the target; a start.
-
-    Of DiceSGD: with which a record that takes part in every step does.
-    """
-    log_mu = gaussian_log_mu(target.epsilon, target.delta)
-    try:
-        event = target.make_event(1.0)
-        mu, rate = gaussian_mu_and_rate(event, target.relation)
-        if isinstance(event, DiceSgdDpEvent):
-            mu = largest_mu(event, target.relation) or mu
-    except (UnsupportedRunError, TypeError):
-        return 1.0
-    if not 0 < mu < math.inf or not math.isfinite(log_mu):
-        return 1.0
-    noise = min(max(mu / math.exp(log_mu) * (1 + 1e-12), 1e-60), 1e60)
-    # Where there is much noise a sampled record counts about as its share.
-    return min(noise, max(_MUCH_NOISE, 2 * rate * noise))
-
-
-def gaussian_mu_and_rate(event: Any, relation: NeighboringRelation) -> tuple[float, float]:
-    """The mu of an event's Gaussian mechanisms as if none was sampled, and the largest rate.
-
-    The rate is the probability with which a record takes part: 1 where one is not sampled.
-    """
-    if hasattr(event, "as_composition"):
-        event = attrs.evolve(event, max_batch_size=None)
-        event = event.as_composition(relation, for_one_position=True)
-    if isinstance(event, dp_accounting.GaussianDpEvent):
-        return (1 / event.noise_multiplier if event.noise_multiplier > 0 else math.inf), 1.0
-    if isinstance(event, dp_accounting.ComposedDpEvent):
-        parts = [gaussian_mu_and_rate(part, relation) for part in event.events]
-        return math.hypot(*(mu for mu, _ in parts)), max((rate for _, rate in parts), default=1.0)
-    inner = getattr(event, "event", None)
-    if not isinstance(inner, dp_accounting.DpEvent):
-        return 0.0, 1.0
-    mu, rate = gaussian_mu_and_rate(inner, relation)
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return math.sqrt(event.count) * mu, rate
-    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-        return mu, float(event.sampling_probability)
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-        return mu, float(event.sample_size / event.source_dataset_size)
-    return mu, 1.0
-
-
-def _more(target: _Target, meets: int, most: int) -> int:
-    """Where the target is met exactly if mu keeps growing as a power of the epochs."""
-    before = max((n for n in target.seen if n < meets), default=None)
-    power = 0.5  # of composition
-    if before is not None:
-        power = (target.log_mu(meets) - target.log_mu(before)) / math.log(meets / before)
-    growth = math.log(16.0)
-    if power > 0:
-        growth = min(growth, -target.log_mu(meets) / power)
-    return min(max(int(meets * math.exp(growth)), meets + 1), most)
-
-
-def _epoch_maker(make_event: Any) -> MakeEvent:
-    if hasattr(make_event, "num_epochs"):
-        return lambda epochs: attrs.evolve(make_event, num_epochs=epochs)
-    if isinstance(make_event, LastIterateDpEvent):
-        if make_event.has_schedules or make_event.release_steps:
-            raise ValueError(
-                "Expected a run without schedules and release_steps, which belong to one length, "
-                "got one with them. Pass a function of the number of epochs."
-            )
-    if hasattr(make_event, "num_steps"):
-        per_epoch = make_event.batches_per_epoch
-        return lambda epochs: attrs.evolve(make_event, num_steps=epochs * per_epoch)
-    if not callable(make_event):
-        raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
-    return make_event
 
 
 def largest_useful_decay(event: LastIterateDpEvent) -> float:

@@ -11,7 +11,6 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration import gaussian_mu_and_rate
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import STOCK_ORDERS
@@ -21,7 +20,7 @@ ONE = NeighboringRelation.REPLACE_ONE
 
 
 def gaussian_mu(event):
-    return gaussian_mu_and_rate(event, ONE)[0]
+    return hsa.LastIterateAccountant("add_or_remove_one").compose(event).guarantee.mu
 
 
 ORDERS = ("cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
