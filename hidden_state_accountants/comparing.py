@@ -36,7 +36,7 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import group_guarantee
-from hidden_state_accountants.plotting import Panel, Series, check_path, draw
+from hidden_state_accountants.plotting import check_path, draw
 from hidden_state_accountants.process.groups import run_of_groups
 
 Progress = Callable[[str], None]
@@ -45,6 +45,7 @@ Progress = Callable[[str], None]
 _COMBINED = "LastIterateAccountant"
 _PROVEN, _PUBLISHED = "proven", "published, NOT proven"
 _OTHER_ALGORITHM, _UNMET = "ANOTHER ALGORITHM", "does not apply"
+_STYLES = {_PROVEN: "-", _PUBLISHED: "--", _OTHER_ALGORITHM: ":"}
 # A privacy loss distribution beyond this epsilon takes gigabytes; RDP is good enough there.
 _LARGEST_PLD_EPSILON = 200.0
 _MOST_NOISE_LEVELS = 100  # each costs a stock accountant up to seconds
@@ -107,6 +108,14 @@ class Comparison:
         groups = f", groups of {self.group_size}" if self.group_size > 1 else ""
         return f"{self.neighboring_relation.name}{groups}"
 
+    def rows_of(self, run: str) -> dict[str, list[Row]]:
+        """The rows of a run by accountant, one for each delta."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row.run == run:
+                found.setdefault(row.accountant, []).append(row)
+        return found
+
     def best(self, run: str | None = None, delta: float | None = None) -> Row | None:
         """The row with the smallest proven epsilon of a run at a delta (default: the first).
 
@@ -115,34 +124,33 @@ class Comparison:
         """
         run = self.runs[0][0] if run is None else run
         delta = self.deltas[0] if delta is None else delta
-        rows = [r for r in self._proven(run, delta) if r.accountant != _COMBINED]
-        smallest = min(map(_epsilon, rows), default=math.inf)
-        # equal figures differ by rounding: the first bound in BOUNDS has the name
-        return next((row for row in rows if _epsilon(row) <= smallest * (1 + 1e-9)), None)
-
-    def _proven(self, run: str, delta: float) -> list[Row]:
-        return [
-            row
+        rows = {
+            row: row.epsilon
             for row in self.rows
             if row.run == run and row.delta == delta and row.status == _PROVEN
-        ]
+            if row.epsilon is not None and row.accountant != _COMBINED
+        }
+        smallest = min(rows.values(), default=math.inf)
+        # equal figures differ by rounding: the first bound in BOUNDS has the name
+        return next((row for row in rows if rows[row] <= smallest * (1 + 1e-9)), None)
 
     def summary(self) -> str:
         """A line for each run and delta: the best accountant and how far ahead it is."""
         return "\n".join(
-            self._summary(label, delta) for label, _ in self.runs for delta in self.deltas
+            f"{label}, delta {delta:g}: {self._summary(label, delta)}"
+            for label, _ in self.runs
+            for delta in self.deltas
         )
 
     def _summary(self, label: str, delta: float) -> str:
         best = self.best(label, delta)
         if best is None or best.epsilon is None:
-            return f"{label}, delta {delta:g}: no accountant applies."
-        line = f"{label}, delta {delta:g}: the best is {best.accountant}, "
-        line += f"epsilon {text_up(best.epsilon)}"
-        everything = [r for r in self._proven(label, delta) if r.accountant == "composition"]
-        if everything and best.accountant != "composition" and best.epsilon > 0:
-            plain = _epsilon(everything[0])
-            line += f", {plain / best.epsilon:.3g} times less than composition ({text_up(plain)})"
+            return "no accountant applies."
+        line = f"the best is {best.accountant}, epsilon {text_up(best.epsilon)}"
+        for row in self.rows_of(label).get("composition", ()):
+            if row.delta == delta and row.epsilon is not None and 0 < best.epsilon < row.epsilon:
+                times = f"{row.epsilon / best.epsilon:.3g} times less than composition"
+                line += f", {times} ({text_up(row.epsilon)})"
         scope = f" ONLY FOR {best.scope}." if best.scope else ""
         return f"{line}.{scope} {best.theorem}."
 
@@ -168,35 +176,22 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """One table for each run, a column of epsilons for each delta."""
+        head = ["accountant", *(f"epsilon (delta {d:g})" for d in self.deltas)]
+        head += ["status", "theorem", "seconds", "note"]
         parts = []
         for label, event in self.runs:
-            rows = [row for row in self.rows if row.run == label]
-            by_name: dict[str, list[Row]] = {}
-            for row in rows:
-                by_name.setdefault(row.accountant, []).append(row)
-            header = ["accountant", *(f"epsilon (delta {d:g})" for d in self.deltas)]
-            header += ["status", "theorem", "seconds", "note"]
-            table = [header, ["---"] * len(header)]
-            for name, group in by_name.items():
+            table = [head, ["---"] * len(head)]
+            for name, group in self.rows_of(label).items():
                 epsilons = ["-" if r.epsilon is None else text_up(r.epsilon) for r in group]
                 seconds = f"{sum(r.seconds for r in group):.3f}"
                 first = group[0]
                 table.append([name, *epsilons, first.status, first.theorem, seconds, first.remark])
-            lines = ["| " + " | ".join(_cell(c) for c in line) + " |" for line in table]
-            title = f"**{label}**: `{event!r}`, {self.relation}"
-            parts.append("\n".join([title, "", *lines]))
-        return "\n\n".join([*parts, self.summary()])
+            parts += [f"**{label}**: `{event!r}`, {self.relation}", ""]
+            parts += ["| " + " | ".join(map(_cell, line)) + " |" for line in table] + [""]
+        return "\n".join([*parts, self.summary()])
 
     def __str__(self) -> str:
         return self.to_markdown()
-
-    def to_pandas(self) -> Any:
-        """A pandas.DataFrame with a line for each row."""
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_pandas needs pandas: pip install pandas") from None
-        return pandas.DataFrame([attrs.asdict(row) for row in self.rows])
 
     def plot(
         self,
@@ -219,43 +214,25 @@ class Comparison:
         check_path(path)
         delta = self.deltas[0] if delta is None else validate.target_delta(delta)
         points = [(run, epochs) for run in self.runs for epochs in plotted_epochs(run[1])]
-        lines: dict[str, dict[str, list[tuple[float, float]]]] = {
-            label: {} for label, _ in self.runs
-        }
-        status: dict[str, str] = {}
-        how = (delta,), self.neighboring_relation, self.group_size
+        lines: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
         for index, ((label, event), epochs) in enumerate(points, start=1):
-            for row in rows_of(label, first_epochs(event, epochs), *how):
+            found = lines.setdefault(_title(label, event), {})
+            part = first_epochs(event, epochs)
+            for row in _rows(label, part, (delta,), self.neighboring_relation, self.group_size):
                 if row.epsilon is not None and row.accountant != _COMBINED:
-                    lines[row.run].setdefault(row.accountant, []).append((epochs, row.epsilon))
-                    status[row.accountant] = row.status
+                    key = row.accountant, _STYLES[row.status]
+                    found.setdefault(key, []).append((epochs, row.epsilon))
             if progress is not None:
                 progress(f"plot: point {index} of {len(points)}")
-        panels = [
-            Panel(
-                _title(label, event, len(self.runs) > 1),
-                tuple(_series(name, values, status[name]) for name, values in lines[label].items()),
-            )
-            for label, event in self.runs
-        ]
         draw(
-            panels,
+            lines,
             path,
             title="Epsilon of a training run, by accountant\n"
-            f"(delta = {delta:g}, neighboring relation {self.relation}; lower is better)",
+            f"(delta = {delta:g}, neighboring relation {self.relation}; lower is better; dashed: "
+            "NOT PROVEN; dotted: ANOTHER ALGORITHM)",
             x_label="epochs (the run is cut off there and its iterate released)",
             y_label=f"epsilon at delta = {delta:g}",
         )
-
-
-def _series(name: str, points: list[tuple[float, float]], status: str) -> Series:
-    """A line whose style and name say what kind of claim it is."""
-    label = f"{name}: {text_up(points[-1][1], 3)} at the end"
-    if status == _OTHER_ALGORITHM:
-        return Series(name, tuple(points), f"ANOTHER ALGORITHM:\n{label}", ":")
-    if status != _PROVEN:
-        return Series(name, tuple(points), f"NOT PROVEN:\n{label}", "--")
-    return Series(name, tuple(points), label)
 
 
 def compare(
@@ -305,7 +282,7 @@ def compare(
     tell = progress or (lambda line: None)
     rows: list[Row] = []
     for index, (label, run) in enumerate(runs, start=1):
-        rows += rows_of(label, run, deltas, relation, size, tell)
+        rows += _rows(label, run, deltas, relation, size, tell)
         tell(f"compare: run {index} of {len(runs)}")
     return Comparison(runs, deltas, relation, tuple(rows), size)
 
@@ -328,24 +305,16 @@ def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
     return tuple(runs)
 
 
-def _epsilon(row: Row) -> float:
-    return math.inf if row.epsilon is None else row.epsilon
-
-
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _title(label: str, event: Any, several: bool) -> str:
+def _title(label: str, event: Any) -> str:
     order = getattr(event, "batch_order", None)
-    parts = [f"{label}:"] if several else []
-    parts.append(f"{order.value.replace('_', ' ')} batches," if order else "blocks,")
+    parts = [f"{label}:", f"{order.value.replace('_', ' ')} batches," if order else "blocks,"]
     parts.append(f"{event.batch_size:,} of {event.dataset_size:,} records")
-    noise = getattr(event, "noise_multiplier", None)
-    if isinstance(noise, float):
-        parts[-1] += f", noise multiplier {noise:g}"
     if getattr(event, "record_position", None) is not None:
-        parts[-1] += f", ONLY FOR {event.records}"
+        parts.append(f"ONLY FOR {event.records}")
     return " ".join(parts)
 
 
@@ -385,17 +354,10 @@ def position_profile(
     return np.array([best_guarantee(run, relation).epsilon(delta) for run in positions])
 
 
-def _epochs(event: Any) -> int:
-    return -(-int(event.num_steps) // int(event.batches_per_epoch))
-
-
 def plotted_epochs(event: Any) -> list[int]:
     """Numbers of epochs from 1 to all, evenly spaced on a logarithmic axis."""
-    total = _epochs(event)
-    if total <= _MOST_POINTS:
-        return list(range(1, total + 1))
-    grid = np.geomspace(1, total, _MOST_POINTS)
-    return sorted({round(value) for value in grid})
+    total = -(-int(event.num_steps) // int(event.batches_per_epoch))
+    return sorted({round(n) for n in np.geomspace(1, total, _MOST_POINTS)})
 
 
 def first_epochs(event: Any, epochs: int) -> Any:
@@ -418,51 +380,71 @@ def first_epochs(event: Any, epochs: int) -> Any:
 
 @attrs.frozen
 class _Result:
-    epsilon: Callable[[float], float]
+    epsilon: Callable[[float], float] | None  # None: does not apply
     theorem: str
     status: str = _PROVEN
     note: str = ""
+    scope: Callable[[float], str] = lambda delta: ""
 
 
-_Method = tuple[str, Callable[[Any, NeighboringRelation], _Result]]
+def _rows(
+    label: str,
+    event: Any,
+    deltas: Sequence[float],
+    relation: NeighboringRelation,
+    group_size: int,
+    tell: Progress = lambda line: None,
+) -> Iterator[Row]:
+    """A row for each accountant and delta; `tell` hears of each accountant before it is asked."""
+    methods = dict(_methods(event, relation, group_size))
+    for index, (name, evaluate) in enumerate(methods.items(), start=1):
+        tell(f"compare: {label}, accountant {index} of {len(methods)}: {name}")
+        start = time.perf_counter()
+        try:
+            found = evaluate()
+        except UnsupportedRunError as error:
+            found = _Result(None, "", _UNMET, str(error))
+        for delta in deltas:
+            epsilon = None if found.epsilon is None else float(found.epsilon(delta))
+            seconds, scope = time.perf_counter() - start, found.scope(delta)
+            yield Row(
+                label, name, delta, epsilon, found.theorem, found.status, seconds, found.note, scope
+            )
+            start = time.perf_counter()
 
 
-def _methods(event: dp_accounting.DpEvent, group_size: int) -> Iterator[_Method]:
+def _methods(
+    event: Any, relation: NeighboringRelation, group_size: int
+) -> Iterator[tuple[str, Callable[[], _Result]]]:
     """Every way to account for the run: grows with `BOUNDS`."""
     for bound in BOUNDS:
         if isinstance(event, bound.event_type):
-            yield bound.name, _bound(bound, group_size)
-    yield _COMBINED, functools.partial(_combined, group_size)
+            yield bound.name, functools.partial(_bound, bound, event, relation, group_size)
+    yield _COMBINED, functools.partial(_combined, event, relation, group_size)
     if group_size > 1:  # stock accountants are about one record
         return
-    yield "RdpAccountant", _stock_rdp
-    yield "PLDAccountant", _stock_pld
+    if getattr(event, "record_position", None) is not None:  # and about every record
+        event = attrs.evolve(event, record_position=None)
+    yield "RdpAccountant", functools.partial(_stock_rdp, event, relation)
+    yield "PLDAccountant", functools.partial(_stock_pld, event, relation)
     if isinstance(event, LastIterateDpEvent):
         if event.batch_order not in (BatchOrder.FULL, BatchOrder.POISSON):
-            yield "Poisson batches, PLDAccountant", _poisson
+            yield "Poisson batches, PLDAccountant", functools.partial(_poisson, event, relation)
 
 
-def _bound(bound: Bound, group_size: int) -> Callable[[Any, NeighboringRelation], _Result]:
-    def evaluate(event: Any, relation: NeighboringRelation) -> _Result:
-        event = run_of_groups(event, relation, group_size)
-        unmet = bound.check(event, relation)
-        if unmet:
-            raise UnsupportedRunError("; ".join(map(str, unmet)))
-        guarantee = group_guarantee(bound.guarantee(event, relation), group_size)
-        is_proven = bound.sound and not guarantee.caveat
-        return _Result(
-            guarantee.epsilon,
-            guarantee.theorem,
-            _PROVEN if is_proven else _PUBLISHED,
-            guarantee.caveat,
-        )
-
-    return evaluate
+def _bound(bound: Bound, event: Any, relation: NeighboringRelation, group_size: int) -> _Result:
+    event = run_of_groups(event, relation, group_size)
+    unmet = bound.check(event, relation)
+    if unmet:
+        raise UnsupportedRunError("; ".join(map(str, unmet)))
+    found = group_guarantee(bound.guarantee(event, relation), group_size)
+    status = _PROVEN if bound.sound and not found.caveat else _PUBLISHED
+    return _Result(found.epsilon, found.theorem, status, found.caveat, found.scope)
 
 
-def _combined(group_size: int, event: Any, relation: NeighboringRelation) -> _Result:
-    accountant = LastIterateAccountant(relation, group_size=group_size).compose(event)
-    return _Result(accountant.get_epsilon, accountant.guarantee.theorem, note="the smallest proven")
+def _combined(event: Any, relation: NeighboringRelation, group_size: int) -> _Result:
+    found = LastIterateAccountant(relation, group_size=group_size).compose(event).guarantee
+    return _Result(found.epsilon, found.theorem, note="the smallest proven", scope=found.scope)
 
 
 def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.DpEvent, float]:
@@ -473,7 +455,7 @@ def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.
     if isinstance(event, LastIterateDpEvent):
         extra = event.cap_delta(relation)
         event = attrs.evolve(event, max_batch_size=None)
-    composed = event.as_composition(relation, for_one_position=True)
+    composed = event.as_composition(relation)
     if isinstance(composed, dp_accounting.ComposedDpEvent):
         if len(composed.events) > _MOST_NOISE_LEVELS:
             raise UnsupportedRunError(
@@ -532,7 +514,7 @@ def _compositions(event: dp_accounting.DpEvent) -> int:
 
 
 def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Result:
-    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
+    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON)
     result = _stock_pld(sampled, relation)
     return attrs.evolve(
         result,
@@ -540,61 +522,3 @@ def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Resul
         note="the same noise, but every record joins every batch independently with probability "
         f"{event.batch_size}/{event.dataset_size}; every iterate may be released",
     )
-
-
-def rows_of(
-    label: str,
-    event: dp_accounting.DpEvent,
-    deltas: Sequence[float],
-    relation: NeighboringRelation,
-    group_size: int,
-    tell: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """A row for each accountant and delta; `tell` hears of each accountant before it is asked."""
-    rows = []
-    methods = list(_methods(event, group_size))
-    for index, (name, evaluate) in enumerate(methods, start=1):
-        tell(f"compare: {label}, accountant {index} of {len(methods)}: {name}")
-        start = time.perf_counter()
-        result: _Result | None = None
-        reason = ""
-        try:
-            result = evaluate(event, relation)
-        except UnsupportedRunError as error:
-            reason = str(error)
-        everywhere = _of_all_records(event, result, evaluate, relation)
-        for delta in deltas:
-            epsilon = None if result is None else float(result.epsilon(delta))
-            scope = ""
-            if isinstance(event, LastIterateDpEvent) and everywhere is not None:
-                largest = text_up(everywhere.epsilon(delta))
-                scope = f"{event.records}; other records have epsilon up to {largest}"
-            rows.append(
-                Row(
-                    run=label,
-                    accountant=name,
-                    delta=delta,
-                    epsilon=epsilon,
-                    theorem=result.theorem if result else "",
-                    status=result.status if result else _UNMET,
-                    seconds=time.perf_counter() - start,
-                    note=result.note if result else reason,
-                    scope=scope,
-                )
-            )
-            start = time.perf_counter()
-    return rows
-
-
-def _of_all_records(
-    event: Any,
-    result: _Result | None,
-    evaluate: Callable[[Any, NeighboringRelation], _Result],
-    relation: NeighboringRelation,
-) -> _Result | None:
-    """The row for all records, if the result is about those of one batch only."""
-    if getattr(event, "record_position", None) is None:
-        return None
-    if result is None or result.status == _OTHER_ALGORITHM:
-        return None
-    return evaluate(attrs.evolve(event, record_position=None), relation)

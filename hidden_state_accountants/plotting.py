@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
+from hidden_state_accountants.figures import text_up
 
 # Okabe and Ito, then Tol: told apart with any colour vision. The markers repeat later.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255",
            "#999933", "#44AA99")  # fmt: skip
 _MARKERS = "osD^vPX<>*p"
-
-
-@attrs.frozen
-class Series:
-    """One line: (x, y) points, its text in the legend, and a style of matplotlib.
-
-    Lines of one name have one colour.
-    """
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-    label: str
-    style: str = "-"
-
-
-@attrs.frozen
-class Panel:
-    """One set of axes."""
-
-    title: str
-    series: tuple[Series, ...]
+_Points = Sequence[tuple[float, float]]
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -71,57 +50,55 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def draw(
-    panels: Sequence[Panel],
+    panels: Mapping[str, Mapping[tuple[str, str], _Points]],
     path: str | os.PathLike[str],
     *,
     title: str,
     x_label: str,
     y_label: str,
 ) -> None:
-    """Lines between logarithmic axes, one panel beside or below the other."""
+    """Lines between logarithmic axes, one panel beside or below the other.
+
+    Args:
+        panels: The (x, y) points of lines by name and style of matplotlib, by title. Lines of one
+            name have one colour.
+        path: Of the picture.
+        title: Above all panels.
+        x_label: Of every panel.
+        y_label: Of every panel.
+    """
     columns = min(2, len(panels))
-    figure = new_figure(10.5 * columns, 5.0 * -(-len(panels) // columns))
-    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        _draw_panel(axis, panel, names)
-        axis.set_yscale("log")
-        axis.set_xscale("log")
-        sides = (axis.yaxis, axis.get_ylim()), (axis.xaxis, axis.get_xlim())
-        for side, (low, high) in sides:
-            side.set_major_formatter(lambda value, _: f"{value:g}")
-            digits = "23456789" if high < 4 * low else "235" if high < 20 * low else ""
-            side.set_minor_formatter(functools.partial(_minor_label, digits))
-        axis.set_title(panel.title, fontsize=11)
-        axis.set_xlabel(x_label)
-        axis.set_ylabel(y_label)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(10.5 * columns, 5.0 * rows)
+    from matplotlib.ticker import LogFormatter
+
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    names = list(dict.fromkeys(name for lines in panels.values() for name, _ in lines))
+    for (heading, lines), axis in zip(panels.items(), axes, strict=False):
+        axis.set(title=heading, xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
         axis.grid(True, which="both", alpha=0.25)
+        drawn = {
+            line: [(x, y) for x, y in points if 0 < y < math.inf] for line, points in lines.items()
+        }
+        # The legend in the order of the lines; of lines on top of each other all are seen.
+        ranked = sorted((line for line in drawn if drawn[line]), key=lambda n: -drawn[n][-1][1])
+        for rank, (name, style) in enumerate(ranked):
+            points, index = drawn[name, style], names.index(name)
+            axis.plot(
+                *zip(*points, strict=True),
+                linestyle=style,
+                linewidth=max(1.8, 4.5 - rank),
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=5,
+                color=_COLORS[index % len(_COLORS)],
+                label=f"{name}: {text_up(points[-1][1], 3)} at the end",
+            )
+        if ranked:
+            axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_formatter("{x:g}")
+            side.set_minor_formatter(LogFormatter())
+    for axis in axes:
+        axis.set_visible(False)  # the panel that is left over
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
-
-
-def _draw_panel(axis: Any, panel: Panel, names: Sequence[str]) -> None:
-    drawn = [
-        attrs.evolve(series, points=tuple(p for p in series.points if 0 < p[1] < math.inf))
-        for series in panel.series
-    ]
-    # The legend in the order of the lines; of lines on top of each other all are seen.
-    drawn = sorted((s for s in drawn if s.points), key=lambda series: -series.points[-1][1])
-    for rank, series in enumerate(drawn):
-        axis.plot(
-            *zip(*series.points, strict=True),
-            linestyle=series.style,
-            linewidth=max(1.8, 4.5 - rank),
-            marker=_MARKERS[names.index(series.name) % len(_MARKERS)],
-            markersize=5,
-            color=_COLORS[names.index(series.name) % len(_COLORS)],
-            label=series.label,
-        )
-    if drawn:
-        axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), labelspacing=0.8)
-
-
-def _minor_label(digits: str, value: float, _: object) -> str:
-    return f"{value:g}" if f"{value:e}"[0] in digits else ""

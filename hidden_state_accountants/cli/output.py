@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the help needs nothing of this
     import numpy as np
 
     from hidden_state_accountants.cli.run_file import RunDescription
-    from hidden_state_accountants.comparing import Comparison, Progress, Row
+    from hidden_state_accountants.comparing import Comparison, Progress
     from hidden_state_accountants.guarantee import Guarantee
 
 _WIDTH_OF_A_PIPE = 110
@@ -144,27 +144,24 @@ def comparison(table: Comparison) -> None:
     """For each run what applies, the smallest epsilon first, and why the rest does not."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
     for label, _ in table.runs:
-        groups: dict[str, list[Row]] = {}
-        for row in table.rows:
-            if row.run == label:
-                groups.setdefault(row.accountant, []).append(row)
-        applies = [group for group in groups.values() if group[0].epsilon is not None]
         shown = Table(title=f"{label}, {table.relation}", title_justify="left")
         shown.add_column("accountant", overflow="fold")
         for delta in table.deltas:
             shown.add_column(f"epsilon at {delta:g}", justify="right")
         for name in ("status", "theorem", "seconds"):
             shown.add_column(name)
-        for group in sorted(applies, key=lambda group: group[0].epsilon or 0.0):
-            first = group[0]
-            epsilons = ["-" if r.epsilon is None else _text("epsilon", r.epsilon) for r in group]
-            why = "; ".join(part for part in (first.theorem, first.remark) if part)
-            seconds = f"{sum(row.seconds for row in group):.2f}"
-            cells = (first.accountant, *epsilons, first.status, why, seconds)
-            shown.add_row(*(Text(cell) for cell in cells))  # brackets are no markup
-        if applies:
+        groups = table.rows_of(label).values()
+        for first, *more in sorted(groups, key=lambda group: group[0].epsilon or 0.0):
+            if first.epsilon is not None:
+                epsilons = [text_up(r.epsilon or 0.0) for r in (first, *more)]
+                why = "; ".join(filter(None, (first.theorem, first.remark)))
+                seconds = f"{first.seconds + sum(row.seconds for row in more):.2f}"
+                cells = (first.accountant, *epsilons, first.status, why, seconds)
+                shown.add_row(*map(Text, cells))  # brackets are no markup
+        if shown.row_count:
             console.print(shown)
-        for name, group in groups.items():
-            if group[0].epsilon is None:
-                typer.echo(f"does not apply: {name}: {' '.join(group[0].note.split())}")
+        for first, *_ in groups:
+            if first.epsilon is None:
+                note = " ".join(first.note.split())
+                typer.echo(f"does not apply: {first.accountant}: {note}")
     typer.echo(table.summary())
