@@ -135,7 +135,11 @@ class PrivateOptimizer(DPOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in DPOptimizer; gradients of the parameters become None, and take no memory."""
-        super().zero_grad(set_to_none=True)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = param.grad_sample = None
+                if not self._is_last_step_skipped:
+                    param.summed_grad = None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Raises UnsupportedRunError: its noisy gradient could go anywhere without a record."""

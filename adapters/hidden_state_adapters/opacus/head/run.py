@@ -104,38 +104,36 @@ class HeadRun(Source):
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """Computes the gradients; what the loop did differently."""
-        found: dict[str, Figure] = {"moved": self.iterate.moved()}
+        moved = any_of([self.iterate.moved(), *(one.moved for one in self._used)])
         if not piece.rows:
             empty = [torch.zeros(0, n).to(self._head.weight) for n in self._head.weight.shape[::-1]]
             piece.gradients = HeadGradients(self._head, *empty)
-            return {**found, "feature": 0.0, "gradient": 0.0}
+            return {"moved": moved, "feature": 0.0, "gradient": 0.0}
         if any(one.was_written for one in self._used):
             raise UnsupportedRunError(
                 f"step {piece.step}: what went into the linear head, or came out, was changed in "
                 "place after the pass. Compute out of place."
             )
-        found["moved"] = any_of([found["moved"], *(one.moved for one in self._used)])
         with torch.no_grad(), exact_products(self._head.weight.device.type):
-            found.update(self._compute(piece))
-        return found
+            return {"moved": moved, **self._compute(piece)}
 
     def _compute(self, piece: Piece) -> dict[str, Figure]:
         parts = [
             (self._records_first(one.features), self._records_first(self._got(one, piece.rows)))
             for one in self._used
         ]
-        features, slopes = parts[0]
-        features = features.to(slopes.dtype)
+        features, got = parts[0]
+        features = features.to(got.dtype)
         if len(parts) > 1 or features.dim() != 2:
             self._keep_samples(parts)
             piece.gradients = SampleGradients()
             return {"gradient": piece.largest_norm, **self._looks_once(piece)}
-        slopes = self._slopes_of(piece, slopes)
-        gradients = piece.gradients = HeadGradients(self._head, features, slopes)
+        gradients = HeadGradients(self._head, features, self._slopes_of(piece, got))
+        piece.gradients = gradients
         found: dict[str, Figure] = {
             "feature": gradients.feature_norms.max(),
             "gradient": piece.largest_norm,
-            **self._compared(piece, gradients),
+            **self._compared(gradients, got),
         }
         if piece.block == 0:
             self._first = features
@@ -153,7 +151,7 @@ class HeadRun(Source):
     def _slopes_of(self, piece: Piece, got: torch.Tensor) -> torch.Tensor:
         return got
 
-    def _compared(self, piece: Piece, gradients: HeadGradients) -> dict[str, Figure]:
+    def _compared(self, gradients: HeadGradients, got: torch.Tensor) -> dict[str, Figure]:
         return {}
 
     def _keep_samples(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -302,19 +300,11 @@ class KnownHeadRun(HeadRun):
             return math.inf
         return math.inf if math.isnan(off) else off
 
-    def _compared(self, piece: Piece, gradients: HeadGradients) -> dict[str, Figure]:
+    def _compared(self, gradients: HeadGradients, got: torch.Tensor) -> dict[str, Figure]:
         """How much further the loop's slopes are away than may be, and what was looked at."""
-        own, target = self._used[0], self._target
-        assert target is not None
-        output = own.outputs.detach()
-        slack = _ROUNDING_UNITS * torch.finfo(output.dtype).eps * math.sqrt(piece.rows)
         allowed = TOLERANCE * torch.linalg.vector_norm(gradients.slope_norms)
-        size = 1 + output.abs().max()
-        if target.is_floating_point():
-            size = size + target.abs().max().to(size)
-        slack *= self._lipschitz or 1.0  # it holds the weights of outputs
-        off = torch.linalg.vector_norm(gradients.slopes - self._got(own, piece.rows))
-        found: dict[str, Figure] = {"excess": off - (allowed + slack * size)}
+        off = torch.linalg.vector_norm(gradients.slopes - got)
+        found: dict[str, Figure] = {"excess": off - allowed}
         taken = self._cursor.taken
         if self._looked < _FIRST_STEPS and taken is not None and not self._maps_records:
             self._looked += 1
@@ -329,8 +319,19 @@ class KnownHeadRun(HeadRun):
             check_features(piece.step, values["feature"], self._feature_norm or math.inf)
             raise self._other_loss(piece)  # targets, or a loss, that have no gradient there
         super().judge(piece, values)
-        if not values.get("excess", 0.0) <= 0:
+        excess = values.get("excess", 0.0)
+        if not excess <= 0 and not excess <= self._rounding(piece.rows):
             raise self._other_loss(piece)
+
+    def _rounding(self, rows: int) -> float:
+        """How far slopes may be apart for their rounding alone: near a minimum they are short."""
+        output, target = self._used[0].outputs.detach(), self._target
+        assert target is not None
+        size = 1 + float(output.abs().max())
+        if target.is_floating_point():
+            size += float(target.abs().max())
+        units = _ROUNDING_UNITS * torch.finfo(output.dtype).eps * math.sqrt(rows)
+        return units * (self._lipschitz or 1.0) * size  # the constant holds the weights of outputs
 
     def _judge_records(self, piece: Piece, values: Mapping[str, float]) -> None:
         super()._judge_records(piece, values)

@@ -82,7 +82,8 @@ class NoisySgd(ClippedSum):
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
-        sgd_options(optimizer)
+        options, scale = sgd_options(optimizer), self.scale
+        self._rate, self._decay = options["lr"] * scale, options["weight_decay"] / scale
 
     def accumulate(self, piece: Piece) -> None:
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
@@ -95,19 +96,13 @@ class NoisySgd(ClippedSum):
 
     def after_move(self, piece: Piece) -> None:
         """Applies the prox with the step size of the mean gradient, and projects all parameters."""
-        step_size = float(sgd_options(self.base)["lr"] * self.scale)
         for part in self._maps:
-            part.apply(piece.params, step_size)
+            part.apply(piece.params, self._rate)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
-        options, scale = sgd_options(self.base), self.scale
         return self._step(
-            batch,
-            rows,
-            largest_norm,
-            learning_rate=options["lr"] * scale,
-            weight_decay=options["weight_decay"] / scale,
+            batch, rows, largest_norm, learning_rate=self._rate, weight_decay=self._decay
         )
 
 
