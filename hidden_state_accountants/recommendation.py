@@ -30,11 +30,7 @@ that :math:`1 - \beta` is the second term over the least of the two others, and 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
 import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -104,36 +100,33 @@ class LinearLoss:
 
 
 LOSSES = {
-    loss.name: loss
-    for loss in (
-        LinearLoss(
-            "softmax_cross_entropy",
-            0.5,
-            0.3,
-            64.0,
-            True,
-            LossGeometry.envelope_softmax_cross_entropy,
-            ("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
-        ),
-        LinearLoss(
-            "logistic",
-            0.25,
-            0.3,
-            64.0,
-            True,
-            LossGeometry.envelope_logistic,
-            ("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
-        ),
-        LinearLoss(
-            "squared_error",
-            1.0,
-            0.1,
-            4.0,
-            False,
-            LossGeometry.envelope_squared_error,
-            ("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
-        ),
-    )
+    "softmax_cross_entropy": LinearLoss(
+        "softmax_cross_entropy",
+        curvature=0.5,
+        clip_norm=0.3,
+        steepest=64.0,
+        fades=True,
+        envelope=LossGeometry.envelope_softmax_cross_entropy,
+        criteria=("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
+    ),
+    "logistic": LinearLoss(
+        "logistic",
+        curvature=0.25,
+        clip_norm=0.3,
+        steepest=64.0,
+        fades=True,
+        envelope=LossGeometry.envelope_logistic,
+        criteria=("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
+    ),
+    "squared_error": LinearLoss(
+        "squared_error",
+        curvature=1.0,
+        clip_norm=0.1,
+        steepest=4.0,
+        fades=False,
+        envelope=LossGeometry.envelope_squared_error,
+        criteria=("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
+    ),
 }
 
 
@@ -374,12 +367,13 @@ def recommend(
         features = validate.integer("features", features, minimum=1)
     classes = validate.integer("classes", classes, minimum=2)
     found_loss = _loss(loss, classes, clip_norm)
+    outputs = classes if found_loss.name == "softmax_cross_entropy" else 1
     task = _Task(
         n=n,
         epsilon=validate.real("epsilon", epsilon, above=0),
         delta=validate.real("delta", delta, above=0),
         loss=found_loss,
-        weights=None if features is None else _weights(features, bias, classes, found_loss),
+        weights=None if features is None else (features + bias) * outputs,
         decay=validate.magnitude("weight_decay", weight_decay),
         square=square_norm(feature_norm, bias),
         feature_norm=float(feature_norm),
@@ -388,14 +382,15 @@ def recommend(
         spent=spent,
     )
     if epochs is not None:
-        epochs = validate.integer("epochs", epochs, minimum=1)
+        lengths: Sequence[int] = (validate.integer("epochs", epochs, minimum=1),)
+    else:
+        lengths = (_SHORT, _LONG) if n * _LONG <= _EVALUATIONS else (_SHORT,)
     found = []
     for order in _orders(orders, task.relation):
         has_momentum = momentum and order is BatchOrder.FULL
-        lengths = (epochs,) if epochs else (_LONG,) if has_momentum else _lengths(n)
         plans = [
             _Plan(task, order, split, length, has_momentum)
-            for length in lengths
+            for length in ((_LONG,) if has_momentum and epochs is None else lengths)
             for split in _splits(order, n)
         ]
         plans.sort(key=lambda plan: plan.score(plan.estimated_factor))
@@ -413,11 +408,6 @@ def _loss(name: str | None, classes: int, clip_norm: float | None) -> LinearLoss
     return attrs.evolve(LOSSES[name], clip_norm=check_clip_norm(clip_norm, least=LEAST_CLIP_NORM))
 
 
-def _weights(features: int, bias: bool, classes: int, loss: LinearLoss) -> int:
-    outputs = classes if loss.name == "softmax_cross_entropy" else 1
-    return (features + bias) * outputs
-
-
 def _orders(
     given: Iterable[BatchOrder | str] | None, relation: NeighboringRelation
 ) -> Sequence[BatchOrder]:
@@ -433,10 +423,6 @@ def _orders(
         reason = unmet_relation(orders[0], relation) if orders else "none is named."
         raise ValueError(f"Expected an order that {relation.name} covers: {reason}")
     return covered
-
-
-def _lengths(n: int) -> Sequence[int]:
-    return (_SHORT, _LONG) if n * _LONG <= _EVALUATIONS else (_SHORT,)
 
 
 def _splits(order: BatchOrder, n: int) -> Sequence[int]:
@@ -597,13 +583,15 @@ class _Plan:
     def candidate(self) -> Candidate:
         """The run with the noise that it needs."""
         task, event = self.task, self.event()
-        priced = event
-        if self.order in _COMPOSED:  # asks for nothing but batches and steps: found once for all
-            priced = attrs.evolve(event, learning_rate=1.0, clip_norm=1.0, weight_decay=0.0)
         noise = task.noise_of_full_batches(self.steps) if self.order is BatchOrder.FULL else None
         if noise is None:
-            spent = pickle.dumps(task.spent)  # not every event hashes
-            noise = _noise(task.epsilon, task.delta, task.relation, priced, spent)
+            noise = calibrate_noise(
+                task.epsilon,
+                task.delta,
+                lambda z: _beside(task.spent, attrs.evolve(event, noise_multiplier=z)),
+                neighboring_relation=task.relation,
+                tolerance=_TOLERANCE,
+            )
         factor = noise * task.mu * math.sqrt(self.split / self.epochs)
         return Candidate(
             event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
@@ -623,39 +611,8 @@ class _Plan:
         )
 
 
-@functools.lru_cache(maxsize=256)  # the fits of a search ask again and again
-def _noise(
-    epsilon: float,
-    delta: float,
-    relation: NeighboringRelation,
-    event: LastIterateDpEvent,
-    spent: bytes,
-) -> float:
-    beside = pickle.loads(spent)
-
-    def run(noise: float) -> dp_accounting.DpEvent:
-        return _beside(beside, attrs.evolve(event, noise_multiplier=noise))
-
-    with _quiet_absl():
-        return calibrate_noise(
-            epsilon, delta, run, neighboring_relation=relation, tolerance=_TOLERANCE
-        )
-
-
 def _beside(spent: dp_accounting.DpEvent | None, event: LastIterateDpEvent) -> Any:
     return event if spent is None else dp_accounting.ComposedDpEvent((spent, event))
-
-
-@contextlib.contextmanager
-def _quiet_absl() -> Iterator[None]:
-    """Without dp-accounting's remarks on Rényi orders that it leaves out for large rates."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _just_above(bound: float) -> float:

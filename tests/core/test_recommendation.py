@@ -185,17 +185,6 @@ def test_the_target_is_for_what_was_spent_as_well(relation, spent):
         assert candidate.guarantee().epsilon(1e-5) == pytest.approx(both, rel=1e-6)
 
 
-def test_what_was_found_beside_what_was_spent_is_remembered(monkeypatch):
-    spent = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(31.0)] * 2)
-    first = recommend(orders=["cyclic"], spent=spent).best.event
-    monkeypatch.setattr(
-        "hidden_state_accountants.recommendation.calibrate_noise", lambda *_, **__: 1 / 0
-    )
-    assert recommend(orders=["cyclic"], spent=spent).best.event == first
-    with pytest.raises(ZeroDivisionError):
-        recommend(orders=["cyclic"], spent=dp_accounting.GaussianDpEvent(31.0))
-
-
 def test_more_spent_than_the_target_is_refused():
     with pytest.raises(ValueError, match="a part of the run does not depend on it"):
         recommend(epsilon=0.1, orders=["full"], spent=dp_accounting.GaussianDpEvent(1.0))
