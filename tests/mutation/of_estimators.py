@@ -52,8 +52,8 @@ MUTATIONS = (
     Mutation(
         "what_was_spent_is_not_in_the_target",
         "recommendation.py",
-        "return _beside(beside, attrs.evolve(event, noise_multiplier=noise))",
-        "return attrs.evolve(event, noise_multiplier=noise)",
+        "lambda z: _beside(task.spent, attrs.evolve(event, noise_multiplier=z))",
+        "lambda z: attrs.evolve(event, noise_multiplier=z)",
         "core/test_recommendation.py",
     ),
     Mutation(
