@@ -12,7 +12,10 @@ from torch import nn
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    HiddenStatePrivacyEngine,
+)
 from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
@@ -133,12 +136,12 @@ def test_other_orders(make, batch_order):
     [
         {"loss_geometry": "auto", "feature_norm": 1.0},
         {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": 1.0},
-        {"projection_radius": 5.0},
-        {"learning_rate_schedule": 0.01},
+        {"after": BallProjection(5.0)},
+        {"schedule": 0.01},
     ],
 )
 def test_hidden_state_bounds_stay_refused_by_name(make, arguments):
-    asked = ", ".join(arguments).replace("projection_radius", "projection")
+    asked = ", ".join(arguments)
     text = f"Expected torch.optim.SGD, got Adam.*Or leave out {asked}.*: any optimizer is accounted"
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         make(**arguments)
@@ -150,7 +153,7 @@ def test_plain_sgd_with_a_geometry_has_the_hidden_state(make_run):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"loss_geometry": "auto"}, {"projection_radius": 5.0}, {"learning_rate_schedule": 0.1}],
+    [{"loss_geometry": "auto"}, {"after": BallProjection(5.0)}, {"schedule": 0.1}],
 )
 def test_what_makes_no_sense_with_the_class(make, arguments):
     with pytest.raises(hsa.UnsupportedRunError, match="every step counts"):
@@ -292,7 +295,7 @@ def test_every_parameter_is_clipped_by_itself(make, scale):
             'with grad_sample_mode="ghost"',
         ),
         (
-            {"max_grad_norm": [1.0, 1.0], "projection_radius": 1.0},
+            {"max_grad_norm": [1.0, 1.0], "after": BallProjection(1.0)},
             hsa.UnsupportedRunError,
             '"per_layer" is accounted by composition',
         ),

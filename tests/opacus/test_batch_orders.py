@@ -16,7 +16,11 @@ from torch.utils.data import Subset, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    Batches,
+    HiddenStatePrivacyEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -134,7 +138,7 @@ def test_empty_batches_are_steps(make_run, mode, pieces, workers):
     if workers and mode != "hooks":
         pytest.skip("workers do not depend on it")
     run = make_run(
-        batch_order="poisson", grad_sample_mode=mode, projection_radius=5.0,
+        batch_order="poisson", grad_sample_mode=mode, after=BallProjection(5.0),
         loader={"batch_size": 1, "num_workers": workers},
     )  # fmt: skip
     sizes = []
@@ -154,14 +158,14 @@ def test_empty_batches_are_steps(make_run, mode, pieces, workers):
 
 
 def test_a_cap_on_poisson_batches(make_run):
-    run = make_run(batch_order="poisson", max_batch_size=12, noise_multiplier=4.0)
+    run = make_run(batch_order=Batches("poisson", max_batch_size=12), noise_multiplier=4.0)
     for _ in range(5):
         run.epoch()
     expected = event("poisson", max_batch_size=12, num_steps=30)
     assert run.engine.privacy_event == expected
     assert run.engine.get_epsilon(DELTA) == math.inf  # the cap acts too often
     assert "at most 12" in run.engine.report(DELTA)
-    run = make_run(batch_order="poisson", max_batch_size=40, noise_multiplier=4.0)
+    run = make_run(batch_order=Batches("poisson", max_batch_size=40), noise_multiplier=4.0)
     run.epoch()
     expected = event("poisson", max_batch_size=40, num_steps=6)
     exact = hsa.LastIterateAccountant().compose(expected).get_epsilon(DELTA)
@@ -228,7 +232,7 @@ def test_a_secret_order_is_in_no_output(make_run, order, tmp_path, caplog):
 
 
 def test_a_public_seed_makes_one_shuffle_cyclic(make_run):
-    runs = [make_run(batch_order="shuffled_once", order_seed=seed) for seed in (5, 5, 6)]
+    runs = [make_run(batch_order=Batches("shuffled_once", seed=seed)) for seed in (5, 5, 6)]
     for run in runs:
         run.epoch()
     assert runs[0].engine.privacy_event.batch_order is BatchOrder.CYCLIC
@@ -242,32 +246,38 @@ def test_a_public_seed_makes_one_shuffle_cyclic(make_run):
 
 @pytest.mark.parametrize("order", SECRET)
 def test_a_seed_that_is_declared_secret(make_run, order):
-    run = make_run(batch_order=order, order_seed=2**80 + 1, order_is_secret=True)
+    run = make_run(batch_order=Batches(order, seed=2**80 + 1, seed_is_secret=True))
     run.epoch()
     assert run.engine.privacy_event.batch_order is BatchOrder(order)
-    assert any(a.text.startswith("order_seed is random") for a in run.engine.assumptions)
+    assert any(a.text.startswith("seed of the order: random") for a in run.engine.assumptions)
     assert str(2**80 + 1) not in repr(run.engine.__dict__) + repr(run.optimizer.run)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"batch_order": "reshuffled", "order_seed": 1}, hsa.UnsupportedRunError, "whoever knows"),
-        ({"batch_order": "poisson", "order_seed": 1}, hsa.UnsupportedRunError, "whoever knows"),
-        (
-            {"batch_order": "without_replacement", "order_seed": 1},
-            hsa.UnsupportedRunError,
-            "seed_is_secret=True",
-        ),
-        ({"batch_order": "cyclic", "order_seed": 1}, ValueError, "draws nothing"),
-        ({"batch_order": "full", "order_seed": 1}, ValueError, "draws nothing"),
-        ({"batch_order": "poisson", "order_is_secret": True}, ValueError, "without an order_seed"),
-        ({"batch_order": "poisson", "order_is_secret": 1}, TypeError, "True or False"),
-        ({"batch_order": "poisson", "order_seed": -1}, ValueError, "order_seed >= 0"),
-        ({"batch_order": "poisson", "order_seed": 0.5}, TypeError, "integer or None, got float"),
-        ({"batch_order": "poisson", "order_seed": True}, TypeError, "integer or None, got bool"),
-        ({"batch_order": "poisson", "max_batch_size": 0}, ValueError, "max_batch_size >= 1"),
-        ({"batch_order": "reshuffled", "max_batch_size": 20}, ValueError, "POISSON"),
+        ({"order": "reshuffled", "seed": 1}, hsa.UnsupportedRunError, "whoever knows"),
+        ({"order": "poisson", "seed": 1}, hsa.UnsupportedRunError, "whoever knows"),
+        ({"order": "without_replacement", "seed": 1}, hsa.UnsupportedRunError, "seed_is_secret="),
+        ({"order": "cyclic", "seed": 1}, ValueError, "draws nothing"),
+        ({"order": "full", "seed": 1}, ValueError, "draws nothing"),
+        ({"order": "poisson", "seed_is_secret": True}, ValueError, "without a seed"),
+        ({"order": "poisson", "seed_is_secret": 1}, TypeError, "True or False"),
+        ({"order": "poisson", "seed": -1}, ValueError, "seed >= 0"),
+        ({"order": "poisson", "seed": 0.5}, TypeError, "integer or None, got float"),
+        ({"order": "poisson", "seed": True}, TypeError, "integer or None, got bool"),
+        ({"order": "reshuffled", "max_batch_size": 20}, ValueError, "max_batch_size = None"),
+    ],
+)
+def test_batches_that_are_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        Batches(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"batch_order": Batches("poisson", max_batch_size=0)}, ValueError, "max_batch_size >= 1"),
         (
             {"batch_order": "reshuffled", "loader": {"batch_size": 7}},
             hsa.UnsupportedRunError,

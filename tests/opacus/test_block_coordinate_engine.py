@@ -29,7 +29,7 @@ from torch import nn
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import BlockCoordinate, DiceSGD, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -68,7 +68,7 @@ def joint_gradients(blocks, i, batch):
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize("regulariser", REGULARISERS)
 def test_every_step_is_that_of_the_reference(regulariser, num_blocks):
-    run = Session(num_blocks, noise_multiplier=0.0, **regulariser)
+    run = Session(num_blocks, noise_multiplier=0.0, mechanism=BlockCoordinate(**regulariser))
     blocks, gradients = run.values, reference.factorisation_gradients
     if num_blocks == 1:
         blocks, gradients = [np.concatenate([b.ravel() for b in blocks])], joint_gradients
@@ -115,9 +115,10 @@ def test_other_ways_to_per_example_gradients(mode, num_blocks):
 
 
 def test_sum_reduction_needs_a_smaller_learning_rate_only():
-    run = Session(noise_multiplier=0.0, l1=0.02, l2=0.1).train(2)
+    run = Session(noise_multiplier=0.0, mechanism=BlockCoordinate(l1=0.02, l2=0.1)).train(2)
     total = Session(
-        noise_multiplier=0.0, l1=0.02, l2=0.1, loss_reduction="sum", sgd={"lr": RATE / SIZE},
+        noise_multiplier=0.0, mechanism=BlockCoordinate(l1=0.02, l2=0.1),
+        loss_reduction="sum", sgd={"lr": RATE / SIZE},
         criterion=SquaredError("sum"),
     ).train(2)  # fmt: skip
     assert_same(run.values, total.values, atol=1e-13)
@@ -130,7 +131,7 @@ def test_sum_reduction_needs_a_smaller_learning_rate_only():
 @pytest.mark.parametrize("relation", [ONE, SPECIAL])
 @pytest.mark.parametrize("num_blocks", [1, 2])
 def test_the_event_is_the_run(num_blocks, relation):
-    run = Session(num_blocks, l2=0.5, relation=relation).train(2)
+    run = Session(num_blocks, mechanism=BlockCoordinate(l2=0.5), relation=relation).train(2)
     assert run.event == hsa.BlockCoordinateDpEvent(
         step_size=RATE, noise_variance=RATE * (NOISE * CLIP / SIZE) ** 2 / 2, clip_norm=CLIP,
         batch_size=SIZE, dataset_size=12, num_epochs=2, prox_strong_convexity=0.5,
@@ -142,7 +143,7 @@ def test_the_event_is_the_run(num_blocks, relation):
 
 
 def test_report_assumptions_and_comparison():
-    run = Session(l1=0.01, l2=0.5).train(2)
+    run = Session(mechanism=BlockCoordinate(l1=0.01, l2=0.5)).train(2)
     text = run.engine.report(DELTA)
     assert f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)} at delta = 1e-05" in text
     assert "REPLACE_SPECIAL" in text
@@ -165,10 +166,10 @@ def test_no_history_that_looks_like_dp_sgd():
 
 
 def test_runs_on_one_engine_compose():
-    first = Session(l2=0.1, sgd={"lr": 0.1}).train(2)
+    first = Session(mechanism=BlockCoordinate(l2=0.1), sgd={"lr": 0.1}).train(2)
     shared = {"engine": first.engine, "model": first.inner, "module": first.model}
-    plain = Session(1, **shared, optimizer_class=None).train(1)
-    dice = Session(1, **shared, optimizer_class=DiceSGDOptimizer).train(1)
+    plain = Session(1, **shared, mechanism=None).train(1)
+    dice = Session(1, **shared, mechanism=DiceSGD()).train(1)
     again = Session(2, **shared).train(1)
     event = first.engine.privacy_event
     assert isinstance(event, ComposedDpEvent)
@@ -188,7 +189,8 @@ def test_runs_on_one_engine_compose():
 
 @pytest.mark.parametrize("make", [Session, linear])
 def test_noise_for_a_target(make):
-    run = make(l2=0.5, target_epsilon=3.0, target_delta=DELTA, epochs=4).train(4)
+    target = {"target_epsilon": 3.0, "target_delta": DELTA, "epochs": 4}
+    run = make(mechanism=BlockCoordinate(l2=0.5), **target).train(4)
     assert 2.99 < run.engine.get_epsilon(DELTA) <= 3.0
     shared = {"engine": run.engine, "model": run.inner, "module": run.model}
     with pytest.raises(ValueError, match="no noise undoes it"):
@@ -278,7 +280,7 @@ def test_one_block_is_amplified(relation):
     told = linear(loss_geometry=loss, relation=relation).train(4)
     assert told.event == run.event
     assert told.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
-    contracting = linear(l2=1.0, relation=relation).train(4)
+    contracting = linear(mechanism=BlockCoordinate(l2=1.0), relation=relation).train(4)
     assert contracting.engine.get_epsilon(DELTA) < run.engine.get_epsilon(DELTA)
 
 
@@ -318,7 +320,7 @@ def test_another_criterion():
 
 
 def test_a_release_in_the_middle_costs_composition():
-    run = linear(l2=1.0).train(2)
+    run = linear(mechanism=BlockCoordinate(l2=1.0)).train(2)
     before = run.event
     run.engine.release()  # of the last iterate, which is released anyway
     assert run.event == before
@@ -329,7 +331,7 @@ def test_a_release_in_the_middle_costs_composition():
     assert mu_of(run.event) == pytest.approx(math.sqrt(3) / NOISE)  # three epochs, S = C
     assert run.engine.get_epsilon(DELTA) == epsilon_of(run.event)
     assert "composition" in run.engine.report(DELTA)
-    quiet = linear(l2=1.0).train(3)
+    quiet = linear(mechanism=BlockCoordinate(l2=1.0)).train(3)
     quiet.engine.release()
     assert quiet.event.block_loss is not None
     assert quiet.engine.get_epsilon(DELTA) < 0.9 * run.engine.get_epsilon(DELTA)
@@ -348,8 +350,8 @@ def test_a_release_within_an_epoch():
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_run_goes_on_exactly(tmp_path, stop):
     """Without noise, whose generator is in no checkpoint; within an epoch and at its end."""
-    options = {"noise_multiplier": 0.0, "l1": 0.02, "l2": 0.3, "loss_geometry": None,
-               "feature_norm": None}  # fmt: skip
+    options = {"noise_multiplier": 0.0, "mechanism": BlockCoordinate(l1=0.02, l2=0.3),
+               "loss_geometry": None, "feature_norm": None}  # fmt: skip
     path = tmp_path / "c.pt"
     for make in (linear, Session):
         whole, first, second = (make(**options) for _ in range(3))
@@ -394,15 +396,15 @@ def test_an_account_goes_on(tmp_path):
     ("field", "options"),
     [
         ("clip_norm", {"max_grad_norm": 0.5}),
-        ("options", {"l1": 0.1}),
-        ("options", {"nonnegative": True}),
-        ("prox_strong_convexity", {"l2": 0.1}),
+        ("mechanism", {"mechanism": BlockCoordinate(l1=0.1)}),
+        ("mechanism", {"mechanism": BlockCoordinate(nonnegative=True)}),
+        ("prox_strong_convexity", {"mechanism": BlockCoordinate(l2=0.1)}),
         ("step_size", {"sgd": {"lr": 0.1}}),
         ("num_blocks", {"num_blocks": 1}),
         ("noise_multiplier", {"noise_multiplier": 3.0}),
         ("num_steps", {"num_steps": 6}),
         ("batch_size", {"loader": {"batch_size": 6}}),
-        ("type", {"num_blocks": 1, "optimizer_class": None}),
+        ("type", {"num_blocks": 1, "mechanism": None}),
     ],
 )
 def test_the_field_that_differs_is_named(tmp_path, field, options):

@@ -7,7 +7,10 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_block_coordinate import BATCHES, DELTA, RATE, Session
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import DiceSGDOptimizer
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    BlockCoordinate,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -33,12 +36,9 @@ def test_no_figures_before_the_end_of_an_epoch(num_blocks):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"projection_radius": 5.0}, "projection = None.*no projection"),
-        ({"learning_rate_schedule": RATE}, "learning_rate_schedule = None.*constant step size"),
-        ({"max_batch_size": 3}, "max_batch_size = None.*all batches of DP-MBCD are equal"),
-        ({"error_max_grad_norm": 1.0}, "error_max_grad_norm = None.*another mechanism"),
-        ({"automatic": True}, "automatic = False.*another mechanism"),
-        ({"gradient_bound": 1.0}, "gradient_bound = inf.*another mechanism"),
+        ({"after": BallProjection(5.0)}, "after = None.*l1, l2 and nonnegative"),
+        ({"schedule": RATE}, "schedule = None.*constant step size"),
+        ({"automatic": True}, "Unknown argument of make_private: automatic"),
         ({"sgd": {"weight_decay": 0.1}}, "weight_decay = 0.*Use l2"),
         ({"sgd": {"momentum": 0.9}}, "momentum = 0"),
         ({"batch_order": "poisson"}, 'batch_order = "cyclic" or "full".*"poisson"'),
@@ -47,11 +47,10 @@ def test_no_figures_before_the_end_of_an_epoch(num_blocks):
         ({"batch_order": "without_replacement"}, 'batch_order = "cyclic" or "full".*"without'),
         ({"max_grad_norm": [0.7, 0.7]}, "max_grad_norm"),
         ({"max_grad_norm": 0.0}, "max_grad_norm > 0"),
-        ({"l1": -0.1}, "l1 >= 0"),
-        ({"l2": math.nan}, "l2"),
-        ({"nonnegative": 1}, "nonnegative to be True or False"),
+        ({"mechanism": BlockCoordinate(l1=-0.1)}, "l1 >= 0"),
+        ({"mechanism": BlockCoordinate(l2=math.nan)}, "l2"),
+        ({"mechanism": BlockCoordinate(nonnegative=1)}, "nonnegative to be True or False"),
         ({"loss_reduction": "none"}, "loss_reduction"),
-        ({"optimizer_class": DiceSGDOptimizer, "l1": 0.1}, r"l1 = 0\.0 with .*DiceSGDOptimizer"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_refused(options, text):

@@ -8,7 +8,11 @@ from torch import nn
 from torch.utils.data import Subset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    Batches,
+    HiddenStatePrivacyEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -30,12 +34,9 @@ def steps(run, count):
 @pytest.mark.parametrize("order", ["cyclic", *SECRET])
 def test_the_same_batches_go_on(make_run, tmp_path, order, stop):
     """The noise is 0: then the parameters depend on the batches only."""
-    arguments = {
-        "batch_order": order, "noise_multiplier": 0.0, "order_seed": 7, "order_is_secret": True,
-    }  # fmt: skip
-    if order == "cyclic":
-        del arguments["order_seed"], arguments["order_is_secret"]
-    whole, first, second = (make_run(**arguments) for _ in range(3))
+    batches = "cyclic" if order == "cyclic" else Batches(order, seed=7, seed_is_secret=True)
+    runs = (make_run(batch_order=batches, noise_multiplier=0.0) for _ in range(3))
+    whole, first, second = runs
     for _ in range(3):
         whole.epoch()
     steps(first, stop)
@@ -170,13 +171,13 @@ OTHER = {
     "batch_size": {"loader": {"batch_size": 15}},
     "batch_order": {"batch_order": "reshuffled"},
     "loss": {"model": nn.Linear(5, 3, bias=False)},
-    "domain_diameter": {"projection_radius": 5.0},
+    "domain_diameter": {"after": BallProjection(5.0)},
     "max_batch_size": {},
     "feature_norm": {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
                      "feature_norm": 1.1},
     "criterion": {"criterion": nn.CrossEntropyLoss(label_smoothing=0.1)},
     "order_of_the_records": {"loader": {"sampler": list(reversed(range(60)))}},
-    "has_order_seed": {"batch_order": "shuffled_once", "order_seed": 3},
+    "has_seed": {"batch_order": Batches("shuffled_once", seed=3)},
     "trainable_parameters": {"model": nn.Linear(5, 4)},
     "loss_reduction": {
         "criterion": nn.CrossEntropyLoss(reduction="sum"), "loss_reduction": "sum",
@@ -201,11 +202,12 @@ def test_the_field_that_differs_is_named(make_run, tmp_path, field):
 
 
 def test_the_cap_is_compared(make_run, tmp_path):
-    run, path = make_run(batch_order="poisson", max_batch_size=40), tmp_path / "c.pt"
+    run, path = make_run(batch_order=Batches("poisson", max_batch_size=40)), tmp_path / "c.pt"
     run.epoch()
     run.engine.save_checkpoint(path=path)
+    other = make_run(batch_order=Batches("poisson", max_batch_size=41))
     with pytest.raises(ValueError, match="expected max_batch_size = 41, got 40"):
-        make_run(batch_order="poisson", max_batch_size=41).engine.load_checkpoint(path=path)
+        other.engine.load_checkpoint(path=path)
 
 
 def test_another_relation(make_run, tmp_path):

@@ -34,7 +34,7 @@ def two_epochs(run, rates=HALVES):
     "schedule", [HALVES, np.array(HALVES), hsa.Schedule([0.5, 0.25], [6, 6])], ids=type
 )
 def test_a_schedule_that_is_followed_needs_no_trust(make_run, schedule):
-    run = make_run(learning_rate_schedule=schedule)
+    run = make_run(schedule=schedule)
     two_epochs(run)
     plain = make_run()
     two_epochs(plain)
@@ -48,7 +48,7 @@ def test_a_schedule_that_is_followed_needs_no_trust(make_run, schedule):
 
 
 def test_a_scheduler_that_multiplies(make_run):
-    run = make_run(learning_rate_schedule=[0.5 * 0.9**k for k in range(12)])
+    run = make_run(schedule=[0.5 * 0.9**k for k in range(12)])
     scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
     for _ in range(2):
         for batch in run.loader:
@@ -81,7 +81,7 @@ def test_one_step_too_many_does_not_spoil_the_run(make_run):
 
 @pytest.mark.parametrize("schedule", [HALVES, 0.5])
 def test_another_learning_rate_is_refused(make_run, schedule):
-    run = make_run(learning_rate_schedule=schedule)
+    run = make_run(schedule=schedule)
     run.epoch()
     run.optimizer.param_groups[0]["lr"] = 0.2
     with pytest.raises(hsa.UnsupportedRunError, match=r"step 7 uses learning rate 0.2, expected"):
@@ -101,7 +101,7 @@ def test_what_is_not_declared_stays_trusted(make_run):
     assert "schedule of learning rate, noise fixed in advance" in trusted(run)
     assert "released steps fixed in advance" in trusted(run)
     assert "constant clip norm, decay" in checked(run)
-    run = make_run(learning_rate_schedule=0.5)
+    run = make_run(schedule=0.5)
     run.epoch()
     assert "number of steps fixed in advance" in trusted(run)
 
@@ -118,7 +118,7 @@ def test_every_run_of_an_engine_for_itself(make_run):
 def test_a_sum_is_declared_in_the_units_of_the_optimizer(make_run):
     run = make_run(
         criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum",
-        sgd={"lr": 0.05, "weight_decay": 0.1}, learning_rate_schedule=[0.05] * 6,
+        sgd={"lr": 0.05, "weight_decay": 0.1}, schedule=[0.05] * 6,
     )  # fmt: skip
     run.epoch()
     assert run.engine.privacy_event.learning_rate == pytest.approx(0.5)
@@ -131,12 +131,12 @@ def test_a_sum_is_declared_in_the_units_of_the_optimizer(make_run):
         ({"num_steps": 0}, ValueError, "num_steps >= 1"),
         ({"num_steps": 2.0}, TypeError, "num_steps to be an integer"),
         ({"num_steps": True}, TypeError, "num_steps to be an integer"),
-        ({"learning_rate_schedule": [0.5], "num_steps": 6}, ValueError, "per logical step"),
-        ({"learning_rate_schedule": []}, TypeError, "learning_rate_schedule"),
-        ({"learning_rate_schedule": [-0.5]}, ValueError, "learning_rate_schedule"),
-        ({"learning_rate_schedule": [float("nan")]}, ValueError, "learning_rate_schedule"),
-        ({"learning_rate_schedule": lambda step: 0.5}, TypeError, r"\[f\(k\) for k"),
-        ({"learning_rate_schedule": [0.5] * 5 + [11.0]}, ValueError, "weight_decay"),
+        ({"schedule": [0.5], "num_steps": 6}, ValueError, "per logical step"),
+        ({"schedule": []}, TypeError, "schedule"),
+        ({"schedule": [-0.5]}, ValueError, "schedule"),
+        ({"schedule": [float("nan")]}, ValueError, "schedule"),
+        ({"schedule": lambda step: 0.5}, TypeError, r"\[f\(k\) for k"),
+        ({"schedule": [0.5] * 5 + [11.0]}, ValueError, "weight_decay"),
     ],
 )
 def test_impossible_declarations(make_run, arguments, error, text):
@@ -163,7 +163,7 @@ def with_epsilon(make_loader, schedule, epochs=2, scheduler=None, **changes):
         "target_epsilon": 1.0,
         "target_delta": DELTA,
         "epochs": epochs,
-        "learning_rate_schedule": schedule,
+        "schedule": schedule,
     }
     private = engine.make_private_with_epsilon(**{**arguments, **changes})
     return engine, criterion, *private
@@ -193,7 +193,7 @@ def warm_up(optimizer):
 )
 def test_no_noise_is_found_for_the_rate_of_the_moment(make_loader, scheduler, now):
     """The warm-up has set a twelfth of the rate already when the noise is looked for."""
-    text = rf"learning_rate_schedule, got.* is {now} at this moment \(.* started from 0.5\)"
+    text = rf"schedule=, got.* is {now} at this moment \(.* started from 0.5\)"
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         with_epsilon(make_loader, None, scheduler=scheduler)
 
@@ -225,22 +225,22 @@ def test_epochs_and_declared_steps_agree(make_loader):
 @pytest.mark.parametrize(
     ("other", "field"),
     [
-        ({"num_steps": 18}, "learning_rate_schedule"),
-        ({"learning_rate_schedule": [*HALVES[:11], 0.2]}, "learning_rate_schedule"),
-        ({}, "learning_rate_schedule"),
+        ({"num_steps": 18}, "schedule"),
+        ({"schedule": [*HALVES[:11], 0.2]}, "schedule"),
+        ({}, "schedule"),
     ],
 )
 def test_checkpoints_compare_the_declaration(make_run, tmp_path, other, field):
-    run = make_run(learning_rate_schedule=HALVES)
+    run = make_run(schedule=HALVES)
     run.epoch()
     run.engine.save_checkpoint(path=tmp_path / "run.pt")
     with pytest.raises(ValueError, match=field):
         make_run(**other).engine.load_checkpoint(path=tmp_path / "run.pt")
-    back = make_run(learning_rate_schedule=HALVES)
+    back = make_run(schedule=HALVES)
     back.engine.load_checkpoint(path=tmp_path / "run.pt", discard_later_steps=True)
     with pytest.raises(hsa.UnsupportedRunError, match=r"step 7 uses learning rate 0\.5"):
         back.epoch()
-    back = make_run(learning_rate_schedule=HALVES)
+    back = make_run(schedule=HALVES)
     back.engine.load_checkpoint(path=tmp_path / "run.pt", discard_later_steps=True)
     back.optimizer.param_groups[0]["lr"] = 0.25
     back.epoch()

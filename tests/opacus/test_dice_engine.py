@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
+    Batches,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
@@ -107,11 +108,13 @@ def test_every_step_is_that_of_the_paper(make_dice, variant, order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_pieces_of_a_batch_are_one_step(make_dice, order, workers):
     """BatchMemoryManager: the same end, the same account."""
-    seed = {} if order in ("cyclic", "full") else {"order_seed": 3, "order_is_secret": True}
+    batches = order
+    if order not in ("cyclic", "full"):
+        batches = Batches(order, seed=3, seed_is_secret=True)
     ends, events = [], []
     for size in (100, 4):
         run = make_dice(
-            batch_order=order, noise_generator=torch.Generator().manual_seed(1), **seed,
+            batch_order=batches, noise_generator=torch.Generator().manual_seed(1),
             loader={"num_workers": workers if size == 4 else 0},
         )  # fmt: skip
         with BatchMemoryManager(

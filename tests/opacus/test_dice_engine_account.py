@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import (
+    Batches,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
@@ -104,7 +105,7 @@ def test_poisson_with_a_batch_size_that_does_not_divide(make_dice):
 
 
 def test_a_public_order_is_accounted_as_cyclic(make_dice):
-    run = make_dice(batch_order="shuffled_once", order_seed=1)
+    run = make_dice(batch_order=Batches("shuffled_once", seed=1))
     run.epoch()
     assert run.engine.privacy_event.batch_order is hsa.BatchOrder.CYCLIC
 

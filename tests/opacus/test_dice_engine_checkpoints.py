@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
+    Batches,
     DiceAdamOptimizer,
     HiddenStatePrivacyEngine,
 )
@@ -43,7 +44,7 @@ def test_a_run_goes_on_exactly(make_dice, tmp_path, order, variant, stop):
     """The noise is 0: then model and error depend on batches, error and moments only."""
     arguments = {"batch_order": order, "noise_multiplier": 0.0}
     if order in SECRET:
-        arguments |= {"order_seed": 7, "order_is_secret": True}
+        arguments["batch_order"] = Batches(order, seed=7, seed_is_secret=True)
     base = {"momentum": 0.9} if variant == "sgd" else None
     whole, first, second = (make_dice(variant, base=base, **arguments) for _ in range(3))
     take(whole, 12)

@@ -7,6 +7,8 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
+    BallProjection,
+    Batches,
     DiceAdamOptimizer,
     DiceSGDOptimizer,
 )
@@ -23,12 +25,13 @@ BOUND = 2.0001
     [
         ({"optimizer_class": object}, hsa.UnsupportedRunError, "steps of these only"),
         ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
-        ({"optimizer_class": None}, hsa.UnsupportedRunError, "belongs to another mechanism"),
+        ({"optimizer_class": None}, TypeError, "Unknown argument of make_private: automatic"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
-        ({"projection_radius": 5.0}, hsa.UnsupportedRunError, "not in the algorithm"),
-        ({"batch_order": "poisson", "max_batch_size": 30}, hsa.UnsupportedRunError, "capped batch"),
-        ({"learning_rate_schedule": 0.1}, hsa.UnsupportedRunError, "learning rate costs nothing"),
+        ({"after": BallProjection(5.0)}, hsa.UnsupportedRunError, "not in the algorithm"),
+        ({"batch_order": Batches("poisson", max_batch_size=30)}, hsa.UnsupportedRunError,
+         "capped batch"),
+        ({"schedule": 0.1}, hsa.UnsupportedRunError, "learning rate costs nothing"),
         ({"max_grad_norm": [0.1, 0.1]}, hsa.UnsupportedRunError, "max_grad_norm to be one number"),
         ({"error_max_grad_norm": [0.1]}, hsa.UnsupportedRunError, "error_max_grad_norm to be one"),
         ({"error_max_grad_norm": 0.0}, ValueError, "error_max_grad_norm > 0"),
@@ -46,7 +49,7 @@ def test_arguments_that_are_refused(make_dice, arguments, error, text):
 def test_a_refused_call_leaves_model_and_optimizer_alone(make_dice):
     model = nn.Linear(5, 3).double()
     with pytest.raises(hsa.UnsupportedRunError):
-        make_dice(model=model, projection_radius=5.0)
+        make_dice(model=model, after=BallProjection(5.0))
     assert not model._forward_hooks
     make_dice(model=model).epoch()
 

@@ -17,8 +17,11 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
 from hidden_state_accountants.runs.last_iterate import no_contraction_line
-from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.projections import BallProjection
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    HiddenStateAccountant,
+    HiddenStatePrivacyEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -63,7 +66,7 @@ def test_trajectory_is_that_of_the_event(make_run, dataset, dtype, tolerance, ra
         loader={"dataset": TensorDataset(features, labels)},
         noise_multiplier=0.0,
         max_grad_norm=0.6,
-        projection_radius=radius,
+        after=None if radius is None else BallProjection(radius),
         sgd={"lr": 1.5},
     )
     for _ in range(3):
@@ -213,7 +216,7 @@ def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
 
 
 def test_report_and_assumptions(make_run):
-    run = make_run(projection_radius=5.0)
+    run = make_run(after=BallProjection(5.0))
     for _ in range(2):
         for batch in run.loader:
             run.step(batch)
@@ -342,7 +345,7 @@ def test_an_engine_of_the_users_own(make_run):
 
 @pytest.mark.parametrize("stop", [2, 6, 9])
 def test_checkpoint_goes_on_where_it_was(make_run, tmp_path, stop):
-    arguments = {"noise_multiplier": 0.0, "projection_radius": 5.0}
+    arguments = {"noise_multiplier": 0.0, "after": BallProjection(5.0)}
     whole, first, second = make_run(**arguments), make_run(**arguments), make_run(**arguments)
     for _ in range(3):
         whole.epoch()
@@ -449,7 +452,7 @@ def test_projection_is_joint_and_inside(dtype):
 @pytest.mark.cuda
 def test_on_a_gpu(make_run):
     model = nn.Linear(5, 3).cuda()
-    run = make_run(model=model, projection_radius=5.0)
+    run = make_run(model=model, after=BallProjection(5.0))
     for _ in range(2):
         for features, labels in run.loader:
             run.step((features.cuda(), labels.cuda()))

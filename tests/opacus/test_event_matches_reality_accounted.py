@@ -19,7 +19,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import ConcatDataset, Subset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    BallProjection,
+    Batches,
+    DiceSGDOptimizer,
+    HiddenStatePrivacyEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -381,11 +386,11 @@ def test_row2_early_stopping_on_public_data_costs_the_whole_plan(make_run):
 @pytest.mark.parametrize("order", ["reshuffled", "without_replacement", "poisson"])
 def test_row8_an_order_from_a_public_seed(make_run, order):
     with pytest.raises(hsa.UnsupportedRunError, match="knows which steps used a record"):
-        make_run(batch_order=order, order_seed=0)
+        make_run(batch_order=Batches(order, seed=0))
 
 
 def test_row8_a_shuffle_from_a_public_seed_is_cyclic(make_run):
-    run = make_run(batch_order="shuffled_once", order_seed=0)
+    run = make_run(batch_order=Batches("shuffled_once", seed=0))
     run.epoch()
     assert run.engine.privacy_event.batch_order is hsa.BatchOrder.CYCLIC
     secret = make_run(batch_order="shuffled_once")
@@ -394,7 +399,7 @@ def test_row8_a_shuffle_from_a_public_seed_is_cyclic(make_run):
 
 
 def test_row12_the_radius_is_not_the_diameter(make_run):
-    run = make_run(projection_radius=1.1, sgd={"lr": 5.0})
+    run = make_run(after=BallProjection(1.1), sgd={"lr": 5.0})
     run.epoch()
     norm = torch.cat([p.flatten() for p in run.plain_model.parameters()]).norm().item()
     assert norm == pytest.approx(1.1, rel=1e-5)  # all parameters together

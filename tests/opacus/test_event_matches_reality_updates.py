@@ -173,7 +173,7 @@ RAISES = [
 ]
 
 ARGUMENTS = {
-    plateau: {"learning_rate_schedule": 0.5},
+    plateau: {"schedule": 0.5},
     more_steps_than_declared: {"num_steps": 6},
 }
 

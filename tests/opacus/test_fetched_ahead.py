@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import Batches
 from hidden_state_adapters.opacus.data.loader import tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -79,7 +80,7 @@ def test_two_empty_poisson_batches_in_a_row(make_run):
     assert run.engine.privacy_event == event("poisson", 60, batch_size=1)
 
 
-ONE_BATCH_A_PASS = {"loader": {"batch_size": 60}, "max_batch_size": 30}
+ONE_BATCH_A_PASS = {"loader": {"batch_size": 60}}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ ONE_BATCH_A_PASS = {"loader": {"batch_size": 60}, "max_batch_size": 30}
         ("reshuffled", {}),
         ("without_replacement", {}),
         ("poisson", {}),
-        ("poisson", ONE_BATCH_A_PASS),
+        (Batches("poisson", max_batch_size=30), ONE_BATCH_A_PASS),
     ],
 )
 def test_a_loop_that_fetches_beyond_the_end_of_a_pass(make_run, order, arguments):

@@ -23,7 +23,7 @@ from hidden_state_adapters.opacus.data.loader import (
     OrderedBatchSampler,
     private_loader,
 )
-from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.data.order import Batches, plan_batches
 
 
 def numbers(size):
@@ -31,7 +31,7 @@ def numbers(size):
 
 
 def deal(loader, order=BatchOrder.CYCLIC):
-    plan = plan_batches(loader, order)
+    plan = plan_batches(loader, Batches(order))
     return private_loader(loader, plan, BatchCursor(plan.num_batches))
 
 

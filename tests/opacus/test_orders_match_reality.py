@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedR
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
+from hidden_state_adapters.opacus import Batches
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -370,10 +371,10 @@ def test_a_poisson_loader_of_opacus_is_refused(make_run, dataset):
 def test_a_seed_is_in_no_error_message_and_no_log(make_run, caplog):
     seed = 123456789
     with caplog.at_level(logging.DEBUG), pytest.raises(hsa.UnsupportedRunError) as error:
-        make_run(batch_order="reshuffled", order_seed=seed)
+        make_run(batch_order=Batches("reshuffled", seed=seed))
     assert str(seed) not in str(error.value) + caplog.text
     with pytest.raises(TypeError) as wrong:
-        make_run(batch_order="reshuffled", order_seed=seed + 0.5)
+        make_run(batch_order=Batches("reshuffled", seed=seed + 0.5))
     assert str(seed) not in str(wrong.value)
 
 
@@ -411,12 +412,12 @@ def test_resuming_with_another_order_is_refused(make_run, tmp_path, order):
 
 def test_resuming_on_another_public_seed_is_refused(make_run, tmp_path):
     path = tmp_path / "c.pt"
-    run = make_run(batch_order="shuffled_once", order_seed=1)
+    run = make_run(batch_order=Batches("shuffled_once", seed=1))
     run.epoch()
     run.engine.save_checkpoint(path=path)
     with pytest.raises(ValueError, match="expected order_of_the_records = "):
-        make_run(batch_order="shuffled_once", order_seed=2).engine.load_checkpoint(path=path)
-    make_run(batch_order="shuffled_once", order_seed=1).engine.load_checkpoint(path=path)
+        make_run(batch_order=Batches("shuffled_once", seed=2)).engine.load_checkpoint(path=path)
+    make_run(batch_order=Batches("shuffled_once", seed=1)).engine.load_checkpoint(path=path)
 
 
 def test_indices_that_are_rewritten_change_nothing(make_run):

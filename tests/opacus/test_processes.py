@@ -13,6 +13,7 @@ import torch
 from processes import BATCH, CASES, RECORDS, Group, trajectories
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import Batches
 from hidden_state_adapters.opacus.data.reading import drawn_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -167,7 +168,11 @@ def test_a_loop_that_averages_gradients_itself_changes_nothing(two, of_one):
         ({}, {"sgd": {"lr": 0.1}}, "options of the optimizer"),
         ({}, {"loader": {"batch_size": 15}}, "batch_size"),
         ({"batch_order": "reshuffled"}, {"batch_order": "cyclic"}, "batch_order"),
-        ({"batch_order": "shuffled_once", "order_seed": 1}, {"order_seed": 2}, "order_seed"),
+        (
+            {"batch_order": Batches("shuffled_once", seed=1)},
+            {"batch_order": Batches("shuffled_once", seed=2)},
+            "seed of the order",
+        ),
         ({"records": 1}, {"records": 2}, "data set"),
         ({}, {"noise_seed": 1}, "noise_generator"),
         ({}, {"grad_sample_mode": "hooks"}, "arguments for Opacus"),
@@ -229,7 +234,7 @@ def test_what_one_process_was_told_all_know_at_the_next_step(two):
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson", "reshuffled"])
 def test_a_checkpoint_is_written_once_and_goes_on_everywhere(two, order, tmp_path, monkeypatch):
-    whole = processes.Training(batch_order=order, **processes.SEEDED.get(order, {})).epochs(1)
+    whole = processes.Training(batch_order=processes.SEEDED.get(order, order)).epochs(1)
     for files, weights in two.call("resumes", str(tmp_path), order):
         assert files == [True, False]
         assert weights == pytest.approx(whole.weights, abs=1e-6)

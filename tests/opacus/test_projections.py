@@ -11,7 +11,6 @@ import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
     BallProjection,
     BoxProjection,
-    DiceSGDOptimizer,
     ParameterBallsProjection,
 )
 
@@ -97,7 +96,7 @@ def test_the_ends_of_a_box_are_not_rounded_outwards():
     ids=repr,
 )
 def test_the_event_has_the_diameter(make_run, projection, diameter):
-    run = make_run(model=small(), projection=projection, sgd=FAST)
+    run = make_run(model=small(), after=projection, sgd=FAST)
     run.epoch()
     event = run.engine.privacy_event
     assert event.domain_diameter == pytest.approx(diameter, rel=1e-12)
@@ -111,21 +110,14 @@ def test_the_event_has_the_diameter(make_run, projection, diameter):
     assert not any("declared: every iterate is projected" in str(a) for a in run.engine.assumptions)
 
 
-@pytest.mark.parametrize(
-    ("after", "before"),
-    [
-        (BallProjection(2.0), {"projection_radius": 2.0}),
-        (BoxProjection(-2, 2), {"projection": BoxProjection(-2, 2)}),
-        ([hsa.Regulariser(l2=0.1), BallProjection(2.0)],
-         {"prox": hsa.Regulariser(l2=0.1), "projection_radius": 2.0}),
-        ((clamp, 9.0), {"projection": clamp, "projection_diameter": 9.0}),
-    ],
-)  # fmt: skip
-def test_what_follows_the_step_is_one_argument(make_run, after, before):
-    runs = [make_run(model=small(), after=after), make_run(model=small(), **before)]
+def test_a_prox_and_a_projection_in_any_order(make_run):
+    prox, ball = hsa.Regulariser(l2=0.1), BallProjection(2.0)
+    runs = [make_run(model=small(), after=after) for after in ([prox, ball], [ball, prox])]
     for run in runs:
         run.epoch()
-    assert runs[0].engine.privacy_event == runs[1].engine.privacy_event
+        assert run.engine.privacy_event.prox_strong_convexity == 0.1
+        assert run.engine.privacy_event.domain_diameter == 4.0
+        assert list(run.optimizer.run.declared.maps) == ["prox", "projection"]
     assert runs[0].optimizer.run.fields == runs[1].optimizer.run.fields
 
 
@@ -135,7 +127,7 @@ def test_a_small_box_lowers_epsilon(make_run):
         model = nn.Linear(5, 3)
         for p in model.parameters():
             p.data.zero_()
-        run = make_run(model=model, projection=BoxProjection(-width, width), sgd=FAST)
+        run = make_run(model=model, after=BoxProjection(-width, width), sgd=FAST)
         for _ in range(3):
             run.epoch()
         figures.append(run.engine.get_epsilon(DELTA))
@@ -149,10 +141,10 @@ DIAMETER = 0.2 * math.sqrt(18)
 
 
 def test_a_function(make_run, tmp_path):
-    arguments = {"model": small(), "projection": clamp, "projection_diameter": DIAMETER}
+    arguments = {"model": small(), "after": (clamp, DIAMETER)}
     run = make_run(sgd=FAST, **arguments)
     run.epoch()
-    box = make_run(model=small(), projection=BoxProjection(-0.1, 0.1), sgd=FAST)
+    box = make_run(model=small(), after=BoxProjection(-0.1, 0.1), sgd=FAST)
     box.epoch()
     assert run.engine.get_epsilon(DELTA) == pytest.approx(box.engine.get_epsilon(DELTA))
     listed = [str(a) for a in run.engine.assumptions]
@@ -162,7 +154,7 @@ def test_a_function(make_run, tmp_path):
     resumed.engine.load_checkpoint(path=tmp_path / "c.pt")
     resumed.epoch()
     assert resumed.steps == 12
-    other = make_run(model=small(), projection=BoxProjection(-0.1, 0.1), sgd=FAST)
+    other = make_run(model=small(), after=BoxProjection(-0.1, 0.1), sgd=FAST)
     with pytest.raises(ValueError, match="expected projection = 'the box from"):
         other.engine.load_checkpoint(path=tmp_path / "c.pt")
 
@@ -204,9 +196,7 @@ def test_a_function_that_is_no_projection(make_run, function, diameter, text):
 
 
 def train(make_run, function, diameter):
-    run = make_run(
-        model=small(), projection=function, projection_diameter=diameter, sgd={"lr": 0.5}
-    )
+    run = make_run(model=small(), after=(function, diameter), sgd={"lr": 0.5})
     run.epoch()
     run.engine.get_epsilon(DELTA)
 
@@ -219,7 +209,7 @@ def test_a_function_of_the_model_itself(make_run):
         normalise(list(model.parameters()))
 
     with pytest.raises(hsa.UnsupportedRunError, match="changed the parameters of the model"):
-        make_run(model=model, projection=project, projection_diameter=4.0, sgd={"lr": 0.5})
+        make_run(model=model, after=(project, 4.0), sgd={"lr": 0.5})
 
 
 class Own(BoxProjection):
@@ -228,30 +218,23 @@ class Own(BoxProjection):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("after", "error", "text"),
     [
-        ({"after": 1.0}, TypeError, "Expected after to be a Regulariser, a projection"),
-        ({"after": (1.0, 2.0)}, TypeError, r"Expected \(function, diameter\)"),
-        ({"projection": BoxProjection(-0.01, 0.01)}, hsa.UnsupportedRunError, "initial model ins"),
-        ({"projection": ParameterBallsProjection(0.01)}, hsa.UnsupportedRunError, "initial model"),
-        ({"projection": clamp}, ValueError, "projection_diameter with a function"),
-        ({"projection": BoxProjection(-9, 9), "projection_diameter": 1.0}, ValueError, "only with"),
-        ({"projection_diameter": 1.0}, ValueError, "only with a function"),
-        ({"projection": BoxProjection(-9, 9), "projection_radius": 1.0}, TypeError, "projectio"),
-        ({"projection": clamp, "projection_diameter": -1.0}, ValueError, "the projection > 0"),
-        ({"projection": 1.0}, TypeError, "Expected projection to be BallProjection"),
-        ({"projection": BoxProjection}, TypeError, "Expected projection to be BallProjection"),
-        ({"projection": Own(-9, 9)}, TypeError, "Expected projection to be BallProjection"),
-        ({"projection": ParameterBallsProjection([1.0])}, ValueError, "each of the 2 trainable"),
-        ({"projection": lambda params: [p.clamp(-9, 9) for p in params],
-          "projection_diameter": 1.0}, TypeError, "in place and to return"),
-        ({"projection": BoxProjection(-9, 9), "optimizer_class": DiceSGDOptimizer,
-          "loss_geometry": None}, hsa.UnsupportedRunError, "not in the algorithm"),
+        (1.0, TypeError, "Expected after to be"),
+        ((1.0, 2.0), TypeError, "Expected after to be"),
+        (BoxProjection, TypeError, "Expected after to be"),
+        (Own(-9, 9), TypeError, "Expected after to be"),
+        ([BallProjection(2.0), BoxProjection(-9, 9)], TypeError, "Expected one projection"),
+        (BoxProjection(-0.01, 0.01), hsa.UnsupportedRunError, "initial model inside"),
+        (ParameterBallsProjection(0.01), hsa.UnsupportedRunError, "initial model inside"),
+        ((clamp, -1.0), ValueError, "the projection > 0"),
+        (ParameterBallsProjection([1.0]), ValueError, "each of the 2 trainable"),
+        ((lambda params: [p.clamp(-9, 9) for p in params], 1.0), TypeError, "in place and to"),
     ],
 )  # fmt: skip
-def test_arguments(make_run, arguments, error, text):
+def test_arguments(make_run, after, error, text):
     with pytest.raises(error, match=text):
-        make_run(**arguments)
+        make_run(after=after)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +253,7 @@ def test_impossible_sets(make, error, text):
 
 
 def test_parameters_that_were_moved_out_of_the_box(make_run):
-    run = make_run(model=small(), projection=BoxProjection(-0.1, 0.1))
+    run = make_run(model=small(), after=BoxProjection(-0.1, 0.1))
     run.epoch()
     with torch.no_grad():
         run.plain_model.weight.add_(1.0)

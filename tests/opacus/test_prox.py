@@ -10,8 +10,9 @@ from torch import nn
 import hidden_state_accountants as hsa
 from hidden_state_accountants import Regulariser
 from hidden_state_adapters.opacus import (
-    BlockCoordinateOptimizer,
-    DiceSGDOptimizer,
+    BallProjection,
+    BlockCoordinate,
+    DiceSGD,
 )
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.step_maps import TORCH_PROX
@@ -45,7 +46,7 @@ def test_row178_the_event_reads_the_modulus_and_the_map_has_it(make_run):
     """The figure is that of the event, and smaller than without the map."""
     figures = []
     for l2 in (0.0, 0.5):
-        run = make_run(prox=Regulariser(l1=0.01, l2=l2), sgd=PLAIN)
+        run = make_run(after=Regulariser(l1=0.01, l2=l2), sgd=PLAIN)
         for _ in range(3):
             run.epoch()
         event = run.engine.privacy_event
@@ -69,7 +70,7 @@ def test_row178_the_map_follows_every_step_at_its_rate(make_run):
         scale = 1 if reduction == "mean" else 10
         run = make_run(
             criterion=nn.CrossEntropyLoss(reduction=reduction), loss_reduction=reduction,
-            prox=Regulariser(l1=100.0), sgd={"lr": 0.5 / scale, "weight_decay": 0.0},
+            after=Regulariser(l1=100.0), sgd={"lr": 0.5 / scale, "weight_decay": 0.0},
         )  # fmt: skip
         batches = iter(run.loader)
         run.step(next(batches))
@@ -89,7 +90,7 @@ def test_with_projection_and_calibration(make_run, make_loader):
     model = nn.Linear(5, 3)
     for p in model.parameters():
         p.data.mul_(0.1)
-    run = make_run(model=model, prox=Regulariser(l2=0.5), projection_radius=0.5, sgd=PLAIN)
+    run = make_run(model=model, after=[Regulariser(l2=0.5), BallProjection(0.5)], sgd=PLAIN)
     run.epoch()
     event = run.engine.privacy_event
     assert (event.prox_strong_convexity, event.domain_diameter) == (0.5, 1.0)
@@ -104,9 +105,9 @@ def threshold(params, step_size):
 
 
 def test_row179_a_function(make_run, tmp_path):
-    run = make_run(prox=threshold, sgd=PLAIN)
+    run = make_run(after=threshold, sgd=PLAIN)
     run.epoch()
-    known = make_run(prox=Regulariser(l1=0.01), sgd=PLAIN)
+    known = make_run(after=Regulariser(l1=0.01), sgd=PLAIN)
     known.epoch()
     assert run.engine.privacy_event == known.engine.privacy_event
     listed = [str(a) for a in run.engine.assumptions]
@@ -114,11 +115,11 @@ def test_row179_a_function(make_run, tmp_path):
         a.startswith("declared: after the noise of every step acts prox=thr") for a in listed
     )
     run.engine.save_checkpoint(path=tmp_path / "c.pt")
-    again = make_run(prox=threshold, sgd=PLAIN)
+    again = make_run(after=threshold, sgd=PLAIN)
     again.engine.load_checkpoint(path=tmp_path / "c.pt")
     again.epoch()
     assert again.steps == 12
-    other = make_run(prox=Regulariser(l1=0.01), sgd=PLAIN)
+    other = make_run(after=Regulariser(l1=0.01), sgd=PLAIN)
     with pytest.raises(ValueError, match=r"expected prox = 'Regulariser\(l1=0.01\)'"):
         other.engine.load_checkpoint(path=tmp_path / "c.pt")
 
@@ -167,7 +168,7 @@ def train(run, epochs):
 )
 def test_row179_a_function_that_expands(make_run, function, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
-        make_run(prox=function, sgd=PLAIN)
+        make_run(after=function, sgd=PLAIN)
 
 
 def test_row179_a_function_of_the_model_itself(make_run):
@@ -179,7 +180,7 @@ def test_row179_a_function_of_the_model_itself(make_run):
         hard_threshold(model.parameters(), step_size)
 
     with pytest.raises(hsa.UnsupportedRunError, match="changed the parameters of the model"):
-        make_run(model=model, prox=prox, sgd=PLAIN).epoch()
+        make_run(model=model, after=prox, sgd=PLAIN).epoch()
 
 
 def test_row181_a_map_by_hand_between_the_steps(make_run):
@@ -209,19 +210,19 @@ def replaces_storage(params, step_size):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"prox": replaces_elements}, TypeError, "in place and to"),
-        ({"prox": replaces_storage}, TypeError, "in place and to"),
-        ({"prox": 0.1}, TypeError, "Expected prox to be a hidden_state_accountants.Regulariser"),
-        ({"prox": Regulariser}, TypeError, "Expected prox to be"),
-        ({"prox": Own(l1=0.1)}, TypeError, "Expected prox to be"),
-        ({"prox": lambda params, eta: [p.clamp(0) for p in params]}, TypeError, "in place and to"),
-        ({"prox": Regulariser(group_lasso=0.1, group_axis=2)}, ValueError, "axis of every param"),
-        ({"prox": Regulariser(l1=0.1), "optimizer_class": DiceSGDOptimizer, "loss_geometry": None},
+        ({"after": replaces_elements}, TypeError, "in place and to"),
+        ({"after": replaces_storage}, TypeError, "in place and to"),
+        ({"after": 0.1}, TypeError, "Expected after to be a hidden_state_accountants.Regulariser"),
+        ({"after": Regulariser}, TypeError, "Expected after to be"),
+        ({"after": Own(l1=0.1)}, TypeError, "Expected after to be"),
+        ({"after": lambda params, eta: [p.clamp(0) for p in params]}, TypeError, "in place and to"),
+        ({"after": Regulariser(group_lasso=0.1, group_axis=2)}, ValueError, "axis of every param"),
+        ({"after": Regulariser(l1=0.1), "mechanism": DiceSGD(), "loss_geometry": None},
          hsa.UnsupportedRunError, "not in the algorithm"),
-        ({"prox": Regulariser(l1=0.1), "optimizer_class": BlockCoordinateOptimizer},
+        ({"after": Regulariser(l1=0.1), "mechanism": BlockCoordinate()},
          hsa.UnsupportedRunError, "has l1, l2 and nonnegative"),
-        ({"prox": Regulariser(l1=0.1), "optimizer_class": ComposedOptimizer,
-          "loss_geometry": None}, hsa.UnsupportedRunError, "depends on the update rule"),
+        ({"after": Regulariser(l1=0.1), "optimizer_class": ComposedOptimizer,
+          "loss_geometry": None}, hsa.UnsupportedRunError, "every step counts"),
     ],
 )  # fmt: skip
 def test_arguments(make_run, arguments, error, text):
@@ -230,5 +231,5 @@ def test_arguments(make_run, arguments, error, text):
 
 
 def test_momentum_is_refused(make_run):
-    with pytest.raises(hsa.UnsupportedRunError, match=r"leave out .*prox"):
-        make_run(prox=Regulariser(l1=0.1), sgd={"momentum": 0.9})
+    with pytest.raises(hsa.UnsupportedRunError, match=r"leave out .*after"):
+        make_run(after=Regulariser(l1=0.1), sgd={"momentum": 0.9})

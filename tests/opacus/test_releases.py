@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import (
+    Batches,
+    HiddenStatePrivacyEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -70,7 +73,7 @@ def test_the_target_is_for_everything_on_the_engine(make_loader):
         ({"noise_multiplier": 1.0}, TypeError, "no noise_multiplier"),
         ({"target_epsilon": -1.0}, ValueError, "target_epsilon >= 0"),
         ({"target_delta": 0.0}, ValueError, "delta > 0"),
-        ({"batch_order": "poisson", "max_batch_size": 12}, ValueError, "Raise max_batch_size"),
+        ({"batch_order": Batches("poisson", max_batch_size=9)}, ValueError, "Raise max_batch_size"),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
 )

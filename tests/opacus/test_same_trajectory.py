@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
+    BallProjection,
     DiceAdamOptimizer,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
@@ -52,7 +53,7 @@ def test_cyclic():
             model.parameters(), lr=shared.RATE, weight_decay=shared.DECAY
         ),
         data_loader=data(), noise_multiplier=0.0, max_grad_norm=shared.CLIP, batch_order="cyclic",
-        projection_radius=shared.RADIUS,
+        after=BallProjection(shared.RADIUS),
     )  # fmt: skip
     found = iterates(model, optimizer, loader)
     # Opacus clips with C / (norm + 1e-6).
@@ -86,7 +87,7 @@ def test_prox(prox):
     model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=shared.RATE),
         data_loader=data(), noise_multiplier=0.0, max_grad_norm=shared.CLIP, batch_order="cyclic",
-        prox=prox,
+        after=prox,
     )  # fmt: skip
     expected = shared.prox_iterates(prox, lambda x: [x[None, :-1], x[-1:]])
     np.testing.assert_allclose(iterates(model, optimizer, loader), expected, rtol=0, atol=1e-5)

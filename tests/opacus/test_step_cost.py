@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
+    BallProjection,
     BlockCoordinateOptimizer,
     DiceAdamOptimizer,
     DiceSGDOptimizer,
@@ -53,7 +54,7 @@ class Loop:
                     "loss_reduction": "sum"}  # fmt: skip
         elif kind == "linear":
             more |= {"loss_geometry": "auto", "feature_norm": 1.0, "criterion": self.criterion,
-                    "projection_radius": 50.0}  # fmt: skip
+                    "after": BallProjection(50.0)}  # fmt: skip
         elif kind.startswith("dice"):
             more |= {"optimizer_class": DiceAdamOptimizer if adam else DiceSGDOptimizer}
         self.module, self.optimizer, self.loader = engine.make_private(

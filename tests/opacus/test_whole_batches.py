@@ -6,7 +6,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 
 from hidden_state_accountants import BatchOrder
 from hidden_state_adapters.opacus.data.loader import BatchCursor, private_loader
-from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.data.order import Batches, plan_batches
 
 SIZE, BATCH = 12, 5
 
@@ -19,7 +19,7 @@ def data(**kwargs):
 
 
 def deal(loader, order=BatchOrder.POISSON):
-    plan = plan_batches(loader, order, order_seed=3, order_is_secret=True)
+    plan = plan_batches(loader, Batches(order, seed=3, seed_is_secret=True))
     return private_loader(loader, plan, BatchCursor(plan.num_batches, counts_steps=True))
 
 

@@ -5,7 +5,7 @@ from dp_accounting import NeighboringRelation
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import BlockCoordinateOptimizer, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import BlockCoordinate, HiddenStatePrivacyEngine
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 RATE, SIZE, CLIP = 0.2, 4, 0.7
@@ -63,7 +63,7 @@ class Session:
             ),
             "max_grad_norm": CLIP,
             "batch_order": "cyclic",
-            "optimizer_class": BlockCoordinateOptimizer,
+            "mechanism": BlockCoordinate(),
         }
         make = self.engine.make_private_with_epsilon
         if "target_epsilon" not in options:

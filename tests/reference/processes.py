@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hidden_state_adapters.opacus import (
+    BallProjection,
+    Batches,
     BlockCoordinateOptimizer,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
@@ -24,9 +26,9 @@ from hidden_state_adapters.opacus import (
 
 RECORDS, FEATURES, CLASSES, BATCH = 30, 4, 3, 10
 SEEDED = {
-    "shuffled_once": {"order_seed": 5},
+    "shuffled_once": Batches("shuffled_once", seed=5),
     **{
-        order: {"order_seed": 5, "order_is_secret": True}
+        order: Batches(order, seed=5, seed_is_secret=True)
         for order in ("reshuffled", "without_replacement", "poisson")
     },
 }
@@ -181,7 +183,7 @@ class Training:
 
 CASES = {
     **{
-        order: {"batch_order": order, **SEEDED.get(order, {})}
+        order: {"batch_order": SEEDED.get(order, order)}
         for order in ("cyclic", "full", *SEEDED)
     },
     "decay, sum": {
@@ -198,17 +200,17 @@ CASES = {
     },
     "hooks": {"grad_sample_mode": "hooks"},
     "torch": {"wrapper": DistributedDataParallel},
-    "empty parts": {**SEEDED["poisson"], "batch_order": "poisson", "loader": {"batch_size": 2}},
+    "empty parts": {"batch_order": SEEDED["poisson"], "loader": {"batch_size": 2}},
     "plain": {"wrapper": None, "distributed": True},
     "pieces": {"physical": 2},
     "pieces of dice": {**DICE, "physical": 2},
     "dice": DICE,
-    "dice poisson": {**DICE, "batch_order": "poisson", **SEEDED["poisson"]},
+    "dice poisson": {**DICE, "batch_order": SEEDED["poisson"]},
     "blocks": {
         "optimizer_class": BlockCoordinateOptimizer, "blocks": True, "deep": True,
         "loss_geometry": None, "max_grad_norm": 0.3,
     },
-    "ball": {"projection_radius": 1.5},
+    "ball": {"after": BallProjection(1.5)},
     "noise": {"noise_multiplier": 1.0, "noise_seed": 3},
     "noise of dice": {**DICE, "noise_multiplier": 1.0, "noise_seed": 3},
     "noise of pieces": {"noise_multiplier": 1.0, "noise_seed": 3, "physical": 3},
@@ -489,7 +491,7 @@ def tells(what):
 def resumes(folder, order, other=False):
     """Saved in the middle of an epoch, loaded by a fresh engine, finished."""
     secret = order in ("reshuffled",)
-    options = {"batch_order": order, **SEEDED.get(order, {})}
+    options = {"batch_order": SEEDED.get(order, order)}
     run, path = Training(**options), os.path.join(folder, f"{order}{other}{{}}.pt")
     stored = {"stays_private": True, "include_private_state": secret}
     for index, batch in enumerate(run.loader):

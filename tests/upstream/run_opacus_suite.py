@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import Batches, HiddenStatePrivacyEngine
 
 MODULES = (
     "privacy_engine",
@@ -109,7 +109,7 @@ def _order(poisson_sampling, *, data_loader, grad_sample_mode="hooks", **argumen
     order = "poisson" if poisson_sampling else "without_replacement" if is_ragged else "reshuffled"
     if grad_sample_mode == "ew" and poisson_sampling:
         order = "without_replacement"  # expanded weights stop at an empty batch
-    return {"batch_order": order, "order_seed": seed, "order_is_secret": True}
+    return {"batch_order": Batches(order, seed=seed, seed_is_secret=True)}
 
 
 class FakeData(torch.utils.data.Dataset):

@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
+from hidden_state_adapters.opacus.data.order import Batches
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.fit_head import fit_head
 from hidden_state_adapters.opacus.losses import (
@@ -41,7 +42,7 @@ from hidden_state_adapters.opacus.projections import (
     ParameterBallsProjection,
 )
 from hidden_state_adapters.opacus.recommended import recommended_criterion
-from hidden_state_adapters.opacus.run.arguments import Batches, BlockCoordinate, DiceSGD
+from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, DiceSGD
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 

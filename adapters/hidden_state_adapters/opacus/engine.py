@@ -298,8 +298,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _calibrate(
         self, declared: DeclaredRun, target_epsilon: float, target_delta: float, epochs: int
     ) -> float:
-        mechanism = _optimizer_class(declared.arguments).mechanism_type
-        if "learning_rate_schedule" not in mechanism.refused:
+        mechanism = declared.arguments.optimizer_class.mechanism_type
+        if "schedule" not in mechanism.refused:
             declared.schedule.check_calibration(declared.optimizer)
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
         if total is not None and total != steps:
@@ -330,12 +330,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     def _declare(self, arguments: RunArguments, group: ProcessGroup | None) -> DeclaredRun:
         """Checks the arguments, before anything is changed."""
-        made, relation = _optimizer_class(arguments), self.accountant.neighboring_relation
+        made, relation = arguments.optimizer_class, self.accountant.neighboring_relation
         mechanism = made.mechanism_type
-        name = made.__name__ if arguments.optimizer_class else "mechanism = None"
-        arguments.check_mechanism(name, mechanism.options, mechanism.refused)
+        arguments.check_mechanism(made.__name__, mechanism.options, mechanism.refused)
         arguments.check(takes_per_layer=mechanism.takes_per_layer)
-        _refuse_add_or_remove(relation, arguments.batch_order)
+        _refuse_add_or_remove(relation, arguments.batch_order.order)
         inner, optimizer = unwrapped(arguments)
         if isinstance(arguments.max_grad_norm, str):
             arguments = arguments.with_clip_norm(resolve_loss(inner, arguments)[0])
@@ -358,7 +357,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         def prepare() -> tuple[DeclaredRun, float]:
             declared = self._declare(arguments, group)
             noise_multiplier = noise_of(declared)
-            mechanism = _optimizer_class(arguments).mechanism_type
+            mechanism = arguments.optimizer_class.mechanism_type
             mechanism.event(declared, noise_multiplier, 1)  # checks the values
             return declared, float(noise_multiplier)
 
@@ -391,7 +390,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if self.secure_mode and generator is not None:
             raise ValueError("Expected no noise_generator in secure mode, got one.")
         was_refused = self._run is not None and self._run.check_ended()
-        made = _optimizer_class(arguments)
+        made = arguments.optimizer_class
         mechanism = made.mechanism_type
         run = TrainingRun(
             mechanism.new_run(declared, noise_multiplier),
@@ -829,27 +828,20 @@ def _alone(prepare: Callable[[], Any], fields: Any = None) -> Any:
 
 
 def _arguments_of(**given: Any) -> RunArguments:
-    """The arguments of a run, with the optimizer that its mechanism names."""
-    arguments = RunArguments.of(given)
-    mechanism = arguments.mechanism
-    if mechanism is None:
-        return arguments
-    if arguments.optimizer_class is not None:
-        raise TypeError("Expected mechanism or optimizer_class, got both. Leave the latter out.")
-    optimizer = getattr(arguments.optimizer, "original_optimizer", arguments.optimizer)
-    dice = DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
-    made = dice if isinstance(mechanism, DiceSGD) else BlockCoordinateOptimizer
-    return attrs.evolve(arguments, optimizer_class=made)
-
-
-def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
-    """The optimizer of a run.
+    """The arguments of a run, with its optimizer and the options of its mechanism.
 
     Raises:
-        UnsupportedRunError: The engine does not know it.
+        UnsupportedRunError: The engine does not know the optimizer.
     """
-    by_arguments = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
-    made: Any = arguments.optimizer_class or by_arguments
+    arguments = RunArguments.of(given)
+    mechanism, made = arguments.mechanism, arguments.optimizer_class
+    if made is None and isinstance(mechanism, DiceSGD):
+        optimizer = getattr(arguments.optimizer, "original_optimizer", arguments.optimizer)
+        made = DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
+    elif made is None and mechanism is not None:
+        made = BlockCoordinateOptimizer
+    elif made is None:
+        made = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
     is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
     if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
         raise UnsupportedRunError(
@@ -857,7 +849,10 @@ def _optimizer_class(arguments: RunArguments) -> type[PrivateOptimizer]:
             f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of these "
             "only."
         )
-    return made  # type: ignore[no-any-return]
+    options = made.mechanism_type.options
+    if mechanism is None and options is not None:
+        mechanism = options()
+    return attrs.evolve(arguments, optimizer_class=made, mechanism=mechanism)
 
 
 def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:

@@ -27,13 +27,14 @@ def fields_in_common(
 ) -> dict[str, Any]:
     """What one run has once, of the process that asks; values by name."""
     arguments, plan = declared.arguments, declared.plan
+    batches = arguments.batch_order
     given = {k: v for k, v in arguments.opacus.items() if k != "noise_generator"}
     groups = [
         {k: v for k, v in g.items() if k != "params"} for g in declared.optimizer.param_groups
     ]
     return {
         "batch_order": plan.order.value,
-        "order_seed": Digest.of((arguments.order_seed, arguments.order_is_secret)),
+        "seed of the order": Digest.of((batches.seed, batches.seed_is_secret)),
         **declared.fields(noise_multiplier, relation),
         "versions": {name: _version(name) for name in _PACKAGES},
         "model": str(arguments.module),
@@ -45,7 +46,7 @@ def fields_in_common(
         "loss_geometry": repr(declared.loss),
         "batch_size": plan.batch_size,
         "number of batches": plan.num_batches,
-        "max_batch_size": arguments.max_batch_size,
+        "max_batch_size": batches.max_batch_size,
         "records of the loader": Digest(hash_of(plan.records)),
         "data set": _shown(arguments.data_loader.dataset, plan.records),
     }

@@ -27,7 +27,7 @@ class Mechanism:
 
     Attributes:
         base_types: What the wrapped optimizer may be, exactly.
-        options: Arguments of `make_private` that belong to this mechanism.
+        options: The type of `RunArguments.mechanism`, or None.
         refused: Arguments of `make_private` that make no sense with it, and why.
         constant: What its bound says about settings that stay the same, for an error.
         checked: What is verified at every step, in words.
@@ -42,7 +42,7 @@ class Mechanism:
     """
 
     base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
-    options: ClassVar[frozenset[str]] = frozenset()
+    options: ClassVar[type | None] = None
     refused: ClassVar[Mapping[str, str]] = {}
     constant: ClassVar[str]
     checked: ClassVar[str]

@@ -195,22 +195,6 @@ class DeclaredProx(UsersMap):
         )
 
 
-def prox_of(prox: Any) -> StepMap:
-    """The proximal map that `make_private` was told: a Regulariser, or a function.
-
-    Raises:
-        TypeError: It is neither.
-    """
-    if type(prox) is Regulariser:  # what a subclass does is not known
-        return RegulariserProx(prox)
-    if not callable(prox) or isinstance(prox, type | Regulariser):
-        raise TypeError(
-            "Expected prox to be a hidden_state_accountants.Regulariser, a function that changes a "
-            f"list of tensors in place, given the step size, or None, got {prox!r}."
-        )
-    return DeclaredProx(prox)
-
-
 def distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """Euclidean, of all tensors together, in float64."""
     pairs = zip(ones, others, strict=True)

@@ -61,7 +61,7 @@ class Taken:
         if not plan.is_secret:
             yield Assumption.public("order of the batches")
         if plan.is_secret and plan.is_seeded:
-            yield Assumption.declared("order_seed is random, and nobody else ever knows it")
+            yield Assumption.declared("seed of the order: random, and nobody else ever knows it")
         if plan.order is BatchOrder.POISSON:
             yield Assumption.declared("the sizes of the batches are shown to nobody")
             if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:

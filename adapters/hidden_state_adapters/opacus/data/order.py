@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Hashable, Iterator, Sequence, Sized
 from typing import Any
 
+import attrs
 import numpy as np
 from torch.utils.data import (
     BatchSampler,
@@ -21,6 +23,7 @@ from torch.utils.data import (
 )
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_adapters.batch_plans import (
     BatchPlan,
     FixedPlan,
@@ -40,14 +43,71 @@ _FIXED_ORDER = (
 )
 
 
+@attrs.frozen
+class Batches:
+    """How the records are dealt, with what a name alone does not say: for `batch_order`.
+
+    Args:
+        order: A BatchOrder, or its name.
+        seed: Fixes a random order, which is then known to whoever knows the seed: "shuffled_once"
+            is accounted as cyclic, the others are refused.
+        seed_is_secret: The seed is random and nobody else will ever know it.
+        max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The chance
+            that the cap acts is added to delta.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: The seed gives away an order that has to stay secret.
+    """
+
+    order: BatchOrder = attrs.field(converter=parse_batch_order)
+    seed: int | None = attrs.field(default=None, repr=False, kw_only=True)
+    seed_is_secret: bool = attrs.field(default=False, kw_only=True)
+    max_batch_size: int | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuses a seed where it would give away an order that has to stay secret.
+
+        Whoever knows the seed knows the order. SHUFFLED_ONCE is then a fixed order and accounted
+        as CYCLIC. The others then have a known place of every record in every epoch or step; no
+        bound here is about such runs, and composition over all of them is no better than CYCLIC.
+        """
+        order, seed, is_secret = self.order, self.seed, self.seed_is_secret
+        if not isinstance(is_secret, bool):
+            raise TypeError(f"Expected seed_is_secret to be True or False, got {is_secret!r}.")
+        if self.max_batch_size is not None and order is not BatchOrder.POISSON:
+            raise ValueError(
+                f'Expected max_batch_size = None with batch_order="{order.value}", got '
+                f"{self.max_batch_size}: only Poisson batches vary in size. Leave it out."
+            )
+        if seed is None:
+            if is_secret:
+                raise ValueError(
+                    "Expected seed_is_secret = False without a seed, got True: an order that is "
+                    "drawn without a seed is secret anyway. Leave it out."
+                )
+            return
+        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+            raise TypeError(f"Expected seed to be an integer or None, got {type(seed).__name__}.")
+        if seed < 0:
+            raise ValueError("Expected seed >= 0, got a negative number.")
+        if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
+            raise ValueError(
+                f'Expected seed = None with batch_order="{order.value}", which draws nothing. Use '
+                'Batches("shuffled_once", seed=...).'
+            )
+        if order is not BatchOrder.SHUFFLED_ONCE and not is_secret:
+            raise UnsupportedRunError(
+                f'Expected seed = None with batch_order="{order.value}", got a seed: whoever knows '
+                "it knows which steps used a record, and the guarantee rests on nobody knowing. "
+                "Leave it out (the order then comes from the operating system's random source), "
+                'use "shuffled_once" (a seed makes it public, accounted as cyclic), or say that it '
+                "is secret if it is random and never written down: seed_is_secret=True."
+            )
+
+
 def plan_batches(
-    data_loader: DataLoader,
-    batch_order: BatchOrder,
-    *,
-    max_batch_size: int | None = None,
-    order_seed: int | None = None,
-    order_is_secret: bool = False,
-    secret: bytes | None = None,
+    data_loader: DataLoader, batches: Batches, *, secret: bytes | None = None
 ) -> BatchPlan:
     """The batches of a run over the records and with the batch size that `data_loader` asks for.
 
@@ -55,10 +115,7 @@ def plan_batches(
         data_loader: The user's loader. CYCLIC takes its batch size and order; FULL puts every
             record into one batch, whatever the batch size; POISSON takes its records and number
             of batches; all others take its batch size and records and draw the order themselves.
-        batch_order: How the records are dealt.
-        max_batch_size: The cap of POISSON batches.
-        order_seed: Fixes what is drawn. See `arguments.check_order_seed`.
-        order_is_secret: Whether the user says that nobody else learns the seed.
+        batches: How the records are dealt.
         secret: What several processes draw the same order from, where there is no seed.
 
     Returns:
@@ -69,6 +126,7 @@ def plan_batches(
             order has to be fixed, or b does not divide the number of records of an order that
             deals equal batches and the loader does not say ``drop_last=True``.
     """
+    batch_order, seed = batches.order, batches.seed
     records = _record_order(data_loader, batch_order)
     refuse_repeated_records(data_loader.dataset)
     size = len(records)
@@ -79,9 +137,9 @@ def plan_batches(
         if batch_size != size:
             _logger.info("full batches: every batch holds all %d records", size)
         return FixedPlan(records, size, batch_order)
-    keys = RandomKeys(order_seed, secret if order_seed is None else None)
+    keys = RandomKeys(seed, secret if seed is None else None)
     if batch_order is BatchOrder.POISSON:
-        return _poisson_plan(data_loader, records, keys, max_batch_size)
+        return _poisson_plan(data_loader, records, keys, batches.max_batch_size)
     if batch_order is BatchOrder.WITHOUT_REPLACEMENT:
         return SampledPlan(records, batch_size, batch_order, keys)
     records = _equal_batches(data_loader, records, batch_size, batch_order)
@@ -89,7 +147,7 @@ def plan_batches(
         return ReshuffledPlan(records, batch_size, keys)
     if batch_order is BatchOrder.CYCLIC:
         return FixedPlan(records, batch_size, batch_order)
-    is_public = order_seed is not None and not order_is_secret
+    is_public = seed is not None and not batches.seed_is_secret
     accounted = BatchOrder.CYCLIC if is_public else batch_order
     return FixedPlan(records, batch_size, accounted, keys)
 

@@ -15,7 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRand
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.loader import OrderedBatchSampler
-from hidden_state_adapters.opacus.data.order import plan_batches, refuse_repeated_records
+from hidden_state_adapters.opacus.data.order import (
+    Batches,
+    plan_batches,
+    refuse_repeated_records,
+)
 
 # A seed that was drawn by the operating system has 64 bits, one that a person wrote has not.
 _LEAST_SECRET_SEED = 2**32
@@ -152,7 +156,9 @@ def _read_poisson(data_loader: DataLoader) -> LoaderReading:
 def _read_equal_batches(data_loader: DataLoader) -> LoaderReading:
     sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
     shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
-    plan = plan_batches(data_loader, BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC)
+    plan = plan_batches(
+        data_loader, Batches(BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC)
+    )
     size = len(plan.records)
     if shuffles and size < len(sampler):
         raise UnsupportedRunError(

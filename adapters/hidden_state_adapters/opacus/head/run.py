@@ -99,7 +99,7 @@ class HeadRun(Source):
                 raise UnsupportedRunError(
                     f"step {piece.step}: something beside the outputs of the linear head reaches "
                     "its parameters: a penalty in the loss, or another use of the weights. It is "
-                    "inside no clip and in no bound. Use the optimizer's weight_decay, or prox=."
+                    "inside no clip and in no bound. Use the optimizer's weight_decay, or after=."
                 )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:

@@ -45,12 +45,8 @@ class AnyUpdateRule(ClippedSum):
     refused = {  # noqa: RUF012
         "loss_geometry": f"{_NOT_NEEDED}. Leave out optimizer_class for plain SGD",
         "feature_norm": _NOT_NEEDED,
-        "prox": "what a proximal step is depends on the update rule. Leave out optimizer_class for "
-        "plain SGD",
-        "projection": _NOT_NEEDED,
-        "projection_radius": _NOT_NEEDED,
-        "projection_diameter": _NOT_NEEDED,
-        "learning_rate_schedule": f"{_NOT_NEEDED}, so that it need not be declared",
+        "after": f"{_NOT_NEEDED}. Leave out optimizer_class for plain SGD",
+        "schedule": f"{_NOT_NEEDED}, so that it need not be declared",
     }
     checked = "clip norm, noise and divisor as recorded; any update along the noisy gradients"
     takes_per_layer = True

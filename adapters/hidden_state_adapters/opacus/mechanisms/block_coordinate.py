@@ -24,7 +24,7 @@ from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.arguments import RunArguments
+from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import sgd_options
 from hidden_state_adapters.opacus.step_maps import RegulariserProx
@@ -32,7 +32,7 @@ from hidden_state_adapters.opacus.step_maps import RegulariserProx
 _ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
 
 
-class BlockCoordinate(Mechanism):
+class BlockCoordinateDescent(Mechanism):
     """The steps of `BlockCoordinateOptimizer`; see there.
 
     Args:
@@ -43,13 +43,10 @@ class BlockCoordinate(Mechanism):
     """
 
     base_types = (SGD,)
-    options = frozenset({"l1", "l2", "nonnegative"})
+    options = BlockCoordinate
     refused = {  # noqa: RUF012
-        "prox": "DP-MBCD has l1, l2 and nonnegative for it",
-        "projection": "the event of DP-MBCD has no projection; use nonnegative or l2",
-        "projection_radius": "the event of DP-MBCD has no projection; use nonnegative or l2",
-        "learning_rate_schedule": "the bound on DP-MBCD is about a constant step size",
-        "max_batch_size": "all batches of DP-MBCD are equal",
+        "after": "DP-MBCD has l1, l2 and nonnegative for it",
+        "schedule": "the bound on DP-MBCD is about a constant step size",
     }
     constant = "the bound on DP-MBCD is about constant values. (noise_multiplier may change.)"
     checked = (
@@ -80,11 +77,12 @@ class BlockCoordinate(Mechanism):
         check_clip_norms(
             [p for p in module.parameters() if p.requires_grad], max_grad_norm=clip_norm
         )
-        validate.magnitude("l1", arguments.l1)
-        validate.magnitude("l2", arguments.l2)
-        if not isinstance(arguments.nonnegative, bool):
+        options = arguments.mechanism
+        validate.magnitude("l1", options.l1)
+        validate.magnitude("l2", options.l2)
+        if not isinstance(options.nonnegative, bool):
             raise TypeError(
-                f"Expected nonnegative to be True or False, got {arguments.nonnegative!r}."
+                f"Expected nonnegative to be True or False, got {options.nonnegative!r}."
             )
 
     @classmethod
@@ -115,8 +113,7 @@ class BlockCoordinate(Mechanism):
     @classmethod
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
         """The regulariser."""
-        names = ("l1", "l2", "nonnegative")
-        return {name: getattr(declared.arguments, name) for name in names}
+        return attrs.asdict(declared.arguments.mechanism)
 
     # What stays the same
 
@@ -186,7 +183,7 @@ def _settings(declared: DeclaredRun) -> dict[str, Any]:
         "clip_norm": validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True),
         "batch_size": declared.plan.batch_size,
         "num_blocks": len(_blocks_of(declared.optimizer)),
-        "prox_strong_convexity": float(arguments.l2),
+        "prox_strong_convexity": float(arguments.mechanism.l2),
         "dataset_size": len(declared.plan.records),
         "block_loss": declared.loss,
     }
@@ -256,7 +253,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         model, optimizer, loader = engine.make_private(
             module=model, optimizer=torch.optim.SGD(groups, lr=0.1),
             data_loader=DataLoader(data, batch_size=100), noise_multiplier=2.0,
-            max_grad_norm=1.0, optimizer_class=BlockCoordinateOptimizer, l1=0.001)
+            max_grad_norm=1.0, mechanism=BlockCoordinate(l1=0.001))
         for features, targets in loader:
             def closure():
                 optimizer.zero_grad()
@@ -301,8 +298,8 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         gradients clipped (not the step size, which would depend on the records).
     """
 
-    mechanism_type = BlockCoordinate
-    mechanism: BlockCoordinate
+    mechanism_type = BlockCoordinateDescent
+    mechanism: BlockCoordinateDescent
 
     @property
     def num_blocks(self) -> int:

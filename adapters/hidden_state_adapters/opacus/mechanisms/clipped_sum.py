@@ -42,7 +42,7 @@ class ClippedSum(Mechanism):
             "loss": declared.loss,
             "prox_strong_convexity": sum(part.strong_convexity for part in maps),
             "domain_diameter": min((part.diameter(params) for part in maps), default=math.inf),
-            "max_batch_size": declared.arguments.max_batch_size,
+            "max_batch_size": declared.arguments.batch_order.max_batch_size,
         }
 
     def accumulate(self, piece: Piece) -> None:

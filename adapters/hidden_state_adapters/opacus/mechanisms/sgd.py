@@ -116,8 +116,8 @@ class HiddenStateOptimizer(PrivateOptimizer):
     with noise of standard deviation noise_multiplier * max_grad_norm. torch.optim.SGD applies its
     `weight_decay` to the parameters, outside the clip: that is decoupled decay. (A penalty in the
     loss is inside the clip and does not count.) prox is the proximal map of lr times the
-    Regulariser of `make_private`, P its projection: on the ball of `projection_radius` for all
-    parameters together, or another one.
+    Regulariser of `make_private`, P its projection: on a ball for all parameters
+    together, or another set.
 
     `HiddenStatePrivacyEngine.make_private` makes it.
 

@@ -1,9 +1,8 @@
-"""The arguments of `make_private`: what a run is, and the names that they had before."""
+"""The arguments of `make_private`: what a run is."""
 
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -20,44 +19,24 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
-from hidden_state_accountants.events.batch_order import parse_batch_order
-from hidden_state_adapters.opacus.data.order import default_order
+from hidden_state_adapters.opacus.data.order import Batches, default_order
 from hidden_state_adapters.opacus.projections import (
     BallProjection,
     BoxProjection,
     DeclaredProjection,
     ParameterBallsProjection,
+    Projection,
 )
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
+from hidden_state_adapters.opacus.step_maps import DeclaredProx, RegulariserProx, StepMap
 
 _OPACUS_ARGUMENTS = {
     "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
     "rand_on_empty", "wrap_model",
 }  # fmt: skip
-_OF_HIDDEN_ITERATES = (
-    "loss_geometry", "feature_norm", "prox", "projection", "learning_rate_schedule",
-)  # fmt: skip
+_OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
 _PROJECTIONS = (BallProjection, BoxProjection, ParameterBallsProjection)
 _RARE = 1e-12
-
-
-@attrs.frozen
-class Batches:
-    """How the records are dealt, with what a name alone does not say: for `batch_order`.
-
-    Args:
-        order: A BatchOrder, or its name.
-        seed: Fixes a random order, which is then known to whoever knows the seed: "shuffled_once"
-            is accounted as cyclic, the others are refused.
-        seed_is_secret: The seed is random and nobody else will ever know it.
-        max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The chance
-            that the cap acts is added to delta.
-    """
-
-    order: BatchOrder | str
-    seed: int | None = attrs.field(default=None, repr=False, kw_only=True)
-    seed_is_secret: bool = attrs.field(default=False, kw_only=True)
-    max_batch_size: int | None = attrs.field(default=None, kw_only=True)
 
 
 @attrs.frozen
@@ -113,19 +92,48 @@ class RunOptions(TypedDict, total=False):
     noise_generator: torch.Generator | None
     rand_on_empty: bool
     wrap_model: bool
-    # Names from before; see `RunArguments.of`.
+    # Of the optimizer that `mechanism` stands for, or of one of your own.
     optimizer_class: type | None
     error_max_grad_norm: float | None
     automatic: bool
     gradient_bound: float
-    l1: float
-    l2: float
-    nonnegative: bool
 
 
-def _of_mechanism(default: Any) -> Any:
-    """An argument that only the mechanism takes which lists it in `Mechanism.options`."""
-    return attrs.field(default=default, metadata={"of_mechanism": True})
+def maps_after(value: Any) -> dict[str, StepMap] | None:
+    """The prox and the projection that follow a step, in this order; None for neither.
+
+    Raises:
+        TypeError: It is something else, or two of a kind.
+    """
+    found: dict[str, StepMap] = {}
+    for item in value if isinstance(value, list) else [] if value is None else [value]:
+        made = _step_map(item)
+        name = "projection" if isinstance(made, Projection) else "prox"
+        if name in found:
+            raise TypeError(f"Expected one {name} in after, got {found[name]!r} and {made!r}.")
+        found[name] = made
+    return {name: found[name] for name in ("prox", "projection") if name in found} or None
+
+
+def _step_map(item: Any) -> StepMap:
+    if type(item) is Regulariser:  # what a subclass does is not known, here and below
+        return RegulariserProx(item)
+    if type(item) in _PROJECTIONS:
+        return item  # type: ignore[no-any-return]
+    if isinstance(item, tuple) and len(item) == 2 and _is_function(item[0]):
+        return DeclaredProjection(*item)
+    if _is_function(item):
+        return DeclaredProx(item)
+    raise TypeError(
+        "Expected after to be a hidden_state_accountants.Regulariser, "
+        f"{', '.join(kind.__name__ for kind in _PROJECTIONS)}, a function(list of tensors, step "
+        "size), a pair (function(list of tensors), diameter of the set that it maps to; math.inf "
+        f"if it is not bounded), or a list of a prox and a projection, got {item!r}."
+    )
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type | Regulariser)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -134,9 +142,9 @@ class RunArguments:
 
     Attributes:
         max_grad_norm: "auto" until the loss is known.
-        mechanism: The options of DiceSGD or DP-MBCD, whose optimizer the engine knows.
-        prox: A regulariser or a function of the user's; from `after`.
-        projection: From `after`.
+        after: What follows every step, by name: "prox", then "projection"; None for nothing.
+        mechanism: The options of the mechanism, DiceSGD or BlockCoordinate; None where it has none.
+        optimizer_class: The private optimizer of the run, as soon as the engine chose it.
         opacus: The arguments that go to Opacus as they are.
     """
 
@@ -144,27 +152,17 @@ class RunArguments:
     optimizer: Optimizer
     data_loader: DataLoader
     max_grad_norm: float | Sequence[float] | str
-    batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
+    batch_order: Batches
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
     targets: Any = None
     loop_maps_records: bool = False
-    prox: Any = None
-    projection: Any = None
+    after: Mapping[str, StepMap] | None = None
     poisson_sampling: bool | None = None
-    max_batch_size: int | None = None
-    order_seed: int | None = attrs.field(default=None, repr=False)
-    order_is_secret: bool = False
     mechanism: Any = None
-    optimizer_class: type | None = None
-    error_max_grad_norm: float | None = _of_mechanism(None)
-    automatic: bool = _of_mechanism(False)
-    gradient_bound: float = _of_mechanism(math.inf)
-    l1: float = _of_mechanism(0.0)
-    l2: float = _of_mechanism(0.0)
-    nonnegative: bool = _of_mechanism(False)
-    learning_rate_schedule: Any = None
+    optimizer_class: Any = None
+    schedule: Any = None
     num_steps: int | None = None
     distributed: bool | None = None
     opacus: dict[str, Any] = attrs.field(factory=dict)
@@ -173,29 +171,27 @@ class RunArguments:
     def of(cls, arguments: Mapping[str, Any]) -> RunArguments:
         """Takes the keyword arguments of a call apart.
 
-        The parts are also accepted by the names that they had before: order_seed, order_is_secret
-        and max_batch_size (`Batches`), learning_rate_schedule (`schedule`), prox, projection,
-        projection_radius and projection_diameter (`after`), optimizer_class and the options of the
-        mechanisms (`mechanism`).
-
         Raises:
-            TypeError: One is missing, unknown or given twice.
+            TypeError: One is missing or unknown.
             UnsupportedRunError: The clip follows the records.
         """
-        own: dict[str, Any] = {}
-        for name, value in arguments.items():
-            for part, given in _parts(name, value).items():
-                if part in own:
-                    raise TypeError(f"Expected {part} once in make_private, got it twice.")
-                own[part] = given
-        diameter = own.pop("projection_diameter", None)
-        if (projection := own.get("projection")) is not None:
-            own["projection"] = _projection(projection, diameter)
-        elif diameter is not None:
-            raise ValueError("Expected projection_diameter only with a function as projection.")
-        if own.get("batch_order") is None:
-            sampling = own.get("poisson_sampling")
-            own["batch_order"] = default_order(own.get("data_loader"), sampling)
+        own = dict(arguments)
+        order = own.get("batch_order")
+        if order is None:
+            order = default_order(own.get("data_loader"), own.get("poisson_sampling"))
+        own["batch_order"] = order if isinstance(order, Batches) else Batches(order)
+        own["after"] = maps_after(own.get("after"))
+        mechanism = own.get("mechanism")
+        if mechanism is not None and not isinstance(mechanism, DiceSGD | BlockCoordinate):
+            raise TypeError(
+                "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
+                f"{mechanism!r}."
+            )
+        if own.get("optimizer_class") is not None:
+            if mechanism is not None:
+                raise TypeError("Expected mechanism or optimizer_class, got both.")
+            dice = {f.name: own.pop(f.name) for f in attrs.fields(DiceSGD) if f.name in own}
+            own["mechanism"] = DiceSGD(**dice) if dice else None
         if own.get("criterion") is not None and own.get("feature_norm") is not None:
             own["loss_geometry"] = own.get("loss_geometry") or "auto"
         known = {field.name for field in attrs.fields(cls)} - {"opacus"}
@@ -237,17 +233,6 @@ class RunArguments:
         """Opacus' loss_reduction."""
         return str(self.opacus.get("loss_reduction", "mean"))
 
-    def given(self, name: str) -> bool:
-        """Whether an argument is not what it is by default."""
-        value, default = getattr(self, name), getattr(attrs.fields(type(self)), name).default
-        return value is not default and value != default
-
-    def given_options(self) -> dict[str, Any]:
-        """The arguments that only some mechanism takes, where they are not the default."""
-        fields = attrs.fields(type(self))
-        names = [f.name for f in fields if f.metadata.get("of_mechanism") and self.given(f.name)]
-        return {name: getattr(self, name) for name in names}
-
     @property
     def asks_for_hidden_iterates(self) -> list[str]:
         """The arguments that were passed and make sense for a hidden state only, by name."""
@@ -280,75 +265,38 @@ class RunArguments:
             TypeError, ValueError: One has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
-        order, sampling = self.batch_order, self.poisson_sampling
+        order, sampling = self.batch_order.order, self.poisson_sampling
         if sampling is not None and sampling != (order is BatchOrder.POISSON):
             raise UnsupportedRunError(
                 f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
                 f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
                 "says how the records are dealt."
             )
-        self._check_order_seed()
         self._check_clipping(takes_per_layer)
         self._check_opacus_arguments()
         self._check_ghost_arguments()
 
-    def check_mechanism(
-        self, name: str, options: frozenset[str], refused: Mapping[str, str]
-    ) -> None:
+    def check_mechanism(self, name: str, options: type | None, refused: Mapping[str, str]) -> None:
         """Raises UnsupportedRunError for arguments that do not go with the mechanism.
 
         Args:
             name: What runs.
-            options: The arguments of mechanisms that this one takes.
+            options: The type of its options, or None.
             refused: Other arguments that it does not take, and why.
         """
-        for field in attrs.fields(type(self)):
-            is_foreign = field.metadata.get("of_mechanism") and field.name not in options
-            if not (is_foreign or field.name in refused) or not self.given(field.name):
-                continue
-            reason = refused.get(field.name, "it belongs to another mechanism")
+        given = self.mechanism
+        if given is not None and type(given) is not options:
             raise UnsupportedRunError(
-                f"Expected {field.name} = {field.default!r} with {name}, got "
-                f"{getattr(self, field.name)!r}: {reason}. Leave it out."
+                f"Expected no options of another mechanism with {name}, got {given!r}. Leave them "
+                "out."
             )
-
-    def _check_order_seed(self) -> None:
-        """Refuses a seed where it would give away an order that has to stay secret.
-
-        Whoever knows the seed knows the order. SHUFFLED_ONCE is then a fixed order and accounted
-        as CYCLIC. The others then have a known place of every record in every epoch or step; no
-        bound here is about such runs, and composition over all of them is no better than CYCLIC.
-        """
-        order, seed, is_secret = self.batch_order, self.order_seed, self.order_is_secret
-        if not isinstance(is_secret, bool):
-            raise TypeError(f"Expected order_is_secret to be True or False, got {is_secret!r}.")
-        if seed is None:
-            if is_secret:
-                raise ValueError(
-                    "Expected order_is_secret = False without an order_seed, got True: an order "
-                    "that is drawn without a seed is secret anyway. Leave it out."
+        for argument, reason in refused.items():
+            value = getattr(self, argument)
+            if value is not None:
+                raise UnsupportedRunError(
+                    f"Expected {argument} = None with {name}, got {value!r}: {reason}. Leave it "
+                    "out."
                 )
-            return
-        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-            raise TypeError(
-                f"Expected order_seed to be an integer or None, got {type(seed).__name__}."
-            )
-        if seed < 0:
-            raise ValueError("Expected order_seed >= 0, got a negative number.")
-        if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
-            raise ValueError(
-                f'Expected order_seed = None with batch_order="{order.value}", which draws '
-                'nothing. Use batch_order="shuffled_once".'
-            )
-        if order is not BatchOrder.SHUFFLED_ONCE and not is_secret:
-            raise UnsupportedRunError(
-                f'Expected order_seed = None with batch_order="{order.value}", got a seed: '
-                "whoever knows it knows which steps used a record, and the guarantee rests on "
-                "nobody knowing. Leave it out (the order then comes from the operating system's "
-                'random source), use batch_order="shuffled_once" (a seed makes it public, '
-                "accounted as cyclic), or say that it is secret if it is random and never written "
-                "down: Batches(order, seed=seed, seed_is_secret=True)."
-            )
 
     def _check_clipping(self, takes_per_layer: bool) -> None:
         clipping = self.opacus.get("clipping", "flat")
@@ -414,7 +362,7 @@ class RunArguments:
 
     def _may_be_empty(self) -> bool:
         """Whether one of 1e6 Poisson batches is empty with a probability above 1e-6."""
-        if self.batch_order is not BatchOrder.POISSON:
+        if self.batch_order.order is not BatchOrder.POISSON:
             return False
         size = getattr(self.data_loader, "batch_size", None)
         # Rounded, the rate is b/(2n) at least, or 1; and (1 - q)^n < exp(-qn).
@@ -434,61 +382,3 @@ class RunArguments:
                 'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
                 "wrapper keeps what the sums follow from. Leave it out."
             )
-
-
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    """What an argument of `make_private` consists of."""
-    if name == "batch_order" and isinstance(value, Batches):
-        parts = {"order_seed": value.seed, "order_is_secret": value.seed_is_secret}
-        return {name: value.order, "max_batch_size": value.max_batch_size, **parts}
-    if name == "schedule":
-        return {"learning_rate_schedule": value}
-    if name == "projection_radius":
-        return {} if value is None else {"projection": BallProjection(value)}
-    if name == "after":
-        return _after(value)
-    if name == "mechanism" and isinstance(value, DiceSGD | BlockCoordinate):
-        return {name: value, **attrs.asdict(value)}
-    if name == "mechanism" and value is not None:
-        raise TypeError(
-            f"Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got {value!r}."
-        )
-    return {name: value}
-
-
-def _after(value: Any) -> dict[str, Any]:
-    """The prox and the projection that follow a step."""
-    found: dict[str, Any] = {}
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    for item in items:
-        is_map = isinstance(item, tuple)
-        if is_map and (len(item) != 2 or not callable(item[0])):
-            raise TypeError(f"Expected (function, diameter) in after, got {item!r}.")
-        name = "projection" if is_map or isinstance(item, _PROJECTIONS) else "prox"
-        if name in found:
-            raise TypeError(f"Expected one {name} in after, got {found[name]!r} and {item!r}.")
-        if name == "prox" and not (isinstance(item, Regulariser) or callable(item)):
-            raise TypeError(
-                "Expected after to be a Regulariser, a projection, a function(list of tensors, "
-                "step size), a pair (function(list of tensors), diameter of the set that it maps "
-                f"to), or a list of two of them, got {item!r}."
-            )
-        found[name] = DeclaredProjection(*item) if is_map else item
-    return found
-
-
-def _projection(projection: Any, diameter: Any) -> Any:
-    """A projection; a function of the user's needs the diameter of the set that it maps to."""
-    is_known = type(projection) in (*_PROJECTIONS, DeclaredProjection)  # a subclass may do anything
-    if not is_known and (not callable(projection) or isinstance(projection, type)):
-        raise TypeError(
-            f"Expected projection to be {', '.join(kind.__name__ for kind in _PROJECTIONS)}, a "
-            f"function that changes a list of tensors in place, or None, got {projection!r}."
-        )
-    if is_known != (diameter is None):
-        raise ValueError(
-            f"Expected projection_diameter {'only with' if is_known else 'with'} a function as "
-            f"projection, got {diameter!r}: it is the diameter of the set that the function maps "
-            "to (math.inf if it is not bounded); of other projections it is known."
-        )
-    return projection if is_known else DeclaredProjection(projection, diameter)

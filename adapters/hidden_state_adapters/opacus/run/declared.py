@@ -28,7 +28,7 @@ from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
-from hidden_state_adapters.opacus.step_maps import StepMap, prox_of
+from hidden_state_adapters.opacus.step_maps import StepMap
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -93,7 +93,7 @@ class DeclaredRun:
             relation: Of the guarantee.
         """
         arguments, known = self.arguments, self.known_criterion
-        optimizer_class, norms = arguments.optimizer_class, arguments.max_grad_norm
+        norms = arguments.max_grad_norm
         return {
             "neighboring_relation": relation.name,
             "noise_multiplier": float(noise_multiplier),
@@ -101,8 +101,8 @@ class DeclaredRun:
             if isinstance(norms, list | tuple)
             else arguments.clip_norm,
             "loss_reduction": arguments.loss_reduction,
-            "optimizer_class": None if optimizer_class is None else optimizer_class.__name__,
-            "options": arguments.given_options(),
+            "optimizer_class": arguments.optimizer_class.__name__,
+            "mechanism": arguments.mechanism and attrs.asdict(arguments.mechanism),
             "update_rule": type(self.optimizer).__name__,
             "feature_norm": None
             if arguments.feature_norm is None
@@ -111,7 +111,7 @@ class DeclaredRun:
             **{name: repr(part) for name, part in self.maps.items()},
             "criterion": None if known is None else known.fields,
             **self.schedule.fields(),
-            "has_order_seed": self.plan.is_seeded,
+            "has_seed": self.plan.is_seeded,
             "order_of_the_records": self.plan.fingerprint(),
             "trainable_parameters": {
                 name: [list(p.shape), str(p.dtype)]
@@ -151,19 +151,12 @@ class DeclaredRun:
             UnsupportedRunError: The run could not be checked or accounted.
         """
         loss, head = resolve_loss(inner, arguments)
-        maps: dict[str, StepMap] = {}
-        if arguments.prox is not None:
-            maps["prox"] = prox_of(arguments.prox)
-        if arguments.projection is not None:
-            maps["projection"] = arguments.projection
+        maps = arguments.after or {}
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
             arguments.data_loader,
             arguments.batch_order,
-            max_batch_size=arguments.max_batch_size,
-            order_seed=arguments.order_seed,
-            order_is_secret=arguments.order_is_secret,
             secret=None if group is None else group.secret,
         )
         if group is not None:
@@ -189,7 +182,7 @@ class DeclaredRun:
             head=head,
             frozen=frozen,
             maps=maps,
-            schedule=declared_schedule(arguments.learning_rate_schedule, arguments.num_steps),
+            schedule=declared_schedule(arguments.schedule, arguments.num_steps),
             group=group,
         )
         for part in maps.values():

@@ -66,10 +66,10 @@ class DeclaredSchedule:
         if moved:
             first, now = moved[0]["initial_lr"], moved[0]["lr"]
             raise UnsupportedRunError(
-                f"Expected learning_rate_schedule, got an optimizer with a scheduler: its learning "
+                f"Expected schedule=, got an optimizer with a scheduler: its learning "
                 f"rate is {float(now):g} at this moment (the scheduler started from "
                 f"{float(first):g}), and noise that is found for that rate would miss the target "
-                "when the rate moves. Pass learning_rate_schedule=, one rate for every logical "
+                "when the rate moves. Pass schedule=, one rate for every logical "
                 "step (of a LambdaLR with function f and base rate r: "
                 "[r * f(k) for k in range(num_steps)]), or one number if it stays what it is."
             )
@@ -94,7 +94,7 @@ class DeclaredSchedule:
         if not math.isclose(rate, declared, rel_tol=_ROUNDING):
             raise UnsupportedRunError(
                 f"step {step} uses learning rate {rate:.8g}, expected {declared:.8g} as "
-                "declared by learning_rate_schedule. The step was not taken. Give make_private the "
+                "declared by schedule=. The step was not taken. Give make_private the "
                 "schedule that the loop follows; step the scheduler once per logical step."
             )
 
@@ -121,9 +121,9 @@ class DeclaredSchedule:
         """Plain types that are equal for equal declarations, and short."""
         rates = self.learning_rates
         if rates is None:
-            return {"learning_rate_schedule": None, "num_steps": self.num_steps}
+            return {"schedule": None, "num_steps": self.num_steps}
         return {
-            "learning_rate_schedule": {
+            "schedule": {
                 "length": len(rates),
                 "first": float(rates[0]),
                 "last": float(rates[-1]),
@@ -133,7 +133,7 @@ class DeclaredSchedule:
         }
 
 
-def declared_schedule(learning_rate_schedule: Any, num_steps: int | None) -> DeclaredSchedule:
+def declared_schedule(schedule: Any, num_steps: int | None) -> DeclaredSchedule:
     """Checks the arguments of `make_private`; see there.
 
     Raises:
@@ -145,27 +145,27 @@ def declared_schedule(learning_rate_schedule: Any, num_steps: int | None) -> Dec
         if num_steps < 1:
             raise ValueError(f"Expected num_steps >= 1, got {num_steps}.")
         num_steps = int(num_steps)
-    if learning_rate_schedule is None:
+    if schedule is None:
         return DeclaredSchedule(num_steps)
-    if isinstance(learning_rate_schedule, numbers.Real):
-        one = Schedule.from_sequence([float(learning_rate_schedule)], "learning_rate_schedule")
+    if isinstance(schedule, numbers.Real):
+        one = Schedule.from_sequence([float(schedule)], "schedule")
         return DeclaredSchedule(num_steps, _read_only(one.to_array()))
-    if callable(learning_rate_schedule) or not isinstance(learning_rate_schedule, Iterable):
-        if not isinstance(learning_rate_schedule, Schedule):
+    if callable(schedule) or not isinstance(schedule, Iterable):
+        if not isinstance(schedule, Schedule):
             raise TypeError(
-                "Expected learning_rate_schedule to be a number, one number per step or a "
-                f"hidden_state_accountants.Schedule, got {type(learning_rate_schedule).__name__}. "
+                "Expected schedule to be a number, one number per step or a "
+                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. "
                 "Of a function f pass [f(k) for k in range(num_steps)]."
             )
-        schedule = learning_rate_schedule
+        known = schedule
     else:
-        schedule = Schedule.from_sequence(learning_rate_schedule, "learning_rate_schedule")
-    length = schedule.num_steps
+        known = Schedule.from_sequence(schedule, "schedule")
+    length = known.num_steps
     if num_steps is not None and num_steps != length:
         raise ValueError(
-            f"Expected a learning_rate_schedule of num_steps = {num_steps} steps, got {length}. "
+            f"Expected a schedule of num_steps = {num_steps} steps, got {length}. "
             "Give one learning rate per logical step (not per epoch), or leave num_steps out."
         )
-    rates = schedule.to_array()
+    rates = known.to_array()
     # One constant is stored once; num_steps then says how long it holds.
-    return DeclaredSchedule(length, _read_only(rates[:1] if len(schedule.values) == 1 else rates))
+    return DeclaredSchedule(length, _read_only(rates[:1] if len(known.values) == 1 else rates))

@@ -21,7 +21,7 @@ from hidden_state_adapters.opacus.gradients.norms import (
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_any_rule
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.error import HiddenError
-from hidden_state_adapters.opacus.run.arguments import RunArguments
+from hidden_state_adapters.opacus.run.arguments import DiceSGD, RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import (
     check_type,
@@ -42,14 +42,10 @@ class DiceSgd(Mechanism):
     """
 
     base_types: ClassVar[tuple[type[Optimizer], ...]] = (SGD,)
-    options = frozenset({"error_max_grad_norm", "automatic", "gradient_bound"})
+    options = DiceSGD
     refused = {  # noqa: RUF012
-        "prox": "a proximal map is not in the algorithm",
-        "projection": "a projection is not in the algorithm, and would not lower epsilon",
-        "projection_radius": "the projection is not in the algorithm, and would not lower epsilon",
-        "max_batch_size": "a capped batch is not a Poisson batch, and the bound on DiceSGD has no "
-        "term for the cap. Use BatchMemoryManager where batches do not fit into memory",
-        "learning_rate_schedule": "the learning rate costs nothing here, so that it need not be "
+        "after": "it is not in the algorithm, and would not lower epsilon",
+        "schedule": "the learning rate costs nothing here, so that it need not be "
         "declared: the steps see noisy updates only",
     }
     constant = "the bound on DiceSGD is about constant values. (The learning rate may change.)"
@@ -74,21 +70,29 @@ class DiceSgd(Mechanism):
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
         """Checks everything that the optimizer checks, before anything is changed."""
-        assert arguments.optimizer_class is not None
         check_type(arguments.optimizer_class.__name__, optimizer, cls.base_types)
         refuse_step_hooks(optimizer)
-        refuse_per_layer(error_max_grad_norm=arguments.error_max_grad_norm)
+        options: DiceSGD = arguments.mechanism
+        refuse_per_layer(error_max_grad_norm=options.error_max_grad_norm)
+        cap = arguments.batch_order.max_batch_size
+        if cap is not None:
+            raise UnsupportedRunError(
+                f"Expected max_batch_size = None with {arguments.optimizer_class.__name__}, got "
+                f"{cap}: a capped batch is not a Poisson batch, and the bound on DiceSGD has no "
+                "term for the cap. Leave it out; use BatchMemoryManager where batches do not fit "
+                "into memory."
+            )
         if arguments.loss_geometry not in (None, "auto"):
             raise UnsupportedRunError(
                 f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
                 f"{arguments.loss_geometry}: the bound on DiceSGD knows nothing of the loss but "
                 "gradient_bound. Leave it out; or pass criterion= and feature_norm=."
             )
-        if not isinstance(arguments.automatic, bool):
-            raise TypeError(f"Expected automatic to be True or False, got {arguments.automatic!r}.")
+        if not isinstance(options.automatic, bool):
+            raise TypeError(f"Expected automatic to be True or False, got {options.automatic!r}.")
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         params = [p for p in module.parameters() if p.requires_grad]
-        error_clip = _error_clip(arguments, clip_norm)
+        error_clip = _error_clip(options, clip_norm)
         check_clip_norms(params, max_grad_norm=clip_norm, error_max_grad_norm=error_clip)
         refuse_moments(optimizer)
 
@@ -116,8 +120,9 @@ class DiceSgd(Mechanism):
     def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
         """The second clip, and whether both normalise."""
         arguments = declared.arguments
-        error_clip = _error_clip(arguments, arguments.clip_norm)
-        return {"error_max_grad_norm": error_clip, "automatic": arguments.automatic}
+        options: DiceSGD = arguments.mechanism
+        error_clip = _error_clip(options, arguments.clip_norm)
+        return {"error_max_grad_norm": error_clip, "automatic": options.automatic}
 
     # What stays the same
 
@@ -222,20 +227,21 @@ def _settings(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
     """The arguments of `DiceSgdRun`."""
     arguments = declared.arguments
     clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
-    bound = arguments.gradient_bound
-    if declared.lipschitz is not None and not arguments.automatic:
+    options: DiceSGD = arguments.mechanism
+    bound = options.gradient_bound
+    if declared.lipschitz is not None and not options.automatic:
         bound = min(bound, declared.lipschitz)  # of a known loss, for all records that there are
     return {
         "noise_multiplier": validate.magnitude("noise_multiplier", noise_multiplier),
         "clip_norm": clip_norm,
-        "error_clip_norm": _error_clip(arguments, clip_norm),
-        "automatic": arguments.automatic,
+        "error_clip_norm": _error_clip(options, clip_norm),
+        "automatic": options.automatic,
         **declared.batches,
         "gradient_bound": bound,
     }
 
 
-def _error_clip(arguments: RunArguments, clip_norm: float) -> float:
-    if arguments.error_max_grad_norm is None:
+def _error_clip(options: DiceSGD, clip_norm: float) -> float:
+    if options.error_max_grad_norm is None:
         return clip_norm
-    return validate.magnitude("error_max_grad_norm", arguments.error_max_grad_norm, positive=True)
+    return validate.magnitude("error_max_grad_norm", options.error_max_grad_norm, positive=True)
