@@ -30,14 +30,12 @@ class Evidence:
         witness: The run, one of the class that the claim is about, that shows them.
         delta: A lower bound, at an epsilon in [0, 700], on the delta of every valid claim: the
             larger of the two directions. Nonincreasing.
-        renyi: The same for the Renyi divergence of an order > 1; None where it is not known.
     """
 
     attack: str
     strength: str
     witness: str
     delta: Callable[[float], float]
-    renyi: Callable[[float], float] | None = None
 
     def epsilon(self, delta: float) -> float:
         """A lower bound on the epsilon of every valid claim at `delta` in [0, 1).
@@ -59,14 +57,7 @@ class Evidence:
 def strongest(found: Sequence[Evidence]) -> Evidence:
     """The pointwise largest bounds of one attack's runs; the witness is the best at delta 1e-5."""
     best = max(found, key=lambda evidence: (evidence.epsilon(1e-5), evidence.delta(0.0)))
-    if len(found) == 1:
-        return best
-    renyi = [evidence.renyi for evidence in found if evidence.renyi is not None]
-    return attrs.evolve(
-        best,
-        delta=lambda epsilon: max(evidence.delta(epsilon) for evidence in found),
-        renyi=(lambda order: max(bound(order) for bound in renyi)) if renyi else None,
-    )
+    return attrs.evolve(best, delta=lambda epsilon: max(part.delta(epsilon) for part in found))
 
 
 def relation_conditions(

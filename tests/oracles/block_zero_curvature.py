@@ -20,6 +20,7 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from renyi_evidence import RenyiEvidence
 from scipy import special
 
 from hidden_state_accountants import validate
@@ -133,7 +134,7 @@ class BlockZeroCurvature:
         laws = _Mixtures(weights, means, there, np.sqrt(variances))
         largest = float(np.max(np.abs(means - there) / np.sqrt(variances)))
         progress(f"{self.name}: {len(weights)} positions, largest mu {largest:.4g}")
-        return Evidence(
+        return RenyiEvidence(
             attack=self.name,
             strength=laws.strength,
             witness=f"a block loss of curvature {self.record_curvature:g} in the record's "

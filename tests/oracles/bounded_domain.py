@@ -11,6 +11,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from interval_chain import IntervalChain, ThresholdTests
 from linear_runs import constant_linear_conditions
+from renyi_evidence import RenyiEvidence
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
@@ -106,7 +107,7 @@ class BoundedDomain:
         for i, overshoot in enumerate((None, *_OVERSHOOTS)):
             progress(f"{self.name}: drift {i + 1} of {len(_OVERSHOOTS) + 1}")
             tests.append(run.tests(overshoot))
-        return Evidence(
+        return RenyiEvidence(
             attack=self.name,
             strength="certified",
             witness=run.describe(),

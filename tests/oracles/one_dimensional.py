@@ -11,6 +11,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from grid_oracle import GridOracle
+from renyi_evidence import RenyiEvidence
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress, relation_conditions
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -115,7 +116,7 @@ class OneDimensional:
         cells = self._cells(event)
         progress(f"{self.name}: certifies on {cells} cells per standard deviation: {best}")
         oracle = _oracle(event, best, cells)
-        return Evidence(
+        return RenyiEvidence(
             attack=self.name,
             strength="certified",
             witness=str(best),

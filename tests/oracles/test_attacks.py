@@ -72,7 +72,6 @@ def test_linear_losses_are_exact_at_every_position(seed):
         assert mu == pytest.approx(exact_mu(event, position), rel=1e-10)
     best = max(exact_mu(event, p, factor=2) for p in range(event.batches_per_epoch))
     evidence = LinearLosses().evidence(event, ONE, silent)
-    assert evidence.renyi(3.0) == pytest.approx(1.5 * best**2, rel=1e-10)
     assert evidence.delta(0.7) == pytest.approx(delta_from_mu(best, 0.7), rel=1e-9)
 
 
@@ -169,10 +168,6 @@ def test_random_orders_against_enumeration(case, relation, scheduled):
         exact = max(max(oracle.delta(epsilon)) for oracle in oracles)
         assert evidence.delta(epsilon) <= exact * (1 + 1e-9) + 1e-15
         assert evidence.delta(epsilon) >= 0.99 * exact - 1e-6
-    for alpha in (1.5, 4.0, 32.0):
-        exact = max(max(oracle.renyi(alpha)) for oracle in oracles)
-        assert evidence.renyi(alpha) <= exact * (1 + 1e-9)
-    assert evidence.renyi(32.0) > 0.2 * exact  # of half-lines only
 
 
 def test_releases_of_a_random_order_show_more_and_no_more_than_composition():

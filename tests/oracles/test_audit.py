@@ -4,7 +4,6 @@ import json
 import logging
 import math
 
-import attrs
 import dp_accounting
 import numpy as np
 import pytest
@@ -83,31 +82,16 @@ def test_random_orders_are_not_for_free(order):
     assert half.violated_by == "linear_losses"
 
 
-@attrs.frozen(eq=False)
-class LiesAboutRenyi(GaussianCurve):
-    def rdp(self, orders):
-        return 0.9 * super().rdp(orders)
-
-
-def test_a_claim_can_be_false_at_a_renyi_order_only():
-    event = full_run(loss=LINEAR)
-    mu = mu_by_position(event).max()
-    claim = hsa.Guarantee(LiesAboutRenyi(mu), SPECIAL, "a claim")
-    report = hsa.audit(claim, event, attacks=QUICK)
-    assert report.violated
-    assert "Renyi order" in str(report)
-
-
 def test_a_claim_can_be_false_away_from_the_target_delta():
     event = full_run(loss=LINEAR)
 
     class Kinked(GaussianCurve):
         def delta(self, epsilon):
-            return super().delta(epsilon) * (0.5 if epsilon > 13 else 1.0)
+            return super().delta(epsilon) * (0.5 if epsilon > 8 else 1.0)
 
     claim = hsa.Guarantee(Kinked(mu_by_position(event).max()), SPECIAL, "a claim")
     assert not hsa.audit(claim, event, attacks=(QuadraticLosses(),)).violated
-    assert hsa.audit(claim, event, target_epsilons=[13.5], attacks=QUICK).violated
+    assert hsa.audit(claim, event, attacks=QUICK).violated
 
 
 # --- true claims --------------------------------------------------------------------------------
@@ -240,7 +224,6 @@ def test_stock_accountants_account_for_the_composition():
             "nothing else, got the ledger",
         ),
         (gaussian(1.0), {"target_delta": 2.0}, ValueError, "target_delta"),
-        (gaussian(1.0), {"target_epsilons": [-1.0]}, ValueError, "target_epsilons >= 0"),
         (gaussian(1.0), {"attacks": ()}, TypeError, "an attack is about"),
         (gaussian(1.0), {"event": "run"}, TypeError, "DpEvent"),
         (
@@ -272,11 +255,7 @@ def test_the_report_says_what_happened():
     assert not quadratic.applies
     assert "FULL or CYCLIC" in quadratic.detail
     plain = report.to_dict()
-    assert plain == json.loads(json.dumps(plain)) | {
-        "epsilons": report.epsilons,
-        "claimed_deltas": report.claimed_deltas,
-        "rows": plain["rows"],
-    }
+    assert json.loads(json.dumps(plain)) == plain | {"rows": list(plain["rows"])}
     assert plain["violated"] is True
     assert plain["rows"][0]["attack"] == "linear_losses"
 

@@ -10,6 +10,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from gaussian_oracle import GaussianOracle
 from linear_runs import constant_linear_conditions
+from renyi_evidence import RenyiEvidence
 from scipy import stats
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
@@ -86,7 +87,7 @@ class WithoutReplacementDirection:
         bound = float(event.gradient_bound()[0])
         neighbour = -bound if relation is NeighboringRelation.REPLACE_ONE else 0.0
         oracles = [_oracle(event, bound, neighbour, others) for others in (-bound, 0.0)]
-        return Evidence(
+        return RenyiEvidence(
             attack=self.name,
             strength="exact",
             witness=(
