@@ -13,7 +13,6 @@ import attrs
 import misuse
 import pytest
 import torch
-from opacus_fixtures import no_earlier_runs  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from trial import BATCH, RECORDS, Trial

@@ -82,19 +82,12 @@ MUTATIONS = (
         "",
         "opacus/test_packed_sequences.py",
     ),
-    # Weights that other runs left.
+    # Models that other runs trained.
     Mutation(
-        "weights_of_another_engine_pass_if_they_were_copied",
+        "a_model_of_another_engine_passes",
         "../adapters/hidden_state_adapters/opacus/run/registry.py",
-        "shapes = {param.shape for param in params if copies}",
-        "return",
-        "opacus/test_earlier_runs.py",
-    ),
-    Mutation(
-        "weights_from_the_middle_of_a_run_pass",
-        "../adapters/hidden_state_adapters/opacus/run/registry.py",
-        "return not self.hides_iterates or step == run.num_steps or step in run.release_steps",
-        "return True",
+        "if other is not engine and run.num_steps:",
+        "if other is None and run.num_steps:",
         "opacus/test_earlier_runs.py",
     ),
     # What a step leaves to the next training pass, or to the next epsilon.

@@ -7,7 +7,6 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus_dice_engine import CLIP, ERROR_CLIP, RATE
-from opacus_fixtures import no_earlier_runs  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -283,7 +283,7 @@ class HiddenStateAccountant(IAccountant):
     def _check_initial(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
         """Raises UnsupportedRunError for weights of runs that this accountant does not know."""
         own = optimizer.params if made.inner is None else made.inner.parameters()
-        check_not_trained_elsewhere(own, self._token, copies=not self._is_restored)
+        check_not_trained_elsewhere(own, self._token)
 
     def _take_step(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
         """Records the step that an optimizer is about to take.
@@ -294,13 +294,7 @@ class HiddenStateAccountant(IAccountant):
         self._admit(made, optimizer, step)
         try:
             if is_first:
-                note_trained(
-                    made.inner,
-                    optimizer.params,
-                    self._token,
-                    made.count,
-                    hides_iterates=made.run is not None,
-                )
+                note_trained(optimizer.params, self._token, made.count)
                 noise = take_over_noise(optimizer)
             check_finite(optimizer, step)
             if made.run is None:

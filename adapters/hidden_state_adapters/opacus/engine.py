@@ -458,13 +458,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             )
         self._run, declared = run, run.declared
         self.accountant.add_run(run.record, run.check_iterate, declared.schedule)
-        note_trained(
-            declared.inner,
-            run.source.iterate.params,
-            self._token,
-            run.record,
-            hides_iterates=run.optimizer.mechanism.hides_iterates,
-        )
+        note_trained(run.source.iterate.params, self._token, run.record)
         note_branch(run.id, run.record)
         if declared.arguments.opacus.get("noise_generator") is not None:
             self.accountant.assume(GIVEN_NOISE.text)

@@ -48,7 +48,6 @@ class StepCount:
     """The steps that were recorded; all that is remembered of them with the parameters."""
 
     num_steps: int = 0
-    release_steps: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)
