@@ -95,6 +95,7 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
     """
     from hidden_state_accountants import validate
     from hidden_state_accountants.accountants import BoundAccountant
+    from hidden_state_accountants.best_bound import why_none_applies
 
     name, known = accountant.replace("-", "_"), (_LAST_ITERATE, *fields.BOUNDS)
     if name not in known:
@@ -102,27 +103,19 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
             f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
             f"{validate.did_you_mean(name, known)}"
         )
-    relation, size = found.neighboring_relation, found.group_size
-    asked = [bound for bound in hsa.BOUNDS if bound.name == name]
-    bounds = asked or [bound for bound in hsa.BOUNDS if bound.sound]
-    about = [bound for bound in bounds if isinstance(found.event, bound.event_type)]
-    if not about:
+    event, relation, size = found.event, found.neighboring_relation, found.group_size
+    asked = [b for b in hsa.BOUNDS if (b.sound if name == _LAST_ITERATE else b.name == name)]
+    unmet = {b.name: b.check(event, relation) for b in asked if isinstance(event, b.event_type)}
+    if not unmet:
         raise ValueError(
-            f"Expected a {bounds[0].event_type.__name__} for --accountant {name}, got a "
-            f"{type(found.event).__name__}."
+            f"Expected a {asked[0].event_type.__name__} for --accountant {name}, got a "
+            f"{type(event).__name__}."
         )
-    unmet = {bound.name: bound.check(found.event, relation) for bound in about}
     if all(unmet.values()):
-        nearest = min(unmet, key=lambda name: len(unmet[name]))
-        whole = "; ".join(map(str, unmet[nearest]))
-        if len(unmet) == 1:
-            raise ValueError(f"{nearest} does not cover this run: {whole}")
-        raise ValueError(
-            f"No bound covers this run. {nearest}: {whole} (All reasons: hsa compare.)"
-        )
-    if asked:
-        return lambda: BoundAccountant(relation, asked[0], group_size=size)
-    return lambda: hsa.LastIterateAccountant(relation, group_size=size)
+        raise ValueError(f"{name} does not cover this run. {why_none_applies(event, unmet)}")
+    if name == _LAST_ITERATE:
+        return lambda: hsa.LastIterateAccountant(relation, group_size=size)
+    return lambda: BoundAccountant(relation, asked[0], group_size=size)
 
 
 def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
@@ -139,14 +132,6 @@ def _check_single(found: RunDescription, command: str) -> None:
             f"Expected group_size = 1 for {command}, which is about single records, got "
             f"{found.group_size}. Leave it out."
         )
-
-
-def _check_plot(path: Path | None) -> None:
-    """Before anything is computed."""
-    from hidden_state_accountants.plotting import check_path
-
-    if path is not None:
-        check_path(path)
 
 
 @app.command()
@@ -283,15 +268,16 @@ def compare(
     runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
     relations = {found.neighboring_relation for found in runs.values()}
     sizes = {found.group_size for found in runs.values()}
-    for found, what, flag in (
-        (relations, "neighboring relation", "--relation"),
-        (sizes, "group_size", "--group-size"),
+    for count, what, flag in (
+        (len(relations), "neighboring relation", "--relation"),
+        (len(sizes), "group_size", "--group-size"),
     ):
-        if len(found) > 1:
+        if count > 1:
             raise ValueError(
-                f"Expected one {what}, got {len(found)} in the files. Choose one with {flag}."
+                f"Expected one {what}, got {count} in the files. Choose one with {flag}."
             )
-    _check_plot(plot)
+    if plot is not None:  # before anything is computed
+        hsa.plotting.check_path(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
@@ -439,21 +425,15 @@ def init(
         "run.toml"
     ),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file.")] = False,
-    json: Json = False,
 ) -> None:
     """Writes a commented description of a run, to edit.
 
     Example: `hsa init run.toml && hsa epsilon run.toml`
     """
     if str(file) == "-":
-        if json:
-            raise ValueError("--json is about the file that was written; - writes none.")
         typer.echo(fields.template(), nl=False)
         return
     if file.exists() and not force:
         raise ValueError(f"{file} exists. Choose another name, or --force.")
     file.write_text(fields.template(), encoding="utf-8")
-    if json:
-        output.json({"wrote": str(file)})
-    else:
-        typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")
+    typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")

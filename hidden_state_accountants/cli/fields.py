@@ -40,25 +40,24 @@ BOUNDS = (
     "ye_shokri",
 )
 """Of `hidden_state_accountants.bounds.BOUNDS`."""
-_ENVELOPE = "feature_norm, clip_norm (of the loss), smoothing, bias"
-LOSSES = {
-    "convex": "smoothness, lipschitz (optional, as of the other classes)",
-    "envelope_hinge": _ENVELOPE,
-    "envelope_logistic": _ENVELOPE,
-    "envelope_softmax_cross_entropy": _ENVELOPE,
-    "envelope_squared_error": f"{_ENVELOPE}, scale",
-    "generalized_linear": "smoothness, lipschitz",
-    "hoelder": "constant, exponent, lipschitz",
-    "huber": "feature_norm, threshold, bias",
-    "linear": "lipschitz (required)",
-    "logistic": "feature_norm, bias",
-    "smooth": "smoothness, lipschitz",
-    "softmax_cross_entropy": "feature_norm, bias",
-    "squared_error": "feature_norm, bias, scale",
-    "strongly_convex": "smoothness, strong_convexity, lipschitz",
-    "weakly_convex": "smoothness, weak_convexity, lipschitz",
-}
-"""The class methods of `LossGeometry`, and their arguments."""
+LOSSES = (
+    "convex",
+    "envelope_hinge",
+    "envelope_logistic",
+    "envelope_softmax_cross_entropy",
+    "envelope_squared_error",
+    "generalized_linear",
+    "hoelder",
+    "huber",
+    "linear",
+    "logistic",
+    "smooth",
+    "softmax_cross_entropy",
+    "squared_error",
+    "strongly_convex",
+    "weakly_convex",
+)
+"""The class methods of `LossGeometry`."""
 RECOMMENDED_LOSSES = ("softmax_cross_entropy", "logistic", "squared_error")
 """Those that `hsa.recommend` knows."""
 ORDERS = ("full", "cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
@@ -67,11 +66,31 @@ RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
 """Of `NeighboringRelation`, in lower case."""
 
 
+def _whole(text: str) -> int:
+    """An integer, which may be written as 1e7 or 50_000."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
+    raise ValueError(f"expected a whole number, got {text!r}")
+
+
+def _number_or_none(text: str) -> float | str:
+    with contextlib.suppress(ValueError):
+        return text if text == "none" else float(text)
+    raise ValueError(f"expected a number or none, got {text!r}")
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [_whole(part) for part in text.replace(" ", "").split(",") if part]
+
+
 class Field(NamedTuple):
     """A field of a run.
 
     Attributes:
-        kind: Of the flag's value.
+        kind: Of the flag's value: a type, or a function of its text.
         text: The help, and the comment in the file.
         example: The value in the file; "# " before it comments the line out, empty: no line.
         known: The values that a shell completes.
@@ -91,14 +110,16 @@ RUN = {
     ),
     "learning_rate": Field(float, "Step size eta.", "0.5"),
     "clip_norm": Field(
-        str, "Per-example clip norm C, or none (the loss then needs lipschitz).", "1.4143"
+        _number_or_none,
+        "Per-example clip norm C, or none (the loss then needs lipschitz).",
+        "1.4143",
     ),
-    "batch_size": Field(int, "b: what sums are divided by.", "500"),
+    "batch_size": Field(_whole, "b: what sums are divided by.", "500"),
     "dataset_size": Field(
-        int, "n: records that take part; cyclic batches: a multiple of b.", "50_000"
+        _whole, "n: records that take part; cyclic batches: a multiple of b.", "50_000"
     ),
-    "num_steps": Field(int, "T."),
-    "epochs": Field(int, "Instead of num_steps.", "200"),
+    "num_steps": Field(_whole, "T."),
+    "epochs": Field(_whole, "Instead of num_steps.", "200"),
     "batch_order": Field(str, f"One of {', '.join(ORDERS)}.", '"cyclic"', ORDERS),
     "weight_decay": Field(float, "Decoupled weight decay.", "0.1"),
     "prox_strong_convexity": Field(
@@ -106,14 +127,14 @@ RUN = {
     ),
     "domain_diameter": Field(float, "Diameter (2 x radius) of the set projected on.", "# 10.0"),
     "release_steps": Field(
-        str, "Steps after which the model is released too: 100,200.", "# [1000]"
+        _whole_numbers, "Steps after which the model is released too: 100,200.", "# [1000]"
     ),
     "sampling_rate": Field(
         float, "Poisson: the rate of the loader; default: batch size / data set size.", "# 0.01"
     ),
-    "max_batch_size": Field(int, "Cap on poisson batches.", "# 650"),
+    "max_batch_size": Field(_whole, "Cap on poisson batches.", "# 650"),
     "record_position": Field(
-        int, "Cyclic: account for the records of this batch ONLY (hsa profile: all)."
+        _whole, "Cyclic: account for the records of this batch ONLY (hsa profile: all)."
     ),
     "is_microbatched": Field(
         bool,
@@ -123,7 +144,7 @@ RUN = {
     ),
 }
 LOSS = {
-    "loss": Field(str, f"none (default), {', '.join(LOSSES)}.", known=tuple(LOSSES)),
+    "loss": Field(str, f"none (default), {', '.join(LOSSES)}.", known=LOSSES),
     "smoothness": Field(float, "M of convex, smooth, ..."),
     "strong_convexity": Field(float, "Of strongly_convex."),
     "weak_convexity": Field(float, "Of weakly_convex."),
@@ -142,19 +163,20 @@ ACCOUNTING = {
     "relation": Field(
         str, f"{', '.join(RELATIONS)}; default replace_special.", '"replace_special"', RELATIONS
     ),
-    "group_size": Field(int, "Records that one person may have; default 1.", "# 1"),
+    "group_size": Field(_whole, "Records that one person may have; default 1.", "# 1"),
 }
 
 
 def template() -> str:
     """The commented description of a run that `hsa init` writes."""
+    from hidden_state_accountants.cli.run_file import loss_arguments
 
     def line(name: str, field: Field) -> str:
         mark = "# " if field.example.startswith("# ") else ""
         return f"{mark}{name} = {field.example.removeprefix('# ')}  # {field.text}"
 
     run = [line(name, field) for name, field in RUN.items() if field.example]
-    losses = [f'# kind = "{kind}"  # {arguments}' for kind, arguments in LOSSES.items()]
+    losses = [f'# kind = "{kind}"  # {loss_arguments(kind)}' for kind in LOSSES]
     accounting = {
         "neighboring_relation" if n == "relation" else n: f for n, f in ACCOUNTING.items()
     }
@@ -191,16 +213,6 @@ def completed_by(known: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in known if name.startswith(incomplete)]
 
 
-def _whole(text: str) -> int:
-    """An integer, which may be written as 1e7 or 50_000."""
-    with contextlib.suppress(ValueError):
-        return int(text)
-    with contextlib.suppress(ValueError):
-        if float(text).is_integer():
-            return int(float(text))
-    raise ValueError(f"expected a whole number, got {text!r}")
-
-
 def _flags(panel: str, fields: Mapping[str, Field]) -> dict[str, inspect.Parameter]:
     found = {}
     for name, field in fields.items():
@@ -209,11 +221,12 @@ def _flags(panel: str, fields: Mapping[str, Field]) -> dict[str, inspect.Paramet
             "rich_help_panel": panel,
             "show_default": False,
         }
-        if field.kind is int:
-            options |= {"parser": _whole, "metavar": "INTEGER"}
+        kind: Any = field.kind
+        if not isinstance(kind, type):
+            options |= {"parser": kind, "metavar": "INTEGER" if kind is _whole else "TEXT"}
+            kind = str
         if field.known:
             options["autocompletion"] = completed_by(field.known)
-        kind: Any = field.kind
         annotation = Annotated[kind | None, typer.Option(*field.flags, **options)]
         found[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

@@ -23,10 +23,6 @@ from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import SCHEMA
 
 _LOSSES = [n for n, _ in inspect.getmembers(LossGeometry, inspect.ismethod) if n[0] != "_"]
-_WHOLE = {
-    *("num_steps", "num_epochs", "epochs", "batch_size", "dataset_size"),
-    *("max_batch_size", "record_position"),
-}
 
 
 def _group_size(value: Any) -> int:
@@ -106,13 +102,14 @@ def _event(
     fields = {field.name: field for field in attrs.fields(kinds[name])}
     validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
     values.setdefault("schema", SCHEMA)
-    for key in _WHOLE & set(values):
+    whole = {key for key, field in fields.items() if str(field.type).startswith("int")}
+    for key in {*whole, "epochs"} & set(values):
         if isinstance(values[key], float) and values[key].is_integer():
             values[key] = int(values[key])  # TOML has no 1e7 among its integers
     if "epochs" in flags or "num_steps" in flags:
         values.pop("epochs", None)
         values.pop("num_steps", None)
-    values |= _plain(flags)
+    values |= flags
     _merge_loss(values, loss_flags)
     lengths = {"epochs", "num_steps", "num_epochs"} & set(values)
     for key, value in defaults.items():
@@ -126,24 +123,6 @@ def _event(
         names = _names(missing).replace("--num-steps", "--epochs (or --num-steps)")
         raise ValueError(f"Missing {names}. Or describe the run in a file: hsa init run.toml.")
     return kinds[name].from_dict(values)
-
-
-def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in the form of `to_dict`."""
-    plain = dict(flags)
-    if plain.get("clip_norm", "none") != "none":
-        plain["clip_norm"] = _number("clip_norm", plain["clip_norm"], float)
-    if "release_steps" in plain:
-        steps = filter(None, plain["release_steps"].replace(" ", "").split(","))
-        plain["release_steps"] = [_number("release_steps", step, int) for step in steps]
-    return plain
-
-
-def _number(name: str, text: str, kind: type) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"Expected {name} to be a number, got {text!r}.") from None
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -188,23 +167,35 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
 
 def _loss(kind: str, table: dict[str, Any]) -> LossGeometry:
     """From the arguments of the class method or, in a `to_dict`, of the constructor."""
-    parameters = inspect.signature(getattr(LossGeometry, kind)).parameters
+    needed, others = _parameters(kind)
+    known = {*needed, *others}
     fields = {field.name for field in attrs.fields(LossGeometry)}
     is_class = kind in {k.value for k in LossKind} and "weak_convexity" in table
-    if is_class and not set(table) <= set(parameters) and set(table) <= fields:
+    if is_class and not set(table) <= known and set(table) <= fields:
         return LossGeometry(kind=LossKind(kind), **table)
-    needed = [k for k, p in parameters.items() if p.default is p.empty]
-    unknown = sorted(set(table) - set(parameters))
+    unknown = sorted(set(table) - known)
     if unknown or not set(needed) <= set(table):
-        others = [k for k in parameters if k not in needed]
-        optional = f" (optional: {', '.join(others)})" if others else ""
         raise ValueError(
-            f"Expected {' and '.join(needed)} for the loss {kind}"
-            f"{optional}, got {', '.join(sorted(table)) or 'nothing'}."
-            + "".join(validate.did_you_mean(key, parameters) for key in unknown)
+            f"Expected {loss_arguments(kind)} for the loss {kind}, got "
+            f"{', '.join(sorted(table)) or 'nothing'}."
+            + "".join(validate.did_you_mean(key, known) for key in unknown)
         )
     loss: LossGeometry = getattr(LossGeometry, kind)(**table)
     return loss
+
+
+def _parameters(kind: str) -> tuple[list[str], list[str]]:
+    """The needed and the optional arguments of a class method of `LossGeometry`."""
+    found = inspect.signature(getattr(LossGeometry, kind)).parameters
+    needed = [name for name, p in found.items() if p.default is p.empty]
+    return needed, [name for name in found if name not in needed]
+
+
+def loss_arguments(kind: str) -> str:
+    """The arguments of a loss, in words."""
+    needed, others = _parameters(kind)
+    optional = f" (optional: {', '.join(others)})" if others else ""
+    return f"{' and '.join(needed)}{optional}"
 
 
 def _epochs_to_steps(values: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
 def test_names_are_those_of_the_package():
     losses = inspect.getmembers(hsa.LossGeometry, inspect.ismethod)
     assert fields.BOUNDS == tuple(bound.name for bound in hsa.BOUNDS)
-    assert tuple(fields.LOSSES) == tuple(name for name, _ in losses if not name.startswith("_"))
+    assert fields.LOSSES == tuple(name for name, _ in losses if not name.startswith("_"))
     assert fields.RECOMMENDED_LOSSES == tuple(recommendation.LOSSES)
     assert fields.ORDERS == tuple(order.value for order in hsa.BatchOrder)
     assert fields.RELATIONS == tuple(kind.name.lower() for kind in NeighboringRelation)
@@ -312,9 +312,6 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
     capsys.readouterr()
     assert run(["init", "-"]) == 0
     assert capsys.readouterr().out == fields.template()
-    assert run(["init", "other.toml", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"wrote": "other.toml"}
-    assert run(["init", "-", "--json"]) == 2
 
 
 def test_init_names_every_field():
@@ -336,13 +333,13 @@ BAD = {
     "epsilon run.toml --accountant lastiterate": "Did you mean 'last_iterate'?",
     "epsilon run.toml --relation replac-one": "Did you mean 'replace_one'?",
     "epsilon run.toml --loss softmax": "Did you mean 'softmax_cross_entropy'?",
-    "epsilon run.toml --clip-norm x": "Expected clip_norm to be a number, got 'x'.",
+    "epsilon run.toml --clip-norm x": "expected a number or none, got 'x'",
     "epsilon run.toml --num-steps 4 --epochs 1": "got both",
-    "epsilon run.toml --loss logistic": "Expected feature_norm for the loss logistic",
+    "epsilon run.toml --loss logistic": "feature_norm (optional: bias) for the loss logistic",
     "epsilon run.toml --loss none --smoothness 1": "--smoothness",
-    "epsilon run.toml --relation add_or_remove_one": "No bound covers this run. composition: ",
+    "epsilon run.toml --relation add_or_remove_one": "not cover this run. composition: neighb",
     "epsilon run.toml --batch-size 3": "which leaves 2 records over",
-    "epsilon run.toml --accountant langevin": "langevin does not cover this run: ",
+    "epsilon run.toml --accountant langevin": "langevin does not cover this run. langevin: ",
     "epsilon run.toml --accountant dice_sgd": "Expected a DiceSgdDpEvent",
     "delta run.toml": "--epsilon",
     "calibrate run.toml": "--target-epsilon",
