@@ -12,6 +12,7 @@ import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import EnvelopeCrossEntropyLoss, HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.head.curvature import BatchCurvature
+from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
@@ -124,11 +125,12 @@ def test_parts_of_a_batch_in_several_processes_show_nothing():
             "batch_order": "cyclic",
             "loss_geometry": geometry(0.5),
             "feature_norm": 1.0,
+            "optimizer_class": HiddenStateOptimizer,
         }
     )
     group = SimpleNamespace(size=2, secret=b"")
     with pytest.raises(hsa.UnsupportedRunError, match="without curvature for 2 processes"):
-        DeclaredRun.of(arguments, model, arguments.optimizer, group)
+        DeclaredRun.of(arguments, group)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 8), (8, 3), (5, 5)])

@@ -36,7 +36,7 @@ from hidden_state_adapters.advice import advice
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loader import private_loader
-from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE, check_noise_source
+from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.head.run import KnownHeadRun
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
@@ -49,12 +49,7 @@ from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import DiceSGD, RunArguments, RunOptions
-from hidden_state_adapters.opacus.run.declared import (
-    DeclaredRun,
-    is_shared,
-    resolve_loss,
-    unwrapped,
-)
+from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.run.group import News, ProcessGroup
 from hidden_state_adapters.opacus.run.registry import (
     check_later_steps,
@@ -64,7 +59,6 @@ from hidden_state_adapters.opacus.run.registry import (
 )
 from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
 from hidden_state_adapters.opacus.sources.ghost import RowLosses
-from hidden_state_adapters.opacus.sources.iterate import check_parameters
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
@@ -298,7 +292,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _calibrate(
         self, declared: DeclaredRun, target_epsilon: float, target_delta: float, epochs: int
     ) -> float:
-        mechanism = declared.arguments.optimizer_class.mechanism_type
+        mechanism = declared.mechanism
         if "schedule" not in mechanism.refused:
             declared.schedule.check_calibration(declared.optimizer)
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
@@ -328,25 +322,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         group.start_run()
         return group
 
-    def _declare(self, arguments: RunArguments, group: ProcessGroup | None) -> DeclaredRun:
-        """Checks the arguments, before anything is changed."""
-        made, relation = arguments.optimizer_class, self.accountant.neighboring_relation
-        mechanism = made.mechanism_type
-        arguments.check_mechanism(made.__name__, mechanism.options, mechanism.refused)
-        arguments.check(takes_per_layer=mechanism.takes_per_layer)
-        _refuse_add_or_remove(relation, arguments.batch_order.order)
-        inner, optimizer = unwrapped(arguments)
-        if isinstance(arguments.max_grad_norm, str):
-            arguments = arguments.with_clip_norm(resolve_loss(inner, arguments)[0])
-        mechanism.check_arguments(arguments, inner, optimizer)
-        check_parameters(inner, optimizer)
-        trained = [p for p in inner.parameters() if p.requires_grad]
-        check_noise_source(trained, arguments.opacus.get("noise_generator"))
-        declared = DeclaredRun.of(arguments, inner, optimizer, group)
-        planned = declared.schedule.num_steps or 1
-        check_covered(mechanism.event(declared, 1.0, planned), relation)
-        return declared
-
     def _start(
         self, arguments: RunArguments, noise_of: Callable[[DeclaredRun], float]
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
@@ -355,15 +330,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         agreed: Any = _alone if group is None else group.agreed
 
         def prepare() -> tuple[DeclaredRun, float]:
-            declared = self._declare(arguments, group)
-            noise_multiplier = noise_of(declared)
-            mechanism = arguments.optimizer_class.mechanism_type
-            mechanism.event(declared, noise_multiplier, 1)  # checks the values
-            return declared, float(noise_multiplier)
+            _refuse_add_or_remove(relation, arguments.batch_order.order)
+            declared = DeclaredRun.of(arguments, group)
+            noise, planned = noise_of(declared), declared.schedule.num_steps or 1
+            check_covered(declared.mechanism.event(declared, noise, planned), relation)
+            return declared, float(noise)
 
         declared, noise = agreed(prepare, lambda pair: fields_in_common(pair[0], pair[1], relation))
         if group is not None:
-            group.check_sums(next(p for p in declared.inner.parameters() if p.requires_grad).device)
+            group.check_sums(declared.trained[0].device)
         started: list[TrainingRun] = []
         try:
             was_refused, made = agreed(lambda: self._make(declared, noise, started))
@@ -390,20 +365,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if self.secure_mode and generator is not None:
             raise ValueError("Expected no noise_generator in secure mode, got one.")
         was_refused = self._run is not None and self._run.check_ended()
-        made = arguments.optimizer_class
-        mechanism = made.mechanism_type
-        run = TrainingRun(
-            mechanism.new_run(declared, noise_multiplier),
-            declared,
-            noise_multiplier,
-            self.accountant.neighboring_relation,
-            is_composed=mechanism.is_composed,
-        )
+        run = TrainingRun(declared, noise_multiplier, self.accountant.neighboring_relation)
         started.append(run)
         module = self._private_module(run)
         loader, plan = arguments.data_loader, run.plan
         self.dataset: Any = loader.dataset
-        optimizer = made(
+        optimizer = arguments.optimizer_class(
             declared.optimizer,
             run=run,
             noise_multiplier=noise_multiplier,
@@ -412,7 +379,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             loss_reduction=arguments.loss_reduction,
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
-            **mechanism.arguments_of_optimizer(declared),
+            **declared.mechanism.arguments_of_optimizer(declared),
         )
         is_first = opacus.get("batch_first", True)
         loader = private_loader(loader, plan, run.cursor, batch_first=is_first)

@@ -255,16 +255,26 @@ class RunArguments:
         norms = self.max_grad_norm
         return math.hypot(*norms) if isinstance(norms, list | tuple) else float(norms)  # type: ignore[arg-type]
 
-    def check(self, *, takes_per_layer: bool = False) -> None:
-        """Checks what the arguments say by themselves.
-
-        Args:
-            takes_per_layer: Whether the mechanism may clip every parameter by itself.
+    def check(self) -> None:
+        """Checks what the arguments say by themselves, and whether the mechanism takes them.
 
         Raises:
             TypeError, ValueError: One has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
+        mechanism, name = self.optimizer_class.mechanism_type, self.optimizer_class.__name__
+        if self.mechanism is not None and type(self.mechanism) is not mechanism.options:
+            raise UnsupportedRunError(
+                f"Expected no options of another mechanism with {name}, got {self.mechanism!r}. "
+                "Leave them out."
+            )
+        for argument, reason in mechanism.refused.items():
+            value = getattr(self, argument)
+            if value is not None:
+                raise UnsupportedRunError(
+                    f"Expected {argument} = None with {name}, got {value!r}: {reason}. Leave it "
+                    "out."
+                )
         order, sampling = self.batch_order.order, self.poisson_sampling
         if sampling is not None and sampling != (order is BatchOrder.POISSON):
             raise UnsupportedRunError(
@@ -272,31 +282,9 @@ class RunArguments:
                 f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
                 "says how the records are dealt."
             )
-        self._check_clipping(takes_per_layer)
+        self._check_clipping(mechanism.takes_per_layer)
         self._check_opacus_arguments()
         self._check_ghost_arguments()
-
-    def check_mechanism(self, name: str, options: type | None, refused: Mapping[str, str]) -> None:
-        """Raises UnsupportedRunError for arguments that do not go with the mechanism.
-
-        Args:
-            name: What runs.
-            options: The type of its options, or None.
-            refused: Other arguments that it does not take, and why.
-        """
-        given = self.mechanism
-        if given is not None and type(given) is not options:
-            raise UnsupportedRunError(
-                f"Expected no options of another mechanism with {name}, got {given!r}. Leave them "
-                "out."
-            )
-        for argument, reason in refused.items():
-            value = getattr(self, argument)
-            if value is not None:
-                raise UnsupportedRunError(
-                    f"Expected {argument} = None with {name}, got {value!r}: {reason}. Leave it "
-                    "out."
-                )
 
     def _check_clipping(self, takes_per_layer: bool) -> None:
         clipping = self.opacus.get("clipping", "flat")

@@ -23,11 +23,13 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
+from hidden_state_adapters.opacus.gradients.noise import check_noise_source
 from hidden_state_adapters.opacus.head.curvature import uses_curvature
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule, declared_schedule
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
+from hidden_state_adapters.opacus.sources.iterate import check_parameters
 from hidden_state_adapters.opacus.step_maps import StepMap
 
 
@@ -58,6 +60,11 @@ class DeclaredRun:
     maps: Mapping[str, StepMap]
     schedule: DeclaredSchedule
     group: ProcessGroup | None = None
+
+    @property
+    def mechanism(self) -> Any:
+        """The type of `Mechanism` that runs."""
+        return self.arguments.optimizer_class.mechanism_type
 
     @property
     def lipschitz(self) -> float | None:
@@ -134,23 +141,26 @@ class DeclaredRun:
     def of(
         cls,
         arguments: RunArguments,
-        inner: nn.Module,
-        optimizer: Optimizer,
         group: ProcessGroup | None = None,
     ) -> DeclaredRun:
-        """Derives what follows from arguments that were checked.
+        """Checks arguments and derives what follows; nothing is changed.
 
         Args:
-            arguments: Of `make_private`.
-            inner: The module without wrappers.
-            optimizer: The optimizer without Opacus' wrapper.
+            arguments: Of `make_private`, with the optimizer of the run.
             group: The processes that train it together; None for one.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
+        arguments.check()
+        inner, optimizer = unwrapped(arguments)
         loss, head = resolve_loss(inner, arguments)
+        arguments = arguments.with_clip_norm(loss)
+        arguments.optimizer_class.mechanism_type.check_arguments(arguments, inner, optimizer)
+        check_parameters(inner, optimizer)
+        trained = [p for p in inner.parameters() if p.requires_grad]
+        check_noise_source(trained, arguments.opacus.get("noise_generator"))
         maps = arguments.after or {}
         frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
         frozen.check_batch_norm(tuple(inner.named_modules()))
@@ -186,7 +196,7 @@ class DeclaredRun:
             group=group,
         )
         for part in maps.values():
-            part.start(run.trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
+            part.start(trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
         return run
 
 

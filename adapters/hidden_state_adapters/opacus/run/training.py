@@ -53,11 +53,9 @@ class TrainingRun:
         is_loading: Whether a checkpoint is being restored.
 
     Args:
-        record: Without steps.
         declared: The run. What looks at its model is hung on it; `close` undoes that.
         noise_multiplier: As declared.
         relation: Of the guarantee.
-        is_composed: Whether every step counts.
     """
 
     optimizer: Any
@@ -66,15 +64,10 @@ class TrainingRun:
     has_moved = is_loading = False
 
     def __init__(
-        self,
-        record: Run,
-        declared: DeclaredRun,
-        noise_multiplier: float,
-        relation: NeighboringRelation,
-        *,
-        is_composed: bool,
+        self, declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
     ):
-        self.record, self.declared, self._relation = record, declared, relation
+        self.record: Run = declared.mechanism.new_run(declared, noise_multiplier)
+        self.declared, self._relation = declared, relation
         self.id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
         self.fields = declared.fields(noise_multiplier, relation)
         plan, loader = declared.plan, declared.arguments.data_loader
@@ -85,7 +78,7 @@ class TrainingRun:
         )
         declared.frozen.hold(tells=True)
         self.curvature = _curvature(declared)
-        self.source = _source(declared, self.cursor, is_composed)
+        self.source = _source(declared, self.cursor)
         self.batch = Taken(plan, self.cursor, lambda: self.source.inputs)
 
     @property
@@ -257,7 +250,8 @@ class TrainingRun:
         note_branch(self.id, self.record)
 
 
-def _source(declared: DeclaredRun, cursor: BatchCursor, is_composed: bool) -> Source:
+def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
+    is_composed = declared.mechanism.is_composed
     arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
     options: dict[str, Any] = {
         "dim": 0 if arguments.opacus.get("batch_first", True) else 1,
