@@ -25,6 +25,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.advice import with_changes
 from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee, bound_guarantee
 from hidden_state_accountants.bounds import (
     BlockCoordinate,
@@ -37,14 +38,7 @@ from hidden_state_accountants.bounds import (
 )
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.standard import (
-    StandardCurve,
-    StockEvent,
-    gaussian_event_mu,
-    has_zero_noise,
-    nested_events,
-    read_standard_event,
-)
+from hidden_state_accountants.curves.standard import nested_events, standard_curve
 from hidden_state_accountants.curves.transformed import of_cohort, of_groups
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.guarantee import (
@@ -70,48 +64,45 @@ _COHORT = Assumption.declared(
 
 @attrs.frozen
 class _Composed:
-    """Everything composed so far: what `guarantee` is computed from."""
+    """Everything composed so far.
+
+    Attributes:
+        guarantees: Of the runs, with counts.
+        rest: The curve of everything else.
+    """
 
     guarantees: tuple[tuple[Guarantee, int], ...] = ()
-    gaussian_mu_squared: float = 0.0  # of the user's standard Gaussian events
-    standard: tuple[StockEvent, ...] = ()
-    is_private: bool = True
+    rest: Curve = GaussianCurve(0.0)
 
     def curve(self) -> Curve:
-        if not self.is_private:
-            return GaussianCurve(math.inf)
-        curves = [(guarantee.curve, count) for guarantee, count in self.guarantees]
-        curves.append((GaussianCurve(math.sqrt(self.gaussian_mu_squared)), 1))
-        if self.standard:
-            curves.append((StandardCurve(self.standard), 1))
-        return compose_curves(curves)
+        runs = [(guarantee.curve, count) for guarantee, count in self.guarantees]
+        return compose_curves([*runs, (self.rest, 1)])
 
     def guarantee(self, relation: NeighboringRelation, curve: Curve) -> Guarantee:
         guarantees = [guarantee for guarantee, _ in self.guarantees]
-        counts = [count for _, count in self.guarantees]
-        if counts == [1] and self == _Composed(guarantees=self.guarantees):
+        if [count for _, count in self.guarantees] == [1] and self.rest.mu == 0:
             return guarantees[0]
-        group_size = guarantees[0].group_size if guarantees else 1
         theorems = list(dict.fromkeys(guarantee.theorem for guarantee in guarantees))
-        if self.gaussian_mu_squared or self.standard:
-            theorems.append("dp-accounting events")
-        if not self.is_private:
-            theorems.append("a non-private event")
-        only_for = "; ".join(dict.fromkeys(g.only_for for g in guarantees if g.only_for))
+        if self.rest.mu != 0:
+            is_private = self.rest.mu != math.inf
+            theorems.append("dp-accounting events" if is_private else "a non-private event")
+
+        def joined(name: str) -> str:
+            return "; ".join(dict.fromkeys(filter(None, (getattr(g, name) for g in guarantees))))
+
+        only_for = joined("only_for")
         return Guarantee(
             curve=curve,
             neighboring_relation=relation,
-            group_size=group_size,
+            group_size=guarantees[0].group_size if guarantees else 1,
             theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
             assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
             alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
-            caveat="; ".join(dict.fromkeys(g.caveat for g in guarantees if g.caveat)),
+            caveat=joined("caveat"),
             citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
             only_for=only_for,
             of_all_records=functools.partial(self._of_all, relation) if only_for else None,
-            only_for_pairs="; ".join(
-                dict.fromkeys(g.only_for_pairs for g in guarantees if g.only_for_pairs)
-            ),
+            only_for_pairs=joined("only_for_pairs"),
         )
 
     def _of_all(self, relation: NeighboringRelation) -> Guarantee:
@@ -155,9 +146,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     ):
         super().__init__(validate.neighboring_relation(neighboring_relation))
         self.group_size = validate.integer("group_size", group_size, minimum=1)
-        self._state = _Composed()
-        self._curve: Curve = self._state.curve()
-        self._checked: tuple[Any, ...] | None = None
+        self._state = self._after = _Composed(), _Composed().curve()
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
         raise NotImplementedError
@@ -182,22 +171,18 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             raise UnsupportedRunError(str(error)) from None
 
     def _maybe_compose(self, event: dp_accounting.DpEvent, count: int, do_compose: bool) -> Any:
-        if do_compose and self._checked is not None:
-            checked, checked_count, before, state, curve = self._checked
-            self._checked = None
-            if checked is event and checked_count == count and before is self._state:
-                self._state, self._curve = state, curve  # what the dry run of `compose` computed
-                return None
-        if not do_compose:  # `supports` asks with count 0; the ledger rejects a negative count
-            count = max(count, 0)
-        state = self._state
+        if do_compose:  # of the event that `compose` asked about just before
+            self._state = self._after
+            return None
+        count = max(count, 0)  # `supports` asks with 0; the ledger rejects a negative count
+        composed, _ = self._state
         for leaf, leaf_count in _leaves(event, count):
-            outcome = self._with(state, leaf, leaf_count)
-            if isinstance(outcome, str):
-                return _Details(leaf, outcome)
-            state = outcome
+            try:
+                composed = self._with(composed, leaf, leaf_count)
+            except UnsupportedRunError as error:
+                return _Details(leaf, str(error))
         try:
-            curve = state.curve()
+            curve = composed.curve()
             if self.group_size > 1:
                 curve = of_groups(curve, self.group_size)
         except ValueError as error:
@@ -207,37 +192,20 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 curve.epsilon(1e-5)  # does the work now: a stock accountant may choke on an event
             except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
                 return _Details(event, f"dp-accounting rejects it: {error!r}")
-        if do_compose:
-            self._state, self._curve = state, curve
-        else:
-            self._checked = (event, count, self._state, state, curve)
+        self._after = composed, curve
         return None
 
-    def _with(self, state: _Composed, leaf: dp_accounting.DpEvent, count: int) -> _Composed | str:
-        if isinstance(leaf, dp_accounting.NoOpDpEvent):
-            return state
-        if isinstance(leaf, dp_accounting.NonPrivateDpEvent):
-            return attrs.evolve(state, is_private=False)
-        if isinstance(leaf, dp_accounting.GaussianDpEvent):
-            try:
-                mu = gaussian_event_mu(leaf, self.neighboring_relation)
-            except (TypeError, ValueError) as error:
-                return str(error)
-            total = state.gaussian_mu_squared + (count * mu**2 if count else 0.0)
-            return attrs.evolve(state, gaussian_mu_squared=total)
+    def _with(self, composed: _Composed, leaf: dp_accounting.DpEvent, count: int) -> _Composed:
         is_run = isinstance(leaf, RUN_EVENTS)
         if is_run or (isinstance(leaf, dp_accounting.PoissonSampledDpEvent) and _has_run(leaf)):
-            try:
-                guarantee = self._of_run(leaf) if is_run else self._on_cohort(leaf)
-            except UnsupportedRunError as error:
-                return str(error)
-            return attrs.evolve(state, guarantees=(*state.guarantees, (guarantee, count)))
-        if has_zero_noise(leaf):
-            return attrs.evolve(state, is_private=False)
-        part = read_standard_event(leaf, count, self.neighboring_relation)
-        if isinstance(part, str):
-            return part
-        return attrs.evolve(state, standard=(*state.standard, part))
+            guarantee = self._of_run(leaf) if is_run else self._on_cohort(leaf)
+            return attrs.evolve(composed, guarantees=(*composed.guarantees, (guarantee, count)))
+        try:
+            curve = standard_curve(leaf, count, self.neighboring_relation)
+            rest = compose_curves([(composed.rest, 1), (curve, 1)])
+        except (TypeError, ValueError) as error:
+            raise UnsupportedRunError(str(error)) from None
+        return attrs.evolve(composed, rest=rest)
 
     def _of_run(self, event: dp_accounting.DpEvent) -> Guarantee:
         if self.group_size > 1:
@@ -257,12 +225,9 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             rate = validate.real("sampling_probability", rate, minimum=0, maximum=1)
         except (TypeError, ValueError) as error:
             raise UnsupportedRunError(str(error)) from None
-        on_cohort: _Composed | str = _Composed()
+        on_cohort = _Composed()
         for part, count in _leaves(leaf.event, 1):
-            if isinstance(on_cohort, _Composed):
-                on_cohort = self._with(on_cohort, run_of_cohorts(part, relation), count)
-        if isinstance(on_cohort, str):
-            raise UnsupportedRunError(on_cohort)
+            on_cohort = self._with(on_cohort, run_of_cohorts(part, relation), count)
         inside = on_cohort.guarantee(relation, on_cohort.curve())
         return attrs.evolve(
             inside,
@@ -283,7 +248,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         Returns:
             0 before anything is composed, inf after a non-private event or zero noise.
         """
-        return self._curve.epsilon(validate.target_delta(target_delta))
+        return self._state[1].epsilon(validate.target_delta(target_delta))
 
     def get_delta(self, target_epsilon: float) -> float:
         """The smallest proved delta of everything composed.
@@ -291,16 +256,16 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         Args:
             target_epsilon: In [0, inf].
         """
-        return self._curve.delta(validate.target_epsilon(target_epsilon))
+        return self._state[1].delta(validate.target_epsilon(target_epsilon))
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything composed, with theorem and assumptions."""
-        relation = self.neighboring_relation
+        relation, (composed, curve) = self.neighboring_relation, self._state
         if self.group_size == 1:
-            return self._state.guarantee(relation, self._curve)
-        of_pairs = self._state.guarantee(relation, self._state.curve())
-        return attrs.evolve(group_guarantee(of_pairs, self.group_size), curve=self._curve)
+            return composed.guarantee(relation, curve)
+        of_pairs = composed.guarantee(relation, composed.curve())
+        return attrs.evolve(group_guarantee(of_pairs, self.group_size), curve=curve)
 
 
 def _leaves(
@@ -343,7 +308,8 @@ class LastIterateAccountant(_LastIterateBase):
     """
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
-        return best_guarantee(event, self.neighboring_relation)
+        relation = self.neighboring_relation
+        return with_changes(best_guarantee(event, relation), event, relation)
 
 
 class BoundAccountant(_LastIterateBase):
@@ -361,7 +327,8 @@ class BoundAccountant(_LastIterateBase):
                 f"{type(self).__name__} accounts for {self._bound.event_type.__name__}, "
                 f"got {type(event).__name__}."
             )
-        guarantee = bound_guarantee(self._bound, event, self.neighboring_relation)
+        relation = self.neighboring_relation
+        guarantee = with_changes(bound_guarantee(self._bound, event, relation), event, relation)
         if guarantee.caveat:
             warnings.warn(f"{guarantee.theorem}: {guarantee.caveat}", UserWarning, stacklevel=2)
         return guarantee

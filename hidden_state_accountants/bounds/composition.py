@@ -30,7 +30,7 @@ from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import same_in_all_steps, values_and_counts
-from hidden_state_accountants.guarantee import Assumption
+from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.process.conditions import (
     Unmet,
     equal_batches,
@@ -94,6 +94,12 @@ class Composition(Bound):
         ):
             assumed.append(assumptions.gradient_norm(lipschitz))
         return tuple(assumed)
+
+
+def composition_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> Guarantee | None:
+    """Ordinary composition of the steps; None if it does not cover the order of the batches."""
+    bound = Composition()
+    return None if bound.check(event, relation) else bound.guarantee(event, relation)
 
 
 def _curve(event: dp_accounting.DpEvent) -> Curve:

@@ -14,7 +14,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import LossCurve
+from hidden_state_accountants.curves.base import Curve, GaussianCurve, LossCurve
 from hidden_state_accountants.curves.by_profile import (
     SampledCurve,
     replaced_in_poisson_batch,
@@ -114,25 +114,33 @@ class StandardCurve(LossCurve):
         return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
 
-def gaussian_event_mu(event: dp_accounting.GaussianDpEvent, relation: NeighboringRelation) -> float:
-    """mu of a user's Gaussian event, whose noise multiplier is std / clip norm of a sum.
-
-    Under REPLACE_ONE the sum moves by two clip norms. (PLDAccountant agrees from 0.5.0 on,
-    RdpAccountant does not; google/differential-privacy issue 378.)
+def standard_curve(
+    event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
+) -> Curve:
+    """The curve of a user's event that is no composition, under `relation`.
 
     Raises:
-        TypeError, ValueError: The noise multiplier is not a number >= 0.
+        TypeError, ValueError: It cannot be read under the relation; the text says why.
     """
-    noise = validate.real("noise_multiplier", event.noise_multiplier, minimum=0, allow_inf=True)
-    if noise == 0:
-        return math.inf
-    return (2.0 if relation is _REPLACE_ONE else 1.0) / noise
+    if isinstance(event, dp_accounting.NoOpDpEvent):
+        return GaussianCurve(0.0)
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        # The noise multiplier is std / clip norm of a sum, which a replacement moves by two clip
+        # norms. (PLDAccountant agrees from 0.5.0 on, RdpAccountant does not;
+        # google/differential-privacy issue 378.)
+        noise = validate.real("noise_multiplier", event.noise_multiplier, minimum=0, allow_inf=True)
+        if noise:
+            mu = (2.0 if relation is _REPLACE_ONE else 1.0) / noise
+            return GaussianCurve(mu * math.sqrt(count))
+    if isinstance(event, dp_accounting.NonPrivateDpEvent) or has_zero_noise(event):
+        return GaussianCurve(math.inf if count else 0.0)
+    return StandardCurve((_stock_event(event, count, relation),))
 
 
-def read_standard_event(
+def _stock_event(
     event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
-) -> StockEvent | str:
-    """Translates a user's event under `relation` for a stock accountant, or says why not.
+) -> StockEvent:
+    """Translates a user's event under `relation` for a stock accountant.
 
     Zeroing a record is adding or removing it where the event is additive noise on a sum. Under
     REPLACE_ONE the sensitivity doubles, which not every stock accountant does by itself: its noise
@@ -145,27 +153,21 @@ def read_standard_event(
         return StockEvent(event, count, relation)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         if relation is _ADD_OR_REMOVE:
-            return (
+            raise ValueError(
                 f"{name} under ADD_OR_REMOVE_ONE: its number of records is fixed. "
                 "Use REPLACE_SPECIAL or REPLACE_ONE."
             )
-        part = StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)
-    elif relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
-        part = StockEvent(event, count, _ADD_OR_REMOVE)
-    elif relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
-        part = StockEvent(event, count, relation)
-    elif isinstance(event, dp_accounting.LaplaceDpEvent):
-        part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
-    else:
-        return (
-            f"{name} under REPLACE_ONE: unknown, or the stock accountants do not agree on its "
-            "sensitivity. Use REPLACE_SPECIAL."
-        )
-    try:
-        StandardCurve((part,))
-    except ValueError as error:
-        return f"Unsupported event: {error}."
-    return part
+        return StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)
+    if relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
+        return StockEvent(event, count, _ADD_OR_REMOVE)
+    if relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
+        return StockEvent(event, count, relation)
+    if isinstance(event, dp_accounting.LaplaceDpEvent):
+        return StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
+    raise ValueError(
+        f"{name} under REPLACE_ONE: unknown, or the stock accountants do not agree on its "
+        "sensitivity. Use REPLACE_SPECIAL."
+    )
 
 
 _ADDITIVE_NOISE = ("LaplaceDpEvent", "PoissonSampledDpEvent")

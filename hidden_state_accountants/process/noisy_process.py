@@ -134,6 +134,18 @@ def sampled_process(
     return _process(event, relation, period=1, positions=(0,), most_terms=most_terms)
 
 
+def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess | None:
+    """The process of any run, that with batches of b records where they are random.
+
+    None if `unmet_conditions` has some for every order.
+    """
+    if unmet_conditions(event, relation, tuple(BatchOrder)):
+        return None
+    if event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
+        return sampled_process(event, relation, event.batch_size)
+    return noisy_process(event, relation)
+
+
 @same_in_all_steps
 def clips_act(event: LastIterateDpEvent) -> np.ndarray:
     """Whether a gradient may be longer than the clip norm; booleans of shape (num_steps,)."""

@@ -15,8 +15,8 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.best_bound import best_guarantee, why_none_applies
-from hidden_state_accountants.bounds import BOUNDS
+from hidden_state_accountants.advice import with_changes
+from hidden_state_accountants.best_bound import best_guarantee, check_covered
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.events.schedule import Schedule
@@ -247,7 +247,9 @@ class Run(abc.ABC):
         self.check_relation(relation)
         now = self._num_steps, len(self._release_steps)
         if relation not in self._proved or self._proved[relation][0] != now:
-            self._proved[relation] = now, best_guarantee(self.event(), relation)
+            event = self.event()
+            proved = with_changes(best_guarantee(event, relation), event, relation)
+            self._proved[relation] = now, proved
         return self._proved[relation][1]
 
     def check_relation(self, relation: NeighboringRelation | str) -> None:
@@ -400,14 +402,3 @@ def run_of(state: Mapping[str, Any]) -> Run:
 
 def _known() -> str:
     return " or ".join(event_type.__name__ for event_type in _KINDS)
-
-
-def check_covered(event: DpEvent, relation: NeighboringRelation | str) -> None:
-    """Raises UnsupportedRunError if no sound bound is about such a run under `relation`."""
-    unmet = {}
-    for bound in BOUNDS:
-        if bound.sound and isinstance(event, bound.event_type):
-            unmet[bound.name] = bound.check(event, relation)
-            if not unmet[bound.name]:
-                return
-    raise UnsupportedRunError(f"No theorem here covers the run. {why_none_applies(event, unmet)}")

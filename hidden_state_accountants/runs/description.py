@@ -17,7 +17,7 @@ from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_accountants.runs.advice import process_of
+from hidden_state_accountants.process.noisy_process import process_of
 
 Notes = Mapping[str, Any]
 """What the event of a run does not say, by name."""

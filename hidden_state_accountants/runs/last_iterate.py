@@ -8,11 +8,12 @@ import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
+from hidden_state_accountants.advice import no_contraction_line
+from hidden_state_accountants.bounds.composition import composition_of
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.runs.advice import composition_of, no_contraction_line
 from hidden_state_accountants.runs.base import Run, Step
 
 

@@ -49,15 +49,15 @@ MUTATIONS = (
     Mutation(
         "count_of_a_run_is_ignored",
         ACCOUNTANTS,
-        "(*state.guarantees, (guarantee, count))",
-        "(*state.guarantees, (guarantee, 1))",
+        "(*composed.guarantees, (guarantee, count))",
+        "(*composed.guarantees, (guarantee, 1))",
         _LAWS,
     ),
     Mutation(
         "count_of_a_gaussian_event_is_ignored",
-        ACCOUNTANTS,
-        "(count * mu**2 if count else 0.0)",
-        "(mu**2 if count else 0.0)",
+        "curves/standard.py",
+        "GaussianCurve(mu * math.sqrt(count))",
+        "GaussianCurve(mu)",
         _STANDARD_LAWS,
     ),
     Mutation(
@@ -70,8 +70,9 @@ MUTATIONS = (
     Mutation(
         "failed_compose_is_half_applied",
         ACCOUNTANTS,
-        "            state = outcome\n",
-        "            state = self._state = outcome\n            self._curve = state.curve()\n",
+        "composed = self._with(composed, leaf, leaf_count)\n",
+        "composed = self._with(composed, leaf, leaf_count)\n"
+        "                self._state = composed, composed.curve()\n",
         _LAWS,
     ),
     Mutation(
@@ -84,8 +85,8 @@ MUTATIONS = (
     Mutation(
         "laplace_event_under_replace_one_is_not_doubled",
         "curves/standard.py",
-        "part = StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
-        "part = StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
+        "return StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
+        "return StockEvent(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
         _COMPOSITION_LAWS,
     ),
     Mutation(
@@ -245,8 +246,8 @@ MUTATIONS = (
     Mutation(
         "without_replacement_event_under_replace_one_is_not_doubled",
         "curves/standard.py",
-        "part = StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)",
-        "part = StockEvent(_with_noise(event, 1.0), count, _REPLACE_ONE)",
+        "return StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)",
+        "return StockEvent(_with_noise(event, 1.0), count, _REPLACE_ONE)",
         _COMPOSITION_LAWS,
     ),
     Mutation(

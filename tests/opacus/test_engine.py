@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.advice import no_contraction_line
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
-from hidden_state_accountants.runs.last_iterate import no_contraction_line
 from hidden_state_adapters.opacus import (
     BallProjection,
     HiddenStateAccountant,

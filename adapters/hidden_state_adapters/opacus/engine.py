@@ -24,15 +24,16 @@ from hidden_state_accountants import (
     Comparison,
     UnsupportedRunError,
 )
+from hidden_state_accountants.advice import report_lines
+from hidden_state_accountants.best_bound import check_covered
 from hidden_state_accountants.guarantee import (
     Guarantee,
     Topic,
     merge_assumptions,
     replace_assumptions,
 )
-from hidden_state_accountants.runs.base import Run, check_covered
+from hidden_state_accountants.runs.base import Run
 from hidden_state_accountants.runs.statement import Statement
-from hidden_state_adapters.advice import advice
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loader import private_loader
@@ -507,7 +508,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
         lines = [Statement(events, guarantee, self.assumptions, delta, **notes).lines()]
         if len(events) == 1:
-            lines += advice(events[0], guarantee.neighboring_relation, delta)
+            lines += report_lines(events[0], guarantee.neighboring_relation, delta)
         return "\n".join(lines)
 
     def compare(self, delta: float = 1e-5) -> Comparison:

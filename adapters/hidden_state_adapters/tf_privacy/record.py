@@ -24,10 +24,10 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.accountants import compose_guarantees
+from hidden_state_accountants.advice import report_lines
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_accountants.runs.statement import Statement
-from hidden_state_adapters.advice import advice
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.origins import Origin, PastRun, RunState, digest, live_run
@@ -642,7 +642,7 @@ def _advice(events: Sequence[DpEvent], guarantee: Guarantee, delta: float) -> li
     if len(events) > 1 or not guarantee.theorem.startswith("composition"):
         return []
     unused = [f"Not used: {name}: {reason}." for name, reason in guarantee.alternatives[:1]]
-    helps = advice(events[0], guarantee.neighboring_relation, delta, "l2_norm_clip")
+    helps = report_lines(events[0], guarantee.neighboring_relation, delta, "l2_norm_clip")
     return [textwrap.fill(line[:1].upper() + line[1:], 80) for line in [*unused, *helps]]
 
 
