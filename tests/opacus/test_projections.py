@@ -222,6 +222,7 @@ class Own(BoxProjection):
     [
         (1.0, TypeError, "Expected after to be"),
         ((1.0, 2.0), TypeError, "Expected after to be"),
+        ((clamp, None), TypeError, "Expected after to be"),
         (BoxProjection, TypeError, "Expected after to be"),
         (Own(-9, 9), TypeError, "Expected after to be"),
         ([BallProjection(2.0), BoxProjection(-9, 9)], TypeError, "Expected one projection"),

@@ -36,13 +36,13 @@ from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
     DiceAdamOptimizer,
     DiceSGDOptimizer,
 )
-from hidden_state_adapters.opacus.projections import (
+from hidden_state_adapters.opacus.recommended import recommended_criterion
+from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, DiceSGD
+from hidden_state_adapters.opacus.step_maps import (
     BallProjection,
     BoxProjection,
     ParameterBallsProjection,
 )
-from hidden_state_adapters.opacus.recommended import recommended_criterion
-from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, DiceSGD
 
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 

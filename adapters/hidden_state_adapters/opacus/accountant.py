@@ -11,8 +11,6 @@ import attrs
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
-from torch import nn
-from torch.utils.data import DataLoader
 
 from hidden_state_accountants import (
     Assumption,
@@ -107,8 +105,6 @@ class HiddenStateAccountant(IAccountant):
         feature_norm: float | None = None,
         loss_geometry: LossGeometry | str | None = None,
         projection_radius: float | None = None,
-        data_loader: DataLoader | None = None,
-        module: nn.Module | None = None,
         batch_order: BatchOrder | str | None = None,
         dataset_size: int | None = None,
         batch_size: int | None = None,
@@ -126,9 +122,6 @@ class HiddenStateAccountant(IAccountant):
             loss_geometry: A LossGeometry, instead of a criterion. Neither gives composition.
             projection_radius: Of the ball around 0 on which you project ALL parameters together
                 after every step.
-            data_loader: The loader of the training loop, where make_private of an
-                `opacus.PrivacyEngine` did not make it; otherwise it has to be that one.
-            module: The private model, likewise; needed with criterion.
             batch_order: Compared with what is read. "shuffled_once" says of a fixed order that it
                 was drawn uniformly and nobody ever learns it.
             dataset_size: Compared with what is read: n.
@@ -150,6 +143,12 @@ class HiddenStateAccountant(IAccountant):
 
     def _begin(self, made: MadePrivate, declaration: StockDeclaration) -> None:
         """Starts a run; nothing is changed if it raises."""
+        if made.optimizer is None:
+            raise UnsupportedRunError(
+                "Expected declare_run for make_private of an opacus.PrivacyEngine, got a step hook "
+                "that was attached by hand: nothing says which batches the loop uses. Leave it "
+                "out for Poisson batches, or use an engine."
+            )
         run = StockRun(
             declaration,
             data_loader=made.data_loader,

@@ -1,23 +1,25 @@
-"""Maps of all parameters that follow every step: proximal maps, and functions of the user's own.
+"""What follows every step: a proximal map or a projection of all trainable parameters.
 
 The theorems need of such a map that it is the same in every step and for all data sets, and that it
 moves no two points apart, |P(x) - P(y)| <= |x - y| for all parameters together
 (docs/theory/theorem_a.md). If it brings them closer, by 1/(1 + eta mu), they use that ("A prox
-after the noise"); mu is read off a Regulariser and never declared. A function cannot be read: it is
-tried on random pairs at the start, and that it does not expand later is the user's word.
+after the noise"), and the diameter of the set that it maps to; mu is read off a Regulariser and
+never declared. A function cannot be read: it is tried on random pairs at the start, and that it
+does not expand later is the user's word.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
-from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunError
+from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
@@ -31,9 +33,11 @@ class StepMap:
     """A nonexpansive map of all trainable parameters.
 
     Attributes:
+        name: "projection", which the initial model has to be inside of, or "prox".
         strong_convexity: mu of the function whose proximal map it is, as far as it is known.
     """
 
+    name: str = "projection"
     strong_convexity: float = 0.0
 
     def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
@@ -60,12 +64,20 @@ class StepMap:
             UnsupportedRunError: They are outside of the set, or the map is not nonexpansive.
             ValueError: It is not defined for them.
         """
-        raise NotImplementedError
+        mapped = [p.detach().clone() for p in params]
+        self.apply(mapped, step_size)
+        moved = _distance(params, mapped)
+        if not moved <= ROUNDING * (1 + float(joint_norm(params))):
+            raise UnsupportedRunError(
+                f"Expected an initial model inside {self!r}, got one outside, at distance "
+                f"{moved:.6g}. Scale the parameters down (zeros are a good start), or enlarge the "
+                "set."
+            )
 
     @property
     def assumption(self) -> Assumption:
         """What holds by construction, or is taken on trust."""
-        raise NotImplementedError
+        return Assumption.checked(f"projected on {self}", Topic.DOMAIN)
 
 
 class RegulariserProx(StepMap):
@@ -74,6 +86,8 @@ class RegulariserProx(StepMap):
     Args:
         regulariser: Public.
     """
+
+    name = "prox"
 
     def __init__(self, regulariser: Regulariser):
         self._regulariser = regulariser
@@ -98,26 +112,143 @@ class RegulariserProx(StepMap):
         return Assumption.checked(self._regulariser.effect, Topic.REGULARISER)
 
 
-class UsersMap(StepMap):
-    """A function of the user's own that changes a list of tensors in place.
+def _radius(radius: Any) -> float:
+    return validate.real("radius", radius, above=0)
+
+
+def _radii(radius: Any) -> float | tuple[float, ...]:
+    if isinstance(radius, Iterable) and not isinstance(radius, str):
+        return tuple(_radius(r) for r in radius)
+    return _radius(radius)
+
+
+def _end(value: Any) -> float:
+    return validate.real("the end of an interval", value, allow_inf=True)
+
+
+@attrs.frozen(repr=False)
+class BallProjection(StepMap):
+    """On the ball around 0 of all parameters together.
 
     Args:
-        function: Of the list, and of what `arguments` says.
+        radius: > 0.
     """
 
-    kind: str
-    remedy: str  # what to pass instead of a map that expands
+    radius: float = attrs.field(converter=_radius)
 
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
+    def __repr__(self) -> str:
+        return f"the ball of radius {self.radius:g} for all parameters together"
+
+    @torch.no_grad()
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
+        _shrink(params, self.radius)
+
+    def diameter(self, params: Sequence[nn.Parameter]) -> float:
+        """See `StepMap.diameter`."""
+        return 2 * self.radius
+
+
+@attrs.frozen(repr=False)
+class ParameterBallsProjection(StepMap):
+    """Every parameter on a ball around 0 of its own.
+
+    Args:
+        radius: One for all, or one for each trainable parameter in the order of
+            `module.parameters()`.
+    """
+
+    radius: float | Sequence[float] = attrs.field(converter=_radii)
+
+    def __repr__(self) -> str:
+        return f"a ball for every parameter, of radius {self.radius}"
+
+    def _radii(self, params: Sequence[torch.Tensor]) -> Sequence[float]:
+        if isinstance(self.radius, float):
+            return [self.radius] * len(params)
+        if len(self.radius) != len(params):
+            raise ValueError(
+                f"Expected one radius for each of the {len(params)} trainable parameters, got "
+                f"{len(self.radius)}. Give as many, or one for all."
+            )
+        return self.radius
+
+    @torch.no_grad()
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
+        for param, radius in zip(params, self._radii(params), strict=True):
+            _shrink([param], radius)
+
+    def diameter(self, params: Sequence[nn.Parameter]) -> float:
+        """See `StepMap.diameter`: sqrt(sum (2 r)**2)."""
+        return 2 * math.hypot(*self._radii(params))
+
+
+@attrs.frozen(repr=False)
+class BoxProjection(StepMap):
+    """Every number of every parameter on an interval.
+
+    Args:
+        low: Its lower end; -inf for none.
+        high: Its upper end, above `low`; inf for none.
+    """
+
+    low: float = attrs.field(converter=_end)
+    high: float = attrs.field(converter=_end)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"Expected low < high, got {self.low!r} and {self.high!r}.")
+
+    def __repr__(self) -> str:
+        return f"the box from {self.low:g} to {self.high:g} in every coordinate"
+
+    @torch.no_grad()
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
+        for param in params:
+            param.clamp_(*self._ends(param))
+
+    def _ends(self, param: torch.Tensor) -> tuple[float, float]:
+        """The ends as numbers of the parameter's type, not outside of the interval."""
+        up, down = (torch.tensor(x, dtype=param.dtype) for x in (math.inf, -math.inf))
+        low, high = (torch.tensor(x, dtype=param.dtype) for x in (self.low, self.high))
+        if float(low) < self.low:
+            low = torch.nextafter(low, up)
+        if float(high) > self.high:
+            high = torch.nextafter(high, down)
+        return float(low), float(high)
+
+    def diameter(self, params: Sequence[nn.Parameter]) -> float:
+        """See `StepMap.diameter`: the diagonal."""
+        return (self.high - self.low) * math.sqrt(sum(p.numel() for p in params))
+
+
+class UsersMap(StepMap):
+    """A function of the user's own, which changes a list of tensors in place.
+
+    Args:
+        function: A projection, of the list; or a prox, of the list and the step size, which is
+            never taken to contract.
+        diameter: Of the set that a projection maps to; None for a prox.
+    """
+
+    def __init__(self, function: Callable[..., Any], diameter: float | None = None):
+        self._function, self._diameter = function, math.inf
+        self.name = "prox" if diameter is None else "projection"
+        if diameter is not None:
+            self._diameter = validate.real(
+                "the diameter of the projection", diameter, above=0, allow_inf=True
+            )
 
     def __str__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
-        return f"{self.kind}={name}"
+        return f"{self.name}={name}"
 
-    def arguments(self, step_size: float) -> tuple[float, ...]:
-        """What the function is called with beside the list."""
-        return ()
+    def __repr__(self) -> str:
+        if self.name == "prox":
+            return str(self)
+        return f"the set of {self}, of diameter {self._diameter:g}"
 
     @torch.no_grad()
     def _mapped(self, params: Sequence[torch.Tensor], step_size: float) -> list[torch.Tensor]:
@@ -128,10 +259,11 @@ class UsersMap(StepMap):
         """
         copies = [p.detach().clone() for p in params]
         given = [(id(copy), copy.data_ptr()) for copy in copies]
-        returned = self._function(copies, *self.arguments(step_size))
+        further = (step_size,) if self.name == "prox" else ()
+        returned = self._function(copies, *further)
         if returned is not None or given != [(id(copy), copy.data_ptr()) for copy in copies]:
             raise TypeError(
-                f"Expected {self.kind} to change the tensors of a list in place and to return "
+                f"Expected {self.name} to change the tensors of a list in place and to return "
                 "None, got others. Write for example p.clamp_(-1, 1) for each p."
             )
         return copies
@@ -142,60 +274,110 @@ class UsersMap(StepMap):
         for param, mapped in zip(params, self._mapped(params, step_size), strict=True):
             param.copy_(mapped)
 
+    def diameter(self, params: Sequence[nn.Parameter]) -> float:
+        """See `StepMap.diameter`."""
+        return self._diameter
+
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
         """See `StepMap.start`.
 
         It maps random pairs, with the shapes of the parameters and up to 100 times their size.
         """
-        size, diameter = max(1.0, float(joint_norm(params))), self.diameter(params)
+        size = max(1.0, float(joint_norm(params)))
         before = [p.detach().clone() for p in params]
         generator = torch.Generator().manual_seed(0)  # the noise of the run is not touched
         for scale, closeness, _ in itertools.product(_SCALES, _CLOSENESS, range(_PAIRS)):
             one = [_random(p, scale * size, generator) for p in params]
             two = [q + closeness * _random(q, scale * size, generator) for q in one]
-            known = distance(one, two)
-            found = distance(self._mapped(one, step_size), self._mapped(two, step_size))
-            if distance(before, params) != 0:
+            known = _distance(one, two)
+            found = _distance(self._mapped(one, step_size), self._mapped(two, step_size))
+            if _distance(before, params) != 0:
                 raise UnsupportedRunError(
                     f"Expected {self} to change the list of tensors that it is given, got one that "
                     "changed the parameters of the model itself. Loop over its argument, not over "
                     "model.parameters()."
                 )
             slack = 1 + ROUNDING
-            if not (found <= known * slack + ROUNDING and found <= diameter * slack):
+            if not (found <= known * slack + ROUNDING and found <= self._diameter * slack):
                 raise UnsupportedRunError(
                     f"Expected a nonexpansive {self}, got a map that takes two points from "
-                    f"distance {known:.6g} to {found:.6g}. {self.remedy}"
+                    f"distance {known:.6g} to {found:.6g}. Pass the proximal map of a convex "
+                    "function, a Regulariser, or a projection on a convex set with its diameter: "
+                    "normalising or a hard threshold is none of them."
                 )
-
-
-class DeclaredProx(UsersMap):
-    """A function of the list and the step size, which is never taken to contract."""
-
-    kind = "prox"
-    remedy = (
-        "Pass the proximal map of a convex function (a normalisation or a hard threshold is "
-        "none), or a Regulariser."
-    )
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def arguments(self, step_size: float) -> tuple[float, ...]:
-        """The step size."""
-        return (step_size,)
+        if self.name == "projection":
+            super().start(params, step_size)
 
     @property
     def assumption(self) -> Assumption:
         """See `StepMap.assumption`."""
+        if self.name == "prox":
+            return Assumption.declared(
+                f"after the noise of every step acts {self}, a map that is nonexpansive at every "
+                "rate, looks at no record, and is the same function in all steps",
+                Topic.REGULARISER,
+            )
         return Assumption.declared(
-            f"after the noise of every step acts {self}, a map that is nonexpansive at every rate, "
-            "looks at no record, and is the same function in all steps",
-            Topic.REGULARISER,
+            f"projected on {self!r}, by a map that is nonexpansive, the same in every step and "
+            "looks at no record",
+            Topic.DOMAIN,
         )
 
 
-def distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+_PROJECTIONS = (BallProjection, BoxProjection, ParameterBallsProjection)
+
+
+def maps_after(value: Any) -> dict[str, StepMap] | None:
+    """What `make_private(after=)` says, a prox before a projection; None for neither.
+
+    Raises:
+        TypeError: It is something else, or two of a kind.
+    """
+    found: dict[str, StepMap] = {}
+    for item in value if isinstance(value, list) else [] if value is None else [value]:
+        made = _step_map(item)
+        if made.name in found:
+            raise TypeError(
+                f"Expected one {made.name} in after, got {found[made.name]!r}, {made!r}."
+            )
+        found[made.name] = made
+    return {name: found[name] for name in ("prox", "projection") if name in found} or None
+
+
+def _step_map(item: Any) -> StepMap:
+    if type(item) is Regulariser:  # what a subclass does is not known, here and below
+        return RegulariserProx(item)
+    if type(item) in _PROJECTIONS:
+        return item  # type: ignore[no-any-return]
+    is_pair = isinstance(item, tuple) and len(item) == 2 and item[1] is not None
+    if is_pair and _is_function(item[0]):
+        return UsersMap(*item)
+    if _is_function(item):
+        return UsersMap(item)
+    raise TypeError(
+        "Expected after to be a hidden_state_accountants.Regulariser, "
+        f"{', '.join(kind.__name__ for kind in _PROJECTIONS)}, a function(list of tensors, step "
+        "size), a pair (function(list of tensors), diameter of the set that it maps to; math.inf "
+        f"if it is not bounded), or a list of a prox and a projection, got {item!r}."
+    )
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type | Regulariser)
+
+
+def _shrink(params: Sequence[torch.Tensor], radius: float) -> None:
+    """Projects the JOINT vector of `params` on the ball of `radius` around 0, in place.
+
+    The radius is lowered by two units of rounding, so that the result lies inside the ball.
+    """
+    eps = max(torch.finfo(param.dtype).eps for param in params)
+    factor = (radius * (1 - 2 * eps) / joint_norm(params)).clamp(max=1.0)
+    for param in params:
+        param.mul_(factor.to(device=param.device, dtype=param.dtype))
+
+
+def _distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """Euclidean, of all tensors together, in float64."""
     pairs = zip(ones, others, strict=True)
     parts = [torch.linalg.vector_norm(p.detach().double() - o.detach().double()) for p, o in pairs]

@@ -15,27 +15,18 @@ from torch.utils.data import DataLoader
 from hidden_state_accountants import (
     BatchOrder,
     LossGeometry,
-    Regulariser,
     UnsupportedRunError,
     validate,
 )
 from hidden_state_adapters.opacus.data.order import Batches, default_order
-from hidden_state_adapters.opacus.projections import (
-    BallProjection,
-    BoxProjection,
-    DeclaredProjection,
-    ParameterBallsProjection,
-    Projection,
-)
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
-from hidden_state_adapters.opacus.step_maps import DeclaredProx, RegulariserProx, StepMap
+from hidden_state_adapters.opacus.step_maps import StepMap, maps_after
 
 _OPACUS_ARGUMENTS = {
     "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
     "rand_on_empty", "wrap_model",
 }  # fmt: skip
 _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
-_PROJECTIONS = (BallProjection, BoxProjection, ParameterBallsProjection)
 _RARE = 1e-12
 
 
@@ -97,43 +88,6 @@ class RunOptions(TypedDict, total=False):
     error_max_grad_norm: float | None
     automatic: bool
     gradient_bound: float
-
-
-def maps_after(value: Any) -> dict[str, StepMap] | None:
-    """The prox and the projection that follow a step, in this order; None for neither.
-
-    Raises:
-        TypeError: It is something else, or two of a kind.
-    """
-    found: dict[str, StepMap] = {}
-    for item in value if isinstance(value, list) else [] if value is None else [value]:
-        made = _step_map(item)
-        name = "projection" if isinstance(made, Projection) else "prox"
-        if name in found:
-            raise TypeError(f"Expected one {name} in after, got {found[name]!r} and {made!r}.")
-        found[name] = made
-    return {name: found[name] for name in ("prox", "projection") if name in found} or None
-
-
-def _step_map(item: Any) -> StepMap:
-    if type(item) is Regulariser:  # what a subclass does is not known, here and below
-        return RegulariserProx(item)
-    if type(item) in _PROJECTIONS:
-        return item  # type: ignore[no-any-return]
-    if isinstance(item, tuple) and len(item) == 2 and _is_function(item[0]):
-        return DeclaredProjection(*item)
-    if _is_function(item):
-        return DeclaredProx(item)
-    raise TypeError(
-        "Expected after to be a hidden_state_accountants.Regulariser, "
-        f"{', '.join(kind.__name__ for kind in _PROJECTIONS)}, a function(list of tensors, step "
-        "size), a pair (function(list of tensors), diameter of the set that it maps to; math.inf "
-        f"if it is not bounded), or a list of a prox and a projection, got {item!r}."
-    )
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type | Regulariser)
 
 
 @attrs.frozen(kw_only=True, eq=False)

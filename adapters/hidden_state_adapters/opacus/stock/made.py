@@ -83,7 +83,7 @@ class MadePrivate:
 
         Opacus hands nothing but the sampling rate to its accountants, so everything else is read
         where make_private has it: in its own variables. Where they are not found (a hook that was
-        attached by hand), `declare_run` has to be given the loader.
+        attached by hand), there is nothing to declare.
         """
         frame = _frame_of("make_private", accountant, sys._getframe(1))
         if frame is None:

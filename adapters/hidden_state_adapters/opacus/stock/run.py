@@ -101,8 +101,6 @@ class StockDeclaration:
     feature_norm: float | None = None
     loss_geometry: LossGeometry | str | None = attrs.field(default=None, converter=_loss_geometry)
     projection_radius: float | None = None
-    data_loader: Any = None
-    module: Any = None
     batch_order: BatchOrder | None = attrs.field(
         default=None, converter=attrs.converters.optional(parse_batch_order)
     )
@@ -169,7 +167,7 @@ class StockRun(AccountedRun):
 
     Args:
         declared: What cannot be read, and what is compared with what is read.
-        data_loader: What make_private returned; None if that is not known.
+        data_loader: What make_private returned.
         module: Likewise.
         optimizer: Likewise.
         relation: Of the guarantee.
@@ -188,12 +186,11 @@ class StockRun(AccountedRun):
         *,
         data_loader: Any,
         module: Any,
-        optimizer: DPOptimizer | None,
+        optimizer: DPOptimizer,
         relation: NeighboringRelation,
     ):
-        loader = _the_loader(data_loader, declared.data_loader)
-        check_processes(loader, num_processes(optimizer))
-        reading = read_loader(loader)
+        check_processes(data_loader, num_processes(optimizer))
+        reading = read_loader(data_loader)
         self._batches = declared.compared_with(reading)
         self._order = BatchOrder(self._batches["batch_order"])
         self._radius = declared.projection_radius
@@ -325,37 +322,15 @@ def check_processes(data_loader: Any, count: int) -> None:
     )
 
 
-def _the_loader(found: Any, given: Any) -> Any:
-    if found is None and given is None:
-        raise UnsupportedRunError(
-            "Expected a loader to read, got none: the steps do not come from make_private of an "
-            "opacus.PrivacyEngine. Pass data_loader= to declare_run (and module= with a "
-            f"criterion), the objects that the loop uses. {_USE_ENGINE}"
-        )
-    if found is not None and given is not None and given is not found:
-        raise UnsupportedRunError(
-            "Expected data_loader to be the loader that make_private returned, got another one, "
-            "whose batches are not those of the run. Leave it out, and train on the loader that "
-            "make_private returned."
-        )
-    return given if found is None else found
-
-
 def _derive_loss(
-    declared: StockDeclaration, module: Any, optimizer: DPOptimizer | None
+    declared: StockDeclaration, module: Any, optimizer: DPOptimizer
 ) -> LossGeometry | None:
     """The constants of the criterion at the linear head; None where no theorem needs them."""
-    module = module if declared.module is None else declared.module
-    if module is None:
-        raise UnsupportedRunError(
-            "Expected the model that make_private returned, got none: the constants of the "
-            "criterion are those of a linear head. Pass module= to declare_run."
-        )
     inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
-    reduction = getattr(as_module(declared.criterion), "reduction", "mean")
-    reduction = getattr(optimizer, "loss_reduction", reduction)
-    loss = geometry.auto_loss_geometry(inner, declared.criterion, declared.feature_norm, reduction)
-    return None if optimizer is not None and _why_composition(optimizer) else loss
+    loss = geometry.auto_loss_geometry(
+        inner, declared.criterion, declared.feature_norm, optimizer.loss_reduction
+    )
+    return None if _why_composition(optimizer) else loss
 
 
 def _why_composition(optimizer: DPOptimizer) -> str:
