@@ -107,8 +107,7 @@ class Regulariser:
     high: float = attrs.field(default=math.inf, converter=_end)
 
     def __attrs_post_init__(self) -> None:
-        for name in ("l1", "l2", "group_lasso"):
-            object.__setattr__(self, name, validate.magnitude(name, getattr(self, name)))
+        validate.fields(self, validate.magnitude, "l1", "l2", "group_lasso")
         axis = self.group_axis
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"Expected group_axis to be an integer or None, got {axis!r}.")
@@ -175,15 +174,8 @@ class Regulariser:
         return values
 
     def __str__(self) -> str:
-        given = {
-            "l1": (self.l1, 0.0),
-            "l2": (self.l2, 0.0),
-            "group_lasso": (self.group_lasso, 0.0),
-            "group_axis": (self.group_axis, None),
-            "low": (self.low, -math.inf),
-            "high": (self.high, math.inf),
-        }
-        inside = ", ".join(f"{k}={v:g}" for k, (v, none) in given.items() if v != none)
+        given = ((f, getattr(self, f.name)) for f in attrs.fields(Regulariser))
+        inside = ", ".join(f"{f.name}={value:g}" for f, value in given if value != f.default)
         return f"Regulariser({inside})"
 
 

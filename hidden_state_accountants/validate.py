@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import math
 import numbers
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 from dp_accounting import NeighboringRelation
@@ -88,6 +89,27 @@ def integer(
     if maximum is not None and number > maximum:
         raise ValueError(f"Expected {name} <= {maximum}, got {number}.{_hint(remedy)}")
     return number
+
+
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def member(kind: type[_Member], name: str, value: Any) -> _Member:
+    """Returns a member of an enumeration of texts, given as itself or its value, in any case."""
+    try:
+        return kind(value.lower() if isinstance(value, str) else value)
+    except ValueError:
+        known = [each.value for each in kind]
+        raise ValueError(
+            f"Expected {name} to be one of {', '.join(known)}, got {value!r}."
+            f"{did_you_mean(value, known)}"
+        ) from None
+
+
+def fields(owner: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
+    """Replaces fields of a frozen object by what a check returns of them; for constructors."""
+    for name in names:
+        object.__setattr__(owner, name, check(name, getattr(owner, name), **options))
 
 
 def flag(name: str, value: Any) -> bool:

@@ -203,12 +203,13 @@ def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndar
 def profile_above(curve: Curve) -> Profile:
     """The profile of a symmetric pair that dominates a mechanism in both orders."""
     epsilons, deltas = read(curve)
-    kept = _lower_hull(np.expm1(epsilons), deltas)
+    kept = lower_hull(np.expm1(epsilons), deltas)
     values = profiles.polygon(epsilons[kept], deltas[kept])
     return Profile(values, values, float(epsilons[-1]))
 
 
-def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
+def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
+    """The points of a polygon that lie below all others, of ascending x."""
     kept: list[int] = []
     for i in range(len(x)):
         while len(kept) > 1:

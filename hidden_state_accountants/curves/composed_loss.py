@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import attrs
 import numpy as np
 from scipy import fft, signal
 
@@ -204,21 +204,21 @@ class _Direction:
 
     def _convolved(self, tilt: Tilt, start: int, stop: int) -> tuple[np.ndarray, float]:
         """The tilted law of the total loss on a window, and a bound on the 2-norm of its error."""
-        longest = max(len(part.masses) for part, _ in tilt.parts)
+        longest = max(len(masses) for _, masses, _ in tilt.parts)
         # Wrapping a part adds no more than 64 masses up.
         size = _size_above(max(stop - start, longest // 64, 1))
         spectrum = np.ones(size // 2 + 1, dtype=complex)
         alive = np.ones(len(spectrum), dtype=bool)
         largest, lowest = 0.0, 0
-        for part, count in sorted(tilt.parts, key=lambda part: -part[1]):
-            masses = _wrapped(part.masses, size)
+        for first, part, count in sorted(tilt.parts, key=lambda part: -part[2]):
+            masses = _wrapped(part, size)
             factor = fft.rfft(masses)
             alive &= np.abs(factor) > _VANISHED ** (1 / count)  # soon few, if it runs often
             factor = factor[alive]
             factor /= np.maximum(1.0, np.abs(factor))  # where the exact one is: no error grows
             spectrum[alive] *= _power(factor, count)
             largest = max(largest, float(np.linalg.norm(masses)))
-            lowest += count * part.lowest
+            lowest += count * first
         spectrum[~alive] = 0.0
         law = np.roll(fft.irfft(spectrum, size), (lowest - start) % size)
         error = largest * (self._parts.count + 1) * 8 * UNIT * (math.log2(size) + 1)
@@ -276,8 +276,7 @@ def _power(base: np.ndarray, exponent: int) -> np.ndarray:
 # --- tilted laws of the parts -------------------------------------------------------------------
 
 
-@attrs.frozen
-class RoughTilt:
+class RoughTilt(NamedTuple):
     """A total loss under a tilt, by the coarse laws of its parts.
 
     Attributes:
@@ -293,101 +292,66 @@ class RoughTilt:
     variance: float
 
 
-@attrs.frozen(eq=False)
-class TiltedPart:
-    """One loss under a tilt.
-
-    Attributes:
-        lowest: The first cell.
-        masses: Of the tilted law, from the first cell on; their sum is at most 1.
-        log_mass: log M.
-        rounding: A bound on the error of the logarithms of the masses times M.
-    """
-
-    lowest: int
-    masses: np.ndarray
-    log_mass: float
-    rounding: float
-
-
-@attrs.frozen(eq=False)
-class Tilt:
+class Tilt(NamedTuple):
     """A total loss under a tilt.
 
     Attributes:
         theta: The tilt.
         log_mass: log M.
         rounding: A bound on the error of the logarithms of the masses times M.
-        parts: The losses, and how often each runs.
+        parts: Of every loss the first cell, the tilted masses from there on, whose sum is at most
+            1, and how often it runs.
     """
 
     theta: float
     log_mass: float
     rounding: float
-    parts: tuple[tuple[TiltedPart, int], ...]
+    parts: list[tuple[int, np.ndarray, int]]
 
 
-class Part:
-    """The loss of one mechanism, and how often it runs.
-
-    Attributes:
-        count: How often.
-        lowest: The smallest loss, in cells of the grid.
-        highest: The largest finite loss, in cells of the grid.
-        infinite: The mass at infinity.
-        log_total: The logarithm of all mass, which is rounded up to more than 1.
-    """
-
-    def __init__(self, masses: LossMasses, count: int):
-        self.count = count
-        self.lowest = masses.lower
-        self.highest = masses.highest
-        self.infinite = masses.infinite
-        self.log_total = math.log(max(1.0, float(masses.masses.sum()) + masses.infinite))
-        self._masses = masses
-
-    def rough(self, theta: float) -> tuple[float, float, float]:
-        """log M, mean and variance of the coarse law under a tilt."""
-        tilted, log_mass = self._coarse(theta)
-        losses = self._masses.coarse[0]
-        mean = float(tilted @ losses)
-        return log_mass, mean, float(tilted @ (losses - mean) ** 2)
-
-    def _coarse(self, theta: float) -> tuple[np.ndarray, float]:
-        """The tilted coarse law, and its log M."""
-        losses, masses = self._masses.coarse
-        exponents = theta * losses
-        top = max(float(exponents[0]), float(exponents[-1]))
-        tilted = masses * np.exp(exponents - top)
+def _coarse(law: LossMasses, theta: float) -> tuple[np.ndarray, float]:
+    """The coarse law of a loss under a tilt, and its log M."""
+    losses, masses = law.coarse
+    exponents = theta * losses
+    top = max(float(exponents[0]), float(exponents[-1]))
+    tilted = masses * np.exp(exponents - top)
+    total = float(tilted.sum())
+    if total < _UNDERFLOW:
+        with np.errstate(divide="ignore"):
+            exponents += np.log(masses)
+        top = float(exponents.max())
+        tilted = np.exp(exponents - top)
         total = float(tilted.sum())
-        if total < _UNDERFLOW:
-            with np.errstate(divide="ignore"):
-                exponents += np.log(masses)
-            top = float(exponents.max())
-            tilted = np.exp(exponents - top)
-            total = float(tilted.sum())
-        return tilted / total, top + math.log(total)
+    return tilted / total, top + math.log(total)
 
-    def tilted(self, theta: float, negligible: float) -> TiltedPart:
-        """The tilted law without the cells at either end that have a negligible probability."""
-        rough, log_mass = self._coarse(theta)
-        # What lies beyond a node has a coarse law on that node and those beyond it.
-        nodes = np.rint(self._masses.coarse[0] / self._masses.grid).astype(int)
-        first = max(0, int(np.searchsorted(np.cumsum(rough), negligible)) - 1)
-        last = len(nodes) - int(np.searchsorted(np.cumsum(rough[::-1]), negligible))
-        cells = np.arange(nodes[first], nodes[min(last, len(nodes) - 1)] + 1)
-        start = int(cells[0])
-        law = self._masses.masses[start - self.lowest : start - self.lowest + len(cells)]
-        # A tilted mass is at most 1: what is cut had one that underflowed (_SMALLEST covers it).
-        exponents = np.minimum((theta * self._masses.grid) * cells - log_mass, _LARGEST_EXPONENT)
-        masses = law * np.exp(exponents)
-        total = float(masses.sum())
-        masses /= total * (1 + _SUMS)
-        found = log_mass + math.log(total) + _SUMS
-        largest = abs(math.log(float(law[law > 0].min())))
-        largest += theta * max(-self.lowest, self.highest) * self._masses.grid
-        rounding = (8 * (largest + abs(log_mass) + abs(found)) + 1000) * UNIT + RELATIVE_ERROR
-        return TiltedPart(start, masses, found, rounding)
+
+def _tilted(
+    law: LossMasses, theta: float, negligible: float
+) -> tuple[int, np.ndarray, float, float]:
+    """A loss under a tilt, without the cells at either end that have a negligible probability.
+
+    Returns:
+        The first cell, the masses, log M and a bound on the error of the logarithms of the masses
+        times M.
+    """
+    rough, log_mass = _coarse(law, theta)
+    # What lies beyond a node has a coarse law on that node and those beyond it.
+    nodes = np.rint(law.coarse[0] / law.grid).astype(int)
+    first = max(0, int(np.searchsorted(np.cumsum(rough), negligible)) - 1)
+    last = len(nodes) - int(np.searchsorted(np.cumsum(rough[::-1]), negligible))
+    cells = np.arange(nodes[first], nodes[min(last, len(nodes) - 1)] + 1)
+    start = int(cells[0])
+    inside = law.masses[start - law.lower : start - law.lower + len(cells)]
+    # A tilted mass is at most 1: what is cut had one that underflowed (_SMALLEST covers it).
+    exponents = np.minimum((theta * law.grid) * cells - log_mass, _LARGEST_EXPONENT)
+    masses = inside * np.exp(exponents)
+    total = float(masses.sum())
+    masses /= total * (1 + _SUMS)
+    found = log_mass + math.log(total) + _SUMS
+    largest = abs(math.log(float(inside[inside > 0].min())))
+    largest += theta * max(-law.lower, law.highest) * law.grid
+    rounding = (8 * (largest + abs(log_mass) + abs(found)) + 1000) * UNIT + RELATIVE_ERROR
+    return start, masses, found, rounding
 
 
 class Parts:
@@ -399,7 +363,7 @@ class Parts:
 
     Attributes:
         grid: The spacing of the losses.
-        all: The parts.
+        all: The parts, on that grid.
         count: How many losses there are.
         lowest: The smallest total loss, in cells of the grid.
         highest: The largest finite total loss, in cells of the grid.
@@ -408,41 +372,49 @@ class Parts:
 
     def __init__(self, parts: Sequence[tuple[LossMasses, int]], grid: float):
         self.grid = grid
-        self.all = [Part(masses.on_grid(grid), count) for masses, count in parts]
-        self.count = sum(part.count for part in self.all)
-        self.lowest = sum(part.count * part.lowest for part in self.all)
-        self.highest = sum(part.count * part.highest for part in self.all)
+        self.all = [(masses.on_grid(grid), count) for masses, count in parts]
+        self.count = sum(count for _, count in self.all)
+        self.lowest = sum(count * law.lower for law, count in self.all)
+        self.highest = sum(count * law.highest for law, count in self.all)
         log_finite = math.fsum(
-            part.count * math.log1p(-part.infinite) if part.infinite < 1 else -math.inf
-            for part in self.all
+            count * math.log1p(-law.infinite) if law.infinite < 1 else -math.inf
+            for law, count in self.all
         )
-        log_total = math.fsum(part.count * part.log_total for part in self.all)
+        # All mass of a loss is rounded up to more than 1.
+        log_total = math.fsum(
+            count * math.log(max(1.0, float(law.masses.sum()) + law.infinite))
+            for law, count in self.all
+        )
         self.infinite = min(1.0, abs(math.expm1(log_finite)) * math.exp(log_total + 64 * UNIT))
 
     def tilt(self, theta: float) -> Tilt:
         """The total loss under a tilt."""
-        parts = tuple((part.tilted(theta, _DROPPED / self.count), part.count) for part in self.all)
+        found = [(_tilted(law, theta, _DROPPED / self.count), count) for law, count in self.all]
         return Tilt(
             theta,
-            math.fsum(count * part.log_mass for part, count in parts),
-            math.fsum(count * part.rounding for part, count in parts),
-            parts,
+            math.fsum(count * log_mass for (_, _, log_mass, _), count in found),
+            math.fsum(count * rounding for (_, _, _, rounding), count in found),
+            [(first, masses, count) for (first, masses, _, _), count in found],
         )
 
     def rough_tilt(self, theta: float) -> RoughTilt:
         """The total loss under a tilt, by the coarse laws of the parts."""
-        found = np.array([part.rough(theta) for part in self.all])
-        log_mass, mean, variance = (np.array([part.count for part in self.all]) @ found).tolist()
-        return RoughTilt(theta, log_mass, mean, variance)
+        total = np.zeros(3)
+        for law, count in self.all:
+            tilted, log_mass = _coarse(law, theta)
+            losses = law.coarse[0]
+            mean = float(tilted @ losses)
+            total += count * np.array([log_mass, mean, float(tilted @ (losses - mean) ** 2)])
+        return RoughTilt(theta, *total.tolist())
 
     def moments(self, tilt: Tilt) -> tuple[float, float]:
         """Mean and variance of the total loss under a tilt."""
         means, variances = [], []
-        for part, count in tilt.parts:
-            losses = (part.lowest + np.arange(len(part.masses))) * self.grid
-            mean = float(part.masses @ losses)
+        for first, masses, count in tilt.parts:
+            losses = (first + np.arange(len(masses))) * self.grid
+            mean = float(masses @ losses)
             means.append(count * mean)
-            variances.append(count * float(part.masses @ (losses - mean) ** 2))
+            variances.append(count * float(masses @ (losses - mean) ** 2))
         return math.fsum(means), math.fsum(variances)
 
     def next_tilt(self, tilt: RoughTilt) -> RoughTilt:

@@ -25,6 +25,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.by_profile import (
     LARGEST,
     CohortCurve,
+    lower_hull,
     profile_above,
     read,
 )
@@ -161,17 +162,7 @@ def _power_lines(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 def _lowest(intercepts: np.ndarray, slopes: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The smallest of all lines at ascending x, rounded up."""
-    kept: list[int] = []
-    for i in range(len(slopes))[::-1]:  # from the left to the right: the steepest line first
-        while len(kept) > 1:
-            a, b = kept[-2:]
-            if (intercepts[i] - intercepts[a]) * (slopes[a] - slopes[b]) > (
-                intercepts[b] - intercepts[a]
-            ) * (slopes[a] - slopes[i]):
-                break
-            kept.pop()
-        kept.append(i)
-    index = np.array(kept)
+    index = np.array(lower_hull(slopes, intercepts)[::-1])  # the steepest line is the first one
     c, s = intercepts[index], slopes[index]
     corners = np.diff(c) / np.maximum(-np.diff(s), 1e-300)
     place = np.searchsorted(np.maximum.accumulate(corners), x)

@@ -124,14 +124,7 @@ def overfull_delta(
 
 def parse_batch_order(value: Any) -> BatchOrder:
     """A `BatchOrder` from itself or its value, in any case."""
-    try:
-        return BatchOrder(value.lower() if isinstance(value, str) else value)
-    except ValueError:
-        known = [order.value for order in BatchOrder]
-        raise ValueError(
-            f"Expected batch_order to be one of {', '.join(known)}, got {value!r}."
-            f"{validate.did_you_mean(value, known)}"
-        ) from None
+    return validate.member(BatchOrder, "batch_order", value)
 
 
 class DealtEvent(PlainEvent):
@@ -144,7 +137,7 @@ class DealtEvent(PlainEvent):
 
     def _check_dealing(self) -> None:
         """Reads what says how the records are dealt; TypeError, ValueError if it does not fit."""
-        self._read(validate.integer, "dataset_size", "batch_size", minimum=1)
+        validate.fields(self, validate.integer, "dataset_size", "batch_size", minimum=1)
         object.__setattr__(self, "batch_order", parse_batch_order(self.batch_order))
         if self.batch_size > self.dataset_size:
             raise ValueError(

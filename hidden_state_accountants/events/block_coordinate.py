@@ -93,18 +93,24 @@ class BlockCoordinateDpEvent(PlainEvent):
     num_blocks: int = 1
 
     def __attrs_post_init__(self) -> None:
-        self._read(validate.magnitude, "step_size", "prox_strong_convexity", "prox_lipschitz")
+        validate.fields(
+            self, validate.magnitude, "step_size", "prox_strong_convexity", "prox_lipschitz"
+        )
         self._check_sensitivity()
-        self._read(validate.integer, "dataset_size", "num_epochs", "num_blocks", minimum=1)
+        validate.fields(
+            self, validate.integer, "dataset_size", "num_epochs", "num_blocks", minimum=1
+        )
         remedy = "It is the number of records of a batch."
         size = self.dataset_size
-        self._read(validate.integer, "batch_size", minimum=1, maximum=size, remedy=remedy)
+        validate.fields(
+            self, validate.integer, "batch_size", minimum=1, maximum=size, remedy=remedy
+        )
         if self.block_loss is not None and not isinstance(self.block_loss, LossGeometry):
             raise TypeError(
                 f"Expected block_loss to be a LossGeometry or None, got {self.block_loss!r}."
             )
         if self.update_lipschitz is not None:
-            self._read(validate.magnitude, "update_lipschitz")
+            validate.fields(self, validate.magnitude, "update_lipschitz")
         object.__setattr__(self, "noise_variance", self._noise())
 
     def _check_sensitivity(self) -> None:
@@ -119,7 +125,7 @@ class BlockCoordinateDpEvent(PlainEvent):
                 "Expected either clip_norm (the gradient of every record is clipped) or "
                 f"gradient_sensitivity (a bound of another kind), got {found}."
             )
-        self._read(validate.magnitude, *given, positive=given == ["clip_norm"])
+        validate.fields(self, validate.magnitude, *given, positive=given == ["clip_norm"])
 
     def _noise(self) -> float | Schedule:
         value = self.noise_variance

@@ -76,11 +76,11 @@ class DiceSgdDpEvent(DealtEvent):
     sampling_rate: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        self._read(validate.magnitude, "noise_std")
-        self._read(validate.magnitude, "clip_norm", "error_clip_norm", positive=True)
-        self._read(validate.integer, "num_steps", minimum=1)
-        self._read(validate.real, "gradient_bound", above=0, allow_inf=True)
+        validate.fields(self, validate.magnitude, "noise_std")
+        validate.fields(self, validate.magnitude, "clip_norm", "error_clip_norm", positive=True)
+        validate.fields(self, validate.integer, "num_steps", minimum=1)
+        validate.fields(self, validate.real, "gradient_bound", above=0, allow_inf=True)
         if self.gradient_bound < math.inf:
-            self._read(validate.magnitude, "gradient_bound", positive=True)
-        self._read(validate.flag, "automatic")
+            validate.fields(self, validate.magnitude, "gradient_bound", positive=True)
+        validate.fields(self, validate.flag, "automatic")
         self._check_dealing()

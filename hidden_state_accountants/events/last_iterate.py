@@ -125,21 +125,21 @@ class LastIterateDpEvent(DealtEvent):
     is_microbatched: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self._read(validate.integer, "num_steps", minimum=1)
+        validate.fields(self, validate.integer, "num_steps", minimum=1)
         if self.loss is not None and not isinstance(self.loss, LossGeometry):
             raise TypeError(f"Expected loss to be a LossGeometry or None, got {self.loss!r}.")
-        self._read(self._scheduled, "noise_multiplier", "learning_rate", "weight_decay")
+        validate.fields(self, self._scheduled, "noise_multiplier", "learning_rate", "weight_decay")
         if self.clip_norm is not None:
-            self._read(self._scheduled, "clip_norm", positive=True)
+            validate.fields(self, self._scheduled, "clip_norm", positive=True)
         elif self.loss is None or self.loss.lipschitz is None:
             raise ValueError(
                 "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
                 "the per-example gradient norm, or clip."
             )
-        self._read(validate.magnitude, "prox_strong_convexity")
-        self._read(validate.real, "domain_diameter", above=0, allow_inf=True)
+        validate.fields(self, validate.magnitude, "prox_strong_convexity")
+        validate.fields(self, validate.real, "domain_diameter", above=0, allow_inf=True)
         object.__setattr__(self, "release_steps", self._released())
-        self._read(validate.flag, "is_microbatched")
+        validate.fields(self, validate.flag, "is_microbatched")
         self._check_loss_of_records()
         self._check_dealing()
         self._check_batches()
@@ -200,7 +200,7 @@ class LastIterateDpEvent(DealtEvent):
                     f"Expected max_batch_size = None for {order.name} batches, "
                     f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
                 )
-            self._read(validate.integer, "max_batch_size", minimum=1)
+            validate.fields(self, validate.integer, "max_batch_size", minimum=1)
         if self.record_position is not None:
             if order is not BatchOrder.CYCLIC:
                 raise ValueError(
@@ -211,7 +211,9 @@ class LastIterateDpEvent(DealtEvent):
                 self.batches_per_epoch - 1,
                 "It is the index of a batch within the epoch.",
             )
-            self._read(validate.integer, "record_position", minimum=0, maximum=last, remedy=remedy)
+            validate.fields(
+                self, validate.integer, "record_position", minimum=0, maximum=last, remedy=remedy
+            )
 
     def _check_decay(self) -> None:
         steps = self.num_steps if self.has_schedules else 1

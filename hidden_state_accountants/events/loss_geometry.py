@@ -60,27 +60,13 @@ class LossGeometry:
     curvature_failure: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        if not isinstance(self.kind, LossKind):
-            try:
-                put("kind", LossKind(self.kind))
-            except ValueError:
-                known = [kind.value for kind in LossKind]
-                raise ValueError(
-                    f"Expected kind to be one of {', '.join(known)}, got {self.kind!r}."
-                    f"{validate.did_you_mean(self.kind, known)}"
-                ) from None
-        put(
-            "smoothness",
-            validate.real("smoothness", self.smoothness, minimum=0, maximum=validate.LARGEST),
-        )
-        put("strong_convexity", validate.real("strong_convexity", self.strong_convexity, minimum=0))
-        put("weak_convexity", validate.real("weak_convexity", self.weak_convexity, minimum=0))
-        put("exponent", validate.real("exponent", self.exponent, above=0, maximum=1))
+        object.__setattr__(self, "kind", validate.member(LossKind, "kind", self.kind))
+        largest = validate.LARGEST
+        validate.fields(self, validate.real, "smoothness", minimum=0, maximum=largest)
+        validate.fields(self, validate.real, "strong_convexity", "weak_convexity", minimum=0)
+        validate.fields(self, validate.real, "exponent", above=0, maximum=1)
         if self.lipschitz is not None:
-            put("lipschitz", validate.magnitude("lipschitz", self.lipschitz))
+            validate.fields(self, validate.magnitude, "lipschitz")
         self._check_kind()
         self._check_curvature()
 
@@ -132,15 +118,15 @@ class LossGeometry:
                 f"Expected curvature = None for a {self.kind.value} loss, got {self.curvature!r}. "
                 "The curvature of a batch is used of convex losses alone."
             )
-        curvature = validate.real(
+        validate.fields(
+            self,
+            validate.real,
             "curvature",
-            self.curvature,
             minimum=self.strong_convexity,
             maximum=self.smoothness,
             remedy="It is a Hessian, in the units of smoothness: no mean loss of a batch has a "
             "larger one than the losses of the records.",
         )
-        object.__setattr__(self, "curvature", curvature)
 
     def with_curvature(self, curvature: float, failure: float = 0.0) -> LossGeometry:
         """The same losses, of which more is known: how curved the mean loss of a batch is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import attrs
@@ -27,11 +27,6 @@ class PlainEvent(dp_accounting.DpEvent):
 
     tables: ClassVar[Mapping[str, type]] = {}
     words: ClassVar[Mapping[str, str]] = {}
-
-    def _read(self, check: Callable[..., Any], *names: str, **options: Any) -> None:
-        """Replaces fields by what a check of `validate` returns of them; for constructors."""
-        for name in names:
-            object.__setattr__(self, name, check(name, getattr(self, name), **options))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML types with a schema number; defaults are left out."""

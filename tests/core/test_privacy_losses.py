@@ -192,14 +192,16 @@ def test_what_is_left_out_of_a_tilted_law_is_negligible(theta):
     masses = PrivacyLoss.of(PROFILES["without replacement"]).forward
     losses = np.arange(masses.lower, masses.highest + 1) * GRID
     whole = masses.masses * np.exp(theta * (losses - losses[-1]))
-    part = Parts([(masses, 1000)], GRID).tilt(theta).parts[0][0]
-    start = part.lowest - masses.lower
-    kept = whole[start : start + len(part.masses)]
+    tilt = Parts([(masses, 1000)], GRID).tilt(theta)
+    lowest, tilted, _ = tilt.parts[0]
+    start = lowest - masses.lower
+    kept = whole[start : start + len(tilted)]
     assert len(kept) < len(whole)
     assert whole[:start].sum() + whole[start + len(kept) :].sum() <= 2e-25 * whole.sum()
-    assert part.log_mass == pytest.approx(math.log(kept.sum()) + theta * losses[-1], abs=1e-11)
-    np.testing.assert_allclose(part.masses, kept / kept.sum(), rtol=1e-11)
-    assert part.masses.sum() <= 1
+    log_mass = math.log(kept.sum()) + theta * losses[-1]
+    assert tilt.log_mass / 1000 == pytest.approx(log_mass, abs=1e-11)
+    np.testing.assert_allclose(tilted, kept / kept.sum(), rtol=1e-11)
+    assert tilted.sum() <= 1
 
 
 def test_a_far_second_peak_leaves_no_gap():

@@ -225,8 +225,8 @@ MUTATIONS = (
     Mutation(
         "mass_at_infinity_counts_once",
         "curves/composed_loss.py",
-        "part.count * math.log1p(-part.infinite) if",
-        "math.log1p(-part.infinite) if",
+        "count * math.log1p(-law.infinite) if",
+        "math.log1p(-law.infinite) if",
         _LOSS_TESTS,
     ),
     Mutation(
