@@ -18,6 +18,9 @@ from hidden_state_adapters.tf_privacy import batches as owned_batches
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
 
+# Every test traces graphs of its own and runs them a few times: not worth optimizing.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
 
 def make_data():
     random = np.random.default_rng(0)

@@ -183,6 +183,7 @@ CASES = {
 def main():
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # as conftest.py
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     for name, case in CASES.items():
         try:

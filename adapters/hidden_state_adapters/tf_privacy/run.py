@@ -471,6 +471,7 @@ class PrivateRun(Figures):
             self._record.after_epoch()
         return total
 
+    @keras_api.as_written
     def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
         def on_replica(step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
             losses, targets, outputs = self._take_on_replica(step, rows, indices)
@@ -723,6 +724,7 @@ class PrivateRun(Figures):
         count = tf.shape(own, out_type=tf.int64)[0]
         return tf.concat([own, indices[:1]], 0)[: tf.maximum(count, 1)], count
 
+    @keras_api.as_written
     def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
         if not self.steps.trains(keras_api.trained(self._model)):
             raise refusal(str(Problem.WEIGHTS))
