@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hidden_state_accountants.comparing import _series
 from hidden_state_accountants.figures import fixed_up, round_up, text_down, text_up
 
 VALUES = st.floats(1e-12, 1e12)
@@ -37,10 +36,3 @@ def test_what_needs_no_rounding_stays(value, digits):
 def test_ends(value):
     assert text_up(value) == text_down(value) == f"{value:g}"
     assert fixed_up(value, 2) == f"{value:.2f}"
-
-
-def test_the_legend_of_a_comparison():
-    """It said 1.99 of 1.9949."""
-    points = ((1.0, 0.5), (200.0, 1.9949211881))
-    assert _series("bound", points, "proven").label == "bound: 2 at the end"
-    assert _series("bound", points[:1], "x").label == "NOT PROVEN:\nbound: 0.5 at the end"
